@@ -1,0 +1,1 @@
+"""torchelastic: elastic training for PyTorch."""

@@ -1,0 +1,395 @@
+"""What the operator and the agents say to each other, in one place.
+
+They meet in three places only: the environment that a pod starts with, a few keys in the store, and the exit code with
+the termination message. This module names all of that for both sides; it does no I/O and imports nothing of the rest.
+
+Keys of a run, all below ``/torchelastic/<run id>/``:
+
+=============== ============================ ==================================================================
+key             written by                   what it says
+=============== ============================ ==================================================================
+``c/leader``    the leading node (leased)    who leads and where its link listens (:class:`LeaderRecord`)
+``c/epoch``     the leader, compare-and-swap who trains together now (:class:`EpochRecord`)
+``c/outcome``   the leader, compare-and-swap how the run ended (:class:`OutcomeRecord`)
+``c/size``      the operator                 how many nodes there should be (:class:`SizeRecord`)
+``n/<node id>`` each node (leased)           who it is and what it knows (:class:`NodeRecord`)
+=============== ============================ ==================================================================
+
+A node watches ``c/`` alone; only the leader watches ``n/``. So a change of membership costs O(N) messages.
+
+The records are JSON, decoded into typed structures with bounds on every field: nothing that is read from a store is
+trusted. Field names on the wire are short because an epoch's record goes to every node of it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from torchelastic.errors import MalformedRecord
+
+CONTRACT_VERSION: Final = 1
+"""Raised when a record or a rule changes so that two agents, or an agent and an operator, would not understand each
+other. Nodes share an epoch only if theirs is equal."""
+
+MAX_RECORD_BYTES: Final = 1 << 20
+"""No record is larger; etcd itself refuses requests above 1.5 MiB by default."""
+
+KEY_ROOT: Final = "/torchelastic"
+
+_Name = Annotated[str, msgspec.Meta(max_length=253)]
+_Address = Annotated[str, msgspec.Meta(max_length=263)]
+_Sentence = Annotated[str, msgspec.Meta(max_length=16384)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """The keys of one run.
+
+    Attributes:
+        root: the prefix below which all of them stand, ending in a slash.
+    """
+
+    root: str
+
+    @classmethod
+    def of(cls, run_id: str, key_root: str = KEY_ROOT) -> RunKeys:
+        """The keys of the run with this id; a slash in the id is kept from meaning anything."""
+        return cls(f"{key_root}/{run_id.replace('%', '%25').replace('/', '%2F')}/")
+
+    @property
+    def control(self) -> str:
+        """The prefix that every node watches."""
+        return f"{self.root}c/"
+
+    @property
+    def leader(self) -> str:
+        """Where the leading node says that it leads."""
+        return f"{self.root}c/leader"
+
+    @property
+    def epoch(self) -> str:
+        """Where the current epoch stands."""
+        return f"{self.root}c/epoch"
+
+    @property
+    def outcome(self) -> str:
+        """Where the end of the run stands."""
+        return f"{self.root}c/outcome"
+
+    @property
+    def size(self) -> str:
+        """Where the operator says how many nodes there should be."""
+        return f"{self.root}c/size"
+
+    @property
+    def nodes(self) -> str:
+        """The prefix that the leader watches."""
+        return f"{self.root}n/"
+
+    def node(self, node_id: str) -> str:
+        """The key of one node."""
+        return f"{self.nodes}{node_id}"
+
+
+class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How many nodes the job should have; the highest generation wins, also over what a pod was started with.
+
+    Attributes:
+        generation: counts the changes of size; 0 is what a launcher without an operator gives.
+        min: fewer than this never train.
+        max: more than this never train.
+        wanted: an epoch forms as soon as so many are there; None where nobody knows how many are coming.
+        going: names of the nodes that are about to be taken away: the next epoch does without them.
+    """
+
+    min: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = msgspec.field(name="n")
+    max: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = msgspec.field(name="x")
+    generation: _Number = msgspec.field(name="g", default=0)
+    wanted: _Count | None = msgspec.field(name="w", default=None)
+    going: tuple[_Name, ...] = msgspec.field(name="go", default=())
+
+    @property
+    def target(self) -> int:
+        """As many nodes as an epoch takes."""
+        return self.max if self.wanted is None else min(max(self.wanted, self.min), self.max)
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One node of an epoch, in rank order.
+
+    Attributes:
+        node: its id.
+        address: the address under which its peers reach it.
+        workers: how many workers it runs.
+    """
+
+    node: _Name
+    address: _Address
+    workers: _Count
+
+
+class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who trains together: everything that a node needs to start its workers without asking anybody.
+
+    Attributes:
+        number: counts the epochs of the run, from 1; never falls.
+        members: the nodes in rank order; none while too few are there (then nobody trains, and ``cause`` says why).
+        store: host:port of the TCPStore that is served for this epoch alone.
+        restarts: failures of workers charged to the job so far.
+        wanted: the size that was wanted when this epoch was made, None where none was known.
+        cause: in words, why this epoch took the place of the one before.
+    """
+
+    number: _Number = msgspec.field(name="e")
+    members: tuple[Member, ...] = msgspec.field(name="m", default=())
+    store: _Address = msgspec.field(name="s", default="")
+    restarts: _Count = msgspec.field(name="r", default=0)
+    wanted: _Count | None = msgspec.field(name="w", default=None)
+    cause: _Sentence = msgspec.field(name="c", default="")
+
+    @property
+    def world_size(self) -> int:
+        """How many workers train together."""
+        return sum(member.workers for member in self.members)
+
+    def has(self, node_id: str) -> bool:
+        """Whether the node is one of the members."""
+        return any(member.node == node_id for member in self.members)
+
+
+class FailureKind(enum.StrEnum):
+    """Classes of failures, from the one that explains most to the one that explains least."""
+
+    PROGRAM = "program"
+    """A signal from outside, the out-of-memory killer, or an exception of the program's own."""
+    COMMUNICATION = "communication"
+    """A collective that broke: most often because something else died."""
+    ENDED = "ended"
+    """Ended by the agent itself, because something else had failed."""
+
+
+class FailureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of a worker that failed.
+
+    Attributes:
+        epoch: in which epoch.
+        rank: its global rank there.
+        local_rank: its rank on its node.
+        node: the node's id.
+        host: the node's address.
+        pid: its process id on that node.
+        exit_code: what it returned, or the negative number of the signal that ended it.
+        kind: how much of an explanation it is.
+        message: the exception, or the end of what it printed; in words.
+        uptime: seconds from its start to its end.
+    """
+
+    epoch: _Number = msgspec.field(name="e")
+    rank: _Count = msgspec.field(name="r")
+    local_rank: _Count = msgspec.field(name="l")
+    node: _Name = msgspec.field(name="n")
+    exit_code: Annotated[int, msgspec.Meta(ge=-255, le=255)] = msgspec.field(name="x")
+    kind: FailureKind = msgspec.field(name="k", default=FailureKind.PROGRAM)
+    host: _Address = msgspec.field(name="h", default="")
+    pid: _Number = msgspec.field(name="p", default=0)
+    message: _Sentence = msgspec.field(name="t", default="")
+    uptime: float = msgspec.field(name="u", default=0.0)
+
+
+class OutcomeState(enum.StrEnum):
+    """How a run can end."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+class OutcomeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the run ended; written once.
+
+    Attributes:
+        state: succeeded or failed.
+        epoch: the last epoch.
+        restarts: failures of workers charged to the job.
+        message: in words, why; empty where it succeeded.
+        failure: the root cause, where a worker was it.
+    """
+
+    state: OutcomeState = msgspec.field(name="o")
+    epoch: _Number = msgspec.field(name="e", default=0)
+    restarts: _Count = msgspec.field(name="r", default=0)
+    message: _Sentence = msgspec.field(name="t", default="")
+    failure: FailureRecord | None = msgspec.field(name="f", default=None)
+
+
+class NodePhase(enum.StrEnum):
+    """Where a node stands in its current epoch."""
+
+    READY = "ready"
+    """Waiting for an epoch, or training in one."""
+    FINISHING = "finishing"
+    """At least one of its workers has ended with 0, others still run."""
+    DONE = "done"
+    """All its workers have ended with 0; it stays until the outcome is committed."""
+    LEAVING = "leaving"
+    """On its way out: the next epoch does without it."""
+
+
+class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node says of itself, under its lease. With it an empty store is filled again.
+
+    Attributes:
+        name: the pod's or host's name, as the operator knows it.
+        address: where peers reach it.
+        workers: how many workers it would run.
+        link: port of its link server (see :mod:`torchelastic.rendezvous.link`).
+        stores: ports on which it can serve the TCPStore of a coming epoch, none of them used before.
+        joined: when it first came, as the store's revision: what decides on seniority. 0 until it is known.
+        contract: the version of the contract that it speaks.
+        phase: where it stands.
+        epoch: the highest epoch number that it knows.
+        restarts: the highest count of charged restarts that it knows.
+        failure: its first worker that failed in ``epoch``.
+        size: the wanted size that it was started with.
+        metrics: port of its /metrics, 0 where there is none.
+    """
+
+    name: _Name = msgspec.field(name="nm")
+    address: _Address = msgspec.field(name="a")
+    workers: _Count = msgspec.field(name="w")
+    size: SizeRecord = msgspec.field(name="z")
+    link: _Count = msgspec.field(name="l", default=0)
+    stores: tuple[_Count, ...] = msgspec.field(name="s", default=())
+    joined: _Number = msgspec.field(name="j", default=0)
+    contract: _Count = msgspec.field(name="v", default=CONTRACT_VERSION)
+    phase: NodePhase = msgspec.field(name="p", default=NodePhase.READY)
+    epoch: _Number = msgspec.field(name="e", default=0)
+    restarts: _Count = msgspec.field(name="r", default=0)
+    failure: FailureRecord | None = msgspec.field(name="f", default=None)
+    metrics: _Count = msgspec.field(name="m", default=0)
+
+
+class LeaderRecord(msgspec.Struct, frozen=True):
+    """Who leads.
+
+    Attributes:
+        node: the leader's id.
+        address: host:port of its link server.
+    """
+
+    node: _Name = msgspec.field(name="n")
+    address: _Address = msgspec.field(name="a")
+
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """A record as the bytes that stand in the store."""
+    return msgspec.json.encode(record)
+
+
+def decode(data: bytes, kind: type[Record]) -> Record:
+    """A record from the bytes that stand in the store.
+
+    Raises:
+        MalformedRecord: they are not such a record, or larger than any may be.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise MalformedRecord(f"a {kind.__name__} of {len(data)} bytes is larger than any may be ({MAX_RECORD_BYTES})")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedRecord(f"not a {kind.__name__}: {error}") from None
+
+
+class Env:
+    """Environment variables with which the operator starts an agent, beside torchrun's PET_* ones.
+
+    Flags on the agent's command line win over PET_* variables.
+    """
+
+    NODE_NAME: Final = "TORCHELASTIC_NODE_NAME"
+    """The pod's name."""
+    NODE_ADDRESS: Final = "TORCHELASTIC_NODE_ADDRESS"
+    """The address under which peers reach it (the pod's IP)."""
+    SIZE: Final = "TORCHELASTIC_SIZE"
+    """The first :class:`SizeRecord`, as JSON."""
+    UNIQUE_RUN: Final = "TORCHELASTIC_UNIQUE_RUN"
+    """"1": the run id is never used again, so an outcome found in the store is this run's."""
+    CHECKPOINT_DIR: Final = "TORCHELASTIC_CHECKPOINT_DIR"
+    """Where the program keeps its checkpoints; the agent only hands it on."""
+    TERMINATION_LOG: Final = "TORCHELASTIC_TERMINATION_LOG"
+    """The file that gets the :class:`TerminationMessage`."""
+    METRICS_PORT: Final = "TORCHELASTIC_METRICS_PORT"
+    """Port of /metrics; 0 for any free one; unset for none."""
+    CONTRACT: Final = "TORCHELASTIC_CONTRACT"
+    """The version of the contract that the operator speaks."""
+
+
+class ExitCode(enum.IntEnum):
+    """What the agent's own exit code means. Signals that end it give 128 + n, as in a shell."""
+
+    SUCCEEDED = 0
+    """The run succeeded, whether this node's workers took part to the end or not."""
+    FAILED = 1
+    """The run failed; the termination message has the root cause."""
+    BAD_INPUT = 2
+    """The command line or the environment cannot be honoured; nothing was started."""
+    STORE = 3
+    """The store could not be reached within the join timeout, or refused the agent."""
+    INTERRUPTED = 130
+    """It left on SIGINT."""
+    LEFT = 143
+    """It left on SIGTERM: no failure of the job."""
+
+
+class TerminationMessage(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
+    """The agent's last words, for the operator and for people: JSON, at most 4,096 bytes.
+
+    Attributes:
+        contract: the version of the contract that it speaks.
+        reason: one word in CamelCase: Succeeded, WorkerFailed, RestartsExhausted, Left, BadInput, StoreUnavailable…
+        message: a sentence.
+        epoch: the last epoch that it knew.
+        failure: the worker that failed, where one did.
+    """
+
+    reason: Annotated[str, msgspec.Meta(max_length=64)]
+    message: _Sentence = ""
+    contract: _Count = CONTRACT_VERSION
+    epoch: _Number = 0
+    failure: FailureRecord | None = None
+
+
+TERMINATION_MESSAGE_LIMIT: Final = 4096
+"""Bytes; what the kubelet keeps of /dev/termination-log."""
+
+
+def encode_termination_message(message: TerminationMessage) -> bytes:
+    """The message within the kubelet's limit: texts are shortened, in the middle, so that the JSON stays whole."""
+    encoded = encode(message)
+    budget = TERMINATION_MESSAGE_LIMIT
+    while len(encoded) > TERMINATION_MESSAGE_LIMIT:
+        budget = budget * 3 // 4
+        failure = message.failure
+        if failure is not None:
+            failure = msgspec.structs.replace(failure, message=shorten(failure.message, budget // 2))
+        encoded = encode(
+            msgspec.structs.replace(message, message=shorten(message.message, budget // 2), failure=failure)
+        )
+    return encoded
+
+
+def shorten(text: str, limit: int) -> str:
+    """Text of at most ``limit`` characters: its beginning and its end, where most is told, around an ellipsis."""
+    if len(text) <= limit:
+        return text
+    head = limit // 3
+    tail = max(limit - head - 3, 0)
+    return f"{text[:head]} … {text[len(text) - tail :]}"[:limit] if limit > 3 else text[:limit]

@@ -1,0 +1,1 @@
+"""The ElasticJob operator and the ``elasticjob`` command."""

@@ -1,0 +1,262 @@
+"""The words in which the plan thinks: what a job is, what was observed of it, and what is to be done.
+
+Frozen dataclasses without behaviour that reaches outside: no I/O, no clock, nothing of Kubernetes. Times are seconds
+since the Unix epoch, durations seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_operator.spec import ElasticJobSpec
+    from torchelastic.contract import EpochRecord, OutcomeRecord, SizeRecord, TerminationMessage
+
+
+class JobState(enum.StrEnum):
+    """One word for where a job stands; what ``kubectl get`` shows."""
+
+    PENDING = "Pending"
+    """Its pods or its etcd are not all there yet, and nothing trains."""
+    RUNNING = "Running"
+    """At least the minimum of pods is there and trains."""
+    WAITING = "Waiting"
+    """It has trained, but fewer than the minimum are there now."""
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will happen to the job."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED)
+
+
+class PodPhase(enum.StrEnum):
+    """Where the worker container of a pod stands."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the container has come to its end."""
+        return self in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A worker pod as it was observed.
+
+    Attributes:
+        name: ``<job>-<index>-<suffix>``.
+        uid: unique for all time.
+        index: which of the job's places it fills, from 0.
+        phase: where its worker container stands.
+        ready: whether its agent serves.
+        terminating: whether its deletion has begun.
+        created: when it was made.
+        ended: when its worker container ended; None while it has not.
+        exit_code: of the agent; 128 + n for a signal; None while it runs or where it is not known.
+        message: the agent's last words; a plain text where they were not ours, None where there are none.
+        failures: how many pods of this index failed in a row before it.
+    """
+
+    name: str
+    uid: str
+    index: int
+    phase: PodPhase
+    ready: bool = False
+    terminating: bool = False
+    created: float = 0.0
+    ended: float | None = None
+    exit_code: int | None = None
+    message: TerminationMessage | str | None = None
+    failures: int = 0
+
+
+class EtcdState(enum.StrEnum):
+    """Where the job's store stands."""
+
+    ABSENT = "Absent"
+    STARTING = "Starting"
+    READY = "Ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The world as far as one job is concerned.
+
+    Attributes:
+        pods: the worker pods that exist, in any state.
+        etcd: the store; an external one counts as ready.
+        store_read: whether the keys below could be read; where not, they are None without meaning it.
+        epoch: the current epoch.
+        outcome: the end of the run.
+        size: the wanted size as it stands in the store.
+    """
+
+    pods: tuple[Pod, ...] = ()
+    etcd: EtcdState = EtcdState.ABSENT
+    store_read: bool = False
+    epoch: EpochRecord | None = None
+    outcome: OutcomeRecord | None = None
+    size: SizeRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition as in Kubernetes' metav1.
+
+    Attributes:
+        type: one of the names in :mod:`elastic_operator.names`.
+        status: whether it holds.
+        reason: one word in CamelCase.
+        message: a sentence.
+        since: when ``status`` last changed.
+    """
+
+    type: str
+    status: bool
+    reason: str
+    message: str = ""
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What the operator says of a job; part of the object, and all that a reconcile remembers.
+
+    Attributes:
+        state: one word.
+        observed_generation: of the spec that this status speaks of.
+        replicas: worker pods that are neither ended nor going.
+        ready: of these, the ready ones.
+        desired: how many there should be.
+        epoch: the number of the current epoch.
+        world_size: how many workers train in it.
+        restarts: failures of workers charged so far.
+        pod_failures: pods that ended by themselves, without an outcome, charged so far.
+        accounted: UIDs of ended pods that are charged (or forgiven) already and not yet gone.
+        size_generation: of the last wanted size that was written to the store.
+        started: when the first epoch formed.
+        completed: when the job finished.
+        last_failure: in words.
+        conditions: by type.
+    """
+
+    state: JobState = JobState.PENDING
+    observed_generation: int = 0
+    replicas: int = 0
+    ready: int = 0
+    desired: int = 0
+    epoch: int = 0
+    world_size: int = 0
+    restarts: int = 0
+    pod_failures: int = 0
+    accounted: frozenset[str] = frozenset()
+    size_generation: int = 0
+    started: float | None = None
+    completed: float | None = None
+    last_failure: str = ""
+    conditions: tuple[Condition, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An ElasticJob.
+
+    Attributes:
+        name: unique in its namespace.
+        namespace: where it lives.
+        uid: unique for all time; the run id of its agents.
+        generation: counts the changes of its spec.
+        spec: what the user asked for.
+        status: what the operator last said of it.
+        created: when it was made.
+        deleting: whether its deletion has begun.
+    """
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: ElasticJobSpec
+    status: JobStatus = field(default_factory=JobStatus)
+    created: float = 0.0
+    deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NewPod:
+    """A pod to be made.
+
+    Attributes:
+        name: ``<job>-<index>-<suffix>``.
+        index: which of the job's places it fills.
+        size: the wanted size that it is started with.
+        failures: how many pods of this index failed in a row before it.
+    """
+
+    name: str
+    index: int
+    size: SizeRecord
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A pod to be removed.
+
+    Attributes:
+        name: its name.
+        uid: its UID: a precondition, so that a successor of the same name is left alone.
+        reason: why, in words.
+    """
+
+    name: str
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """Something that a person would want to know.
+
+    Attributes:
+        reason: one word in CamelCase, from :mod:`elastic_operator.names`.
+        message: a sentence.
+        warning: whether it is bad news.
+    """
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done about one job, in the order of the attributes.
+
+    Attributes:
+        replicas: the number to write into ``spec.replicas``, once, where the user wrote none.
+        status: the new status; None where it would not change.
+        events: to be told if writing the status succeeded.
+        etcd: whether the managed etcd should exist.
+        size: what to write into the store before any pod is changed; None where it stands there already.
+        remove: pods to remove.
+        create: pods to make.
+        wake_at: when to plan again though nothing happened; None for never.
+    """
+
+    replicas: int | None = None
+    status: JobStatus | None = None
+    events: tuple[JobEvent, ...] = ()
+    etcd: bool = True
+    size: SizeRecord | None = None
+    remove: tuple[Removal, ...] = ()
+    create: tuple[NewPod, ...] = ()
+    wake_at: float | None = None
