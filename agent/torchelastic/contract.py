@@ -142,6 +142,7 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         members: the nodes in rank order; none while too few are there (then nobody trains, and ``cause`` says why).
         store: host:port of the TCPStore that is served for this epoch alone.
         restarts: failures of workers charged to the job so far.
+        early: failures in a row that came soon after the start of their epoch.
         wanted: the size that was wanted when this epoch was made, None where none was known.
         cause: in words, why this epoch took the place of the one before.
     """
@@ -150,6 +151,7 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     members: tuple[Member, ...] = msgspec.field(name="m", default=())
     store: _Address = msgspec.field(name="s", default="")
     restarts: _Count = msgspec.field(name="r", default=0)
+    early: _Count = msgspec.field(name="y", default=0)
     wanted: _Count | None = msgspec.field(name="w", default=None)
     cause: _Sentence = msgspec.field(name="c", default="")
 
@@ -158,9 +160,10 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """How many workers train together."""
         return sum(member.workers for member in self.members)
 
-    def has(self, node_id: str) -> bool:
-        """Whether the node is one of the members."""
-        return any(member.node == node_id for member in self.members)
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The ids of the members, in rank order."""
+        return tuple(member.node for member in self.members)
 
 
 class FailureKind(enum.StrEnum):
@@ -248,7 +251,7 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         address: where peers reach it.
         workers: how many workers it would run.
         link: port of its link server (see :mod:`torchelastic.rendezvous.link`).
-        stores: ports on which it can serve the TCPStore of a coming epoch, none of them used before.
+        store: port on which it can serve the TCPStore of the next epoch; never used before.
         joined: when it first came, as the store's revision: what decides on seniority. 0 until it is known.
         contract: the version of the contract that it speaks.
         phase: where it stands.
@@ -264,7 +267,7 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     workers: _Count = msgspec.field(name="w")
     size: SizeRecord = msgspec.field(name="z")
     link: _Count = msgspec.field(name="l", default=0)
-    stores: tuple[_Count, ...] = msgspec.field(name="s", default=())
+    store: _Count = msgspec.field(name="s", default=0)
     joined: _Number = msgspec.field(name="j", default=0)
     contract: _Count = msgspec.field(name="v", default=CONTRACT_VERSION)
     phase: NodePhase = msgspec.field(name="p", default=NodePhase.READY)
@@ -278,7 +281,7 @@ class LeaderRecord(msgspec.Struct, frozen=True):
     """Who leads.
 
     Attributes:
-        node: the leader's id.
+        node: the leader's id; empty where it has resigned, so that nobody waits for it to come back.
         address: host:port of its link server.
     """
 

@@ -6,5 +6,7 @@ Adapters: :mod:`torchelastic.store.etcd_v3` (etcd 3.4 and later, over its JSON g
 
 from torchelastic.store.api import Change, Entry, Listing, Store, StoreSettings
 from torchelastic.store.connect import connect
+from torchelastic.store.follow import follow
+from torchelastic.store.memory import MemoryStore
 
-__all__ = ["Change", "Entry", "Listing", "Store", "StoreSettings", "connect"]
+__all__ = ["Change", "Entry", "Listing", "MemoryStore", "Store", "StoreSettings", "connect", "follow"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,10 @@ class Store(Protocol):
     async def revoke(self, lease: int) -> None:
         """End the lease now: what hangs on it is deleted. Nothing happens where it has ended already."""
 
-    def watch(self, prefix: str, start: int) -> AsyncIterator[tuple[Change, ...]]:
+    def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
         """Every change below the prefix from revision ``start`` on, in order, in batches; each exactly once.
+
+        ``start`` 0 means from now on: from the moment at which the store confirms the watch.
 
         A broken connection is not mended here: it ends the iteration with StoreUnavailable, and the caller watches
         again from the revision after the last one it saw, or lists again. An empty batch says "nothing new, and the

@@ -1,0 +1,323 @@
+"""What the leading node does: it watches the others, and commits what :func:`~.decide.decide` says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
+
+from torchelastic.contract import EpochRecord, NodePhase, NodeRecord, OutcomeRecord, decode, encode
+from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreUnavailable
+from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, Hold, Peer, View, decide
+from torchelastic.rendezvous.link import Verdict, probe
+from torchelastic.rendezvous.session import retry_delay
+from torchelastic.store.api import Listing
+from torchelastic.store.follow import follow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchelastic.contract import RunKeys, SizeRecord
+    from torchelastic.rendezvous.control import Control
+    from torchelastic.settings import RendezvousSettings
+    from torchelastic.store.api import Entry, Store
+
+logger = logging.getLogger(__name__)
+
+LINK_PATIENCE = 1.0
+"""Seconds after which a node that has not linked counts as alive by its key alone: a network may forbid links."""
+
+SILENT_RECHECK = 1.0
+"""Seconds between looks at a member whose key is gone but which answers."""
+
+
+class Links(Protocol):
+    """Who holds a link to this node."""
+
+    def holds(self, node: str) -> bool:
+        """Whether the node does."""
+
+
+class Leadership:
+    """One node's time as the leader.
+
+    Args:
+        node: this node's id.
+        store: where.
+        keys: the run's keys.
+        settings: the rules.
+        control: the view of the keys that everybody watches.
+        links: who holds a link.
+        remembered: gives the last epoch that this node has seen.
+        dead: nodes that are known to be dead from the start: the leader before.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        store: Store,
+        keys: RunKeys,
+        settings: RendezvousSettings,
+        control: Control,
+        links: Links,
+        remembered: Callable[[], EpochRecord | None],
+        dead: frozenset[str] = frozenset(),
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._keys = keys
+        self._settings = settings
+        self._control = control
+        self._links = links
+        self._remembered = remembered
+        self._changed = control.changed
+        self._peers: dict[str, Peer] = {}
+        self._linked_once: set[str] = set()
+        self._dead = set(dead)
+        self._silent: set[str] = set()
+        self._done: set[str] = set()
+        self._listed = False
+        self._epoch_seen = (0, 0.0)
+        self._failed_since: float | None = None
+        self._looks: asyncio.TaskGroup | None = None
+        self._said = ""
+
+    async def run(self) -> None:
+        """Lead, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._looks = tasks
+            tasks.create_task(self._watch_nodes())
+            tasks.create_task(self._decide())
+
+    def link_came(self, node: str) -> None:
+        """A node holds a link: it is alive, whatever was thought of it."""
+        self._linked_once.add(node)
+        self._dead.discard(node)
+        peer = self._peers.get(node)
+        if peer is not None and not peer.answers:
+            self._peers[node] = _with(peer, answers=True)
+        self._changed.send()
+
+    def link_broke(self, node: str) -> None:
+        """A node's link broke: look again before it counts as dead."""
+        peer = self._peers.get(node)
+        if peer is not None and self._looks is not None:
+            self._looks.create_task(self._look_after_break(peer))
+
+    # -- watching
+
+    async def _watch_nodes(self) -> None:
+        tries = 0
+        while True:
+            try:
+                async with aclosing(follow(self._store, self._keys.nodes)) as news:
+                    async for batch in news:
+                        tries = 0
+                        if isinstance(batch, Listing):
+                            self._relist(batch)
+                            continue
+                        for change in batch:
+                            if change.entry is not None:
+                                self._saw(change.entry)
+                            else:
+                                self._gone(change.key.removeprefix(self._keys.nodes))
+                        if batch:
+                            self._changed.send()
+            except HistoryCompacted:
+                continue
+            except StoreUnavailable:  # said already by whoever watches the run's keys
+                await asyncio.sleep(retry_delay(tries))
+                tries += 1
+
+    def _relist(self, listing: Listing) -> None:
+        present = {entry.key for entry in listing.entries}
+        for node in [node for node in self._peers if self._keys.node(node) not in present]:
+            self._gone(node)
+        for entry in listing.entries:
+            self._saw(entry)
+        self._listed = True
+        self._changed.send()
+
+    def _saw(self, entry: Entry) -> None:
+        node = entry.key.removeprefix(self._keys.nodes)
+        try:
+            record = decode(entry.value, NodeRecord)
+        except MalformedRecord as error:
+            logger.warning("ignoring the node %s: %s", node, error)
+            self._gone(node)
+            return
+        before = self._peers.get(node)
+        number = self._number()
+        failed = record.failure is not None and record.failure.epoch == number
+        if record.phase is NodePhase.DONE and record.epoch == number:
+            self._done.add(node)
+        self._silent.discard(node)
+        known = before is not None and before.failed_at and before.record.failure == record.failure
+        self._peers[node] = Peer(
+            id=node,
+            record=record,
+            joined=record.joined or entry.created,
+            arrived=before.arrived if before is not None else self._now(),
+            answers=before.answers if before is not None else self._answers(node),
+            failed_at=before.failed_at if known and before is not None else entry.modified if failed else 0,
+        )
+        if failed and self._failed_since is None:
+            self._failed_since = self._now()
+        if before is None and not self._peers[node].answers and self._looks is not None:
+            self._looks.create_task(self._wait_for_link(node))
+
+    def _gone(self, node: str) -> None:
+        peer = self._peers.pop(node, None)
+        if peer is None or node in self._dead or peer.record.phase is NodePhase.LEAVING:
+            return
+        if self._looks is not None and (node == self._node or self._links.holds(node)):
+            # Its lease ended. If it answers, then only the store was away; else silence and lease agree.
+            self._silent.add(node)
+            self._looks.create_task(self._look_at_silent(peer))
+
+    def _answers(self, node: str) -> bool:
+        return node == self._node or self._links.holds(node)
+
+    # -- looking again
+
+    async def _wait_for_link(self, node: str) -> None:
+        """A newcomer links to the leader at once; where it can't, its key has to do."""
+        await asyncio.sleep(LINK_PATIENCE)
+        peer = self._peers.get(node)
+        if peer is not None and not peer.answers and node not in self._linked_once:
+            self._peers[node] = _with(peer, answers=True)
+            self._changed.send()
+
+    async def _look_after_break(self, peer: Peer) -> None:
+        """Look until the node holds a link again, is dead, or its key is gone."""
+        tries = 0
+        while peer.id in self._peers and not self._links.holds(peer.id):
+            if await self._probe(peer) is Verdict.DEAD:
+                if self._peers.get(peer.id, peer).record.phase is not NodePhase.LEAVING:
+                    logger.info("%s is dead: its link broke and it refuses a new one", peer.id)
+                self._dead.add(peer.id)
+                self._changed.send()
+                return
+            await asyncio.sleep(retry_delay(tries))
+            tries += 1
+
+    async def _look_at_silent(self, peer: Peer) -> None:
+        while peer.id in self._silent:
+            if peer.id != self._node and await self._probe(peer) is not Verdict.ALIVE:
+                self._silent.discard(peer.id)
+                self._changed.send()
+                return
+            await asyncio.sleep(SILENT_RECHECK)
+
+    async def _probe(self, peer: Peer) -> Verdict:
+        host = f"[{peer.record.address}]" if ":" in peer.record.address else peer.record.address
+        address = f"{host}:{peer.record.link}"
+        return await probe(address, run=self._settings.run_id, node=self._node, peer=peer.id)
+
+    # -- deciding
+
+    async def _decide(self) -> None:
+        tries = 0
+        since = self._now()
+        while True:
+            seen = self._changed.count
+            decision = decide(self._view(since), self._settings) if self._ready() else Hold()
+            if isinstance(decision, Hold):
+                self._say(decision)
+                wait = None if decision.until is None else max(decision.until - self._now(), 0.0)
+                await self._changed.after(seen, timeout=wait)
+                continue
+            try:
+                await self._carry_out(decision)
+                tries = 0
+            except StoreUnavailable:
+                await asyncio.sleep(retry_delay(tries))
+                tries += 1
+
+    def _ready(self) -> bool:
+        """Whether this node leads and has read enough to decide: deciding on half a view would lose nodes."""
+        leader = self._control.leader.record
+        return self._listed and self._control.away_since is None and leader is not None and leader.node == self._node
+
+    def _say(self, decision: Hold) -> None:
+        if decision.why != self._said:
+            self._said = decision.why
+            if decision.why:
+                logger.info("%s", decision.why)
+
+    async def _carry_out(self, decision: Decision) -> None:
+        if isinstance(decision, FormEpoch):
+            record = decision.record
+            expected = self._control.epoch.modified
+            revision = await self._store.swap(self._keys.epoch, encode(record), expected=expected)
+            if revision is not None:
+                logger.info("epoch %d: %s", record.number, record.cause)
+                self._control.set_epoch(record, revision)
+                return
+        elif isinstance(decision, EndRun):
+            if await self._store.swap(self._keys.outcome, encode(decision.record), expected=0) is not None:
+                logger.info("the run has %s%s", decision.record.state, _because(decision.record))
+        # Somebody else was faster, or this node's own write is on its way back through the watch.
+        await self._changed.after(self._changed.count, timeout=self._settings.lease)
+
+    def _view(self, since: float) -> View:
+        now = self._now()
+        number = self._number()
+        if self._epoch_seen[0] != number:
+            self._epoch_seen = (number, now)
+            self._failed_since = None
+            self._done = {
+                node
+                for node, peer in self._peers.items()
+                if peer.record.phase is NodePhase.DONE and peer.record.epoch == number
+            }
+            for node, peer in self._peers.items():
+                if peer.record.failure is not None and peer.record.failure.epoch == number:
+                    self._failed_since = now
+                else:
+                    self._peers[node] = _with(peer, failed_at=0)
+        return View(
+            now=now,
+            leading_since=since,
+            peers=dict(self._peers),
+            size=self._size(),
+            epoch=self._control.epoch.record,
+            remembered=self._remembered(),
+            outcome=self._control.outcome.record,
+            silent=frozenset(self._silent),
+            dead=frozenset(self._dead),
+            done=frozenset(self._done),
+            changed_at=self._epoch_seen[1],
+            failed_since=self._failed_since,
+        )
+
+    def _number(self) -> int:
+        record = self._control.epoch.record
+        return record.number if record is not None else 0
+
+    def _size(self) -> SizeRecord:
+        """The size of the highest generation: in the store, or brought along by a node."""
+        sizes = [peer.record.size for peer in self._peers.values()]
+        if self._control.size.record is not None:
+            sizes.append(self._control.size.record)
+        return max(sizes, key=lambda size: size.generation, default=self._settings.size)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _with(peer: Peer, *, answers: bool | None = None, failed_at: int | None = None) -> Peer:
+    return Peer(
+        id=peer.id,
+        record=peer.record,
+        joined=peer.joined,
+        arrived=peer.arrived,
+        answers=peer.answers if answers is None else answers,
+        failed_at=peer.failed_at if failed_at is None else failed_at,
+    )
+
+
+def _because(outcome: OutcomeRecord) -> str:
+    return f": {outcome.message}" if outcome.message else ""

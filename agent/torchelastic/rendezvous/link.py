@@ -1,0 +1,244 @@
+"""Links: how a death is told from a silence.
+
+Every node holds one TCP connection to the leader. The kernel of a host that is alive closes the connections of a process
+that died, however it died, so a broken link is known at once; but so is one that a network equipment cut between two
+healthy nodes. What decides is the second look: whoever sees a link break connects again (:func:`probe`). Refused means
+that nobody listens there any more: a death. Answered means alive. Silence means neither, and then the node's lease in the
+store has the last word.
+
+The protocol is one line of JSON each way, and then nothing: ``{"run": …, "node": …, "stay": true}``, answered by
+``{"run": …, "node": …}``. Who speaks of another run, or anything else, is hung up on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Final, Protocol, Self
+
+import msgspec
+
+from torchelastic.contract import decode, encode
+from torchelastic.errors import MalformedRecord
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+LINE_LIMIT: Final = 1024
+"""Bytes of a line; longer ones are hung up on."""
+
+GREETING_TIMEOUT: Final = 2.0
+"""Seconds for the other side to say its line."""
+
+
+class _Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The one line that each side says."""
+
+    run: Annotated[str, msgspec.Meta(max_length=512)]
+    node: Annotated[str, msgspec.Meta(max_length=253)]
+    stay: bool = False
+
+
+class Verdict(enum.Enum):
+    """What a second look at a node has shown."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    SILENT = "silent"
+
+
+class LinkObserver(Protocol):
+    """Who wants to know about the links that others hold to this node."""
+
+    def link_came(self, node: str) -> None:
+        """The node holds a link now."""
+
+    def link_broke(self, node: str) -> None:
+        """Its last link is gone."""
+
+
+class LinkServer:
+    """Answers greetings, and tells an observer who holds a link.
+
+    An async context manager.
+
+    Args:
+        run: the run's id; links of other runs are refused.
+        node: this node's id.
+        host: the address on which to listen.
+        observer: is told about links that come and break.
+    """
+
+    def __init__(self, *, run: str, node: str, host: str, observer: LinkObserver) -> None:
+        self._greeting = _Greeting(run=run, node=node)
+        self._host = host
+        self._observer = observer
+        self._links: dict[str, int] = {}
+        self._listener = listen(host)
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        """The port on which it listens."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def holds(self, node: str) -> bool:
+        """Whether the node holds a link to this one."""
+        return node in self._links
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=LINE_LIMIT)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+        try:
+            greeting = await _read_greeting(reader)
+            if greeting is None or greeting.run != self._greeting.run:
+                return
+            writer.write(encode(self._greeting) + b"\n")
+            if greeting.stay:
+                await self._hold(greeting.node, reader)
+        except OSError:
+            pass  # the other side is gone
+        except asyncio.CancelledError:
+            pass  # the server ends; asyncio would log a cancelled handler as a mistake
+        finally:
+            await _close(writer)
+
+    async def _hold(self, node: str, reader: asyncio.StreamReader) -> None:
+        self._links[node] = self._links.get(node, 0) + 1
+        self._observer.link_came(node)
+        try:
+            with suppress(OSError):
+                await reader.read(1)  # nothing more is ever said: this returns when the link breaks
+        finally:
+            self._links[node] -= 1
+            if not self._links[node]:
+                del self._links[node]
+                self._observer.link_broke(node)
+
+
+async def hold_link(address: str, *, run: str, node: str, peer: str, observer: LinkObserver) -> Verdict:
+    """Hold a link to a peer until it breaks; then say, by a second look, what became of the peer.
+
+    Args:
+        address: host:port of the peer's link server.
+        run: the run's id.
+        node: this node's id.
+        peer: the peer's id.
+        observer: is told when the link stands and when it broke.
+    """
+    verdict, streams = await _greet(address, _Greeting(run=run, node=node, stay=True), peer)
+    if streams is None:
+        return verdict
+    reader, writer = streams
+    observer.link_came(peer)
+    try:
+        with suppress(OSError):
+            await reader.read(1)
+    finally:
+        observer.link_broke(peer)
+        await _close(writer)
+    return await probe(address, run=run, node=node, peer=peer)
+
+
+async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = 0.3) -> Verdict:  # noqa: ASYNC109
+    """Look whether a peer is alive.
+
+    Args:
+        address: host:port of its link server.
+        run: the run's id.
+        node: this node's id.
+        peer: the peer's id.
+        timeout: seconds after which no answer is a silence.
+    """
+    verdict, streams = await _greet(address, _Greeting(run=run, node=node), peer, timeout)
+    if streams is not None:
+        await _close(streams[1])
+    return verdict
+
+
+async def _greet(
+    address: str,
+    greeting: _Greeting,
+    peer: str,
+    timeout: float = GREETING_TIMEOUT,  # noqa: ASYNC109
+) -> tuple[Verdict, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=LINE_LIMIT)
+            try:
+                writer.write(encode(greeting) + b"\n")
+                answer = await _read_greeting(reader)
+            except BaseException:
+                await _close(writer)
+                raise
+    except (ConnectionRefusedError, ConnectionResetError):
+        return Verdict.DEAD, None
+    except (OSError, TimeoutError, ValueError):
+        return Verdict.SILENT, None
+    if answer is not None and answer.run == greeting.run and answer.node == peer:
+        return Verdict.ALIVE, (reader, writer)
+    await _close(writer)
+    # Another node of this run has taken over the port: the peer is gone. Anything else says nothing about the peer.
+    return (Verdict.DEAD if answer is not None and answer.run == greeting.run else Verdict.SILENT), None
+
+
+async def _read_greeting(reader: asyncio.StreamReader) -> _Greeting | None:
+    try:
+        async with asyncio.timeout(GREETING_TIMEOUT):
+            line = await reader.readuntil(b"\n")
+        return decode(line, _Greeting)
+    except (MalformedRecord, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+        return None
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket on a free port of this address; of all addresses, where it is none of this machine's own.
+
+    A pod may be known to its peers by an address that only a gateway in front of it has.
+
+    Raises:
+        OSError: no socket can be had.
+    """
+    try:
+        info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return _listening(info[0], info[4])
+    except OSError:
+        return _listening(socket.AF_INET, ("", 0))
+
+
+def _listening(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+        listener.listen(4096)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,122 @@
+"""A node's presence in the store: its key under its lease, put again whenever either is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from torchelastic.contract import NodeRecord, encode
+from torchelastic.errors import LeaseLost, StoreUnavailable
+from torchelastic.rendezvous.pulse import Pulse
+
+if TYPE_CHECKING:
+    from torchelastic.contract import RunKeys
+    from torchelastic.store.api import Store
+
+logger = logging.getLogger(__name__)
+
+RETRY_MIN: Final = 0.1
+RETRY_MAX: Final = 1.0
+"""Seconds between tries while the store is away; with jitter, so that a thousand nodes don't come back in step."""
+
+
+def retry_delay(tries: int) -> float:
+    """Seconds to wait before the next try, growing with the number of tries that failed."""
+    longest: float = min(RETRY_MIN * 2 ** min(tries, 10), RETRY_MAX)
+    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+
+
+class Session:
+    """Keeps a node's record in the store for as long as :meth:`run` runs.
+
+    Args:
+        store: where.
+        keys: the run's keys.
+        node: this node's id.
+        record: what it says of itself at first.
+        lease: seconds after which it counts as gone when nothing is heard of it.
+    """
+
+    def __init__(self, store: Store, keys: RunKeys, node: str, record: NodeRecord, lease: float) -> None:
+        self.node = node
+        self.record = record
+        self.lease = 0
+        """The lease's id; 0 while there is none."""
+        self.changed = Pulse()
+        """Sent when a record was put or a lease was granted."""
+        self._store = store
+        self._key = keys.node(node)
+        self._ttl = lease
+        self._wanted = Pulse()
+        self._written = 0
+
+    def update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
+        """Change what the node says of itself; it is written as soon as the store takes it."""
+        record = msgspec.structs.replace(self.record, **changes)
+        if record != self.record:
+            self.record = record
+            self._wanted.send()
+
+    async def flush(self, *, timeout: float) -> bool:  # noqa: ASYNC109 - bounds the wait for a store that may be away
+        """Wait until all updates so far are written; False where the time (seconds) ran out first."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self._written < self._wanted.count or not self.lease:
+                    await self.changed.after(self.changed.count)
+        except TimeoutError:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Hold the lease and the key, until cancelled.
+
+        Raises:
+            StoreRefused: the store refuses this node for good.
+        """
+        tries = 0
+        while True:
+            try:
+                await self._hold()
+            except LeaseLost:
+                self.lease = 0
+                logger.info("the lease of this node has ended; taking a new one")
+            except StoreUnavailable as error:
+                if tries == 0:
+                    logger.warning("%s; going on without it until it is back", error)
+                await asyncio.sleep(retry_delay(tries))
+                tries += 1
+                continue
+            tries = 0
+
+    async def withdraw(self) -> None:
+        """Take the node's key away at once."""
+        if self.lease:
+            lease, self.lease = self.lease, 0
+            await self._store.revoke(lease)
+
+    async def _hold(self) -> None:
+        if not self.lease:
+            lease = await self._store.grant(self._ttl)
+            await self._put(lease)
+            self.lease = lease
+            self.changed.send()
+        while True:
+            if self._written == self._wanted.count:
+                await self._wanted.after(self._written, timeout=self._ttl / 3)
+            if self._written == self._wanted.count:
+                await self._store.keep_alive(self.lease)
+            else:
+                await self._put(self.lease)
+
+    async def _put(self, lease: int) -> None:
+        count, record = self._wanted.count, self.record
+        revision = await self._store.put(self._key, encode(record), lease=lease)
+        if not self.record.joined:
+            # Goes along with the next update: until then the key's own creation says the same.
+            self.record = msgspec.structs.replace(self.record, joined=revision)
+        self._written = count
+        self.changed.send()

@@ -1,0 +1,103 @@
+"""``torchelastic-run``: the agent's command, a drop-in for torchrun that needs no port opened by hand and no wait.
+
+The order matters: the agent starts its fork server, which imports torch, before it imports anything heavy itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from torchelastic.arguments import parse
+from torchelastic.contract import (
+    Env,
+    ExitCode,
+    TerminationMessage,
+    encode_termination_message,
+)
+from torchelastic.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torchelastic.agent.agent import Ending
+    from torchelastic.settings import AgentSettings
+
+CHECK_FLAG = "--check"
+
+logger = logging.getLogger("torchelastic")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an agent; with ``--check`` as the first argument, only say whether the rest of the line can be honoured.
+
+    Args:
+        argv: the arguments; those of the process where None.
+
+    Returns:
+        The exit code, see :class:`~torchelastic.contract.ExitCode`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    check = arguments[:1] == [CHECK_FLAG]
+    try:
+        settings = parse(arguments[1:] if check else arguments, os.environ)
+    except SettingsError as error:
+        print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201 - the user's answer
+        _write_termination_message(
+            _log_path(os.environ.get(Env.TERMINATION_LOG)), TerminationMessage(reason="BadInput", message=str(error))
+        )
+        return ExitCode.BAD_INPUT
+    if check:
+        return ExitCode.SUCCEEDED
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s [{settings.node_name}] %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    ending = asyncio.run(_run(settings))
+    _write_termination_message(settings.termination_log, ending.message)
+    if ending.code in (ExitCode.FAILED, ExitCode.STORE):
+        print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
+    return ending.code
+
+
+async def _run(settings: AgentSettings) -> Ending:
+    from torchelastic.agent.agent import Agent
+    from torchelastic.metrics.agent import AgentMetrics
+
+    async with AsyncExitStack() as stack:
+        metrics = AgentMetrics()
+        port = 0
+        if settings.metrics_port is not None:
+            from torchelastic.metrics.server import MetricsServer
+
+            server = await stack.enter_async_context(
+                MetricsServer(metrics.handler, settings.metrics_port, host=settings.address)
+            )
+            port = server.port
+        return await Agent(settings, metrics).run(port)
+
+
+def _log_path(text: str | None) -> Path | None:
+    from pathlib import Path
+
+    return Path(text) if text else None
+
+
+def _write_termination_message(path: Path | None, message: TerminationMessage) -> None:
+    if path is None:
+        return
+    try:
+        path.write_bytes(encode_termination_message(message))
+    except OSError as error:
+        logger.warning("could not write the termination message to %s: %s", path, error.strerror)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

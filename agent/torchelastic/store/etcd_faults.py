@@ -1,0 +1,118 @@
+"""What a failed request to etcd means, in words, and whether trying again may help."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.store.etcd_messages import Failure, decode
+
+_TRANSIENT_CODES: Final = frozenset({1, 2, 4, 8, 10, 13, 14})
+"""What may pass by itself, in gRPC's codes: canceled, unknown, deadline exceeded, resource exhausted, aborted,
+internal, unavailable."""
+
+_TRANSIENT_STATUSES: Final = frozenset({408, 425, 429})
+
+_TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
+"""What etcd says where a token is missing or no longer good."""
+
+_SHOWN: Final = 200
+"""So many characters of an unexpected answer are shown."""
+
+
+class Unreached(StoreUnavailable):
+    """The request never got to the server, so it cannot have been carried out."""
+
+
+class TokenRefused(StoreRefused):
+    """The server wants a token, or another one."""
+
+
+class NoGateway(StoreRefused):
+    """The server answers, but not as etcd's JSON gateway does."""
+
+
+class NotAuthorized(StoreRefused):
+    """The server knows who asks, and won't."""
+
+
+def refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
+    """What an answer with a status other than 200 means."""
+    try:
+        code, said = decode(body, Failure).told()
+    except msgspec.DecodeError:
+        code, said = 0, ""
+    where = f"etcd at {endpoint}"
+    transient = status >= 500 or status in _TRANSIENT_STATUSES
+    if not said:
+        text = shown(body)
+        if transient:
+            return StoreUnavailable(f"{where} answers with status {status}: {text}")
+        if "HTTP request to an HTTPS server" in text:
+            return NoGateway(f"{where} wants TLS: use https")
+        found = f"{path} gives status {status}, {text}"
+        return NoGateway(f"what listens at {endpoint} is no etcd, or one without its JSON gateway: {found}")
+    return meaning(where, said, code=code, transient=transient)
+
+
+def meaning(where: str, said: str, *, code: int = 0, transient: bool = False) -> StoreError:
+    """What an error that etcd itself put into words means.
+
+    Args:
+        where: which server said it, as in "etcd at host:port".
+        said: its words.
+        code: gRPC's status code.
+        transient: HTTP's status says that it may pass.
+    """
+    said = said.removeprefix("etcdserver: ")
+    if "requested lease not found" in said:
+        return LeaseLost(f"{where} knows no such lease any more")
+    if any(sign in said for sign in _TOKEN_REFUSED):
+        return TokenRefused(f"{where} wants a user name and a password: {said}")
+    if "authentication failed" in said:
+        return StoreRefused(f"{where} does not accept the user name and password")
+    if "permission denied" in said:
+        return NotAuthorized(f"{where} does not allow this user to use these keys: permission denied")
+    if transient or code in _TRANSIENT_CODES:
+        return StoreUnavailable(f"{where} cannot answer now: {said}")
+    return StoreRefused(f"{where} refuses: {said}")
+
+
+def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
+    """What a failure to exchange anything with the server means."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause = error.certificate_error
+        said = cause.verify_message if isinstance(cause, ssl.SSLCertVerificationError) else str(cause)
+        return StoreRefused(f"the certificate of etcd at {endpoint} cannot be trusted: {said}")
+    if isinstance(error, aiohttp.ClientOSError) and "[SSL:" in str(error) and "EOF" not in str(error):
+        reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
+        hint = "; use http if it has none" if reason in {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"} else ""
+        return StoreRefused(f"no TLS connection to etcd at {endpoint} can be made: {reason}{hint}")
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return Unreached(f"etcd at {endpoint} cannot be found: {_reason(error.os_error)}")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return Unreached(f"etcd at {endpoint} does not answer: {_reason(error.os_error)}")
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return Unreached(f"etcd at {endpoint} does not answer: no connection in time")
+    if isinstance(error, aiohttp.ClientResponseError):
+        return NoGateway(f"what listens at {endpoint} does not speak HTTP: {error.message}")
+    if isinstance(error, aiohttp.ClientOSError):
+        return StoreUnavailable(f"the connection to etcd at {endpoint} broke: {_reason(error)}")
+    return StoreUnavailable(f"the connection to etcd at {endpoint} broke: {str(error) or type(error).__name__}")
+
+
+def shown(body: bytes) -> str:
+    """The beginning of an unexpected answer, as text on one line."""
+    text = " ".join(body[: 4 * _SHOWN].decode("utf-8", "replace").split())
+    return repr(text[:_SHOWN]) if text else "nothing"
+
+
+def _reason(error: OSError) -> str:
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,177 @@
+"""Nodes meet in a real etcd: they join, leave, die, and outlive whatever happens to etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.nodes import Meeting, all_with
+from torchelastic.contract import FailureRecord, NodePhase, OutcomeState, RunKeys, SizeRecord, encode
+from torchelastic.store import StoreSettings, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.etcd import EtcdServer
+    from torchelastic.store import Store
+
+pytestmark = pytest.mark.real
+
+LEASE = 1.0
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test-{uuid.uuid4()}"
+
+
+@pytest.fixture
+async def meeting(own_etcd: EtcdServer, run_id: str) -> AsyncIterator[Meeting]:
+    async def reach() -> Store:
+        return await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
+
+    async with Meeting(reach, run_id, lease=LEASE) as made:
+        yield made
+
+
+async def test_the_wanted_nodes_meet_and_all_are_told_the_same(meeting: Meeting) -> None:
+    nodes = [await meeting.node(name, wanted=3) for name in "abc"]
+    epoch = await all_with(*nodes)
+    assert epoch.number == 1
+    assert epoch.world_size == 3
+    assert len({record for node in nodes for record in node.epochs}) == 1
+
+
+async def test_one_that_leaves_is_done_without_at_once_and_a_newcomer_is_taken_in(meeting: Meeting) -> None:
+    a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
+    first = await all_with(a, b, c)
+    leaving = next(node for node in (a, b, c) if node.inner.node == first.nodes[0])
+    others = [node for node in (a, b, c) if node is not leaving]
+    await leaving.inner.leave()
+    second = await all_with(*others)
+    assert (second.number, second.cause, second.restarts) == (2, f"{leaving.name} left", 0)
+    newcomer = await meeting.node("d", wanted=3)
+    third = await all_with(*others, newcomer)
+    assert third.nodes[:2] == second.nodes
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+async def test_one_that_dies_without_a_word_is_noticed_long_before_its_lease_ends(
+    own_etcd: EtcdServer, run_id: str, rank: int
+) -> None:
+    async def reach() -> Store:
+        return await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
+
+    async with Meeting(reach, run_id, lease=3600.0) as meeting:
+        nodes = [await meeting.node(name, wanted=3) for name in "abc"]
+        first = await all_with(*nodes)
+        dying = next(node for node in nodes if node.inner.node == first.nodes[rank])
+        others = [node for node in nodes if node is not dying]
+        await dying.crash()
+        second = await all_with(*others)
+        assert second.cause == f"{dying.name} died"
+
+
+async def test_a_failed_worker_costs_one_restart_of_the_whole_run(meeting: Meeting) -> None:
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    epoch = await all_with(a, b)
+    failure = FailureRecord(
+        epoch=epoch.number, rank=1, local_rank=0, node=b.inner.node, exit_code=1, message="ValueError: bad", uptime=60.0
+    )
+    b.inner.update(failure=failure)
+    await asyncio.gather(*(node.until(lambda node: node.epochs[-1].number == 2) for node in (a, b)))
+    assert a.epochs[-1] == b.epochs[-1]
+    assert (a.epochs[-1].restarts, a.epochs[-1].cause) == (1, "rank 1 on b: ValueError: bad")
+
+
+async def test_when_all_are_done_everybody_learns_of_the_success(meeting: Meeting) -> None:
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    await all_with(a, b)
+    for node in (a, b):
+        node.inner.update(phase=NodePhase.DONE)
+    for node in (a, b):
+        await node.until(lambda node: node.outcome is not None)
+        assert node.outcome is not None
+        assert node.outcome.state is OutcomeState.SUCCEEDED
+
+
+@pytest.mark.parametrize("unique", [True, False])
+async def test_a_late_node_learns_the_outcome_where_the_id_is_unique_and_begins_a_new_run_elsewhere(
+    meeting: Meeting, unique: bool
+) -> None:
+    a = await meeting.node("a", wanted=1, unique_run=unique)
+    await all_with(a)
+    a.inner.update(phase=NodePhase.DONE)
+    await a.until(lambda node: node.outcome is not None)
+    await a.close()
+    late = await meeting.node("late", wanted=1, unique_run=unique)
+    if unique:
+        await late.until(lambda node: node.outcome is not None)
+        assert late.epochs[-1].nodes == a.epochs[-1].nodes
+    else:
+        epoch = await all_with(late)
+        assert late.outcome is None
+        assert epoch.number == 1
+
+
+async def test_the_size_in_the_store_decides_and_a_spare_takes_over(own_etcd: EtcdServer, meeting: Meeting, run_id: str) -> None:
+    a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
+    await all_with(a, b, c)
+    store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
+    smaller = SizeRecord(min=1, max=8, wanted=2, generation=1, going=("a",))
+    await store.put(RunKeys.of(run_id).size, encode(smaller))
+    await store.close()
+    await all_with(b, c)
+    await a.until(lambda node: node.epochs[-1] == b.epochs[-1])
+    await b.crash()
+    assert (await c.until_with("c")).cause == "b died"
+
+
+async def test_nobody_notices_that_etcd_was_killed_and_changes_go_on_after_it(own_etcd: EtcdServer, meeting: Meeting) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    await all_with(a, b)
+    await own_etcd.kill()
+    await a.inner._control.changed.after(a.inner._control.changed.count)
+    await own_etcd.start()
+    c = await meeting.node("c")
+    epoch = await all_with(a, b, c)
+    assert epoch.number == 2
+    assert [record.number for record in a.epochs] == [1, 2]
+
+
+async def test_an_etcd_that_comes_back_empty_is_filled_again(own_etcd: EtcdServer, meeting: Meeting) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    first = await all_with(a, b)
+    await own_etcd.kill()
+    own_etcd.wipe()
+    await own_etcd.start()
+    c = await meeting.node("c")
+    epoch = await all_with(a, b, c)
+    assert epoch.number == 2
+    assert epoch.nodes[:2] == first.nodes
+    assert [record.number for record in a.epochs] == [1, 2]
+
+
+async def test_a_pause_of_etcd_that_ends_all_leases_is_no_loss(own_etcd: EtcdServer, meeting: Meeting) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    first = await all_with(a, b)
+    own_etcd.pause()
+    await asyncio.sleep(4 * LEASE)  # the passing of the leases' time is what this is about
+    own_etcd.resume()
+    c = await meeting.node("c")
+    epoch = await all_with(a, b, c)
+    assert epoch.nodes[:2] == first.nodes
+    assert [record.number for record in a.epochs] == [1, 2]
+
+
+async def test_records_that_are_nonsense_are_ignored(own_etcd: EtcdServer, meeting: Meeting, run_id: str) -> None:
+    store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
+    keys = RunKeys.of(run_id)
+    for key in (keys.node("evil.0"), keys.size, f"{keys.control}unknown"):
+        await store.put(key, b"\x80\x04nonsense" + b"x" * 5000)
+    await store.close()
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    assert (await all_with(a, b)).number == 1

@@ -1,0 +1,124 @@
+"""Nodes of a run within the test's own process: the real protocol, without agents and workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.contract import EpochRecord, NodeRecord, OutcomeRecord, SizeRecord
+from torchelastic.rendezvous.node import EpochBegan, RendezvousNode, RunEnded
+from torchelastic.settings import RendezvousSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from torchelastic.store.api import Store
+
+PATIENCE = 30.0
+"""Seconds after which a test gives up; nothing is measured by it."""
+
+
+class Meeting:
+    """Makes nodes that meet in one place, and takes them down at the end."""
+
+    def __init__(self, connect: Callable[[], Awaitable[Store]], run_id: str, **settings: Any) -> None:
+        self._connect = connect
+        self._run_id = run_id
+        self._settings = settings
+        self._numbers = itertools.count()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Meeting:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def node(self, name: str, *, wanted: int | None = None, low: int = 1, high: int = 8, **settings: Any) -> TestNode:
+        size = SizeRecord(min=low, max=high, wanted=wanted)
+        rules = RendezvousSettings(run_id=self._run_id, size=size, **{**self._settings, **settings})
+        store = await self._connect()
+        self._stack.push_async_callback(store.close)
+        inner = RendezvousNode(
+            store,
+            rules,
+            node=f"{name}.{next(self._numbers)}",
+            record=NodeRecord(name=name, address="127.0.0.1", workers=1, size=size),
+        )
+        node = TestNode(name, inner)
+        self._stack.push_async_callback(node.close)
+        await inner.__aenter__()
+        return node
+
+
+class TestNode:
+    """One node, and what it was told."""
+
+    __test__ = False
+
+    def __init__(self, name: str, inner: RendezvousNode) -> None:
+        self.name = name
+        self.inner = inner
+        self.epochs: list[EpochRecord] = []
+        self.outcome: OutcomeRecord | None = None
+        self._open = True
+
+    async def until(self, wanted: Callable[[TestNode], bool]) -> TestNode:
+        """Take in what the node is told until this holds."""
+        async with asyncio.timeout(PATIENCE):
+            while not wanted(self):
+                event = await self.inner.events.get()
+                if isinstance(event, EpochBegan):
+                    self.epochs.append(event.record)
+                    if event.store is not None:
+                        event.store.close()
+                elif isinstance(event, RunEnded):
+                    self.outcome = event.record
+        return self
+
+    async def until_with(self, *names: str) -> EpochRecord:
+        """Wait for an epoch of exactly these nodes."""
+        await self.until(lambda node: bool(node.epochs) and set(node.members) == set(names))
+        return self.epochs[-1]
+
+    @property
+    def members(self) -> list[str]:
+        return [node.rpartition(".")[0] for node in self.epochs[-1].nodes]
+
+    def drain(self) -> list[EpochRecord]:
+        """Epochs that it was told of since it was last asked."""
+        told = []
+        while not self.inner.events.empty():
+            event = self.inner.events.get_nowait()
+            if isinstance(event, EpochBegan):
+                told.append(event.record)
+                if event.store is not None:
+                    event.store.close()
+        return told
+
+    async def crash(self) -> None:
+        """Go without a word, as on a SIGKILL: connections are closed, the lease is left to end by itself."""
+        self._open = False
+        assert self.inner._running is not None
+        self.inner._running.cancel()
+        await asyncio.gather(self.inner._running, return_exceptions=True)
+        await self.inner._tasks.aclose()
+        self.inner._offer.close()
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            await self.inner.__aexit__(None, None, None)
+
+
+async def all_with(*nodes: TestNode) -> EpochRecord:
+    """Wait until these nodes, and no others, are told of one epoch with all of them."""
+    names = [node.name for node in nodes]
+    records = await asyncio.gather(*(node.until_with(*names) for node in nodes))
+    assert len({record.number for record in records}) == 1
+    return records[0]

@@ -1,0 +1,248 @@
+"""The leader's decisions, one situation at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.support.views import SETTINGS, epoch, failure, node_id, peer, view
+from torchelastic.contract import CONTRACT_VERSION, FailureKind, NodePhase, OutcomeRecord, OutcomeState
+from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, Hold, decide, root_cause
+
+LATER = 1000.0
+
+
+def members(decision: Decision) -> tuple[str, ...]:
+    assert isinstance(decision, FormEpoch), decision
+    return tuple(node.partition(".")[0] for node in decision.record.nodes)
+
+
+def held(decision: Decision) -> Hold:
+    assert isinstance(decision, Hold), decision
+    return decision
+
+
+def test_an_epoch_forms_at_once_when_all_wanted_nodes_are_there() -> None:
+    decision = decide(view(peer("a"), peer("b"), wanted=2), SETTINGS)
+    assert members(decision) == ("a", "b")
+    assert isinstance(decision, FormEpoch)
+    assert decision.record.number == 1
+    assert decision.record.store == "10.0.0.97:40000"
+
+
+def test_the_first_epoch_waits_for_the_joining_window_when_wanted_nodes_are_missing() -> None:
+    hold = held(decide(view(peer("a", arrived=3.0), wanted=2, now=4.0), SETTINGS))
+    assert hold.until == 3.0 + SETTINGS.joining_window
+    assert "1 node of 2 is there" in hold.why
+    assert members(decide(view(peer("a", arrived=3.0), wanted=2, now=13.0), SETTINGS)) == ("a",)
+
+
+def test_the_first_epoch_waits_for_the_joining_window_when_no_size_is_wanted() -> None:
+    held(decide(view(peer("a"), peer("b"), now=9.9), SETTINGS))
+    assert members(decide(view(peer("a"), peer("b"), now=10.0), SETTINGS)) == ("a", "b")
+
+
+def test_the_maximum_is_enough_when_no_size_is_wanted() -> None:
+    assert members(decide(view(peer("a"), peer("b"), high=2), SETTINGS)) == ("a", "b")
+
+
+def test_below_the_minimum_it_says_who_is_there_and_fails_after_the_join_timeout() -> None:
+    hold = held(decide(view(peer("a"), low=2, wanted=2, now=LATER - 500), SETTINGS))
+    assert hold.why == "1 node (a) of at least 2 is there; waiting for more"
+    decision = decide(view(peer("a"), low=2, wanted=2, now=LATER), SETTINGS)
+    assert isinstance(decision, EndRun)
+    assert decision.record.state is OutcomeState.FAILED
+    assert "no more nodes came within 600 s" in decision.record.message
+
+
+def test_a_node_that_speaks_another_contract_takes_no_part_and_is_named() -> None:
+    stranger = peer("b", contract=CONTRACT_VERSION + 1)
+    hold = held(decide(view(peer("a"), stranger, low=2, wanted=2), SETTINGS))
+    assert "b cannot take part" in hold.why
+
+
+def test_a_newcomer_joins_at_once_when_it_completes_the_wanted_size() -> None:
+    here = (peer("a", epoch=1), peer("b", joined=5, arrived=7.0))
+    assert members(decide(view(*here, wanted=2, now=7.0, epoch=epoch(1, "a")), SETTINGS)) == ("a", "b")
+
+
+def test_newcomers_that_arrive_together_join_in_one_change() -> None:
+    here = (peer("a", epoch=1), peer("b", joined=5, arrived=7.0), peer("c", joined=6, arrived=7.02))
+    hold = held(decide(view(*here, now=7.03, epoch=epoch(1, "a")), SETTINGS))
+    assert hold.until == pytest.approx(7.02 + SETTINGS.gather)
+    assert members(decide(view(*here, now=7.08, epoch=epoch(1, "a")), SETTINGS)) == ("a", "b", "c")
+
+
+def test_survivors_keep_their_ranks_and_newcomers_come_behind_them() -> None:
+    here = (peer("d", joined=1, arrived=0.0), peer("c", epoch=4, joined=9), peer("a", epoch=4, joined=8))
+    decision = decide(view(*here, now=LATER, epoch=epoch(4, "c", "b", "a")), SETTINGS)
+    assert members(decision) == ("c", "a", "d")
+
+
+def test_nodes_beyond_the_wanted_size_wait_as_spares_and_cost_nobody_a_restart() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1), peer("c"))
+    assert held(decide(view(*here, wanted=2, now=LATER, epoch=epoch(1, "a", "b")), SETTINGS)) == Hold()
+
+
+def test_a_spare_takes_the_place_of_a_lost_member_at_once() -> None:
+    here = (peer("a", epoch=1), peer("c", epoch=1))
+    decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b")), SETTINGS)
+    assert members(decision) == ("a", "c")
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.restarts, decision.record.cause) == (0, "b is gone")
+
+
+def test_a_loss_never_waits_for_a_replacement() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1, phase=NodePhase.LEAVING))
+    decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b")), SETTINGS)
+    assert members(decision) == ("a",)
+    assert isinstance(decision, FormEpoch)
+    assert decision.record.cause == "b left"
+
+
+def test_a_lease_that_ended_while_its_node_answers_is_no_loss() -> None:
+    situation = view(peer("a", epoch=1), wanted=2, epoch=epoch(1, "a", "b"), silent=frozenset({node_id("b")}))
+    assert held(decide(situation, SETTINGS)) == Hold()
+
+
+def test_a_dead_member_is_lost_though_its_key_still_stands() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1))
+    decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b"), dead=frozenset({node_id("b")})), SETTINGS)
+    assert members(decision) == ("a",)
+
+
+def test_below_the_minimum_after_a_loss_everybody_stops_and_waits() -> None:
+    decision = decide(view(peer("a", epoch=1), low=2, wanted=2, epoch=epoch(1, "a", "b")), SETTINGS)
+    assert members(decision) == ()
+    assert isinstance(decision, FormEpoch)
+    assert decision.record.cause == "b is gone; 1 node (a) of at least 2 is there; waiting for more"
+
+
+def test_after_a_pause_an_epoch_forms_as_soon_as_there_are_enough() -> None:
+    here = (peer("a", epoch=2), peer("c", joined=7, arrived=50.0))
+    decision = decide(view(*here, low=2, wanted=2, now=50.0, epoch=epoch(2), changed_at=10.0), SETTINGS)
+    assert members(decision) == ("a", "c")
+
+
+def test_a_failure_is_charged_and_the_same_nodes_go_on() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1, failure=failure("b", rank=1, message="ValueError: bad"), failed_at=9))
+    decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b", restarts=3), failed_since=0.0), SETTINGS)
+    assert members(decision) == ("a", "b")
+    assert isinstance(decision, FormEpoch)
+    assert decision.record.restarts == 4
+    assert decision.record.cause == "rank 1 on b: ValueError: bad"
+
+
+def test_a_failure_that_a_lost_member_explains_is_free() -> None:
+    broken = failure("a", kind=FailureKind.COMMUNICATION)
+    decision = decide(view(peer("a", epoch=1, failure=broken), wanted=2, epoch=epoch(1, "a", "b")), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.restarts, decision.record.cause) == (0, "b is gone")
+
+
+def test_a_broken_collective_waits_a_moment_for_what_broke_it() -> None:
+    here = (peer("a", epoch=1, failure=failure("a", kind=FailureKind.COMMUNICATION)), peer("b", epoch=1))
+    situation = view(*here, wanted=2, now=1.0, epoch=epoch(1, "a", "b"), failed_since=1.0)
+    assert held(decide(situation, SETTINGS)).until == pytest.approx(1.1)
+    assert members(decide(dataclasses.replace(situation, now=1.1), SETTINGS)) == ("a", "b")
+
+
+def test_the_root_cause_goes_by_class_and_then_by_the_order_in_the_store() -> None:
+    comm = failure("a", kind=FailureKind.COMMUNICATION, message="Connection reset")
+    first = failure("b", message="first")
+    second = failure("c", message="second")
+    assert root_cause([(1, comm), (3, second), (2, first)]).message == "first"
+
+
+def test_the_run_fails_with_the_root_cause_when_the_budget_is_used_up() -> None:
+    here = (peer("a", epoch=9, failure=failure("a", number=9, message="ValueError: bad")),)
+    situation = view(*here, wanted=1, epoch=epoch(9, "a", restarts=100), failed_since=0.0)
+    decision = decide(situation, SETTINGS)
+    assert isinstance(decision, EndRun)
+    assert decision.record.message == "rank 0 on a: ValueError: bad; no restart is left of the 100 that it may have"
+    assert decision.record.failure is not None
+
+
+def test_a_program_that_fails_at_once_again_and_again_is_stopped_long_before() -> None:
+    here = (peer("a", epoch=3, failure=failure("a", number=3, uptime=0.4, message="ImportError: x")),)
+    decision = decide(view(*here, wanted=1, epoch=epoch(3, "a", restarts=2, early=2), failed_since=0.0), SETTINGS)
+    assert isinstance(decision, EndRun)
+    assert decision.record.message == (
+        "rank 0 on a: ImportError: x; its workers failed 3 times in a row within 10 s of their start"
+    )
+
+
+def test_a_failure_after_a_healthy_time_starts_the_count_of_early_failures_anew() -> None:
+    here = (peer("a", epoch=3, failure=failure("a", number=3, uptime=11.0)),)
+    decision = decide(view(*here, wanted=1, epoch=epoch(3, "a", restarts=2, early=2), failed_since=0.0), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.early, decision.record.restarts) == (0, 3)
+
+
+def test_a_run_that_may_not_restart_says_so() -> None:
+    settings = dataclasses.replace(SETTINGS, max_restarts=0)
+    here = (peer("a", epoch=1, failure=failure("a", message="exit code 3")),)
+    decision = decide(view(*here, wanted=1, epoch=epoch(1, "a"), failed_since=0.0), settings)
+    assert isinstance(decision, EndRun)
+    assert decision.record.message == "rank 0 on a: exit code 3; it may not restart"
+
+
+def test_the_last_failure_waits_for_a_better_explanation_from_the_others() -> None:
+    settings = dataclasses.replace(SETTINGS, max_restarts=0)
+    here = (peer("a", epoch=1, failure=failure("a")), peer("b", epoch=1))
+    situation = view(*here, wanted=2, now=1.0, epoch=epoch(1, "a", "b"), failed_since=1.0)
+    assert held(decide(situation, settings)).until == 2.0
+
+
+def test_the_run_succeeds_when_all_members_are_done() -> None:
+    situation = view(peer("a"), epoch=epoch(7, "a", "b", restarts=2), done=frozenset({node_id("a"), node_id("b")}))
+    decision = decide(situation, SETTINGS)
+    assert isinstance(decision, EndRun)
+    assert (decision.record.state, decision.record.epoch, decision.record.restarts) == (OutcomeState.SUCCEEDED, 7, 2)
+
+
+@pytest.mark.parametrize("phase", [NodePhase.FINISHING, NodePhase.DONE])
+def test_newcomers_wait_when_the_run_is_about_to_finish(phase: NodePhase) -> None:
+    here = (peer("a", epoch=1, phase=phase), peer("b", epoch=1), peer("c", arrived=5.0))
+    assert "about to finish" in held(decide(view(*here, wanted=3, now=LATER, epoch=epoch(1, "a", "b")), SETTINGS)).why
+
+
+def test_nothing_happens_after_the_outcome() -> None:
+    ended = OutcomeRecord(state=OutcomeState.SUCCEEDED)
+    assert held(decide(view(peer("a"), epoch=epoch(1, "b"), outcome=ended), SETTINGS)) == Hold()
+
+
+def test_a_smaller_wanted_size_takes_the_named_nodes_away() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1), peer("c", epoch=1))
+    situation = view(*here, wanted=2, going=("a",), epoch=epoch(1, "a", "b", "c"))
+    assert members(decide(situation, SETTINGS)) == ("b", "c")
+
+
+def test_a_smaller_wanted_size_without_names_takes_the_newest_away() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1), peer("c", epoch=1))
+    assert members(decide(view(*here, wanted=2, epoch=epoch(1, "a", "b", "c")), SETTINGS)) == ("a", "b")
+
+
+def test_an_empty_store_is_given_its_epoch_back_and_nobody_notices() -> None:
+    here = (peer("a", epoch=5), peer("b", epoch=5))
+    decision = decide(view(*here, wanted=2, remembered=epoch(5, "a", "b", restarts=2)), SETTINGS)
+    assert decision == FormEpoch(epoch(5, "a", "b", restarts=2))
+
+
+def test_a_newcomer_in_an_empty_store_waits_for_the_nodes_that_know_the_epoch_and_goes_on_from_it() -> None:
+    here = (peer("n"), peer("a", epoch=5, restarts=2))
+    hold = held(decide(view(*here, wanted=2, leading_since=1.0, now=1.0), SETTINGS))
+    assert hold.until == 1.0 + SETTINGS.lease
+    decision = decide(view(*here, wanted=2, leading_since=1.0, now=6.0), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.number, decision.record.restarts) == (6, 2)
+
+
+def test_an_epochs_store_is_never_served_on_a_port_that_the_epoch_before_used() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=2))
+    decision = decide(view(*here, wanted=3, epoch=epoch(2, "a", "b", "c")), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert decision.record.store == "10.0.0.98:40000"
+    late = (peer("a", epoch=1), peer("b", epoch=1))
+    assert "can serve" in held(decide(view(*late, wanted=3, epoch=epoch(2, "a", "b", "c")), SETTINGS)).why
