@@ -134,6 +134,16 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     workers: _Count
 
 
+class EpochReason(enum.StrEnum):
+    """Why an epoch took the place of the one before, in one word; ``EpochRecord.cause`` has the sentence."""
+
+    NODE_JOINED = "node_joined"
+    NODE_LOST = "node_lost"
+    NODE_LEFT = "node_left"
+    RESIZED = "resized"
+    WORKER_FAILED = "worker_failed"
+
+
 class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who trains together: everything that a node needs to start its workers without asking anybody.
 
@@ -144,7 +154,8 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         restarts: failures of workers charged to the job so far.
         early: failures in a row that came soon after the start of their epoch.
         wanted: the size that was wanted when this epoch was made, None where none was known.
-        cause: in words, why this epoch took the place of the one before.
+        reason: in one word, why this epoch took the place of the one before.
+        cause: the same in a sentence.
     """
 
     number: _Number = msgspec.field(name="e")
@@ -153,6 +164,7 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     restarts: _Count = msgspec.field(name="r", default=0)
     early: _Count = msgspec.field(name="y", default=0)
     wanted: _Count | None = msgspec.field(name="w", default=None)
+    reason: EpochReason = msgspec.field(name="k", default=EpochReason.NODE_JOINED)
     cause: _Sentence = msgspec.field(name="c", default="")
 
     @property

@@ -7,8 +7,8 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.support.nodes import Meeting, all_with
+
 from torchelastic.contract import FailureRecord, NodePhase, OutcomeState, RunKeys, SizeRecord, encode
 from torchelastic.store import StoreSettings, connect
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.support.etcd import EtcdServer
+
     from torchelastic.store import Store
 
 pytestmark = pytest.mark.real
@@ -33,7 +34,7 @@ async def meeting(own_etcd: EtcdServer, run_id: str) -> AsyncIterator[Meeting]:
     async def reach() -> Store:
         return await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
 
-    async with Meeting(reach, run_id, lease=LEASE) as made:
+    async with Meeting(reach, run_id, lease=LEASE, joining_window=1.0) as made:
         yield made
 
 
@@ -117,7 +118,9 @@ async def test_a_late_node_learns_the_outcome_where_the_id_is_unique_and_begins_
         assert epoch.number == 1
 
 
-async def test_the_size_in_the_store_decides_and_a_spare_takes_over(own_etcd: EtcdServer, meeting: Meeting, run_id: str) -> None:
+async def test_the_size_in_the_store_decides_and_a_spare_takes_over(
+    own_etcd: EtcdServer, meeting: Meeting, run_id: str
+) -> None:
     a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
     await all_with(a, b, c)
     store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
@@ -130,11 +133,13 @@ async def test_the_size_in_the_store_decides_and_a_spare_takes_over(own_etcd: Et
     assert (await c.until_with("c")).cause == "b died"
 
 
-async def test_nobody_notices_that_etcd_was_killed_and_changes_go_on_after_it(own_etcd: EtcdServer, meeting: Meeting) -> None:
+async def test_nobody_notices_that_etcd_was_killed_and_changes_go_on_after_it(
+    own_etcd: EtcdServer, meeting: Meeting
+) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
     await all_with(a, b)
     await own_etcd.kill()
-    await a.inner._control.changed.after(a.inner._control.changed.count)
+    await a.until_away()
     await own_etcd.start()
     c = await meeting.node("c")
     epoch = await all_with(a, b, c)

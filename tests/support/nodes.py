@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torchelastic.contract import EpochRecord, NodeRecord, OutcomeRecord, SizeRecord
 from torchelastic.rendezvous.node import EpochBegan, RendezvousNode, RunEnded
@@ -31,7 +31,7 @@ class Meeting:
         self._numbers = itertools.count()
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> Meeting:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -39,7 +39,9 @@ class Meeting:
     ) -> None:
         await self._stack.aclose()
 
-    async def node(self, name: str, *, wanted: int | None = None, low: int = 1, high: int = 8, **settings: Any) -> TestNode:
+    async def node(
+        self, name: str, *, wanted: int | None = None, low: int = 1, high: int = 8, **settings: Any
+    ) -> TestNode:
         size = SizeRecord(min=low, max=high, wanted=wanted)
         rules = RendezvousSettings(run_id=self._run_id, size=size, **{**self._settings, **settings})
         store = await self._connect()
@@ -86,6 +88,13 @@ class TestNode:
         await self.until(lambda node: bool(node.epochs) and set(node.members) == set(names))
         return self.epochs[-1]
 
+    async def until_away(self) -> None:
+        """Wait until the node has noticed that it does not reach the store."""
+        control = self.inner._control
+        async with asyncio.timeout(PATIENCE):
+            while control.away_since is None:
+                await control.changed.after(control.changed.count)
+
     @property
     def members(self) -> list[str]:
         return [node.rpartition(".")[0] for node in self.epochs[-1].nodes]
@@ -109,6 +118,7 @@ class TestNode:
         await asyncio.gather(self.inner._running, return_exceptions=True)
         await self.inner._tasks.aclose()
         self.inner._offer.close()
+        self.drain()
 
     async def close(self) -> None:
         if self._open:

@@ -26,11 +26,15 @@ def node_id(name: str) -> str:
 
 
 def record(name: str, **changes: Any) -> NodeRecord:
-    base = NodeRecord(name=name, address=f"10.0.0.{ord(name[-1])}", workers=1, size=SizeRecord(min=1, max=4), store=40000)
+    base = NodeRecord(
+        name=name, address=f"10.0.0.{ord(name[-1])}", workers=1, size=SizeRecord(min=1, max=4), store=40000
+    )
     return msgspec.structs.replace(base, **changes)
 
 
-def peer(name: str, *, joined: int = 1, arrived: float = 0.0, answers: bool = True, failed_at: int = 0, **changes: Any) -> Peer:
+def peer(
+    name: str, *, joined: int = 1, arrived: float = 0.0, answers: bool = True, failed_at: int = 0, **changes: Any
+) -> Peer:
     return Peer(node_id(name), record(name, **changes), joined, arrived, answers, failed_at)
 
 
@@ -42,13 +46,28 @@ def epoch(number: int, *names: str, **changes: Any) -> EpochRecord:
 
 def view(*peers: Peer, wanted: int | None = None, low: int = 1, high: int = 4, **changes: Any) -> View:
     size = SizeRecord(min=low, max=high, wanted=wanted, going=changes.pop("going", ()))
-    known: dict[str, Any] = {"now": 0.0, "leading_since": 0.0, **changes}
+    known: dict[str, Any] = {"now": 0.0, **changes}
     return View(peers={one.id: one for one in peers}, size=size, **known)
 
 
-def failure(name: str, *, rank: int = 0, number: int = 1, kind: FailureKind = FailureKind.PROGRAM, uptime: float = 60.0, message: str = "") -> FailureRecord:
+def failure(
+    name: str,
+    *,
+    rank: int = 0,
+    number: int = 1,
+    kind: FailureKind = FailureKind.PROGRAM,
+    uptime: float = 60.0,
+    message: str = "",
+) -> FailureRecord:
     return FailureRecord(
-        epoch=number, rank=rank, local_rank=0, node=node_id(name), exit_code=1, kind=kind, uptime=uptime, message=message
+        epoch=number,
+        rank=rank,
+        local_rank=0,
+        node=node_id(name),
+        exit_code=1,
+        kind=kind,
+        uptime=uptime,
+        message=message,
     )
 
 

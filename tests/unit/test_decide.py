@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
 from tests.support.views import SETTINGS, epoch, failure, node_id, peer, view
+
 from torchelastic.contract import CONTRACT_VERSION, FailureKind, NodePhase, OutcomeRecord, OutcomeState
-from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, Hold, decide, root_cause
+from torchelastic.rendezvous.decide import Abdicate, Decision, EndRun, FormEpoch, Hold, decide, root_cause
 
 LATER = 1000.0
 
@@ -126,7 +126,10 @@ def test_after_a_pause_an_epoch_forms_as_soon_as_there_are_enough() -> None:
 
 
 def test_a_failure_is_charged_and_the_same_nodes_go_on() -> None:
-    here = (peer("a", epoch=1), peer("b", epoch=1, failure=failure("b", rank=1, message="ValueError: bad"), failed_at=9))
+    here = (
+        peer("a", epoch=1),
+        peer("b", epoch=1, failure=failure("b", rank=1, message="ValueError: bad"), failed_at=9),
+    )
     decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b", restarts=3), failed_since=0.0), SETTINGS)
     assert members(decision) == ("a", "b")
     assert isinstance(decision, FormEpoch)
@@ -230,11 +233,10 @@ def test_an_empty_store_is_given_its_epoch_back_and_nobody_notices() -> None:
     assert decision == FormEpoch(epoch(5, "a", "b", restarts=2))
 
 
-def test_a_newcomer_in_an_empty_store_waits_for_the_nodes_that_know_the_epoch_and_goes_on_from_it() -> None:
+def test_a_newcomer_in_an_empty_store_gives_way_to_nodes_that_know_the_epoch_and_else_goes_on_from_its_number() -> None:
     here = (peer("n"), peer("a", epoch=5, restarts=2))
-    hold = held(decide(view(*here, wanted=2, leading_since=1.0, now=1.0), SETTINGS))
-    assert hold.until == 1.0 + SETTINGS.lease
-    decision = decide(view(*here, wanted=2, leading_since=1.0, now=6.0), SETTINGS)
+    assert isinstance(decide(view(*here, wanted=2), SETTINGS), Abdicate)
+    decision = decide(view(*here, wanted=2, deferred=True), SETTINGS)
     assert isinstance(decision, FormEpoch)
     assert (decision.record.number, decision.record.restarts) == (6, 2)
 

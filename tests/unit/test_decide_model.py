@@ -8,9 +8,17 @@ import msgspec
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from tests.support.views import SETTINGS, failure, record
-from torchelastic.contract import EpochRecord, FailureKind, NodePhase, NodeRecord, OutcomeRecord, OutcomeState, SizeRecord
+
+from torchelastic.contract import (
+    EpochRecord,
+    FailureKind,
+    NodePhase,
+    NodeRecord,
+    OutcomeRecord,
+    OutcomeState,
+    SizeRecord,
+)
 from torchelastic.rendezvous.decide import EndRun, FormEpoch, Hold, Peer, View, decide
 
 MAX_NODES = 6
@@ -178,7 +186,6 @@ class Leading(RuleBasedStateMachine):
         }
         return View(
             now=self.now,
-            leading_since=0.0,
             peers=peers,
             size=self.size,
             epoch=self.epoch,
@@ -189,6 +196,7 @@ class Leading(RuleBasedStateMachine):
             done=frozenset(self.done),
             changed_at=self.changed_at,
             failed_since=self.failed_since,
+            deferred=True,
         )
 
     def check_epoch(self, new: EpochRecord) -> None:

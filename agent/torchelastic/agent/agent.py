@@ -1,7 +1,7 @@
 """The agent's own story: meet the peers, run the workers of each epoch, and say what happened.
 
-Everything that can happen (a new epoch, the end of a worker, a signal, the end of the run) goes through one queue and is
-dealt with in order, so that the state is changed in one place only.
+Everything that can happen (a new epoch, the end of a worker, a signal, the end of the run) goes through one queue and
+is dealt with in order, so that the state is changed in one place only.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Agent:
         )
         self._metrics.worker_state(self._settings.role, "healthy")
         if self._broken_at is not None:
-            self._metrics.recovered(time.monotonic() - self._broken_at, epoch.cause)
+            self._metrics.recovered(time.monotonic() - self._broken_at, epoch.reason)
             self._broken_at = None
         ranks = [env["RANK"] for env in environments]
         logger.info(
@@ -315,7 +315,12 @@ class Agent:
 
     def _run_ended(self, outcome: OutcomeRecord) -> Ending:
         succeeded = outcome.state is OutcomeState.SUCCEEDED
-        self._metrics.run_ended(self._settings.role, succeeded=succeeded, restarts=outcome.restarts)
+        self._metrics.run_ended(
+            self._settings.role,
+            succeeded=succeeded,
+            restarts=outcome.restarts,
+            max_restarts=self._settings.rendezvous.max_restarts,
+        )
         if succeeded:
             logger.info("the run has succeeded")
             return _ending(ExitCode.SUCCEEDED, "Succeeded", "", epoch=outcome.epoch)

@@ -58,9 +58,12 @@ class Control:
         """Sent after every change, and when the store was lost or found."""
         self.away_since: float | None = 0.0
         """Since when the store is not reached, by the loop's clock; None while it is."""
+        self.back_at: float | None = None
+        """When the store last came back after having been away, by the loop's clock; None where it never was."""
         self._store = store
         self._keys = keys
         self._warned: set[str] = set()
+        self._lost = False
 
     async def follow(self) -> None:
         """Watch, until cancelled.
@@ -80,14 +83,14 @@ class Control:
                         for change in batch:
                             if change.revision > self._modified(change.key):  # else this node noted it already
                                 self._set(change.key, change.entry)
-                        if batch or self.away_since is not None:
-                            self.away_since = None
+                        if batch:
                             self.changed.send()
             except HistoryCompacted:
                 continue
             except StoreUnavailable as error:
                 if self.away_since is None:
                     logger.warning("lost sight of the run's keys: %s", error)
+                    self._lost = True
                     self.away_since = asyncio.get_running_loop().time()
                     self.changed.send()
                 await asyncio.sleep(retry_delay(tries))
@@ -109,7 +112,10 @@ class Control:
         by_key = {entry.key: entry for entry in entries}
         for key in (self._keys.leader, self._keys.epoch, self._keys.outcome, self._keys.size):
             self._set(key, by_key.get(key))
+        if self._lost:
+            self.back_at = asyncio.get_running_loop().time()
         self.away_since = None
+        self._lost = False
         self.changed.send()
 
     def _modified(self, key: str) -> int:

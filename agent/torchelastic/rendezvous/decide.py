@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.contract import (
     CONTRACT_VERSION,
+    EpochReason,
     EpochRecord,
     FailureKind,
     FailureRecord,
@@ -72,7 +73,6 @@ class View:
 
     Attributes:
         now: seconds of the leader's clock.
-        leading_since: when it began to lead.
         peers: the nodes whose keys stand in the store, the leader's own included.
         epoch: the epoch that stands in the store.
         remembered: the last epoch that the leader itself has seen; more than ``epoch`` only in a store that lost data.
@@ -83,10 +83,10 @@ class View:
         done: members that were seen done with this epoch, also if they are gone by now.
         changed_at: when the epoch in the store was first seen.
         failed_since: when the first failure of this epoch was first seen; None where there is none.
+        deferred: whether this leader has given way already to nodes that know more.
     """
 
     now: float
-    leading_since: float
     peers: Mapping[str, Peer]
     size: SizeRecord
     epoch: EpochRecord | None = None
@@ -97,6 +97,7 @@ class View:
     done: frozenset[str] = frozenset()
     changed_at: float = 0.0
     failed_since: float | None = None
+    deferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,18 @@ class EndRun:
     record: OutcomeRecord
 
 
-Decision = Hold | FormEpoch | EndRun
+@dataclass(frozen=True, slots=True)
+class Abdicate:
+    """Give the lead to a node that knows more, for a lease's time.
+
+    Attributes:
+        why: in words, for the log.
+    """
+
+    why: str
+
+
+Decision = Hold | FormEpoch | EndRun | Abdicate
 
 _KIND_ORDER: Final = {FailureKind.PROGRAM: 0, FailureKind.COMMUNICATION: 1, FailureKind.ENDED: 2}
 
@@ -195,10 +207,9 @@ def _is_lost(node: str, view: View) -> bool:
     """Whether a member can't go on: it is dead or leaves. A lease that ended while its node answers is no loss."""
     if node in view.dead:
         return True
-    peer = view.peers.get(node)
-    if peer is None:
+    if node not in view.peers:
         return node not in view.silent
-    return peer.record.phase is NodePhase.LEAVING
+    return _left(node, view)
 
 
 def _failures(view: View, epoch: EpochRecord) -> list[tuple[int, FailureRecord]]:
@@ -217,10 +228,9 @@ def _begin(view: View, settings: RendezvousSettings) -> Decision:
         return FormEpoch(view.remembered)
     if known == 0:
         return _first(view, _blank(view, 0), settings)
-    # Somebody knows an epoch that nobody here can give back. Others that know more may still be on their way.
-    patience = view.leading_since + settings.lease
-    if view.now < patience:
-        return Hold(patience, "the store has lost the epoch; waiting for the nodes that know it")
+    if not view.deferred:
+        return Abdicate("the store has lost the epoch; leaving the lead to a node that knows it")
+    # Nobody has taken it: whoever knew the epoch itself is gone, and its number is all that is left.
     return _first(view, _blank(view, known), settings)
 
 
@@ -236,11 +246,11 @@ def _first(view: View, before: EpochRecord, settings: RendezvousSettings) -> Dec
     arrivals = [peer.arrived for peer in candidates.ordered]
     since = min(arrivals, default=view.now)
     if len(candidates.ordered) >= candidates.target:
-        return _form(view, before, candidates.chosen, _greeting(candidates.chosen))
+        return _form(view, before, candidates.chosen, EpochReason.NODE_JOINED, _greeting(candidates.chosen))
     if len(candidates.ordered) < view.size.min:
         return _too_few(view, before, candidates, since, settings)
     if view.now >= since + settings.joining_window:
-        return _form(view, before, candidates.chosen, _greeting(candidates.chosen))
+        return _form(view, before, candidates.chosen, EpochReason.NODE_JOINED, _greeting(candidates.chosen))
     return Hold(
         since + settings.joining_window,
         f"{_count(len(candidates.ordered), 'node')} of {candidates.target} {_are(len(candidates.ordered))} there; "
@@ -259,13 +269,14 @@ def _resume(view: View, epoch: EpochRecord, settings: RendezvousSettings) -> Dec
 def _continue_without(view: View, epoch: EpochRecord, lost: Sequence[str], settings: RendezvousSettings) -> Decision:
     """Members are gone: go on with whoever is there; never wait for a replacement."""
     cause = _and(_departure(node, view) for node in lost)
+    reason = EpochReason.NODE_LEFT if all(_left(node, view) for node in lost) else EpochReason.NODE_LOST
     candidates = _candidates(view)
     if not any(peer.id in epoch.nodes for peer in candidates.ordered) and not view.silent.intersection(epoch.nodes):
         # Nobody of the epoch is left, so nothing is being held up: begin as at the start.
         return _first(view, epoch, settings)
     if len(candidates.ordered) < view.size.min:
-        return _pause(view, epoch, candidates, cause)
-    return _form(view, epoch, candidates.chosen, cause)
+        return _pause(view, epoch, candidates, reason, cause)
+    return _form(view, epoch, candidates.chosen, reason, cause)
 
 
 def _after_failure(
@@ -303,8 +314,8 @@ def _after_failure(
     charged = EpochRecord(number=epoch.number, restarts=epoch.restarts + 1, early=early, store=epoch.store)
     cause = describe(failure)
     if len(candidates.ordered) < view.size.min:
-        return _pause(view, charged, candidates, cause)
-    return _form(view, charged, candidates.chosen, cause)
+        return _pause(view, charged, candidates, EpochReason.WORKER_FAILED, cause)
+    return _form(view, charged, candidates.chosen, EpochReason.WORKER_FAILED, cause)
 
 
 def _change_membership(view: View, epoch: EpochRecord, settings: RendezvousSettings) -> Decision:
@@ -316,9 +327,10 @@ def _change_membership(view: View, epoch: EpochRecord, settings: RendezvousSetti
     leaving = [node for node in epoch.nodes if node not in staying]
     joining = [peer for peer in candidates.chosen if peer.id not in epoch.nodes]
     if leaving:
+        cause = _and(f"{name_of(node)} is taken away" for node in leaving)
         if len(candidates.ordered) < view.size.min:
-            return _pause(view, epoch, candidates, _and(f"{name_of(node)} is taken away" for node in leaving))
-        return _form(view, epoch, candidates.chosen, _and(f"{name_of(node)} is taken away" for node in leaving))
+            return _pause(view, epoch, candidates, EpochReason.RESIZED, cause)
+        return _form(view, epoch, candidates.chosen, EpochReason.RESIZED, cause)
     room = candidates.target - len(epoch.nodes)
     if not joining or room <= 0:
         return Hold()
@@ -337,7 +349,7 @@ def _gathered(
     if len(candidates.ordered) < candidates.target and view.now < last + settings.gather:
         return Hold(last + settings.gather)
     newcomers = [peer for peer in candidates.chosen if peer.id not in epoch.nodes]
-    return _form(view, epoch, candidates.chosen, _greeting(newcomers or candidates.chosen))
+    return _form(view, epoch, candidates.chosen, EpochReason.NODE_JOINED, _greeting(newcomers or candidates.chosen))
 
 
 def _is_finishing(node: str, view: View) -> bool:
@@ -361,7 +373,7 @@ def _too_few(
     )
 
 
-def _pause(view: View, before: EpochRecord, candidates: _Candidates, cause: str) -> Decision:
+def _pause(view: View, before: EpochRecord, candidates: _Candidates, reason: EpochReason, cause: str) -> Decision:
     """An epoch without members: those that are left stop their workers and wait."""
     return FormEpoch(
         EpochRecord(
@@ -369,12 +381,13 @@ def _pause(view: View, before: EpochRecord, candidates: _Candidates, cause: str)
             restarts=before.restarts,
             early=before.early,
             wanted=view.size.wanted,
+            reason=reason,
             cause=f"{cause}; {_waiting_for(view, candidates)}",
         )
     )
 
 
-def _form(view: View, before: EpochRecord, chosen: Sequence[Peer], cause: str) -> Decision:
+def _form(view: View, before: EpochRecord, chosen: Sequence[Peer], reason: EpochReason, cause: str) -> Decision:
     """The next epoch with these nodes, its store on the first of them that offers a port that no epoch used."""
     # Who has said that it knows the last epoch has renewed its offer since.
     known = max(before.number, *(peer.record.epoch for peer in view.peers.values()))
@@ -390,6 +403,7 @@ def _form(view: View, before: EpochRecord, chosen: Sequence[Peer], cause: str) -
             restarts=before.restarts,
             early=before.early,
             wanted=view.size.wanted,
+            reason=reason,
             cause=cause,
         )
     )
@@ -409,9 +423,13 @@ def describe(failure: FailureRecord) -> str:
     return f"rank {failure.rank} on {name_of(failure.node)}: {failure.message or f'exit code {failure.exit_code}'}"
 
 
-def _departure(node: str, view: View) -> str:
+def _left(node: str, view: View) -> bool:
     peer = view.peers.get(node)
-    if peer is not None and peer.record.phase is NodePhase.LEAVING:
+    return peer is not None and peer.record.phase is NodePhase.LEAVING
+
+
+def _departure(node: str, view: View) -> str:
+    if _left(node, view):
         return f"{name_of(node)} left"
     return f"{name_of(node)} died" if node in view.dead else f"{name_of(node)} is gone"
 

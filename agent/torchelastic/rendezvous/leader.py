@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from torchelastic.contract import EpochRecord, NodePhase, NodeRecord, OutcomeRecord, decode, encode
 from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreUnavailable
-from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, Hold, Peer, View, decide
+from torchelastic.rendezvous.decide import Abdicate, Decision, EndRun, FormEpoch, Hold, Peer, View, decide
 from torchelastic.rendezvous.link import Verdict, probe
 from torchelastic.rendezvous.session import retry_delay
 from torchelastic.store.api import Listing
 from torchelastic.store.follow import follow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from torchelastic.contract import RunKeys, SizeRecord
     from torchelastic.rendezvous.control import Control
@@ -50,6 +50,8 @@ class Leadership:
         control: the view of the keys that everybody watches.
         links: who holds a link.
         remembered: gives the last epoch that this node has seen.
+        abdicate: gives up the lead.
+        deferred: whether this node has done that before.
         dead: nodes that are known to be dead from the start: the leader before.
     """
 
@@ -63,6 +65,8 @@ class Leadership:
         control: Control,
         links: Links,
         remembered: Callable[[], EpochRecord | None],
+        abdicate: Callable[[], Awaitable[None]],
+        deferred: bool,
         dead: frozenset[str] = frozenset(),
     ) -> None:
         self._node = node
@@ -75,8 +79,11 @@ class Leadership:
         self._changed = control.changed
         self._peers: dict[str, Peer] = {}
         self._linked_once: set[str] = set()
+        self._abdicate = abdicate
+        self._deferred = deferred
         self._dead = set(dead)
         self._silent: set[str] = set()
+        self._left: set[str] = set()
         self._done: set[str] = set()
         self._listed = False
         self._epoch_seen = (0, 0.0)
@@ -90,6 +97,7 @@ class Leadership:
             self._looks = tasks
             tasks.create_task(self._watch_nodes())
             tasks.create_task(self._decide())
+            tasks.create_task(self._end_patience())
 
     def link_came(self, node: str) -> None:
         """A node holds a link: it is alive, whatever was thought of it."""
@@ -171,6 +179,7 @@ class Leadership:
     def _gone(self, node: str) -> None:
         peer = self._peers.pop(node, None)
         if peer is None or node in self._dead or peer.record.phase is NodePhase.LEAVING:
+            self._left.add(node)
             return
         if self._looks is not None and (node == self._node or self._links.holds(node)):
             # Its lease ended. If it answers, then only the store was away; else silence and lease agree.
@@ -216,14 +225,33 @@ class Leadership:
         address = f"{host}:{peer.record.link}"
         return await probe(address, run=self._settings.run_id, node=self._node, peer=peer.id)
 
+    def _returning(self) -> frozenset[str]:
+        """Members whose keys may be on their way back, because the store itself was away a moment ago."""
+        epoch = self._control.epoch.record
+        if epoch is None or self._patience_left() <= 0:
+            return frozenset()
+        return frozenset(epoch.nodes) - self._peers.keys() - self._left
+
+    def _patience_left(self) -> float:
+        back_at = self._control.back_at
+        return 0.0 if back_at is None else back_at + self._settings.lease - self._now()
+
+    async def _end_patience(self) -> None:
+        seen = None
+        while True:
+            if self._control.back_at != seen and self._patience_left() > 0:
+                await asyncio.sleep(self._patience_left())
+                self._changed.send()
+            seen = self._control.back_at
+            await self._changed.after(self._changed.count)
+
     # -- deciding
 
     async def _decide(self) -> None:
         tries = 0
-        since = self._now()
         while True:
             seen = self._changed.count
-            decision = decide(self._view(since), self._settings) if self._ready() else Hold()
+            decision = decide(self._view(), self._settings) if self._ready() else Hold()
             if isinstance(decision, Hold):
                 self._say(decision)
                 wait = None if decision.until is None else max(decision.until - self._now(), 0.0)
@@ -259,10 +287,13 @@ class Leadership:
         elif isinstance(decision, EndRun):
             if await self._store.swap(self._keys.outcome, encode(decision.record), expected=0) is not None:
                 logger.info("the run has %s%s", decision.record.state, _because(decision.record))
+        elif isinstance(decision, Abdicate):
+            logger.info("%s", decision.why)
+            await self._abdicate()
         # Somebody else was faster, or this node's own write is on its way back through the watch.
         await self._changed.after(self._changed.count, timeout=self._settings.lease)
 
-    def _view(self, since: float) -> View:
+    def _view(self) -> View:
         now = self._now()
         number = self._number()
         if self._epoch_seen[0] != number:
@@ -280,17 +311,17 @@ class Leadership:
                     self._peers[node] = _with(peer, failed_at=0)
         return View(
             now=now,
-            leading_since=since,
             peers=dict(self._peers),
             size=self._size(),
             epoch=self._control.epoch.record,
             remembered=self._remembered(),
             outcome=self._control.outcome.record,
-            silent=frozenset(self._silent),
+            silent=self._returning() | self._silent,
             dead=frozenset(self._dead),
             done=frozenset(self._done),
             changed_at=self._epoch_seen[1],
             failed_since=self._failed_since,
+            deferred=self._deferred,
         )
 
     def _number(self) -> int:

@@ -1,10 +1,10 @@
 """Links: how a death is told from a silence.
 
-Every node holds one TCP connection to the leader. The kernel of a host that is alive closes the connections of a process
-that died, however it died, so a broken link is known at once; but so is one that a network equipment cut between two
+Every node holds one TCP connection to the leader. The kernel of a host that is alive closes the connections of a
+process that died, however it died, so a broken link is known at once; but so is one that the network cut between two
 healthy nodes. What decides is the second look: whoever sees a link break connects again (:func:`probe`). Refused means
-that nobody listens there any more: a death. Answered means alive. Silence means neither, and then the node's lease in the
-store has the last word.
+that nobody listens there any more: a death. Answered means alive. Silence means neither, and then the node's lease in
+the store has the last word.
 
 The protocol is one line of JSON each way, and then nothing: ``{"run": …, "node": …, "stay": true}``, answered by
 ``{"run": …, "node": …}``. Who speaks of another run, or anything else, is hung up on.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 CAMPAIGN_STEP: Final = 0.1
 """Seconds by which each place in the succession waits for the one before it to take the lead."""
+
+GOODBYE_LIMIT: Final = 2.0
+"""Seconds that a node that ends takes at most to clear its keys away; where the store is away, its lease does it."""
 
 CAMPAIGN_LIMIT: Final = 2.0
 """Seconds that the last in the succession waits."""
@@ -114,6 +117,7 @@ class RendezvousNode:
         self._dead_leader: str | None = None
         self._last_leader: str | None = None
         self._leaving = False
+        self._defer_until: float | None = None
         self._tasks = AsyncExitStack()
         self._running: asyncio.Task[None] | None = None
 
@@ -133,9 +137,14 @@ class RendezvousNode:
             await asyncio.gather(self._running, return_exceptions=True)
         await self._tasks.aclose()
         self._offer.close()
+        while not self.events.empty():  # what nobody has received is nobody else's to close
+            event = self.events.get_nowait()
+            if isinstance(event, EpochBegan) and event.store is not None:
+                event.store.close()
         try:
-            async with asyncio.timeout(1.0):
-                await self._resign()
+            async with asyncio.timeout(GOODBYE_LIMIT):
+                with suppress(LeaseLost):
+                    await self._resign()
                 await self._session.withdraw()
         except (StoreError, TimeoutError):
             logger.info("the store is away: this node's key goes when its lease ends")
@@ -268,6 +277,8 @@ class RendezvousNode:
 
     def _turn(self) -> float:
         """Seconds to leave to those who come before this node in the succession."""
+        if self._defer_until is not None:
+            return max(self._defer_until - asyncio.get_running_loop().time(), 0.0)
         if self._epoch is None or not self._epoch.members:
             return 0.0
         heirs = [node for node in self._epoch.nodes if node != self._last_leader]
@@ -308,6 +319,8 @@ class RendezvousNode:
                 control=self._control,
                 links=self._server,
                 remembered=lambda: self._epoch,
+                abdicate=self._abdicate,
+                deferred=self._defer_until is not None,
                 dead=dead,
             )
             leading = asyncio.create_task(self._leadership.run())
@@ -333,6 +346,10 @@ class RendezvousNode:
             if leader is not None and leader.node == self.node and not self._leaving:
                 return
             await changed.after(seen)
+
+    async def _abdicate(self) -> None:
+        self._defer_until = asyncio.get_running_loop().time() + self._settings.lease
+        await self._resign()
 
     async def _resign(self) -> None:
         leader = self._control.leader

@@ -93,7 +93,8 @@ class Session:
             tries = 0
 
     async def withdraw(self) -> None:
-        """Take the node's key away at once."""
+        """Take the node's key away at once; nothing may run that would put it again."""
+        await self._store.delete(self._key)  # also where its lease has just been replaced
         if self.lease:
             lease, self.lease = self.lease, 0
             await self._store.revoke(lease)

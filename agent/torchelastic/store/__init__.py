@@ -2,11 +2,29 @@
 
 Adapters: :mod:`torchelastic.store.etcd_v3` (etcd 3.4 and later, over its JSON gateway) and
 :mod:`torchelastic.store.memory` (one process, for ``--standalone`` and for tests). :func:`connect` chooses.
+
+The adapters are imported when they are first asked for: an agent starts its fork server before it spends its own time
+on an HTTP client.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from torchelastic.store.api import Change, Entry, Listing, Store, StoreSettings
-from torchelastic.store.connect import connect
 from torchelastic.store.follow import follow
-from torchelastic.store.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from torchelastic.store.connect import connect
+    from torchelastic.store.memory import MemoryStore
 
 __all__ = ["Change", "Entry", "Listing", "MemoryStore", "Store", "StoreSettings", "connect", "follow"]
+
+_LAZY = {"connect": "torchelastic.store.connect", "MemoryStore": "torchelastic.store.memory"}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """What a store must be able to do, and nothing more.
 
-Revisions are etcd's: one counter for the whole store that every change raises. What a later change of adapter must keep:
-a compare-and-swap touches one key only (etcd v2 can do no more).
+Revisions are etcd's: one counter for the whole store that every change raises. What a later change of adapter must
+keep: a compare-and-swap touches one key only (etcd v2 can do no more).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from typing import Final
 
@@ -53,8 +54,6 @@ def refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
         text = shown(body)
         if transient:
             return StoreUnavailable(f"{where} answers with status {status}: {text}")
-        if "HTTP request to an HTTPS server" in text:
-            return NoGateway(f"{where} wants TLS: use https")
         found = f"{path} gives status {status}, {text}"
         return NoGateway(f"what listens at {endpoint} is no etcd, or one without its JSON gateway: {found}")
     return meaning(where, said, code=code, transient=transient)
@@ -91,16 +90,16 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
         return StoreRefused(f"the certificate of etcd at {endpoint} cannot be trusted: {said}")
     if isinstance(error, aiohttp.ClientOSError) and "[SSL:" in str(error) and "EOF" not in str(error):
         reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
-        hint = "; use http if it has none" if reason in {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"} else ""
-        return StoreRefused(f"no TLS connection to etcd at {endpoint} can be made: {reason}{hint}")
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return Unreached(f"etcd at {endpoint} cannot be found: {_reason(error.os_error)}")
+        return StoreRefused(f"no TLS connection to etcd at {endpoint} can be made: {reason}")
     if isinstance(error, aiohttp.ClientConnectorError):
-        return Unreached(f"etcd at {endpoint} does not answer: {_reason(error.os_error)}")
+        state = "cannot be found" if isinstance(error.os_error, socket.gaierror) else "does not answer"
+        return Unreached(f"etcd at {endpoint} {state}: {_reason(error.os_error)}")
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return Unreached(f"etcd at {endpoint} does not answer: no connection in time")
     if isinstance(error, aiohttp.ClientResponseError):
         return NoGateway(f"what listens at {endpoint} does not speak HTTP: {error.message}")
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return StoreUnavailable(f"etcd at {endpoint} closed the connection instead of answering")
     if isinstance(error, aiohttp.ClientOSError):
         return StoreUnavailable(f"the connection to etcd at {endpoint} broke: {_reason(error)}")
     return StoreUnavailable(f"the connection to etcd at {endpoint} broke: {str(error) or type(error).__name__}")
@@ -115,4 +114,4 @@ def shown(body: bytes) -> str:
 def _reason(error: OSError) -> str:
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno).lower()
-    return error.strerror or str(error) or type(error).__name__
+    return error.strerror or str(error) or "connection reset"

@@ -12,18 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import aiohttp
 import msgspec
-from yarl import URL
 
 from torchelastic.errors import SettingsError, StoreRefused, StoreUnavailable
+from torchelastic.store.etcd_address import base_url, speaks_http, speaks_tls, tls_context
 from torchelastic.store.etcd_faults import NoGateway, TokenRefused, Unreached, broken, refusal, shown
 from torchelastic.store.etcd_messages import AuthAnswer, decode, encode
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator
 
     from torchelastic.store.api import StoreSettings
@@ -59,6 +59,8 @@ class Stream:
                     chunk = await self._response.content.readany()
             except aiohttp.ClientError as error:
                 raise broken(self._endpoint, error) from error
+            except RuntimeError as error:  # so aiohttp says that the connection was closed from this side
+                raise StoreUnavailable(f"the connection to etcd at {self._endpoint} has been closed") from error
             except TimeoutError:
                 return None
             if not chunk:
@@ -83,9 +85,9 @@ class Gateway:
         if not settings.endpoints:
             raise SettingsError("no etcd server is given: name at least one as host:port")
         self._settings = settings
-        self._bases = {endpoint: _base(settings.protocol, endpoint) for endpoint in settings.endpoints}
+        self._bases = {endpoint: base_url(settings.protocol, endpoint) for endpoint in settings.endpoints}
         self._order = list(self._bases)
-        self._tls = _tls(settings)
+        self._tls = tls_context(settings)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self._token: str | None = None
@@ -171,6 +173,13 @@ class Gateway:
             _break_when_peer_is_silent(response, self._settings.silence_limit)
             yield Stream(at, response)
 
+    async def protocol_instead(self, endpoint: str) -> str | None:
+        """The protocol that a server speaks that fails over the one of the settings; None if that is not the reason."""
+        base = self._bases[endpoint]
+        if self._tls is None:
+            return "https" if await speaks_tls(base) else None
+        return "http" if await speaks_http(base) else None
+
     async def close(self) -> None:
         """Close all connections; what still waits for an answer gets StoreUnavailable."""
         self._closed = True
@@ -249,41 +258,6 @@ def _session(tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
     )
-
-
-def _base(protocol: str, endpoint: str) -> URL:
-    if protocol not in {"http", "https"}:
-        raise SettingsError(f"{protocol!r} is no protocol of etcd: use http or https")
-    try:
-        base = URL(f"{protocol}://{endpoint}")
-        complete = base.host and base.explicit_port and base.path == "/" and not base.user
-    except ValueError:
-        complete = False
-    if not complete:
-        raise SettingsError(f"{endpoint!r} is no address of an etcd server: write host:port")
-    return base
-
-
-def _tls(settings: StoreSettings) -> ssl.SSLContext | None:
-    files = (settings.ca_cert, settings.cert, settings.key)
-    if settings.protocol != "https":
-        if any(files):
-            raise SettingsError("certificates for etcd are given, yet the protocol is http: use https")
-        return None
-    if settings.key and not settings.cert:
-        raise SettingsError(f"a private key for etcd is given ({settings.key}), but no certificate: name both")
-    try:
-        context = ssl.create_default_context(cafile=settings.ca_cert)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"the CA certificate {settings.ca_cert} for etcd cannot be used: {error}") from error
-    if settings.cert:
-        try:
-            # An empty password instead of none, or a key with a password would ask for it on the terminal.
-            context.load_cert_chain(settings.cert, settings.key, password="")
-        except (OSError, ValueError) as error:
-            pair = f"{settings.cert} with the key {settings.key or settings.cert}"
-            raise SettingsError(f"the client certificate {pair} for etcd cannot be used: {error}") from error
-    return context
 
 
 @contextlib.asynccontextmanager

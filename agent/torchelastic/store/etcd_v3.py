@@ -170,7 +170,12 @@ class EtcdV3Store:
         await self._gateway.close()
 
     async def _check_server(self, endpoint: str) -> None:
-        version = (await self._gateway.read("/version", Version, at=endpoint)).etcdserver
+        try:
+            version = (await self._gateway.read("/version", Version, at=endpoint)).etcdserver
+        except StoreError as error:
+            if protocol := await self._gateway.protocol_instead(endpoint):
+                raise StoreRefused(f"etcd at {endpoint} speaks {protocol} only: set this as the protocol") from error
+            raise
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is None:
             raise NoGateway(f"what listens at {endpoint} is no etcd: it gives its version as {version!r:.80}")

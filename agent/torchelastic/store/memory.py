@@ -8,155 +8,17 @@ somewhere. Time can be the caller's own: with ``now`` given no timer runs, and a
 from __future__ import annotations
 
 import asyncio
-import bisect
-import itertools
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torchelastic.errors import HistoryCompacted, LeaseLost, StoreUnavailable
-from torchelastic.store.api import Change, Entry, Listing
+from torchelastic.errors import StoreUnavailable
+from torchelastic.store.api import Listing
+from torchelastic.store.memory_data import MemoryData
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-HISTORY_LIMIT = 100_000
-"""So many changes are kept at least; twice as many at most."""
-
-
-@dataclass(slots=True)
-class _Lease:
-    """A lease: how long it lasts, when it ends, and the keys that end with it."""
-
-    ttl: float
-    ends_at: float
-    keys: set[str] = field(default_factory=set)
-    timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Watcher:
-    """Somebody who waits for changes below a prefix."""
-
-    prefix: str
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    broken: bool = False
-
-    def cut(self) -> None:
-        """Break its connection."""
-        self.broken = True
-        self.wake.set()
-
-
-class _Data:
-    """The keys, leases and history that all clients of one store share. Nothing here waits."""
-
-    def __init__(self, now: Callable[[], float] | None) -> None:
-        self._now = now
-        self._lease_ids = itertools.count(1)
-        self.leases: dict[int, _Lease] = {}
-        self.watchers: set[_Watcher] = set()
-        self.wipe()
-
-    def wipe(self) -> None:
-        """Begin anew, with nothing."""
-        for lease in self.leases.values():
-            if lease.timer is not None:
-                lease.timer.cancel()
-        for watcher in self.watchers:
-            watcher.cut()
-        self.revision = 1  # as in an empty etcd
-        self.compacted = 0
-        self.entries: dict[str, Entry] = {}
-        self.history: list[Change] = []
-        self.leases.clear()
-        self.lease_of: dict[str, int] = {}
-
-    def write(self, values: dict[str, bytes | None], lease: int = 0) -> None:
-        """Set keys (None: delete them) in one revision."""
-        if lease and lease not in self.leases:
-            raise LeaseLost(f"lease {lease:x} has ended")
-        self.revision += 1
-        for key, value in values.items():
-            self._unbind(key)
-            entry = None
-            if value is None:
-                del self.entries[key]
-            else:
-                before = self.entries.get(key)
-                entry = Entry(key, value, before.created if before else self.revision, self.revision)
-                self.entries[key] = entry
-            if lease:
-                self.leases[lease].keys.add(key)
-                self.lease_of[key] = lease
-            self.history.append(Change(key, entry, self.revision))
-        if len(self.history) > 2 * HISTORY_LIMIT:
-            self.compact(self.history[-HISTORY_LIMIT].revision)
-        for watcher in self.watchers:
-            if any(key.startswith(watcher.prefix) for key in values):
-                watcher.wake.set()
-
-    def changes(self, prefix: str, start: int) -> tuple[Change, ...]:
-        """What has changed below the prefix from revision ``start`` on."""
-        if start <= self.compacted:
-            raise HistoryCompacted(f"revision {start} is no longer kept; the oldest one is {self.compacted + 1}")
-        first = bisect.bisect_left(self.history, start, key=lambda change: change.revision)
-        return tuple(change for change in self.history[first:] if change.key.startswith(prefix))
-
-    def compact(self, revision: int) -> None:
-        """Forget the changes up to and including a revision."""
-        self.compacted = max(self.compacted, min(revision, self.revision))
-        first = bisect.bisect_right(self.history, self.compacted, key=lambda change: change.revision)
-        del self.history[:first]
-
-    def below(self, prefix: str) -> list[str]:
-        """The keys below a prefix, in order."""
-        return sorted(key for key in self.entries if key.startswith(prefix))
-
-    def grant(self, ttl: float) -> int:
-        """A new lease."""
-        lease = next(self._lease_ids)
-        self.leases[lease] = _Lease(ttl, 0.0)
-        self.renew(lease)
-        return lease
-
-    def renew(self, lease: int) -> None:
-        """Start a lease's time anew."""
-        kept = self.leases.get(lease)
-        if kept is None:
-            raise LeaseLost(f"lease {lease:x} has ended")
-        if kept.timer is not None:
-            kept.timer.cancel()
-        if self._now is not None:
-            kept.ends_at = self._now() + kept.ttl
-        else:
-            loop = asyncio.get_running_loop()
-            kept.ends_at = loop.time() + kept.ttl
-            kept.timer = loop.call_at(kept.ends_at, self.end_lease, lease)
-
-    def end_lease(self, lease: int) -> None:
-        """Delete a lease, and what hangs on it in one revision."""
-        ended = self.leases.pop(lease, None)
-        if ended is None:
-            return
-        if ended.timer is not None:
-            ended.timer.cancel()
-        if ended.keys:
-            self.write(dict.fromkeys(sorted(ended.keys), None))
-
-    def end_due_leases(self) -> None:
-        """End the leases whose time is over by the caller's clock, in the order of their ends."""
-        if self._now is None:
-            return
-        now = self._now()
-        for lease in sorted(self.leases, key=lambda lease: (self.leases[lease].ends_at, lease)):
-            if self.leases[lease].ends_at > now:
-                break
-            self.end_lease(lease)
-
-    def _unbind(self, key: str) -> None:
-        lease = self.lease_of.pop(key, 0)
-        if lease in self.leases:
-            self.leases[lease].keys.discard(key)
+    from torchelastic.store.api import Change, Entry
+    from torchelastic.store.memory_data import Watcher
 
 
 class MemoryStore:
@@ -171,10 +33,10 @@ class MemoryStore:
     """
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:
-        self._data = _Data(now)
+        self._data = MemoryData(now)
         self._reachable = True
         self._closed = False
-        self._watchers: set[_Watcher] = set()
+        self._watchers: dict[Watcher, None] = {}
 
     def another(self) -> MemoryStore:
         """Another client of the same data, closed or cut off by itself."""
@@ -248,27 +110,20 @@ class MemoryStore:
     async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
         """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
         data = await self._reached()
-        start = start or data.revision + 1
-        if start > data.revision + 1:
-            raise HistoryCompacted(f"revision {start} is still to come: the store stands at {data.revision}")
-        watcher = _Watcher(prefix)
-        data.watchers.add(watcher)
-        self._watchers.add(watcher)
+        watcher = data.watch(prefix, start)
+        self._watchers[watcher] = None
         try:
-            changes, start = data.changes(prefix, start), data.revision + 1
             yield ()
             while True:
-                if changes:
-                    yield changes
-                else:
-                    await watcher.wake.wait()
-                    watcher.wake.clear()
+                await watcher.wake.wait()
                 if watcher.broken:
                     raise StoreUnavailable("the watch of the store in memory was cut off")
-                changes, start = data.changes(prefix, start), data.revision + 1
+                watcher.wake.clear()
+                changes, watcher.pending = tuple(watcher.pending), []
+                yield changes
         finally:
-            data.watchers.discard(watcher)
-            self._watchers.discard(watcher)
+            data.watchers.pop(watcher, None)
+            self._watchers.pop(watcher, None)
 
     async def close(self) -> None:
         """Stop being a client of the data; they stay for the others. Leases are left to end by themselves."""
@@ -295,7 +150,7 @@ class MemoryStore:
         """Lose everything, the revision included, as an etcd that comes back without its data; cuts all watches."""
         self._data.wipe()
 
-    async def _reached(self) -> _Data:
+    async def _reached(self) -> MemoryData:
         await asyncio.sleep(0)
         if not self.reachable:
             raise StoreUnavailable("the store in memory is closed" if self._closed else "the store is out of reach")

@@ -1,0 +1,263 @@
+"""The agent's side of the fork server: it is started early, asked for processes, and started anew when it has died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torchelastic.agent import fork_server_main, messages
+from torchelastic.agent.processes import python_code, spawn
+from torchelastic.errors import TorchElasticError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torchelastic.agent.processes import Child, Reaper
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS: Final = 2
+
+_CALM: Final = 3.0
+"""Seconds after the start of workers before the store is filled again."""
+
+
+class StartError(TorchElasticError):
+    """No process could be started: the machine's limits, or a broken installation; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedProcess:
+    """A process that was forked and waits to be told what for.
+
+    Attributes:
+        child: the process.
+        link: the socket to it, of this side. Closing it before it has a role ends the process.
+    """
+
+    child: Child
+    link: socket.socket
+
+    def begin(self, role: str, payload: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
+        """Let it begin.
+
+        Args:
+            role: what it is for.
+            payload: what it has to know for that.
+            output: what becomes its standard output and standard error.
+            extra: more descriptors for its role.
+        """
+        memory = messages.in_memory(payload)
+        try:
+            messages.send(self.link, {"role": role}, [memory, *output, *extra])
+        except OSError:
+            return  # it is dead already, and its end is told like any other
+        finally:
+            os.close(memory)
+
+
+class ForkServer:
+    """A fork server, running or to be started again at the next need.
+
+    Processes are kept in store, so that a need is met at once; they are replaced while nothing else goes on.
+
+    Args:
+        reaper: which gets to know the server itself and all that it forks.
+        environment: the server's environment: what libraries read when they are imported is in it.
+        spare: how many processes are kept in store.
+        later: modules that most programs import only when they run, and that take long: they are imported when the
+            first workers have been started, for those that come after.
+
+    Attributes:
+        environment: see above.
+        import_error: why torch cannot be imported there, empty where it could be, None where it is not known yet.
+    """
+
+    def __init__(
+        self, reaper: Reaper, environment: Mapping[str, str], *, spare: int = 0, later: Sequence[str] = ()
+    ) -> None:
+        self.environment = environment
+        self.import_error: str | None = None
+        self._reaper = reaper
+        self._wanted = spare
+        self._later = tuple(later)
+        self._spares: list[ForkedProcess] = []
+        self._used = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._process: Child | None = None
+        self._connection: socket.socket | None = None
+        self._tending: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.running else None
+
+    def start(self) -> None:
+        """Start the process; it imports torch meanwhile."""
+        if self._connection is not None:
+            self._connection.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs, Path(os.devnull).open("rb") as nothing:
+            pid = spawn(
+                python_code("torchelastic.agent.fork_server_main"),
+                self.environment,
+                # What is printed there is about an import: it goes to the agent's standard error.
+                {0: nothing.fileno(), 1: 2, 2: 2, fork_server_main.CONTROL: theirs.fileno()},
+            )
+        self._process = self._reaper.adopt(pid)
+        self._connection = ours
+        self.import_error = None
+        if self._tending is not None:
+            self._tending.cancel()
+        self._tending = asyncio.create_task(self._tend(ours))
+
+    async def close(self) -> None:
+        """End the server and what it has in store. What it was asked for goes on."""
+        self._closed = True
+        ending = [spare.child for spare in self._spares]
+        if self._process is not None:
+            ending.append(self._process)
+        for child in ending:
+            child.signal(signal.SIGKILL)
+        await asyncio.gather(*(asyncio.shield(child.ended) for child in ending))
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.wait([self._tending])
+        for spare in self._spares:
+            spare.link.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    async def fork(self, count: int) -> list[ForkedProcess]:
+        """Processes that wait to be told what for.
+
+        Raises:
+            StartError: there are none to be had.
+        """
+        taken = self._take(count)
+        try:
+            if len(taken) < count:
+                async with self._lock:
+                    taken += self._take(count - len(taken))
+                    taken += await self._fork_anew(count - len(taken))
+        except BaseException:
+            for process in taken:
+                process.link.close()
+            raise
+        self._used.set()
+        return taken
+
+    def _take(self, count: int) -> list[ForkedProcess]:
+        """Processes from the store, as far as there are any."""
+        taken: list[ForkedProcess] = []
+        while self._spares and len(taken) < count:
+            spare = self._spares.pop(0)
+            if spare.child.running:
+                taken.append(spare)
+            else:
+                spare.link.close()
+        return taken
+
+    async def _fork_anew(self, count: int) -> list[ForkedProcess]:
+        """Fork, with a new server if need be."""
+        for _ in range(_ATTEMPTS if count else 0):
+            if self._closed:
+                raise StartError("the agent is ending")
+            if self.pid is None:
+                self.start()
+            try:
+                return await self._ask(count)
+            except (EOFError, ConnectionError):
+                logger.warning("The fork server died; it is started again.")
+                if self._process is not None:
+                    await asyncio.shield(self._process.ended)
+        if count:
+            raise StartError(f"the fork server ({sys.executable}) dies again and again; what it printed says why")
+        return []
+
+    async def _tend(self, connection: socket.socket) -> None:
+        """Keep the store filled, as long as the server lives."""
+        with contextlib.suppress(EOFError, ConnectionError, StartError):  # told where there is a need
+            while True:
+                async with self._lock:
+                    await self._fill()
+                self._used.clear()
+                await self._used.wait()
+                await asyncio.sleep(_CALM)  # while workers start, the processors are theirs
+                async with self._lock:
+                    await self._fill()
+                    if self._later:
+                        await self._extend(connection)
+
+    async def _fill(self) -> None:
+        self._spares = [spare for spare in self._spares if spare.child.running]
+        missing = self._wanted - len(self._spares)
+        if missing > 0:
+            self._spares += await self._ask(missing)
+
+    async def _extend(self, connection: socket.socket) -> None:
+        """Import more, and replace what was forked before."""
+        later, self._later = self._later, ()
+        messages.send(connection, {"import": later})
+        await _receive(connection)
+        for spare in self._spares:
+            spare.link.close()  # which tells it to end
+        self._spares = []
+        await self._fill()
+
+    async def _ask(self, count: int) -> list[ForkedProcess]:
+        """Ask the server for processes; the lock is held."""
+        connection = self._connection
+        if connection is None:
+            raise EOFError
+        if self.import_error is None:
+            self.import_error = (await _receive(connection))["error"]
+        forked: list[ForkedProcess] = []
+        while len(forked) < count:
+            part = min(count - len(forked), messages.DESCRIPTOR_LIMIT)
+            # Once it is asked, the answer is waited for, come what may: the next question must not get it.
+            asking = asyncio.create_task(self._exchange(connection, part))
+            try:
+                forked += await asyncio.shield(asking)
+            except BaseException:
+                await asyncio.wait([asking])
+                if asking.exception() is None:
+                    forked += asking.result()
+                for process in forked:
+                    process.link.close()
+                raise
+        return forked
+
+    async def _exchange(self, connection: socket.socket, count: int) -> list[ForkedProcess]:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            links, other_ends = [], []
+            for _ in range(count):
+                link, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                links.append(ours.enter_context(link))
+                other_ends.append(theirs.enter_context(other_end).fileno())
+            with self._reaper.adopting():
+                messages.send(connection, {"fork": count}, other_ends)
+                answer = await _receive(connection)
+                children = [self._reaper.adopt(pid) for pid in answer.get("pids", ())]
+            if "error" in answer:
+                raise StartError(answer["error"])
+            ours.pop_all()
+        return [ForkedProcess(child, link) for child, link in zip(children, links, strict=True)]
+
+
+async def _receive(connection: socket.socket) -> dict[str, Any]:
+    data = await asyncio.get_running_loop().sock_recv(connection, messages.MESSAGE_LIMIT)
+    if not data:
+        raise EOFError
+    return messages.decode(data)

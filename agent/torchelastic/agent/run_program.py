@@ -1,0 +1,129 @@
+"""Running a script or a module as ``__main__``, as the interpreter itself would."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import sys
+import types
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from torchelastic.agent import error_file
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CANNOT_OPEN = 2
+_NO_MODULE = 1
+
+
+def run(kind: str, argv: Sequence[str]) -> None:
+    """Run the program.
+
+    Args:
+        kind: script or module.
+        argv: the script or module, and its arguments.
+    """
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = main
+    code = _module(main, argv) if kind == "module" else _script(main, argv)
+    exec(code, main.__dict__)  # noqa: S102 - this is what it is for
+
+
+def of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The part of a traceback that lies in the program, without our own frames before it."""
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torchelastic.agent."):
+        trace = trace.tb_next
+    return trace
+
+
+def _script(main: types.ModuleType, argv: Sequence[str]) -> types.CodeType:
+    name = argv[0]
+    path = Path(name)
+    sys.argv[:] = argv
+    sys.orig_argv[:] = [sys.executable, *argv]
+    if pkgutil.get_importer(name) is not None:  # a folder or an archive with a __main__ in it
+        return _container(main, name)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(path.resolve().parent))
+    main.__file__ = str(path.absolute())
+    main.__spec__ = None
+    main.__dict__["__cached__"] = None
+    if path.suffix == ".pyc":
+        main.__loader__ = SourcelessFileLoader("__main__", main.__file__)
+        return _of_spec(main, ModuleSpec("__main__", main.__loader__, origin=main.__file__))
+    main.__loader__ = SourceFileLoader("__main__", main.__file__)
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        _refuse(
+            f"can't open file {main.__file__!r}: [Errno {error.errno}] {error.strerror}",
+            f"the program {name} cannot be opened: {error.strerror}",
+            _CANNOT_OPEN,
+        )
+    return compile(source, main.__file__, "exec", dont_inherit=True)
+
+
+def _container(main: types.ModuleType, name: str) -> types.CodeType:
+    sys.path.insert(0, name)
+    spec = PathFinder.find_spec("__main__", [name])
+    if spec is None:
+        line = f"can't find '__main__' module in {str(Path(name).absolute())!r}"
+        _refuse(line, f"there is no __main__.py in {name}", _NO_MODULE)
+    return _of_spec(main, spec)
+
+
+def _module(main: types.ModuleType, argv: Sequence[str]) -> types.CodeType:
+    name = argv[0]
+    sys.orig_argv[:] = [sys.executable, "-m", *argv]
+    sys.argv[:] = ["-m", *argv[1:]]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
+    spec = _find(name)
+    sys.argv[0] = spec.origin or name
+    return _of_spec(main, spec)
+
+
+def _find(name: str) -> ModuleSpec:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    if spec is None:
+        _refuse(f"No module named {name}", f"there is no module {name}", _NO_MODULE)
+    if spec.submodule_search_locations is not None:
+        inner = importlib.util.find_spec(f"{name}.__main__")
+        if inner is None:
+            _refuse(
+                f"No module named {name}.__main__; {name!r} is a package and cannot be directly executed",
+                f"the package {name} has no __main__",
+                _NO_MODULE,
+            )
+        return inner
+    return spec
+
+
+def _of_spec(main: types.ModuleType, spec: ModuleSpec) -> types.CodeType:
+    loader = spec.loader
+    code = loader.get_code(spec.name) if isinstance(loader, InspectLoader) else None
+    if code is None:
+        _refuse(f"No code object available for {spec.name}", f"the module {spec.name} has no Python code", _NO_MODULE)
+    main.__spec__ = spec
+    main.__loader__ = loader
+    main.__package__ = spec.parent
+    main.__file__ = spec.origin
+    main.__dict__["__cached__"] = spec.cached
+    return code
+
+
+def _refuse(line: str, message: str, exit_code: int) -> NoReturn:
+    """End as the interpreter does when it cannot run a program, with a sentence for the agent."""
+    error_file.write_message(message)
+    sys.stderr.write(f"{sys.executable}: {line}\n")
+    raise SystemExit(exit_code)

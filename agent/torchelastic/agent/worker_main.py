@@ -1,0 +1,83 @@
+"""What a forked worker does: become the process that would have been started by hand, and run the user's program."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchelastic.agent import error_file, run_program
+from torchelastic.agent.title import set_title
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRole:
+    """A worker.
+
+    Attributes:
+        kind: script or module.
+        argv: the script or module, and its arguments.
+        environment: its whole environment.
+    """
+
+    kind: str
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+
+    def play(self) -> None:
+        """Run the program; its end is the end of the process, as the interpreter ends it."""
+        _be_fresh(self.environment)
+        module = ["-m"] if self.kind == "module" else []
+        set_title([sys.executable, *module, *self.argv])
+        try:
+            run_program.run(self.kind, self.argv)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            error.__traceback__ = run_program.of_the_program(error.__traceback__)
+            error_file.write(error)
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.excepthook = _nothing  # told already, and without the frames of ours that are added from here on
+            raise
+
+
+class _QuietEnd:
+    """Silences standard error when the interpreter is all but gone, and all that the program made is destroyed.
+
+    What was imported before the fork is not taken apart at the end: to do so would copy every page of it, and take
+    longer than all the rest. Libraries that count what is left then complain, without a reason.
+    """
+
+    def __init__(self) -> None:
+        self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+    def __del__(self, dup2: Callable[[int, int], int] = os.dup2) -> None:
+        dup2(self._nowhere, 2)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _be_fresh(environment: Mapping[str, str]) -> None:
+    """Shed what a process that was just started would not have."""
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A new interpreter draws these from the system; a forked one would have the same in all ranks.
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (processes := sys.modules.get("multiprocessing.process")) is not None:
+        processes.current_process().authkey = os.urandom(32)
+    sys._torchelastic_quiet_end = _QuietEnd()  # type: ignore[attr-defined]  # noqa: SLF001 - the module cleared last
+    # Progress is to be seen while it is made; a file or pipe would get it in blocks.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -1,0 +1,300 @@
+"""Starting workers, watching them and ending them with all that they have started.
+
+:class:`Workers` is what the agent works with. Below it: the fork server (:mod:`~torchelastic.agent.fork_server`), the
+reaping of processes (:mod:`~torchelastic.agent.processes`), where output goes (:mod:`~torchelastic.agent.worker_logs`),
+and saying why a worker ended (:mod:`~torchelastic.agent.failure`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from torchelastic.agent import error_file
+from torchelastic.agent.console import Console
+from torchelastic.agent.fork_server import ForkServer, StartError
+from torchelastic.agent.forked_child import STORE, WORKER
+from torchelastic.agent.guarding import Guard
+from torchelastic.agent.memory_kills import MemoryKills
+from torchelastic.agent.process_table import TREE_MARK
+from torchelastic.agent.processes import Reaper, python_code, spawn
+from torchelastic.agent.store_main import READY
+from torchelastic.agent.worker_group import GroupEnded, Worker, WorkerExit, WorkerGroup, WorkerStart
+from torchelastic.agent.worker_logs import open_output
+from torchelastic.settings import ProgramKind, StartMethod
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping, Sequence
+
+    from torchelastic.agent.processes import Child
+    from torchelastic.agent.worker_logs import WorkerOutput
+    from torchelastic.settings import LogSettings, Program
+
+__all__ = ["GroupEnded", "StartError", "StoreServer", "WorkerExit", "WorkerGroup", "WorkerStart", "Workers"]
+
+_CONSOLE_PATIENCE: Final = 5.0
+"""Seconds for which output that nobody reads is held when all else has ended."""
+
+_READ_AT_IMPORT: Final = (
+    "PYTHON",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "NUMEXPR_",
+    "VECLIB_",
+    "LD_",
+    "MALLOC_",
+    "GLIBC_TUNABLES",
+)
+"""Beginnings of the names of variables that count while the interpreter starts or numerical libraries are loaded."""
+
+_NEEDED_LATER: Final = ("torch._dynamo",)
+"""What torch itself imports at the first step of any optimizer, which takes it longer than all the rest."""
+
+_MEASURES_AT_START: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+"""Variables with which a tool asks to be started with the interpreter."""
+
+
+class StoreServer:
+    """A process that serves a TCPStore.
+
+    Attributes:
+        ended: gets the process's exit code if it ends, by itself or by :meth:`close`.
+    """
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self.ended: asyncio.Future[int] = child.ended
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid
+
+    async def close(self) -> None:
+        """End it."""
+        self._child.signal(signal.SIGKILL)
+        await asyncio.shield(self._child.ended)
+
+
+class Workers:
+    """What starts the workers of all epochs; an async context manager, which ends all of them with their trees.
+
+    The processes that it needs are started when it is entered, and torch is imported in one of them meanwhile.
+
+    Args:
+        program: what each worker runs.
+        logs: where their output goes.
+        role: their role.
+        local_world_size: how many workers there will be on this node: with several, each computes on one thread unless
+            OMP_NUM_THREADS says otherwise, as under torchrun.
+        alone: this process is the agent and nothing else, so whatever becomes its child and is not known is an orphan.
+            False in a program of somebody else's, whose own children are left alone.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        logs: LogSettings,
+        *,
+        role: str = "default",
+        local_world_size: int = 1,
+        alone: bool = False,
+    ) -> None:
+        self._program = program
+        self._logs = logs
+        self._role = role
+        self._local_world_size = local_world_size
+        self._mark = secrets.token_hex(8)
+        self._reaper = Reaper(alone=alone)
+        self._memory_kills = MemoryKills()
+        self._stack = contextlib.AsyncExitStack()
+        self._stores: list[StoreServer] = []
+        self._group: WorkerGroup | None = None
+        self._scratch: Path
+        self._console: Console
+        self._guard: Guard
+        self._fork_server: ForkServer
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            self._scratch = Path(tempfile.mkdtemp(prefix="torchelastic-"))
+            stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            stack.enter_context(self._reaper)
+            self._console = Console()
+            stack.push_async_callback(self._console.close, _CONSOLE_PATIENCE)
+            self._guard = Guard(self._reaper, self._mark, self._scratch)
+            self._guard.start()
+            stack.push_async_callback(self._guard.close)
+            forked = (
+                self._program.kind is not ProgramKind.COMMAND and self._program.start_method is not StartMethod.EXEC
+            )
+            self._fork_server = ForkServer(
+                self._reaper,
+                self._base() | {TREE_MARK: self._mark},
+                spare=1 + (self._local_world_size if forked else 0),
+                later=_NEEDED_LATER if forked else (),
+            )
+            self._fork_server.start()
+            stack.push_async_callback(self._end_all)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _end_all(self) -> None:
+        await asyncio.gather(
+            self._fork_server.close(),
+            *(store.close() for store in self._stores),
+            *([self._group.stop(0)] if self._group is not None else []),
+        )
+
+    def _base(self) -> dict[str, str]:
+        """The environment that is the same for all workers."""
+        base = dict(os.environ)
+        if self._local_world_size > 1:
+            base.setdefault("OMP_NUM_THREADS", "1")
+        return base
+
+    async def serve_store(self, listener: socket.socket) -> StoreServer:
+        """Serve a TCPStore, once torch is imported.
+
+        Args:
+            listener: the socket on which it is served, bound and listening; closed here, so that connections are
+                refused when the server is gone.
+
+        Raises:
+            StartError: it cannot be served.
+        """
+        with listener:
+            listener.listen()
+            host, port = listener.getsockname()[:2]
+            local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+            [process] = await self._fork_server.fork(1)
+            with process.link:
+                if self._fork_server.import_error:
+                    raise StartError(f"torch cannot be imported by {sys.executable}: {self._fork_server.import_error}")
+                store = StoreServer(process.child)
+                self._stores.append(store)
+                store.ended.add_done_callback(lambda _: self._stores.remove(store))
+                process.begin(STORE, {"host": local, "port": port}, (2, 2), [listener.fileno()])
+                process.link.setblocking(False)
+                if await asyncio.get_running_loop().sock_recv(process.link, len(READY)) != READY:
+                    raise StartError(f"the store on port {port} cannot be served; what it printed says why")
+        return store
+
+    async def start(self, epoch: int, workers: Sequence[WorkerStart]) -> WorkerGroup:
+        """Start an epoch's workers. The group of the epoch before must have been stopped.
+
+        A program that cannot be run is no error here, but a worker that ends at once.
+
+        Args:
+            epoch: its number.
+            workers: the workers.
+
+        Raises:
+            StartError: the machine does not allow it.
+            SettingsError: the workers' output cannot be written where it should be.
+        """
+        if self._group is not None and not self._group.stopped:
+            raise RuntimeError("the workers of the epoch before have not been stopped")
+        with contextlib.ExitStack() as stack:
+            outputs = []
+            for worker in workers:
+                output = open_output(
+                    self._logs,
+                    self._console,
+                    self._scratch,
+                    epoch=epoch,
+                    rank=worker.rank,
+                    local_rank=worker.local_rank,
+                )
+                stack.callback(output.close)
+                outputs.append(output)
+            environments = [
+                self._environment(epoch, worker, output) for worker, output in zip(workers, outputs, strict=True)
+            ]
+            try:
+                started = await self._start_all(workers, environments, outputs)
+            finally:
+                for output in outputs:
+                    output.handed_over()
+            stack.pop_all()
+        self._group = WorkerGroup(
+            started, reaper=self._reaper, guard=self._guard, memory_kills=self._memory_kills, mark=self._mark
+        )
+        return self._group
+
+    async def _start_all(
+        self, starts: Sequence[WorkerStart], environments: Sequence[Mapping[str, str]], outputs: Sequence[WorkerOutput]
+    ) -> list[Worker]:
+        loop = asyncio.get_running_loop()
+        kills = self._memory_kills.count()
+        if any(self._executed(environment) for environment in environments):
+            children = [
+                self._execute(environment, output) for environment, output in zip(environments, outputs, strict=True)
+            ]
+        else:
+            program = {"kind": self._program.kind.value, "argv": self._program.argv}
+            forked = await self._fork_server.fork(len(starts))
+            for process, environment, output in zip(forked, environments, outputs, strict=True):
+                with process.link:
+                    process.begin(WORKER, {**program, "environment": environment}, output.descriptors)
+            children = [process.child for process in forked]
+        return [
+            Worker(
+                start=start,
+                child=child,
+                mark=environment[TREE_MARK],
+                output=output,
+                started=loop.time(),
+                memory_kills=kills,
+            )
+            for start, child, environment, output in zip(starts, children, environments, outputs, strict=True)
+        ]
+
+    def _environment(self, epoch: int, worker: WorkerStart, output: WorkerOutput) -> dict[str, str]:
+        return {
+            **self._base(),
+            **worker.env,
+            error_file.VARIABLE: str(output.error_file),
+            TREE_MARK: f"{self._mark}.{epoch}.{worker.rank}",
+        }
+
+    def _executed(self, environment: Mapping[str, str]) -> bool:
+        """Whether the program is executed rather than forked."""
+        if self._program.kind is ProgramKind.COMMAND or self._program.start_method is StartMethod.EXEC:
+            return True
+        known = self._fork_server.environment
+        return any(name in environment for name in _MEASURES_AT_START) or any(
+            environment.get(name) != known.get(name)
+            for name in environment.keys() | known.keys()
+            if name.startswith(_READ_AT_IMPORT)
+        )
+
+    def _execute(self, environment: Mapping[str, str], output: WorkerOutput) -> Child:
+        argv = self._program.argv
+        if self._program.kind is not ProgramKind.COMMAND:
+            environment = {"PYTHONUNBUFFERED": "1", **environment}
+            module = ["-m"] if self._program.kind is ProgramKind.MODULE else []
+            argv = (sys.executable, *module, *argv)
+        out, err = output.descriptors
+        with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+            pid = spawn(
+                [*python_code("torchelastic.agent.exec_child", minimal=True), str(os.getpid()), *argv],
+                environment,
+                {0: nothing.fileno(), 1: out, 2: err},
+            )
+        return self._reaper.adopt(pid)

@@ -1,0 +1,265 @@
+"""From a command line and an environment to :class:`~torchelastic.settings.AgentSettings`.
+
+Everything that can be known to be wrong before anything is started is said here, in one sentence that names the flag or
+variable. What ``torchrun`` leaves to chance is decided:
+
+* A run of one node needs neither an etcd nor an id. A run of several needs both: torchrun's common default id makes
+  strangers meet.
+* ``--node-rank``, ``--master-addr`` and ``--master-port`` are ignored with a warning. Scripts written for one machine
+  pass them out of habit (to avoid a taken port), and work without them; where several nodes are asked for and no etcd
+  is named, the error mentions them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torchelastic import flags, machine
+from torchelastic.contract import CONTRACT_VERSION, Env
+from torchelastic.errors import SettingsError
+from torchelastic.flags import CommandLine, Given
+from torchelastic.rendezvous_arguments import check_backend, read_conf, read_rendezvous, read_size, read_store
+from torchelastic.settings import AgentSettings, LogSettings, Program, ProgramKind, StartMethod, Streams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torchelastic.contract import SizeRecord
+    from torchelastic.store.api import StoreSettings
+
+_log: Final = logging.getLogger(__name__)
+
+_MAX_WORKERS: Final = 10_000
+_NAME_LIMIT: Final = 253
+_STATIC: Final = ("node-rank", "master-addr", "master-port")
+_START_METHODS: Final = {
+    "fork-server": StartMethod.FORK_SERVER,
+    "forkserver": StartMethod.FORK_SERVER,
+    "fork": StartMethod.FORK_SERVER,
+    "exec": StartMethod.EXEC,
+    "spawn": StartMethod.EXEC,
+}
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
+    """What the agent is asked to do.
+
+    Args:
+        argv: the command line without the name of the command.
+        environ: torchrun's PET_* variables and the operator's (:class:`~torchelastic.contract.Env`) are read from here.
+
+    Raises:
+        SettingsError: it cannot be honoured; the message says what to change.
+        SystemExit: after ``--help`` or ``--version``.
+    """
+    line = flags.read(argv, environ)
+    _check_contract(environ)
+    size = read_size(line, environ)
+    store = _store(line, size)
+    rendezvous = read_rendezvous(line, environ, size=size, conf=read_conf(line))
+    workers = _workers(line, environ)
+    settings = AgentSettings(
+        rendezvous=rendezvous,
+        store=store,
+        node_name=_node_name(line, environ),
+        address=_address(line, environ, store),
+        program=_program(line),
+        workers=workers,
+        logs=_logs(line, workers),
+        **_optional(line, environ),
+    )
+    _warn_of_ignored(line, environ, size)
+    return settings
+
+
+def _optional(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that have a default of their own, as far as they were given."""
+    found: dict[str, Any] = {}
+    if (role := line.get("role")) is not None:
+        found["role"] = _name(role)
+    if (grace := line.get("stop-grace")) is not None:
+        found["stop_grace"] = grace.seconds(zero=True)
+    if (port := line.get("metrics-port") or _variable(environ, Env.METRICS_PORT)) is not None:
+        found["metrics_port"] = port.integer(0, 65535)
+    if (last_words := line.get("termination-log") or _variable(environ, Env.TERMINATION_LOG)) is not None:
+        found["termination_log"] = Path(last_words.text)
+    if (interval := line.get("monitor-interval")) is not None:
+        interval.seconds()
+    return found
+
+
+def _check_contract(environ: Mapping[str, str]) -> None:
+    spoken = environ.get(Env.CONTRACT)
+    if spoken and spoken.strip() != str(CONTRACT_VERSION):
+        raise SettingsError(
+            f"The operator speaks version {spoken} of the contract between operator and agents, this agent version "
+            f"{CONTRACT_VERSION}: use an image with an agent of the operator's release, or upgrade the operator."
+        )
+
+
+def _store(line: CommandLine, size: SizeRecord) -> StoreSettings | None:
+    """Where the nodes meet; None for a run of this node alone."""
+    if line.has("standalone"):
+        if size.max > 1:
+            raise SettingsError(
+                f"--standalone is a run of one node, but up to {size.max} are asked for: leave out one of the two, or "
+                "name an etcd with --rdzv-endpoint in place of --standalone."
+            )
+        return None
+    check_backend(line)
+    if (endpoint := line.get("rdzv-endpoint")) is not None:
+        return read_store(endpoint, read_conf(line))
+    if size.max > 1:
+        static = [given.source for name in _STATIC if (given := line.get(name)) is not None]
+        habit = f" ({' and '.join(static)} can't do that here: the nodes meet in an etcd)" if static else ""
+        raise SettingsError(
+            f"A run of up to {size.max} nodes needs an etcd where they meet: name it with --rdzv-endpoint "
+            f"HOST:2379{habit}."
+        )
+    return None
+
+
+def _warn_of_ignored(line: CommandLine, environ: Mapping[str, str], size: SizeRecord) -> None:
+    """Say what was given and has no effect, once everything else is known to be right."""
+    ignored = [given.source for name in _STATIC if (given := line.get(name)) is not None]
+    if ignored:
+        _log.warning("%s ignored: the nodes agree on ranks and addresses by themselves.", " and ".join(ignored))
+    if line.has("standalone") and (endpoint := line.get("rdzv-endpoint")) is not None:
+        _log.warning("%s ignored: --standalone needs no etcd.", endpoint.source)
+    if environ.get(Env.SIZE) and (nodes := line.get("nnodes")) is not None:
+        without_operator = {key: text for key, text in environ.items() if key != Env.SIZE}
+        asked = read_size(line, without_operator)
+        if (asked.min, asked.max) != (size.min, size.max):
+            _log.warning(
+                "%s=%s ignored: the operator says how many nodes there are, %d to %d (minReplicas, maxReplicas).",
+                nodes.source,
+                nodes.text,
+                size.min,
+                size.max,
+            )
+
+
+def _variable(environ: Mapping[str, str], name: str) -> Given | None:
+    text = environ.get(name)
+    return Given(name, text) if text else None
+
+
+def _name(given: Given) -> str:
+    name = given.text.strip()
+    if not name or len(name) > _NAME_LIMIT or not name.isprintable():
+        raise given.refused(f"this is a name of 1 to {_NAME_LIMIT} printable characters")
+    return name
+
+
+def _node_name(line: CommandLine, environ: Mapping[str, str]) -> str:
+    given = line.get("node-name") or _variable(environ, Env.NODE_NAME)
+    return socket.gethostname() if given is None else _name(given)
+
+
+def _address(line: CommandLine, environ: Mapping[str, str], store: StoreSettings | None) -> str:
+    given = line.get("local-addr") or _variable(environ, Env.NODE_ADDRESS)
+    if given is not None:
+        address = given.text.strip().removeprefix("[").removesuffix("]")
+        if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?", address):
+            raise given.refused("this is a host name or an IP address, without a port")
+        return address
+    return "127.0.0.1" if store is None else machine.own_address(store.endpoints)
+
+
+def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
+    """How many workers this node runs."""
+    given = line.get("nproc-per-node")
+    if given is None:
+        return 1
+    match given.text.strip().lower():
+        case "cpu":
+            return machine.cpu_count()
+        case "gpu":
+            if (gpus := machine.gpu_count(environ)) == 0:
+                raise given.refused("no GPU is to be seen here; ask for cpu, auto or a number")
+            return gpus
+        case "auto":
+            return machine.gpu_count(environ) or machine.cpu_count()
+        case text if text.lstrip("-").isdecimal():
+            return given.integer(1, _MAX_WORKERS)
+        case _:
+            raise given.refused("this is a number of workers, or auto, cpu or gpu")
+
+
+def _program(line: CommandLine) -> Program:
+    """What the workers run."""
+    argv = line.program
+    if not argv or not argv[0]:
+        raise SettingsError(f"The program is missing: {flags.PROGRAM_NAME} [FLAG …] PROGRAM [ARGUMENT …].")
+    method = _start_method(line)
+    if line.has("no-python"):
+        if line.has("module"):
+            raise SettingsError("--no-python and --module can't be given together: a module is always Python.")
+        # Only this form needs it, and it belongs to the part of the agent that starts workers.
+        from torchelastic.agent.program import program_of_command
+
+        return dataclasses.replace(program_of_command(argv), start_method=method)
+    if line.has("module"):
+        return Program(ProgramKind.MODULE, argv, method)
+    script = Path(argv[0])
+    if script.is_file():
+        return Program(ProgramKind.SCRIPT, argv, method)
+    if script.is_dir():
+        raise SettingsError(f"{script} is a folder: name the Python file in it.")
+    import shutil
+
+    if shutil.which(argv[0]):
+        raise SettingsError(
+            f"There is no script {script} here; to run the command {script}, put --no-python before it."
+        )
+    raise SettingsError(f"There is no script {script} (looked up from {Path.cwd()}).")
+
+
+def _start_method(line: CommandLine) -> StartMethod:
+    given = line.get("start-method")
+    if given is None:
+        return StartMethod.FORK_SERVER
+    method = _START_METHODS.get(given.text.strip().lower().replace("_", "-"))
+    if method is None:
+        raise given.refused("this is fork-server or exec (or torchrun's forkserver, fork or spawn)")
+    return method
+
+
+def _logs(line: CommandLine, workers: int) -> LogSettings:
+    """Where the workers' output goes."""
+    folder, redirects, tee = line.get("log-dir"), line.get("redirects"), line.get("tee")
+    to_files = {} if redirects is None else _streams(redirects, workers)
+    to_both = {} if tee is None else _streams(tee, workers)
+    if folder is None:
+        if redirects is not None and to_files:
+            raise redirects.refused("there is no folder for the files; name one with --log-dir")
+        # Without files, tee asks for what happens anyway: each line on the console, with its rank.
+        return LogSettings()
+    # What is there of the path so far must be a folder that new ones can be made in.
+    directory = Path(folder.text).absolute()
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    if not there.is_dir():
+        raise folder.refused(f"{there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise folder.refused(f"{there} is not writable")
+    return LogSettings(directory=directory, redirects=to_files, tee=to_both)
+
+
+def _streams(given: Given, workers: int) -> dict[int, Streams]:
+    """``3`` for all local ranks, or ``0:1,1:3``; ranks without a stream are left out."""
+    if re.fullmatch(r"[0-3]", given.text.strip()):
+        chosen = dict.fromkeys(range(workers), Streams(int(given.text)))
+    elif re.fullmatch(r"\s*[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*\s*", given.text):
+        pairs = (pair.split(":") for pair in given.text.split(","))
+        chosen = {int(rank): Streams(int(streams)) for rank, streams in pairs}
+    else:
+        raise given.refused("this is 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank as in 0:1,1:3")
+    if (highest := max(chosen)) >= workers:
+        raise given.refused(f"there is no local rank {highest}: this node has {workers} worker{'s' * (workers > 1)}")
+    return {rank: streams for rank, streams in chosen.items() if streams}

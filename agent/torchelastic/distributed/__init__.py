@@ -1,0 +1,1 @@
+"""The older name of the launcher: ``python -m torchelastic.distributed.launch``."""

@@ -1,0 +1,62 @@
+"""Metrics: measure in groups, and say elsewhere where the values go.
+
+::
+
+    from torchelastic import metrics
+
+    metrics.configure(metrics.ConsoleMetricHandler(), group="my_app")
+
+    stream = metrics.getStream("my_app")
+    stream.add_value("train.loss", 0.25)
+
+    @metrics.prof(group="my_app")
+    def evaluate(): ...
+
+Without ``configure`` values are dropped. :class:`PrometheusMetricHandler` serves them to Prometheus; it is loaded when
+it is first used, since it needs a library that a program which only measures does not.
+"""
+
+from typing import TYPE_CHECKING
+
+from torchelastic.metrics.api import (
+    MetricData,
+    MetricHandler,
+    MetricsConfig,
+    MetricStream,
+    NullMetricHandler,
+    configure,
+    get_elapsed_time_ms,
+    getStream,
+    initialize_metrics,
+    prof,
+    put_metric,
+)
+from torchelastic.metrics.handlers import ConsoleMetricHandler, ConsoleMetricsHandler
+
+if TYPE_CHECKING:
+    from torchelastic.metrics.prometheus import PrometheusMetricHandler
+
+__all__ = [
+    "ConsoleMetricHandler",
+    "ConsoleMetricsHandler",
+    "MetricData",
+    "MetricHandler",
+    "MetricStream",
+    "MetricsConfig",
+    "NullMetricHandler",
+    "PrometheusMetricHandler",
+    "configure",
+    "getStream",
+    "get_elapsed_time_ms",
+    "initialize_metrics",
+    "prof",
+    "put_metric",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "PrometheusMetricHandler":
+        from torchelastic.metrics.prometheus import PrometheusMetricHandler
+
+        return PrometheusMetricHandler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,112 @@
+"""What the agent says of itself, as values of the group ``torchelastic``.
+
+The names are torchelastic's documented ones, so that a handler of the user's for that group sees what it always saw.
+:mod:`torchelastic.metrics.platform_names` has the table of the series that they become.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from torchelastic.metrics.api import PLATFORM_GROUP, REGISTRY, measured
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from torchelastic.contract import EpochReason
+    from torchelastic.metrics.api import MetricRegistry
+    from torchelastic.metrics.prometheus import PrometheusMetricHandler
+
+WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
+"""The states that the workers of a node can be in, as torchelastic names them."""
+
+
+class AgentMetrics:
+    """Tells the registry what happens in an agent.
+
+    Values go to whatever the program configured for the group. Once :attr:`handler` has been asked for they, and those
+    of every other group, also go there; before, a value without a handler costs next to nothing.
+
+    Args:
+        registry: where values go.
+    """
+
+    def __init__(self, registry: MetricRegistry = REGISTRY) -> None:
+        self._registry = registry
+        self._handler: PrometheusMetricHandler | None = None
+
+    @property
+    def handler(self) -> PrometheusMetricHandler:
+        """What stands behind the agent's /metrics; attached to the registry when it is asked for the first time."""
+        if self._handler is None:
+            from torchelastic.metrics.prometheus import PrometheusMetricHandler
+
+            self._handler = PrometheusMetricHandler()
+            self._registry.attach(self._handler)
+        return self._handler
+
+    def close(self) -> None:
+        """Detach the handler from the registry."""
+        if self._handler is not None:
+            self._registry.detach(self._handler)
+            self._handler = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def epoch(self, number: int, world_size: int) -> None:
+        """A new epoch began; a world size of 0 says that too few nodes are there to train."""
+        self._put("epoch", number)
+        self._put("world_size", world_size)
+
+    def worker_state(self, role: str, state: WorkerStateName) -> None:
+        """The workers of this node went into a state."""
+        self._put(f"workers.{role}.{state}", 1)
+
+    def remaining_restarts(self, role: str, remaining: int) -> None:
+        """So many failures of workers the run may still have."""
+        self._put(f"workers.{role}.remaining_restarts", remaining)
+
+    def recovered(self, seconds: float, reason: EpochReason) -> None:
+        """The workers of this node were started again.
+
+        Args:
+            seconds: since the failure or change was seen.
+            reason: what had happened; a label of the series, the sentence is for the log.
+        """
+        self._put(f"recovery.{reason}.duration.ms", seconds * 1000)
+
+    def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int | None = None) -> None:
+        """The run has ended.
+
+        Args:
+            role: of the workers.
+            succeeded: how.
+            restarts: failures of workers charged to the run.
+            max_restarts: how many it may have had; where given, the flakiness is told too.
+        """
+        self._put(f"workers.{role}.run_total", 1)
+        for outcome, happened in (("success", succeeded), ("failed", not succeeded)):
+            self._put(f"workers.{role}.run_{outcome}_with_retries", int(happened and restarts > 0))
+            self._put(f"workers.{role}.run_{outcome}_no_retries", int(happened and restarts == 0))
+        if max_restarts is not None:
+            spent = min(restarts / (max_restarts + 1), 1.0) if succeeded else 1.0
+            self._put(f"workers.{role}.flakiness", 100 * spent)
+
+    def measured(self, operation: str) -> AbstractContextManager[None]:
+        """Measure the success and the duration of a block.
+
+        Args:
+            operation: one of :data:`~torchelastic.metrics.platform_names.OPERATIONS`, as
+                ``LocalElasticAgent._start_workers``.
+        """
+        return measured(operation, PLATFORM_GROUP, self._registry)
+
+    def _put(self, name: str, value: float) -> None:
+        self._registry.add(PLATFORM_GROUP, name, value)

@@ -1,0 +1,283 @@
+"""The metrics API that programs written for torchelastic know, on a registry of our own, free of torch.
+
+A program measures under a *group* and a *name*; where the values go is for whoever starts it to say, with
+:func:`configure`. Nothing goes anywhere by default: metrics of a group without a handler are dropped, at the cost of a
+look-up in a dictionary.
+
+Two kinds of handlers are told apart. *Configured* ones are the program's: one for each group, and one for all groups
+that have none of their own; configuring again replaces. *Attached* ones are the platform's: they get every value of
+every group beside whatever is configured, and nothing that a program configures displaces them.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import inspect
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+_log: Final = logging.getLogger(__name__)
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+PLATFORM_GROUP: Final = "torchelastic"
+"""The group of the platform's own metrics, and of what is measured without naming a group."""
+
+
+class MetricData(NamedTuple):
+    """One value, as a handler gets it.
+
+    Attributes:
+        timestamp: seconds since 1970.
+        group_name: the group.
+        name: the name within the group.
+        value: a number.
+    """
+
+    timestamp: float
+    group_name: str
+    name: str
+    value: float
+
+
+class MetricHandler(abc.ABC):
+    """Where values go. Subclasses write :meth:`emit`; it is called in the thread that measures."""
+
+    @abc.abstractmethod
+    def emit(self, metric_data: MetricData) -> None:
+        """Take one value.
+
+        What this raises does not reach the program that measures; the first error of each handler is logged.
+        """
+
+
+class NullMetricHandler(MetricHandler):
+    """Drops what it gets: configured for a group, it keeps that group from the default handler."""
+
+    def emit(self, metric_data: MetricData) -> None:
+        """Do nothing."""
+
+
+class MetricsConfig:
+    """Parameters for :func:`initialize_metrics`, for programs that pass them.
+
+    Attributes:
+        params: by name.
+    """
+
+    __slots__ = ("params",)
+
+    def __init__(self, params: Mapping[str, str] | None = None) -> None:
+        self.params = dict(params or {})
+
+
+class _Guarded:
+    """A handler whose errors are logged once and go no further."""
+
+    __slots__ = ("_failed", "handler")
+
+    def __init__(self, handler: MetricHandler) -> None:
+        self.handler = handler
+        self._failed = False
+
+    def emit(self, data: MetricData) -> None:
+        try:
+            self.handler.emit(data)
+        except Exception:  # noqa: BLE001 - whatever is wrong with a handler, the program goes on
+            if not self._failed:
+                self._failed = True
+                _log.exception(
+                    "The metric handler %s failed for %r of group %s. The program goes on; further errors of this "
+                    "handler are not shown.",
+                    type(self.handler).__name__,
+                    data.name,
+                    data.group_name,
+                )
+
+
+class MetricRegistry:
+    """Which handlers get the values of which group; may be used from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._configured: dict[str | None, MetricHandler] = {None: NullMetricHandler()}
+        self._attached: tuple[MetricHandler, ...] = ()
+        # What a value meets: made anew at each change and never changed in place, so that it is read without the lock.
+        self._by_group: Mapping[str | None, tuple[_Guarded, ...]] = {}
+        self._default: tuple[_Guarded, ...] = ()
+
+    def configure(self, handler: MetricHandler, group: str | None = None) -> None:
+        """Send the values of a group, or of all groups that have no handler of their own, to this handler alone.
+
+        Raises:
+            TypeError: it is no handler.
+        """
+        _check(handler)
+        with self._lock:
+            self._configured[group] = handler
+            self._route()
+
+    def attach(self, handler: MetricHandler) -> None:
+        """Send every value of every group to this handler too, whatever is configured.
+
+        Raises:
+            TypeError: it is no handler.
+        """
+        _check(handler)
+        with self._lock:
+            self._attached = (*self._attached, handler)
+            self._route()
+
+    def detach(self, handler: MetricHandler) -> None:
+        """Undo :meth:`attach`; nothing happens where the handler is not attached."""
+        with self._lock:
+            self._attached = tuple(attached for attached in self._attached if attached is not handler)
+            self._route()
+
+    def add(self, group: str, name: str, value: float) -> None:
+        """Hand a value, stamped with the present time, to the handlers of its group."""
+        handlers = self._by_group.get(group, self._default)
+        if handlers:
+            data = MetricData(time.time(), group, name, value)
+            for handler in handlers:
+                handler.emit(data)
+
+    def _route(self) -> None:
+        known = {id(guarded.handler): guarded for route in self._by_group.values() for guarded in route}
+        routes: dict[str | None, tuple[_Guarded, ...]] = {}
+        for group, configured in self._configured.items():
+            wanted = self._attached if type(configured) is NullMetricHandler else (configured, *self._attached)
+            # One guard for each handler, however many groups it serves: its errors are shown once.
+            routes[group] = tuple(known.setdefault(id(handler), _Guarded(handler)) for handler in wanted)
+        self._by_group = routes
+        self._default = routes[None]
+
+
+def _check(handler: object) -> None:
+    if isinstance(handler, type) or not callable(getattr(handler, "emit", None)):
+        what = f"the class {handler.__name__}; make an object of it" if isinstance(handler, type) else repr(handler)
+        raise TypeError(f"A metric handler is an object with a method emit(metric_data), not {what}.")
+
+
+REGISTRY: Final = MetricRegistry()
+"""The one that the functions below speak to. The documented API is made of functions without an argument that could
+carry it, so the process has one."""
+
+
+class MetricStream:
+    """Values of one group. What is configured for the group later holds for streams taken before.
+
+    Attributes:
+        group_name: the group.
+    """
+
+    __slots__ = ("_registry", "group_name")
+
+    def __init__(self, group_name: str, registry: MetricRegistry = REGISTRY) -> None:
+        self.group_name = group_name
+        self._registry = registry
+
+    def add_value(self, metric_name: str, metric_value: float) -> None:
+        """Measure one value now."""
+        self._registry.add(self.group_name, metric_name, metric_value)
+
+
+def configure(handler: MetricHandler, group: str | None = None) -> None:
+    """Say where values go.
+
+    Args:
+        handler: gets the values.
+        group: only those of this group; None for those of every group that has no handler of its own.
+
+    Raises:
+        TypeError: it is no handler.
+    """
+    REGISTRY.configure(handler, group)
+
+
+def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
+    """Do nothing, as there is nothing to set up: launchers written to torchelastic's guide call it before they run."""
+
+
+def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelastic's documentation
+    """The stream of a group."""
+    return MetricStream(str(group))
+
+
+def put_metric(metric_name: str, metric_value: float, metric_group: str = PLATFORM_GROUP) -> None:
+    """Measure one value now, in one line."""
+    REGISTRY.add(str(metric_group), metric_name, metric_value)
+
+
+def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
+    """Whole milliseconds since a time that ``time.time()`` gave."""
+    return int((time.time() - start_time_in_seconds) * 1000)
+
+
+@overload
+def prof(fn: Callable[Parameters, Result], group: str = ...) -> Callable[Parameters, Result]: ...
+
+
+@overload
+def prof(
+    fn: None = None, group: str = ...
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]: ...
+
+
+def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> Callable[..., Any]:
+    """Measure how often a function succeeds and fails and how long it takes; a decorator.
+
+    Each call puts ``<name>.success`` or ``<name>.failure`` (1) and ``<name>.duration.ms``, where the name is
+    ``Class.function`` for a method and ``module.function`` for a plain function. Coroutine functions are measured until
+    their coroutine ends. Used as ``@prof`` or as ``@prof(group="my_app")``.
+    """
+    return functools.partial(_profiled, group=group) if fn is None else _profiled(fn, group)
+
+
+def _profiled(fn: Callable[Parameters, Result], group: str) -> Callable[Parameters, Any]:
+    name = _name_of(fn)
+
+    @functools.wraps(fn)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with measured(name, group):
+            return fn(*args, **kwargs)
+
+    @functools.wraps(fn)
+    async def call_and_wait(*args: Parameters.args, **kwargs: Parameters.kwargs) -> object:
+        with measured(name, group):
+            return await cast("Awaitable[object]", fn(*args, **kwargs))
+
+    return call_and_wait if inspect.iscoroutinefunction(fn) else call
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    """``Class.function``, or ``module.function`` with the module's last name."""
+    name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
+    if "." in name:
+        return name
+    module = getattr(fn, "__module__", None)
+    return f"{module.rpartition('.')[2]}.{name}" if module else name
+
+
+@contextlib.contextmanager
+def measured(name: str, group: str, registry: MetricRegistry = REGISTRY) -> Iterator[None]:
+    """Put the outcome and the duration of a block, under the names that :func:`prof` describes."""
+    began = time.perf_counter()
+    try:
+        yield
+    except Exception:
+        registry.add(group, f"{name}.failure", 1)
+        raise
+    else:
+        registry.add(group, f"{name}.success", 1)
+    finally:
+        # A cancelled coroutine, an interrupt and an exit are neither success nor failure: only their duration counts.
+        registry.add(group, f"{name}.duration.ms", (time.perf_counter() - began) * 1000)

@@ -1,0 +1,141 @@
+"""From the names that programs measure under to series that Prometheus accepts and people can query.
+
+Pure: what a (group, name) is called, of which kind it is, which labels and unit it has. A user's name becomes a gauge
+``<group>_<name>``, or the histogram or counter that the handler was asked for. Prometheus' conventions hold:
+snake_case, base units (what ends in ``.ms`` or ``_ms`` is given in seconds), and endings that mean something
+(``_total``, ``_count``, ``_bucket``, …) only where they mean it. The platform's own names have a table, in
+:mod:`torchelastic.metrics.platform_names`.
+
+Different names can come out alike (``stepTime``, ``step.time``). Whoever holds the series keeps them apart, with
+:attr:`Series.samples` and :func:`tagged`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+
+class Kind(enum.StrEnum):
+    """What a series is, with the word that the exposition has for it."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+_SAMPLES: Final[Mapping[Kind, Sequence[str]]] = {
+    Kind.GAUGE: ("",),
+    Kind.COUNTER: ("", "_total", "_created"),
+    Kind.HISTOGRAM: ("", "_bucket", "_count", "_sum", "_created"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """What becomes of one source name.
+
+    Attributes:
+        name: of the family, without the ending that its kind adds (``_total``, ``_bucket``, …).
+        kind: what it is.
+        help: for the exposition.
+        labels: names and values; the names are the same for every series of a family.
+        one_of: where not empty, the values of the last label of which one holds: it is 1 there and 0 at the others.
+        divisor: what a value is divided by: 1000 where it is in milliseconds.
+        buckets: upper bounds of a histogram, in the unit of the series.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[tuple[str, str], ...] = ()
+    one_of: tuple[str, ...] = ()
+    divisor: float = 1.0
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def samples(self) -> frozenset[str]:
+        """All names that the family takes up; no other family may have any of them."""
+        return frozenset(self.name + ending for ending in _SAMPLES[self.kind])
+
+
+_RESERVED_ENDINGS: Final = ("_total", "_created", "_count", "_sum", "_bucket", "_info", "_gcount", "_gsum")
+_RESERVED_GROUPS: Final = ("process", "python", "scrape")
+"""Beginnings of series that Prometheus and its client library make themselves."""
+_LONGEST_NAME: Final = 200
+
+
+def user_series(
+    group: str,
+    name: str,
+    *,
+    counters: Collection[str] = (),
+    histograms: Mapping[str, Sequence[float]] | None = None,
+) -> Series:
+    """What a name becomes that is not in the platform's table.
+
+    Args:
+        group: the group.
+        name: the name.
+        counters: names that are counters: their values are added up.
+        histograms: names that are histograms, and their buckets, in seconds where the name is in milliseconds.
+    """
+    body = snake_case(name)
+    in_milliseconds = body == "ms" or body.endswith("_ms")
+    if in_milliseconds:
+        body = body[:-2].rstrip("_")
+    elif not body:
+        body = f"metric_{_digest(name)}"
+    kind = Kind.GAUGE
+    if histograms and name in histograms:
+        kind = Kind.HISTOGRAM
+    elif name in counters:
+        kind = Kind.COUNTER
+        body = body.removesuffix("_total")
+    full = f"{_prefix(group)}_{body}".rstrip("_")
+    if len(full) > _LONGEST_NAME:
+        full = f"{full[:_LONGEST_NAME]}_{_digest(name)}"
+    if full.endswith(_RESERVED_ENDINGS) and kind is not Kind.COUNTER and not in_milliseconds:
+        full += "_value"
+    return Series(
+        full + "_seconds" * in_milliseconds,
+        kind,
+        f"{printable(name):.200} of the group {printable(group):.200}, as the program measures it.",
+        divisor=1000 if in_milliseconds else 1,
+        buckets=tuple(histograms[name]) if histograms and kind is Kind.HISTOGRAM else (),
+    )
+
+
+def _prefix(group: str) -> str:
+    """The group as the beginning of a name: not empty, not a digit first, and nobody else's."""
+    prefix = snake_case(group)
+    if not prefix:
+        return f"group_{_digest(group)}"
+    return f"group_{prefix}" if prefix[0].isdigit() or prefix in _RESERVED_GROUPS else prefix
+
+
+def tagged(series: Series, source: str) -> Series:
+    """The series under a name that only this source has, for where another source has taken the plain one."""
+    stem = series.name.removesuffix("_seconds") if series.divisor == 1000 else series.name
+    return replace(series, name=f"{stem}_{_digest(source)}{series.name[len(stem) :]}")
+
+
+def snake_case(text: str) -> str:
+    """Lower-case letters, digits and single underscores, none of these at an end: ``trainLoss.7`` is train_loss_7."""
+    text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", text)
+    return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_").lower()
+
+
+def printable(text: str) -> str:
+    """The text with what UTF-8 cannot hold spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:8]

@@ -1,0 +1,119 @@
+"""Serving ``/metrics`` from an event loop, as the agent does."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from typing import TYPE_CHECKING, Self
+
+from torchelastic.errors import SettingsError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from aiohttp import web
+
+    from torchelastic.metrics.prometheus import PrometheusMetricHandler
+
+
+class MetricsServer:
+    """Serves the series of a handler under ``/metrics``, as long as its block lasts.
+
+    It speaks OpenMetrics or Prometheus' text format, whichever the client asks for. The text is made in a thread, so
+    that a scrape of many series does not hold up what else the event loop has to do.
+
+    Args:
+        handler: whose series.
+        port: where; 0 for any free port.
+        host: on which of the machine's addresses; None for all of them.
+    """
+
+    def __init__(self, handler: PrometheusMetricHandler, port: int, *, host: str | None = None) -> None:
+        self._registry = handler.registry
+        self._wanted = (host, port)
+        self._socket: socket.socket | None = None
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def port(self) -> int:
+        """The port on which it serves.
+
+        Raises:
+            RuntimeError: it does not serve.
+        """
+        if self._socket is None:
+            raise RuntimeError("The server has a port only within its block.")
+        return int(self._socket.getsockname()[1])
+
+    async def __aenter__(self) -> Self:
+        """Begin to serve.
+
+        Raises:
+            SettingsError: the port cannot be used.
+        """
+        from aiohttp import web
+
+        host, port = self._wanted
+        try:
+            listening = _listen(host, port)
+        except (OSError, OverflowError) as error:
+            raise unusable_port(port, error, host=host) from None
+        app = web.Application()
+        app.router.add_get("/metrics", self._answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        try:
+            await runner.setup()
+            await web.SockSite(runner, listening).start()
+        except BaseException:
+            listening.close()
+            await runner.cleanup()
+            raise
+        self._socket, self._runner = listening, runner
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._socket = self._runner = None
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+        from prometheus_client.exposition import choose_encoder
+
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        body = await asyncio.to_thread(encode, self._registry)
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _listen(host: str | None, port: int) -> socket.socket:
+    """A listening socket on one address, or on all of both families, with one port for both."""
+    if not 0 <= port <= 65535:
+        raise OverflowError("a port is a number from 0 to 65535")  # the system would take the number modulo 65536
+    if host is None:
+        if socket.has_dualstack_ipv6():
+            try:
+                return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+        return socket.create_server(("", port))
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family)
+
+
+def unusable_port(port: int, error: Exception, *, host: str | None = None) -> SettingsError:
+    """The error to raise where a port for /metrics cannot be listened on."""
+    where = f"port {port}" if host is None else f"port {port} of {host}"
+    match getattr(error, "errno", None):
+        case errno.EADDRINUSE:
+            why = "another process has it"
+        case errno.EACCES:
+            why = "ports below 1024 need a privilege that this process does not have"
+        case errno.EADDRNOTAVAIL:
+            why = "this machine has no such address"
+        case _:
+            why = str(error)
+    return SettingsError(f"/metrics cannot be served on {where}: {why}. Choose another one, or 0 for any free port.")

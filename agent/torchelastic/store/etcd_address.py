@@ -1,0 +1,92 @@
+"""How to get at etcd's servers: their addresses, and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import TYPE_CHECKING, Final
+
+from yarl import URL
+
+from torchelastic.errors import SettingsError
+
+if TYPE_CHECKING:
+    from torchelastic.store.api import StoreSettings
+
+SIDE_QUESTION_LIMIT: Final = 1.0
+"""Seconds for finding out why a server does not answer."""
+
+
+def base_url(protocol: str, endpoint: str) -> URL:
+    """Where a server's paths begin.
+
+    Raises:
+        SettingsError: the protocol is none of etcd's, or the endpoint is no host:port.
+    """
+    if protocol not in {"http", "https"}:
+        raise SettingsError(f"{protocol!r} is no protocol of etcd: use http or https")
+    try:
+        base = URL(f"{protocol}://{endpoint}")
+        complete = base.host and base.explicit_port and base.path == "/" and not base.user
+        (base.host or "").encode("idna")  # as looking the name up will
+    except ValueError:
+        complete = False
+    if not complete:
+        raise SettingsError(f"{endpoint!r} is no address of an etcd server: write host:port")
+    return base
+
+
+def tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
+    """Whom to trust and how to identify oneself; None where plain HTTP is spoken.
+
+    Raises:
+        SettingsError: a file cannot be used, or does not go with the protocol.
+    """
+    files = (settings.ca_cert, settings.cert, settings.key)
+    if settings.protocol != "https":
+        if any(files):
+            raise SettingsError("certificates for etcd are given, yet the protocol is http: use https")
+        return None
+    if settings.key and not settings.cert:
+        raise SettingsError(f"a private key for etcd is given ({settings.key}), but no certificate: name both")
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_cert)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"the CA certificate {settings.ca_cert} for etcd cannot be used: {error}") from error
+    if settings.cert:
+        try:
+            # An empty password instead of none, or a key with a password would ask for it on the terminal.
+            context.load_cert_chain(settings.cert, settings.key, password="")
+        except (OSError, ValueError) as error:
+            pair = f"{settings.cert} with the key {settings.key or settings.cert}"
+            raise SettingsError(f"the client certificate {pair} for etcd cannot be used: {error}") from error
+    return context
+
+
+async def speaks_tls(base: URL) -> bool:
+    """Whether what listens there shakes hands over TLS; nothing but the handshake is sent, and nobody is trusted."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(SIDE_QUESTION_LIMIT):
+            _, writer = await asyncio.open_connection(base.host, base.port, ssl=context)
+    except OSError:  # a time-out is one too
+        return False
+    writer.transport.abort()
+    return True
+
+
+async def speaks_http(base: URL) -> bool:
+    """Whether what listens there answers plain HTTP; it is asked for nothing that needs credentials."""
+    try:
+        async with asyncio.timeout(SIDE_QUESTION_LIMIT):
+            reader, writer = await asyncio.open_connection(base.host, base.port)
+            try:
+                writer.write(b"GET /version HTTP/1.0\r\n\r\n")
+                status = await reader.read(12)
+            finally:
+                writer.transport.abort()
+    except OSError:
+        return False
+    return status.startswith(b"HTTP/") and status.endswith(b" 200")

@@ -1,0 +1,36 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+from tests.support.etcd import EtcdServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytest.register_assert_rewrite("tests.support.store_conformance")  # it asserts too, and is no test module
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdServer]:
+    """A real etcd that all tests share: keep to a prefix of your own, and leave it running."""
+    async with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest_asyncio.fixture
+async def own_etcd(tmp_path: Path) -> AsyncIterator[EtcdServer]:
+    """A real etcd for one test, to be killed, paused, wiped and started again as it likes."""
+    async with EtcdServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    """The beginning of keys that no other test uses, ending in a slash."""
+    return f"/test/{uuid.uuid4().hex}/"

@@ -1,0 +1,135 @@
+"""Jobs, pods and worlds for tests, made by words that read as sentences: ``a_job(replicas=2)``, ``running(0)``,
+``died(1, code=137)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elastic_operator.model import Condition, EtcdState, Job, JobState, JobStatus, Observed, Pod, PodPhase
+from elastic_operator.names import ConditionType, pod_name
+from elastic_operator.spec import ElasticJobSpec
+from torchelastic.contract import (
+    EpochRecord,
+    FailureRecord,
+    Member,
+    OutcomeRecord,
+    OutcomeState,
+    SizeRecord,
+    TerminationMessage,
+)
+
+NOW = 1_700_000_000.0
+"""The time at which tests happen."""
+
+NAME = "digits"
+UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
+
+
+def a_job(*, minimum: int = 1, maximum: int = 4, replicas: int | None = 2, generation: int = 1, **more: Any) -> Job:
+    """A job that nobody has looked at yet; ``more`` are fields of its spec, and ``deleting``."""
+    deleting = more.pop("deleting", False)
+    spec = ElasticJobSpec(min_replicas=minimum, max_replicas=maximum, replicas=replicas, **more)
+    return Job(
+        name=NAME, namespace="default", uid=UID, generation=generation, spec=spec, created=NOW, deleting=deleting
+    )
+
+
+def with_status(job: Job, **fields: Any) -> Job:
+    """The same job, with these fields of its status."""
+    return replace(job, status=replace(job.status, **fields))
+
+
+def that_had_pods(job: Job, **fields: Any) -> Job:
+    """The same job, when its pods were made some time ago."""
+    return with_status(
+        job, **{"size_generation": 1, "desired": job.spec.desired, "observed_generation": job.generation, **fields}
+    )
+
+
+def that_trained(job: Job, **fields: Any) -> Job:
+    """The same job, when its first epoch formed a minute ago."""
+    known = {"started": NOW - 60, "epoch": 1, "world_size": 2, "state": JobState.RUNNING}
+    return that_had_pods(job, **{**known, **fields})
+
+
+def size(
+    wanted: int = 2, *, generation: int = 1, minimum: int = 1, maximum: int = 4, going: tuple[str, ...] = ()
+) -> SizeRecord:
+    """The wanted size, as pods are started with it and as it stands in the store."""
+    return SizeRecord(min=minimum, max=maximum, generation=generation, wanted=wanted, going=going)
+
+
+def pending(index: int, **more: Any) -> Pod:
+    """A pod that was made and does not run yet."""
+    return _pod(index, PodPhase.PENDING, **more)
+
+
+def running(index: int, **more: Any) -> Pod:
+    """A pod whose agent serves."""
+    return _pod(index, PodPhase.RUNNING, **{"ready": True, "started": NOW - 10, **more})
+
+
+def unready(index: int, **more: Any) -> Pod:
+    """A pod that runs, but whose agent does not serve yet."""
+    return running(index, ready=False, **more)
+
+
+def going(index: int, **more: Any) -> Pod:
+    """A pod whose deletion has begun."""
+    return running(index, terminating=True, **more)
+
+
+def died(index: int, code: int | None = 137, **more: Any) -> Pod:
+    """A pod that came to an end by itself, with this exit code."""
+    return _pod(index, PodPhase.FAILED, **{"exit_code": code, "ended": NOW, "started": NOW - 10, **more})
+
+
+def left(index: int, **more: Any) -> Pod:
+    """A pod whose agent left on SIGTERM."""
+    return died(index, 143, **more)
+
+
+def succeeded(index: int, **more: Any) -> Pod:
+    """A pod whose agent says that the run succeeded."""
+    return replace(died(index, 0, **more), phase=PodPhase.SUCCEEDED)
+
+
+def says(message: str, reason: str = "WorkerFailed") -> TerminationMessage:
+    """An agent's last words."""
+    return TerminationMessage(reason=reason, message=message)
+
+
+def _pod(index: int, phase: PodPhase, *, after: Pod | None = None, **more: Any) -> Pod:
+    """``after`` is the pod that it replaced."""
+    name = pod_name(NAME, UID, index, after.uid if after else "")
+    fields = {"uid": f"uid-of-{name}", "created": NOW - 20, "size": size(), **more}
+    return Pod(name=name, index=index, phase=phase, **fields)
+
+
+def a_world(*pods: Pod, store_read: bool = True, **more: Any) -> Observed:
+    """What is observed: these pods and a store that answers; ``more`` are its keys."""
+    return Observed(pods=pods, etcd=EtcdState.READY, store_read=store_read, **more)
+
+
+def an_epoch(*pods: Pod, number: int = 1, cause: str = "", restarts: int = 0) -> EpochRecord:
+    """An epoch of these pods, one worker each; none: nobody trains."""
+    members = tuple(Member(node=f"{pod.name}.1", address="10.0.0.1", workers=1) for pod in pods)
+    return EpochRecord(number=number, members=members, cause=cause, restarts=restarts)
+
+
+def success(*, epoch: int = 1, restarts: int = 0) -> OutcomeRecord:
+    """The outcome of a run that succeeded."""
+    return OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=epoch, restarts=restarts)
+
+
+def failure(message: str = "", *, record: FailureRecord | None = None, restarts: int = 0) -> OutcomeRecord:
+    """The outcome of a run that failed."""
+    return OutcomeRecord(state=OutcomeState.FAILED, epoch=1, restarts=restarts, message=message, failure=record)
+
+
+def condition(status: JobStatus | None, kind: ConditionType) -> Condition:
+    """The condition of that kind, which the status must have."""
+    assert status is not None, "the plan writes no status"
+    return next(condition for condition in status.conditions if condition.type == kind)

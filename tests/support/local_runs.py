@@ -1,0 +1,217 @@
+"""`elasticjob run` as a user starts it: a process of its own, watched over its control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Snapshot = dict[str, Any]
+
+LIMIT = 90.0
+"""Seconds within which whatever is waited for happens, even on a machine that is busy."""
+
+WAITS = "echo rank $RANK of $WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.05; done"
+"""A worker that ends when there is a file; a shell, so that nobody waits for torch."""
+
+
+class LocalRun:
+    """One `elasticjob run`; within ``async with`` it runs, and after it nothing of it is left.
+
+    Args:
+        home: its home folder, which also marks its processes.
+        manifest: the file to run.
+        arguments: more of its command line.
+        environ: more of its environment.
+    """
+
+    def __init__(
+        self, home: Path, manifest: Path, *arguments: str, environ: dict[str, str] | None = None
+    ) -> None:
+        self.home = home
+        self._command = [sys.executable, "-m", "elastic_operator.cli", "run", "--plain", *arguments, str(manifest)]
+        self._environ = {**os.environ, "ELASTICJOB_HOME": str(home), **(environ or {})}
+        self._process: asyncio.subprocess.Process | None = None
+        self._printed: list[str] = []
+        self._serves = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environ,
+            start_new_session=True,
+        )
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pid in processes_of(self.home):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await self.process.wait()
+        await self._reading
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        """The `elasticjob run` itself."""
+        if self._process is None:
+            raise RuntimeError("this run has not begun")
+        return self._process
+
+    @property
+    def output(self) -> str:
+        """What it printed so far."""
+        return "".join(self._printed)
+
+    @property
+    def record(self) -> Snapshot:
+        """What its folder says of it; of several runs below this home, of the one of this process."""
+        for file in self.home.glob("runs/*/job.json"):
+            record: Snapshot = json.loads(file.read_bytes())
+            if record["run"]["pid"] == self.process.pid:
+                return record
+        raise AssertionError(f"process {self.process.pid} has set nothing down; it printed:\n{self.output}")
+
+    async def exit_code(self) -> int:
+        """Its exit code, when it has ended."""
+        async with asyncio.timeout(LIMIT):
+            code = await self.process.wait()
+            await asyncio.shield(self._reading)
+        return code
+
+    async def until(self, condition: Callable[[Snapshot], object], *, limit: float = LIMIT) -> Snapshot:
+        """The first snapshot that meets the condition.
+
+        Raises:
+            AssertionError: the run has ended without one, or it took too long.
+        """
+        snapshot: Snapshot | None = None
+        try:
+            async with asyncio.timeout(limit):
+                socket = await self._socket()
+                connector = aiohttp.UnixConnector(path=socket)
+                async with (
+                    aiohttp.ClientSession(connector=connector, read_bufsize=1 << 22) as session,
+                    session.get("http://localhost/watch", timeout=aiohttp.ClientTimeout(total=None)) as watch,
+                ):
+                    async for line in watch.content:
+                        snapshot = json.loads(line)
+                        if condition(snapshot):
+                            return snapshot
+        except TimeoutError:
+            why = "took too long"
+        else:
+            why = "ended before"
+        raise AssertionError(f"the run {why}; last snapshot: {json.dumps(snapshot, indent=1)}\n{self.output}")
+
+    async def trains(self, workers: int, *, after: int = 0) -> Snapshot:
+        """A snapshot in which so many workers train in an epoch later than ``after``."""
+        return await self.until(
+            lambda snapshot: snapshot["status"]["worldSize"] == workers
+            and snapshot["status"]["epoch"] > after
+            and snapshot["status"]["state"] == "Running"
+            and len(training(snapshot)) * _workers_per_pod(snapshot) == workers
+        )
+
+    async def _socket(self) -> str:
+        """Its control socket, as soon as it serves there: then the view prints where logs are."""
+        await self._serves.wait()
+        found: str = self.record["run"]["socket"]
+        return found
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self._printed.append(line.decode(errors="replace"))
+            if "logs: " in self._printed[-1]:
+                self._serves.set()
+        self._serves.set()
+
+
+def manifest(folder: Path, name: str = "job", **spec: Any) -> Path:
+    """A manifest in the folder, whose worker waits for ``<folder>/finish`` unless the spec says otherwise."""
+    written = {
+        "image": "some/image",
+        "minReplicas": 1,
+        "maxReplicas": 3,
+        "replicas": 2,
+        "command": ["sh", "-c", WAITS.format(finish=folder / "finish")],
+        **spec,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "elastic.pytorch.org/v1alpha1",
+                "kind": "ElasticJob",
+                "metadata": {"name": name},
+                "spec": {key: value for key, value in written.items() if value is not None},
+            }
+        )
+    )
+    return file
+
+
+def training(snapshot: Snapshot) -> list[Snapshot]:
+    """The pods that live and have a place in the current epoch."""
+    return [pod for pod in snapshot["pods"] if pod["ranks"] and pod["ended"] is None and not pod["terminating"]]
+
+
+def reasons(snapshot: Snapshot) -> list[str]:
+    """The reasons of the events, in order."""
+    return [event["reason"] for event in snapshot["events"]]
+
+
+def processes_of(home: Path) -> dict[int, str]:
+    """The processes that run with this home folder in their environment, each with its command line."""
+    mark = b"\0ELASTICJOB_HOME=" + os.fsencode(home) + b"\0"
+    found = {}
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdecimal() and mark in b"\0" + (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+async def gone(pids: Iterable[int], *, within: float) -> bool:
+    """Whether these processes end in time."""
+    try:
+        async with asyncio.timeout(within):
+            for pid in pids:
+                await _end_of(pid)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _end_of(pid: int) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def _workers_per_pod(snapshot: Snapshot) -> int:
+    return int(snapshot["manifest"]["spec"]["nprocPerNode"])

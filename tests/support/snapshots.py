@@ -1,0 +1,114 @@
+"""Snapshots as a run gives them, to be shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+START = 1_700_000_000.0
+"""When the job was made; 2023-11-14T22:13:20Z."""
+
+RUN = "digits-20231114-221320-3f2a"
+FOLDER = f"/var/lib/elasticjob/runs/{RUN}"
+
+
+def pod(index: int, suffix: str, **changes: Any) -> dict[str, Any]:
+    """A pod that trains as the rank of its index."""
+    name = f"digits-{index}-{suffix}"
+    return {
+        "name": name,
+        "index": index,
+        "uid": f"uid-{suffix}",
+        "pid": 48200 + index,
+        "phase": "Running",
+        "ready": True,
+        "terminating": False,
+        "created": START,
+        "ended": None,
+        "exitCode": None,
+        "message": None,
+        "groupRank": index,
+        "ranks": [index],
+        "logDir": f"{FOLDER}/logs/{name}",
+        "metricsUrl": f"http://127.0.0.1:{9000 + index}/metrics",
+    } | changes
+
+
+def event(at: float, message: str, *, reason: str = "Epoch", warning: bool = False) -> dict[str, Any]:
+    """An event, so many seconds after the start."""
+    return {"time": START + at, "reason": reason, "message": message, "warning": warning}
+
+
+KILLED = "rank 1 on digits-1-bbbbb was killed by SIGKILL; 3 workers go on from the last checkpoint."
+
+
+def snapshot(**changes: Any) -> dict[str, Any]:
+    """A job of three pods, one of which was killed and is being replaced, 72 s after its start.
+
+    Args:
+        changes: of the parts; those of ``status``, ``run`` and ``spec`` are merged into what is there.
+    """
+    status = {
+        "state": "Running",
+        "replicas": 3,
+        "ready": 2,
+        "desired": 3,
+        "readyDesired": "2/3",
+        "epoch": 4,
+        "worldSize": 2,
+        "restarts": 1,
+        "podFailures": 1,
+        "startTime": "2023-11-14T22:13:23Z",
+        "lastFailure": "rank 1 on digits-1-bbbbb was killed by SIGKILL",
+        "conditions": [
+            {
+                "type": "Running",
+                "status": "True",
+                "reason": "Training",
+                "message": "2 workers train in epoch 4.",
+                "lastTransitionTime": "2023-11-14T22:13:24Z",
+                "observedGeneration": 2,
+            }
+        ],
+    }
+    run = {
+        "id": RUN,
+        "directory": FOLDER,
+        "logs": f"{FOLDER}/logs",
+        "checkpoints": f"{FOLDER}/checkpoints",
+        "pid": 48100,
+        "socket": "/run/user/1000/elasticjob/x.sock",
+        "manifestPath": "/home/ada/examples/digits.yaml",
+        "alive": True,
+        "ended": None,
+    }
+    spec = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "args": ["digits.py"]}
+    whole = {
+        "manifest": {
+            "apiVersion": "elastic.pytorch.org/v1alpha1",
+            "kind": "ElasticJob",
+            "metadata": {
+                "name": "digits",
+                "namespace": "default",
+                "uid": "0f4c",
+                "generation": 2,
+                "creationTimestamp": "2023-11-14T22:13:20Z",
+            },
+            "spec": spec | changes.pop("spec", {}),
+        },
+        "status": status | changes.pop("status", {}),
+        "pods": [
+            pod(0, "aaaaa"),
+            pod(1, "bbbbb"),
+            pod(2, "ddddd", created=START + 69, ready=False, groupRank=None, ranks=[]),
+            pod(2, "ccccc", phase="Failed", ready=False, ended=START + 68, exitCode=137, groupRank=None, ranks=[]),
+        ],
+        "events": [
+            event(3, "epoch 1: 3 workers on 3 pods."),
+            event(50, KILLED, reason="Epoch", warning=True),
+            event(68, "digits-2-ccccc was killed by SIGKILL.", reason="PodDied", warning=True),
+        ],
+        "run": run | changes.pop("run", {}),
+        "etcd": {"pid": 48105, "endpoint": "127.0.0.1:40123", "restarts": 0},
+        "progress": {"line": "epoch 12/120  step 612/1348  loss 0.213  3.1k samples/s", "time": START + 71},
+    }
+    return whole | changes

@@ -1,0 +1,298 @@
+"""What every adapter of the store must do: tests to be inherited by a class that says how to get at the adapter.
+
+The class brings the fixtures ``store`` (a store), ``other`` (another client of the same data), ``second`` (how long one
+second of a lease's time is taken to be; etcd can do no less than 1) and ``compact`` (forgets the history up to and
+including a revision), and has the project's ``prefix``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchelastic.errors import HistoryCompacted, LeaseLost, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable
+
+    from torchelastic.store import Change, Store
+
+HANGS = 30.0
+"""Seconds after which a test that waits has failed."""
+
+
+async def confirmed(watch: AsyncGenerator[tuple[Change, ...], None]) -> None:
+    """Wait for the empty batch that every watch begins with."""
+    async with asyncio.timeout(HANGS):
+        assert await anext(watch) == ()
+
+
+async def seen(watch: AsyncGenerator[tuple[Change, ...], None], count: int) -> list[Change]:
+    """So many changes of a watch."""
+    changes: list[Change] = []
+    async with asyncio.timeout(HANGS):
+        while len(changes) < count:
+            changes += await anext(watch)
+    assert len(changes) == count
+    return changes
+
+
+async def ended(watch: AsyncGenerator[tuple[Change, ...], None]) -> None:
+    """Take what a watch tells until it fails."""
+    async with asyncio.timeout(HANGS):
+        async for _ in watch:
+            pass
+
+
+class StoreBehaviour:
+    """One test for each thing that callers of a store may rely on."""
+
+    async def test_a_key_that_was_never_set_is_not_there(self, store: Store, prefix: str) -> None:
+        assert await store.get(prefix + "nobody") is None
+
+    async def test_a_key_that_was_set_is_read_back_with_its_revisions(self, store: Store, prefix: str) -> None:
+        first = await store.put(prefix + "a", b"one")
+        second = await store.put(prefix + "a", b"two")
+        entry = await store.get(prefix + "a")
+        assert entry is not None
+        assert (entry.key, entry.value) == (prefix + "a", b"two")
+        assert (entry.created, entry.modified) == (first, second)
+        assert second > first
+
+    @pytest.mark.parametrize("value", [b"", b"\0\xff\n", b"x" * 100_000], ids=["empty", "binary", "long"])
+    async def test_any_bytes_can_be_a_value(self, store: Store, prefix: str, value: bytes) -> None:
+        await store.put(prefix + "ключ%2F", value)
+        entry = await store.get(prefix + "ключ%2F")
+        assert entry is not None
+        assert entry.value == value
+
+    async def test_a_listing_has_what_is_below_the_prefix_in_the_order_of_keys(self, store: Store, prefix: str) -> None:
+        for name in ("n/2", "n/10", "n/1", "n0", "n", "o/1"):
+            await store.put(prefix + name, name.encode())
+        last = await store.put(prefix + "elsewhere", b"")
+        listing = await store.list(prefix + "n/")
+        assert [entry.key.removeprefix(prefix) for entry in listing.entries] == ["n/1", "n/10", "n/2"]
+        assert [entry.value for entry in listing.entries] == [b"n/1", b"n/10", b"n/2"]
+        assert listing.revision >= last
+
+    async def test_a_listing_of_nothing_still_tells_the_revision(self, store: Store, prefix: str) -> None:
+        last = await store.put(prefix + "a", b"")
+        listing = await store.list(prefix + "nothing/")
+        assert listing.entries == ()
+        assert listing.revision >= last
+
+    async def test_deleting_removes_the_key_and_only_it(self, store: Store, prefix: str) -> None:
+        await store.put(prefix + "a", b"")
+        await store.put(prefix + "ab", b"")
+        await store.delete(prefix + "a")
+        await store.delete(prefix + "a")
+        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "ab"]
+
+    async def test_deleting_a_prefix_removes_what_is_below_it(self, store: Store, prefix: str) -> None:
+        for name in ("n/1", "n/2", "n0"):
+            await store.put(prefix + name, b"")
+        await store.delete_prefix(prefix + "n/")
+        await store.delete_prefix(prefix + "n/")
+        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "n0"]
+
+    async def test_a_swap_that_expects_nothing_creates_the_key_once(self, store: Store, prefix: str) -> None:
+        revision = await store.swap(prefix + "a", b"one", expected=0)
+        assert await store.swap(prefix + "a", b"two", expected=0) is None
+        entry = await store.get(prefix + "a")
+        assert entry is not None
+        assert (entry.value, entry.created, entry.modified) == (b"one", revision, revision)
+
+    async def test_a_swap_succeeds_only_from_the_last_revision(self, store: Store, prefix: str) -> None:
+        first = await store.put(prefix + "a", b"one")
+        second = await store.swap(prefix + "a", b"two", expected=first)
+        assert second is not None
+        assert await store.swap(prefix + "a", b"three", expected=first) is None
+        entry = await store.get(prefix + "a")
+        assert entry is not None
+        assert (entry.value, entry.created, entry.modified) == (b"two", first, second)
+
+    async def test_a_swap_can_delete(self, store: Store, prefix: str) -> None:
+        first = await store.put(prefix + "a", b"one")
+        assert await store.swap(prefix + "a", None, expected=first - 1) is None
+        assert await store.get(prefix + "a") is not None
+        deleted = await store.swap(prefix + "a", None, expected=first)
+        assert deleted is not None
+        assert deleted > first
+        assert await store.get(prefix + "a") is None
+        assert await store.swap(prefix + "a", b"again", expected=first) is None
+        assert await store.swap(prefix + "a", b"again", expected=0) is not None
+
+    async def test_a_swap_that_deletes_what_is_not_there_changes_nothing(self, store: Store, prefix: str) -> None:
+        before = (await store.list(prefix)).revision
+        assert await store.swap(prefix + "a", None, expected=0) == before
+        assert (await store.list(prefix)).revision == before
+
+    async def test_of_many_swaps_at_once_one_wins(self, store: Store, other: Store, prefix: str) -> None:
+        swaps = (
+            client.swap(prefix + "a", str(index).encode(), expected=0)
+            for index, client in enumerate([store, other] * 10)
+        )
+        revisions = await asyncio.gather(*swaps)
+        winners = [index for index, revision in enumerate(revisions) if revision is not None]
+        assert len(winners) == 1
+        entry = await store.get(prefix + "a")
+        assert entry is not None
+        assert entry.value == str(winners[0]).encode()
+
+    async def test_the_end_of_a_lease_takes_its_keys_along_and_a_watch_tells(
+        self, store: Store, prefix: str, second: float
+    ) -> None:
+        lease = await store.grant(second)
+        names = {prefix + name for name in "abc"}
+        for name in names:
+            last = await store.put(name, b"", lease=lease)
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            changes = await seen(watch, len(names))
+        assert {change.key for change in changes} == names
+        assert all(change.entry is None and change.revision > last for change in changes)
+        assert (await store.list(prefix)).entries == ()
+
+    async def test_a_lease_that_is_kept_alive_outlives_one_that_is_not(
+        self, store: Store, prefix: str, second: float
+    ) -> None:
+        kept, left, clock = [await store.grant(seconds * second) for seconds in (3, 3, 1)]
+        last = 0
+        for name, lease in (("kept", kept), ("left", left), ("clock", clock)):
+            last = await store.put(prefix + name, b"", lease=lease)
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "clock"]
+            await store.keep_alive(kept)
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "left"]
+        await store.keep_alive(kept)
+
+    async def test_revoking_a_lease_deletes_its_keys_at_once(self, store: Store, prefix: str) -> None:
+        lease = await store.grant(60)
+        await store.put(prefix + "a", b"", lease=lease)
+        await store.swap(prefix + "b", b"", expected=0, lease=lease)
+        await store.put(prefix + "free", b"")
+        await store.revoke(lease)
+        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "free"]
+
+    async def test_a_key_set_anew_hangs_on_its_new_lease_alone(self, store: Store, prefix: str) -> None:
+        first, second = await store.grant(60), await store.grant(60)
+        await store.put(prefix + "freed", b"", lease=first)
+        await store.put(prefix + "moved", b"", lease=first)
+        await store.put(prefix + "freed", b"")
+        await store.put(prefix + "moved", b"", lease=second)
+        await store.revoke(first)
+        assert len((await store.list(prefix)).entries) == 2
+        await store.revoke(second)
+        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "freed"]
+
+    async def test_with_a_lease_that_has_ended_nothing_can_be_done(self, store: Store, prefix: str) -> None:
+        lease = await store.grant(60)
+        await store.put(prefix + "a", b"before", lease=lease)
+        await store.revoke(lease)
+        free = await store.put(prefix + "b", b"before")
+        with pytest.raises(LeaseLost):
+            await store.keep_alive(lease)
+        with pytest.raises(LeaseLost):
+            await store.put(prefix + "b", b"after", lease=lease)
+        with pytest.raises(LeaseLost):
+            await store.swap(prefix + "b", b"after", expected=free, lease=lease)
+        await store.revoke(lease)
+        assert [entry.value for entry in (await store.list(prefix)).entries] == [b"before"]
+
+    async def test_a_watch_tells_each_change_once_and_in_order_from_a_past_revision(
+        self, store: Store, prefix: str
+    ) -> None:
+        start = (await store.list(prefix)).revision + 1
+        one = await store.put(prefix + "w/a", b"one")
+        two = await store.put(prefix + "w/a", b"two")
+        await store.put(prefix + "x", b"not below")
+        await store.delete(prefix + "w/a")
+        async with contextlib.aclosing(store.watch(prefix + "w/", start)) as watch:
+            await confirmed(watch)
+            past = await seen(watch, 3)
+            three = await store.put(prefix + "w/b", b"three")
+            new = await seen(watch, 1)
+        assert [(change.key, change.entry and change.entry.value) for change in past + new] == [
+            (prefix + "w/a", b"one"),
+            (prefix + "w/a", b"two"),
+            (prefix + "w/a", None),
+            (prefix + "w/b", b"three"),
+        ]
+        assert [change.revision for change in past[:2] + new] == [one, two, three]
+        assert past[1].entry is not None
+        assert (past[1].entry.created, past[1].entry.modified) == (one, two)
+
+    async def test_a_watch_started_again_after_the_last_revision_goes_on_without_a_gap(
+        self, store: Store, other: Store, prefix: str
+    ) -> None:
+        start = (await store.list(prefix)).revision + 1
+
+        async def write(number: int) -> None:
+            for index in range(50):
+                await other.put(f"{prefix}{number}/{index}", b"")
+
+        told: list[Change] = []
+        async with asyncio.TaskGroup() as writers:
+            for number in range(4):
+                writers.create_task(write(number))
+            while len(told) < 200:
+                async with contextlib.aclosing(store.watch(prefix, start)) as watch:
+                    await confirmed(watch)
+                    told += await anext(watch)
+                    start = told[-1].revision + 1
+        assert len({change.revision for change in told}) == 200
+        assert [change.revision for change in told] == sorted(change.revision for change in told)
+        for number in range(4):
+            mine = [change.key for change in told if change.key.startswith(f"{prefix}{number}/")]
+            assert mine == [f"{prefix}{number}/{index}" for index in range(50)]
+
+    async def test_a_reader_that_does_not_read_holds_nobody_up(self, store: Store, other: Store, prefix: str) -> None:
+        start = (await store.list(prefix)).revision + 1
+        async with contextlib.aclosing(store.watch(prefix, start)) as watch:
+            await confirmed(watch)
+            async with asyncio.timeout(HANGS):
+                for index in range(500):
+                    await other.put(f"{prefix}{index}", b"x" * 1000)
+            told = await seen(watch, 500)
+        assert [change.key for change in told] == [f"{prefix}{index}" for index in range(500)]
+
+    async def test_a_forgotten_past_cannot_be_watched(
+        self, store: Store, prefix: str, compact: Callable[[int], Awaitable[None]]
+    ) -> None:
+        first = await store.put(prefix + "a", b"one")
+        await store.put(prefix + "a", b"two")
+        third = await store.put(prefix + "a", b"three")
+        await compact(third)
+        async with contextlib.aclosing(store.watch(prefix, first)) as watch:
+            with pytest.raises(HistoryCompacted):
+                await ended(watch)
+        async with contextlib.aclosing(store.watch(prefix, third + 1)) as watch:
+            await confirmed(watch)
+
+    async def test_a_revision_that_the_store_has_not_reached_is_from_a_lost_past(
+        self, store: Store, prefix: str
+    ) -> None:
+        ahead = await store.put(prefix + "a", b"") + 1000
+        async with contextlib.aclosing(store.watch(prefix, ahead)) as watch:
+            with pytest.raises(HistoryCompacted):
+                await ended(watch)
+
+    async def test_closing_ends_the_watches_of_this_client_alone(self, store: Store, other: Store, prefix: str) -> None:
+        start = (await store.list(prefix)).revision + 1
+        async with (
+            contextlib.aclosing(store.watch(prefix, start)) as mine,
+            contextlib.aclosing(other.watch(prefix, start)) as theirs,
+        ):
+            await confirmed(mine)
+            await confirmed(theirs)
+            await store.close()
+            with pytest.raises(StoreUnavailable):
+                await ended(mine)
+            with pytest.raises(StoreUnavailable):
+                await store.get(prefix + "a")
+            await other.put(prefix + "a", b"")
+            assert [change.key for change in await seen(theirs, 1)] == [prefix + "a"]

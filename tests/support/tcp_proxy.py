@@ -1,0 +1,114 @@
+"""A TCP proxy that tests put between a client and a server, to cut the line or to let it fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Self
+
+
+class _Line:
+    """One connection through the proxy.
+
+    Attributes:
+        sent: all that the client has sent.
+        flowing: cleared while nothing goes through.
+        writers: to the client and to the server.
+    """
+
+    def __init__(self, *writers: asyncio.StreamWriter) -> None:
+        self.sent = bytearray()
+        self.flowing = asyncio.Event()
+        self.flowing.set()
+        self.writers = writers
+
+    async def carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, note: bool) -> None:
+        """Carry bytes in one direction until one side ends."""
+        with contextlib.suppress(OSError):
+            while chunk := await source.read(1 << 16):
+                if note:
+                    self.sent += chunk
+                await self.flowing.wait()
+                sink.write(chunk)
+                await sink.drain()
+        self.cut()
+
+    def cut(self) -> None:
+        """Break it off on both sides, without a farewell."""
+        for writer in self.writers:
+            writer.transport.abort()
+
+
+class TcpProxy:
+    """Within ``async with``, what connects to :attr:`endpoint` is connected to the target.
+
+    Args:
+        target: host:port.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._silent = False
+        self._lines: set[_Line] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens: host:port."""
+        assert self._server is not None
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Break all connections off; new ones are served."""
+        for line in tuple(self._lines):
+            line.cut()
+
+    def fall_silent(self) -> None:
+        """Carry nothing any more, on connections that are there and on new ones, but keep them."""
+        self._silent = True
+        for line in self._lines:
+            line.flowing.clear()
+
+    def stall(self, having_sent: bytes) -> int:
+        """Have the connections whose client has sent these bytes fall silent; all else goes on. Tells how many."""
+        chosen = [line for line in self._lines if having_sent in line.sent]
+        for line in chosen:
+            line.flowing.clear()
+        return len(chosen)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            target_reader, target_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        line = _Line(writer, target_writer)
+        if self._silent:
+            line.flowing.clear()
+        self._lines.add(line)
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(line.carry(reader, target_writer, note=True))
+                both.create_task(line.carry(target_reader, writer, note=False))
+        finally:
+            line.cut()
+            self._lines.discard(line)

@@ -1,0 +1,521 @@
+"""The command line of ``torchelastic-run``: what torchrun's users and the operator write, and what becomes of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchelastic import machine
+from torchelastic.arguments import parse
+from torchelastic.contract import Env, SizeRecord, encode
+from torchelastic.endpoints import parse_endpoints, split_endpoint
+from torchelastic.errors import SettingsError
+from torchelastic.flags import FLAGS
+from torchelastic.settings import AgentSettings, Program, ProgramKind, StartMethod, Streams
+
+SEVERAL = ("--rdzv-endpoint=127.0.0.1:2379", "--rdzv-id=run")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a program in it."""
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*argv: str, environ: dict[str, str] | None = None, program: str = "train.py") -> AgentSettings:
+    """What becomes of the flags, with a program after them."""
+    return parse([*argv, program], environ or {})
+
+
+def sentence(*argv: str, environ: dict[str, str] | None = None, program: str = "train.py") -> str:
+    """The error that the flags give: one sentence or two, for a person."""
+    with pytest.raises(SettingsError) as caught:
+        run(*argv, environ=environ, program=program)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith((".", "?", ")"))
+    assert not message.endswith(("..", "?."))
+    return message
+
+
+# -- a whole command line
+
+
+def test_a_program_alone_is_a_run_of_one_worker_on_one_node_without_etcd() -> None:
+    settings = run()
+    assert settings.store is None
+    assert settings.address == "127.0.0.1"
+    assert settings.workers == 1
+    assert settings.rendezvous.size == SizeRecord(min=1, max=1, wanted=1)
+    assert settings.rendezvous.max_restarts == 100
+    assert settings.program == Program(ProgramKind.SCRIPT, ("train.py",), StartMethod.FORK_SERVER)
+    assert settings.node_name == socket.gethostname()
+
+
+def test_the_line_of_the_well_known_compose_example_works(folder: Path) -> None:
+    app = str(folder / "train.py")
+    settings = run("--nnode=1", "--nproc_per_node=2", "--rdzv_endpoint=localhost", program=app)
+    assert settings.store is not None
+    assert settings.store.endpoints == ("localhost:2379",)
+    assert settings.workers == 2
+    assert settings.rendezvous.size == SizeRecord(min=1, max=1, wanted=1)
+    assert len(settings.rendezvous.run_id) >= 16
+    assert settings.program.argv == (app,)
+
+
+def test_a_line_of_torchruns_guide_works() -> None:
+    settings = run(
+        *("--nnodes=1:4", "--nproc-per-node=3", "--max-restarts=3", "--rdzv-id=7", "--rdzv-backend=etcd"),
+        *("--rdzv-endpoint=127.0.0.1:4001", "--monitor-interval=0.5", "--start-method=spawn", "--role=trainer"),
+    )
+    assert settings.rendezvous.size == SizeRecord(min=1, max=4)
+    assert (settings.rendezvous.run_id, settings.rendezvous.max_restarts) == ("7", 3)
+    assert (settings.workers, settings.role) == (3, "trainer")
+    assert settings.program.start_method is StartMethod.EXEC
+
+
+def test_dashes_underscores_and_separate_values_are_the_same() -> None:
+    lines = [
+        ["--nproc-per-node", "2", "--max-restarts", "5"],
+        ["--nproc_per_node=2", "--max_restarts=5"],
+        ["--nproc_per-node", "2", "--max-restarts=5"],
+    ]
+    found = {(settings.workers, settings.rendezvous.max_restarts) for settings in (run(*line) for line in lines)}
+    assert found == {(2, 5)}
+
+
+def test_every_flag_has_torchruns_variable_and_the_command_line_wins() -> None:
+    environ = {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "2", "PET_RDZV_ENDPOINT": "127.0.0.1", "PET_RDZV_ID": "a"}
+    settings = run(environ=environ)
+    assert (settings.workers, settings.rendezvous.size.max, settings.rendezvous.run_id) == (3, 2, "a")
+    assert run("--nproc-per-node=5", "--rdzv-id=b", environ=environ).workers == 5
+    assert run(environ={"PET_NNODES": "", "PET_RDZV_ENDPOINT": ""}).store is None
+
+
+def test_switches_have_variables_too(folder: Path) -> None:
+    assert run(environ={"PET_MODULE": "1"}, program="pkg.train").program.kind is ProgramKind.MODULE
+    assert run(environ={"PET_MODULE": "0"}).program.kind is ProgramKind.SCRIPT
+    assert sentence(environ={"PET_STANDALONE": "maybe"}) == "PET_STANDALONE=maybe: this is 1 for on or 0 for off."
+
+
+# -- how many
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", SizeRecord(min=1, max=1, wanted=1)),
+        ("2", SizeRecord(min=2, max=2, wanted=2)),
+        ("1:4", SizeRecord(min=1, max=4)),
+        ("3:3", SizeRecord(min=3, max=3)),
+    ],
+)
+def test_a_number_of_nodes_is_wanted_and_a_range_leaves_it_open(text: str, size: SizeRecord) -> None:
+    assert run("--nnodes", text, *SEVERAL).rendezvous.size == size
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4:1", "--nnodes 4:1: the minimum is above the maximum; did you mean 1:4?"),
+        ("0", "--nnodes 0: there must be at least 1 node, and at most 1,000,000."),
+        ("two", "--nnodes two: this is the number of nodes, or MIN:MAX, for example 2 or 1:4."),
+        ("1:2:3", "--nnodes 1:2:3: this is the number of nodes, or MIN:MAX, for example 2 or 1:4."),
+    ],
+)
+def test_a_number_of_nodes_that_cannot_be_is_explained(text: str, expected: str) -> None:
+    assert sentence("--nnodes", text, *SEVERAL) == expected
+
+
+def test_auto_means_gpus_where_there_are_any_and_cpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert run("--nproc-per-node=cpu").workers == machine.cpu_count()
+    assert run("--nproc-per-node=auto", environ=hidden).workers == machine.cpu_count()
+    assert sentence("--nproc-per-node=gpu", environ=hidden).startswith(
+        "--nproc-per-node gpu: no GPU is to be seen here"
+    )
+    monkeypatch.setattr(machine, "gpu_count", lambda _: 4)
+    assert (run("--nproc-per-node=auto").workers, run("--nproc-per-node=GPU").workers) == (4, 4)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "all", "1000000"])
+def test_a_number_of_workers_that_cannot_be_is_explained(text: str) -> None:
+    assert sentence(f"--nproc-per-node={text}").startswith(f"--nproc-per-node {text}: this is a ")
+
+
+# -- how the nodes meet
+
+
+def test_several_nodes_need_an_id() -> None:
+    assert "--rdzv-id is missing" in sentence("--nnodes=2", "--rdzv-endpoint=127.0.0.1")
+
+
+def test_one_node_has_a_fresh_id_each_time() -> None:
+    assert run().rendezvous.run_id != run().rendezvous.run_id
+    assert run("--standalone", "--rdzv-id=mine").rendezvous.run_id == "mine"
+
+
+def test_several_nodes_need_an_etcd() -> None:
+    assert "--rdzv-endpoint HOST:2379" in sentence("--nnodes=2", "--rdzv-id=a")
+    told = sentence("--nnodes=2", "--node-rank=0", "--master-addr=host-0", "--master-port=29500")
+    assert "--node-rank and --master-addr and --master-port can't do that here" in told
+
+
+def test_standalone_needs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    settings = run("--standalone", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    assert settings.store is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "--rdzv-endpoint ignored: --standalone needs no etcd."
+    ]
+    assert "--standalone is a run of one node" in sentence("--standalone", "--nnodes=1:2")
+
+
+@pytest.mark.parametrize("backend", ["torchelastic", "etcd", "etcd-v3", "ETCD_V3"])
+def test_ours_is_the_backend_by_any_of_its_names(backend: str) -> None:
+    settings = run(f"--rdzv-backend={backend}", *SEVERAL)
+    assert settings.store is not None
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static", "etcd-v2", "zookeeper"])
+def test_another_backend_is_refused_with_what_to_use_instead(backend: str) -> None:
+    told = sentence(f"--rdzv-backend={backend}", *SEVERAL)
+    assert told.startswith(f"--rdzv-backend {backend}: ")
+    assert "leave the flag out" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "protocol", "endpoints"),
+    [
+        ("etcd-server", None, ("etcd-server:2379",)),
+        ("10.0.0.1:4001", None, ("10.0.0.1:4001",)),
+        ("a:1, b ,c:3,a:1", None, ("a:1", "b:2379", "c:3")),
+        ("https://etcd.example.org/", "https", ("etcd.example.org:2379",)),
+        ("HTTP://a,http://b:1", "http", ("a:2379", "b:1")),
+        ("[::1]", None, ("[::1]:2379",)),
+        ("[fe80::1]:2380", None, ("[fe80::1]:2380",)),
+    ],
+)
+def test_addresses_of_etcd_are_read(text: str, protocol: str | None, endpoints: tuple[str, ...]) -> None:
+    assert parse_endpoints(text) == (protocol, endpoints)
+
+
+def test_an_address_is_split_into_host_and_port() -> None:
+    assert split_endpoint("[::1]:2379") == ("::1", 2379)
+    assert split_endpoint("etcd:1") == ("etcd", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("::1", "put it into brackets: [::1]:2379"),
+        ("etcd:0", "a port is a number from 1 to 65535"),
+        ("etcd:99999", "a port is a number from 1 to 65535"),
+        ("etcd:http", "is not an address"),
+        ("http://etcd/v3", "is not an address"),
+        ("ftp://etcd", "http:// or https://"),
+        ("http://a,https://b", "choose one"),
+        ("a,,b", "one of the addresses is empty"),
+        ("root:secret@etcd", "username=… and password=… in --rdzv-conf"),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_explained(text: str, expected: str) -> None:
+    told = sentence(f"--rdzv-endpoint={text}")
+    assert told.startswith("--rdzv-endpoint: ")
+    assert expected in told
+    assert "secret" not in told
+
+
+def test_the_configuration_of_the_meeting_is_read(folder: Path) -> None:
+    for name in ("ca.pem", "me.pem", "me.key"):
+        (folder / name).touch()
+    settings = run(
+        *SEVERAL,
+        "--rdzv-conf",
+        "timeout=60,last_call_timeout=1.5, lease=7 ,gather=0,early_failures=5,early_seconds=2,"
+        "cacert=ca.pem,cert=me.pem,key=me.key,username=root,password=a=b",
+    )
+    meeting = settings.rendezvous
+    assert (meeting.join_timeout, meeting.joining_window, meeting.lease, meeting.gather) == (60.0, 1.5, 7.0, 0.0)
+    assert (meeting.early_failures, meeting.early_seconds) == (5, 2.0)
+    store = settings.store
+    assert store is not None
+    assert (store.protocol, store.ca_cert, store.cert, store.key) == ("https", "ca.pem", "me.pem", "me.key")
+    assert (store.username, store.password) == ("root", "a=b")
+
+
+@pytest.mark.parametrize(
+    ("conf", "expected"),
+    [
+        ("lese=3", '--rdzv-conf: there is no key "lese"; did you mean lease?'),
+        ("etcd_prefix=/a", "--rdzv-conf: etcd_prefix cannot be chosen"),
+        ("rank=0", '--rdzv-conf: there is no key "rank"; those known are join_timeout, '),
+        ("lease=0", "--rdzv-conf lease=0: this is a time in seconds, above 0."),
+        ("last_call_timeout=soon", "--rdzv-conf last_call_timeout=soon: this is a time in seconds, 0 or more."),
+        ("early_failures=0", "--rdzv-conf early_failures=0: this is a whole number from 1 to 1000000."),
+        ("lease", "--rdzv-conf: it takes KEY=VALUE pairs"),
+        ("timeout=1,join_timeout=2", "--rdzv-conf: join_timeout is given twice."),
+        ("protocol=tcp", "--rdzv-conf protocol=tcp: etcd is reached over http or https."),
+        ("cacert=missing.pem", "--rdzv-conf cacert=missing.pem: there is no such file."),
+        ("protocol=http,cacert=train.py", "--rdzv-conf cacert=train.py: certificates are of use with protocol=https"),
+        ("key=train.py", "--rdzv-conf key: key needs cert beside it."),
+        ("username=root", "--rdzv-conf username: username needs password beside it."),
+        ("password=hush", "--rdzv-conf password: password needs username beside it."),
+        ("password=hush,hush", "--rdzv-conf: it takes KEY=VALUE pairs"),
+    ],
+)
+def test_a_configuration_that_cannot_be_honoured_is_explained(conf: str, expected: str) -> None:
+    told = sentence(*SEVERAL, f"--rdzv-conf={conf}")
+    assert told.startswith(expected)
+    assert "hush" not in told
+
+
+def test_a_protocol_is_said_once() -> None:
+    told = sentence("--rdzv-endpoint=http://127.0.0.1", "--rdzv-conf=protocol=https")
+    assert told == "--rdzv-conf protocol=https: --rdzv-endpoint says http://; leave one of the two out."
+    same = run("--rdzv-endpoint=https://127.0.0.1", "--rdzv-conf=protocol=https").store
+    assert same is not None
+    assert same.protocol == "https"
+
+
+def test_the_variable_is_named_where_the_value_came_from_one() -> None:
+    told = sentence(*SEVERAL, environ={"PET_RDZV_CONF": "lease=0"})
+    assert told.startswith("PET_RDZV_CONF lease=0: ")
+    assert sentence(environ={"PET_MAX_RESTARTS": "-1"}).startswith("PET_MAX_RESTARTS=-1: this is a whole number")
+
+
+# -- the program
+
+
+def test_everything_after_the_program_belongs_to_it() -> None:
+    arguments = ["--nnodes", "7", "--", "-m", "--help", "--rdzv", "-x", "--lr=0.1"]
+    settings = parse(["--nproc-per-node", "2", "train.py", *arguments], {})
+    assert settings.program.argv == ("train.py", *arguments)
+    assert settings.rendezvous.size.max == 1
+
+
+def test_two_dashes_end_the_flags() -> None:
+    assert parse(["--standalone", "--", "train.py", "--", "a"], {}).program.argv == ("train.py", "--", "a")
+
+
+def test_a_value_may_begin_with_a_dash() -> None:
+    assert run("--rdzv-id", "-7").rendezvous.run_id == "-7"
+
+
+def test_a_module_is_run_as_python_would() -> None:
+    program = parse(["-m", "pkg.train", "--lr", "1"], {}).program
+    assert (program.kind, program.argv) == (ProgramKind.MODULE, ("pkg.train", "--lr", "1"))
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "argv"),
+    [
+        (("./train.sh", "a"), ProgramKind.COMMAND, ("./train.sh", "a")),
+        (("python", "x.py", "a"), ProgramKind.SCRIPT, ("x.py", "a")),
+        ((sys.executable, "-m", "pkg.x"), ProgramKind.MODULE, ("pkg.x",)),
+    ],
+)
+def test_a_command_that_is_a_python_program_is_treated_as_one(
+    command: tuple[str, ...], kind: ProgramKind, argv: tuple[str, ...]
+) -> None:
+    program = parse(["--no-python", "--start-method=exec", *command], {}).program
+    assert (program.kind, program.argv, program.start_method) == (kind, argv, StartMethod.EXEC)
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ("fork-server", StartMethod.FORK_SERVER),
+        ("forkserver", StartMethod.FORK_SERVER),
+        ("fork", StartMethod.FORK_SERVER),
+        ("spawn", StartMethod.EXEC),
+        ("exec", StartMethod.EXEC),
+    ],
+)
+def test_start_methods_go_by_our_names_and_torchruns(text: str, method: StartMethod) -> None:
+    assert run("--start-method", text).program.start_method is method
+
+
+def test_a_program_that_is_not_there_is_told_before_anything_starts(folder: Path) -> None:
+    assert sentence(program="trian.py") == f"There is no script trian.py (looked up from {folder})."
+    assert sentence(program="ls").endswith("to run the command ls, put --no-python before it.")
+    assert sentence(program=str(folder)).endswith("is a folder: name the Python file in it.")
+    with pytest.raises(SettingsError, match="The program is missing"):
+        parse(["--nproc-per-node=2"], {})
+    with pytest.raises(SettingsError, match="can't be given together"):
+        parse(["-m", "--no-python", "x"], {})
+    assert sentence("--start-method=thread").startswith("--start-method thread: this is fork-server or exec")
+
+
+# -- output
+
+
+def test_without_a_folder_output_goes_to_the_console_only() -> None:
+    for flags in ((), ("--tee=3",), ("--redirects=0",)):
+        logs = run(*flags).logs
+        assert (logs.directory, dict(logs.redirects), dict(logs.tee)) == (None, {}, {})
+
+
+def test_streams_are_chosen_for_all_workers_or_by_local_rank(folder: Path) -> None:
+    logs = run("--nproc-per-node=3", "--log-dir=logs/a", "-r", "3", "-t0:1,2:3").logs
+    assert logs.directory == folder / "logs" / "a"
+    assert logs.redirects == dict.fromkeys(range(3), Streams.BOTH)
+    assert logs.tee == {0: Streams.OUT, 2: Streams.BOTH}
+    assert not (folder / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--redirects=3",), "--redirects 3: there is no folder for the files; name one with --log-dir."),
+        (("--log-dir=x", "-r=4"), "-r 4: this is 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
+        (("--log-dir=x", "--tee=0:1,", "-r1"), "--tee 0:1,: this is 0 (none)"),
+        (("--log-dir=x", "--tee=1:3"), "--tee 1:3: there is no local rank 1: this node has 1 worker."),
+        (("--log-dir=train.py/x",), "--log-dir train.py/x: "),
+    ],
+)
+def test_output_that_cannot_go_there_is_explained(flags: tuple[str, ...], expected: str) -> None:
+    assert sentence(*flags).startswith(expected)
+
+
+# -- this node, and the operator
+
+
+def test_the_operators_environment_says_who_and_how_many(folder: Path) -> None:
+    size = SizeRecord(min=1, max=4, generation=3, wanted=2)
+    environ = {
+        Env.NODE_NAME: "digits-1-abcde",
+        Env.NODE_ADDRESS: "10.1.2.3",
+        Env.SIZE: encode(size).decode(),
+        Env.UNIQUE_RUN: "1",
+        Env.TERMINATION_LOG: str(folder / "last-words"),
+        Env.METRICS_PORT: "0",
+        Env.CONTRACT: "1",
+        "PET_RDZV_ENDPOINT": "127.0.0.1:2379",
+        "PET_RDZV_ID": "uid",
+    }
+    settings = run(environ=environ)
+    assert settings.rendezvous.size == size
+    assert settings.rendezvous.unique_run
+    assert (settings.node_name, settings.address) == ("digits-1-abcde", "10.1.2.3")
+    assert settings.termination_log == folder / "last-words"
+    assert settings.metrics_port == 0
+
+
+def test_flags_about_this_node_win_over_the_environment() -> None:
+    environ = {Env.NODE_NAME: "a", Env.NODE_ADDRESS: "10.0.0.1", Env.METRICS_PORT: "1", Env.TERMINATION_LOG: "/a"}
+    settings = run(
+        *("--node-name=b", "--local-addr=[fd00::2]", "--metrics-port=2", "--termination-log=/b", "--stop-grace=0"),
+        environ=environ,
+    )
+    assert (settings.node_name, settings.address, settings.metrics_port) == ("b", "fd00::2", 2)
+    assert (settings.termination_log, settings.stop_grace) == (Path("/b"), 0.0)
+
+
+def test_the_operators_size_wins_over_nnodes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {Env.SIZE: encode(SizeRecord(min=1, max=4, wanted=2)).decode()}
+    assert run("--nnodes=2:8", *SEVERAL, environ=environ).rendezvous.size.max == 4
+    assert "--nnodes=2:8 ignored: the operator says how many nodes there are, 1 to 4" in caplog.text
+    caplog.clear()
+    assert run("--nnodes=1:4", *SEVERAL, environ=environ).rendezvous.size.wanted == 2
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({Env.CONTRACT: "2"}, "The operator speaks version 2 of the contract"),
+        ({Env.SIZE: "many"}, "TORCHELASTIC_SIZE=many: this is not a SizeRecord"),
+        ({Env.SIZE: '{"n":3,"x":2}'}, 'TORCHELASTIC_SIZE={"n":3,"x":2}: the minimum is above the maximum.'),
+        ({Env.UNIQUE_RUN: "x"}, "TORCHELASTIC_UNIQUE_RUN=x: this is 1 for on or 0 for off."),
+        ({Env.METRICS_PORT: "70000"}, "TORCHELASTIC_METRICS_PORT=70000: this is a whole number from 0 to 65535."),
+        ({Env.NODE_ADDRESS: "10.0.0.1:80"}, "TORCHELASTIC_NODE_ADDRESS=10.0.0.1:80: this is a host name or an IP"),
+        ({Env.NODE_NAME: " "}, "TORCHELASTIC_NODE_NAME= : this is a name"),
+    ],
+)
+def test_an_environment_that_cannot_be_honoured_is_explained(environ: dict[str, str], expected: str) -> None:
+    assert sentence(environ=environ).startswith(expected)
+
+
+def test_torchruns_fixed_ranks_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    run("--node-rank=0", "--master-port=29501", environ={"PET_MASTER_ADDR": "127.0.0.1"})
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("--node-rank and PET_MASTER_ADDR and --master-port ignored: the nodes agree")
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--stop-grace=-1", "--stop-grace -1: this is a time in seconds, 0 or more."),
+        ("--monitor-interval=0", "--monitor-interval 0: this is a time in seconds, above 0."),
+        ("--stop-grace=inf", "--stop-grace inf: this is a time in seconds, 0 or more."),
+        ("--max-restarts=3x", "--max-restarts 3x: this is a whole number from 0 to 1000000."),
+        ("--max-restarts=" + "9" * 5000, "--max-restarts 9999"),
+        ("--local-addr=a b", "--local-addr a b: this is a host name or an IP address, without a port."),
+        ("--role=", "--role needs a value: NAME."),
+        ("--standalone=1", "--standalone takes no value: leave out what follows it in --standalone=1."),
+        ("-mpkg", "-m takes no value: leave out what follows it in -mpkg."),
+        ("--nprocs=2", "There is no flag --nprocs. Did you mean --nproc-per-node?"),
+        ("--max_restart=2", "There is no flag --max_restart. Did you mean --max-restarts?"),
+        ("--xyzzy", "There is no flag --xyzzy. torchelastic-run --help lists those there are."),
+        ("-q", "There is no flag -q. "),
+        ("--run-path", "--run-path is a flag of torchrun that torchelastic-run does not have: "),
+        ("--logs_specs=x", "--logs_specs is a flag of torchrun that torchelastic-run does not have: say where output"),
+        ("--numa-binding=node", "--numa-binding is a flag of torchrun that torchelastic-run does not have: "),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_explained(flag: str, expected: str) -> None:
+    assert sentence(flag).startswith(expected)
+
+
+def test_a_flag_at_the_end_needs_its_value() -> None:
+    with pytest.raises(SettingsError, match=r"^--nnodes needs a value: N\|MIN:MAX\.$"):
+        parse(["--nnodes"], {})
+
+
+# -- help
+
+
+def test_help_names_every_flag_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(["--nnodes=2", "--help", "--no-such-flag"], {})
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: torchelastic-run ")
+    for heading, flags in FLAGS.items():
+        assert f"{heading}:" in text
+        for flag in flags:
+            assert f"--{flag.name}" in text
+
+
+def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(["--version"], {})
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith("torchelastic-run 0.")
+
+
+def test_parsing_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, os; from torchelastic.arguments import parse; parse(['train.py'], {}); "
+        "print([name for name in ('torch', 'aiohttp', 'argparse', 'prometheus_client') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert output == "[]\n"
+
+
+def test_the_older_name_of_the_launcher_has_the_same_help() -> None:
+    def help_of(module: str) -> str:
+        command = [sys.executable, "-m", module, "--help"]
+        environ = {**os.environ, "COLUMNS": "100"}
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=environ).stdout
+
+    assert help_of("torchelastic.distributed.launch") == help_of("torchelastic.run") != ""

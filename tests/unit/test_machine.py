@@ -1,0 +1,122 @@
+"""How many CPUs and GPUs there are, as files say that stand for those of a machine, and this machine's own address."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchelastic.machine import cpu_count, gpu_count, own_address
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPUS = len(os.sched_getaffinity(0))
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        pytest.param({}, None, id="no control groups"),
+        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None, id="v2 unlimited"),
+        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1, id="v2 container"),
+        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1, id="half a CPU"),
+        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1, id="1.5 CPUs"),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "100000 100000\n",
+            },
+            1,
+            id="a limit further up",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/docker/1\n0::/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            1,
+            id="v1 container that sees the path of its host",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+            id="v1 unlimited",
+        ),
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{CPUS + 3}00000 100000\n"}, None, id="above all"
+        ),
+    ],
+)
+def test_cpus_are_those_that_affinity_and_control_groups_allow(
+    tmp_path: Path, files: dict[str, str], limit: int | None
+) -> None:
+    assert cpu_count(write(tmp_path, files)) == (CPUS if limit is None else limit)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 4),
+        ("0,1", 2),
+        (" 3 , 2 ", 2),
+        ("", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("0,9,1", 1),
+        ("NoDevFiles", 0),
+        ("0,0", 0),
+        ("GPU-3f1c,GPU-77aa", 2),
+        ("MIG-1,MIG-2", 1),
+    ],
+)
+def test_gpus_are_those_that_cuda_would_show(tmp_path: Path, visible: str | None, count: int) -> None:
+    names = ["nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-caps"]
+    root = write(tmp_path, {f"dev/{name}": "" for name in names})
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpu_count(environ, root) == count
+
+
+def test_gpus_whose_device_files_are_not_made_yet_are_counted_by_the_driver(tmp_path: Path) -> None:
+    root = write(tmp_path, {f"proc/driver/nvidia/gpus/0000:0{bus}:00.0/information": "" for bus in (1, 2)})
+    assert gpu_count({}, root) == 2
+
+
+def test_device_files_win_over_the_driver_which_shows_a_container_all_of_its_host(tmp_path: Path) -> None:
+    driver = {f"proc/driver/nvidia/gpus/0000:0{bus}:00.0/information": "" for bus in range(8)}
+    assert gpu_count({}, write(tmp_path, driver | {"dev/nvidia5": ""})) == 1
+
+
+def test_a_machine_without_gpus_has_none(tmp_path: Path) -> None:
+    assert gpu_count({}, tmp_path) == 0
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 0
+
+
+def test_the_own_address_is_that_of_the_interface_towards_the_store() -> None:
+    assert own_address(["127.0.0.1:2379"]) == "127.0.0.1"
+    assert own_address(["localhost:2379"]) in {"127.0.0.1", "::1"}
+
+
+def test_a_store_whose_name_does_not_resolve_yet_is_passed_over() -> None:
+    assert own_address(["no-such-host.invalid:2379", "127.0.0.1:2379"]) == "127.0.0.1"
+
+
+def test_without_any_name_that_resolves_it_is_an_address_of_this_machine() -> None:
+    with socket.create_server((own_address(["no-such-host.invalid:2379"]), 0)) as listening:
+        assert listening.getsockname()[1] > 0

@@ -1,0 +1,382 @@
+"""A manifest is read as kubectl reads it, and every mistake in it is one sentence with file, line and field."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_operator import manifest
+from elastic_operator.errors import BadInput
+from elastic_operator.yaml_source import MAX_BYTES, read_document
+
+MANIFESTS = Path(__file__).parent / "manifests"
+HEAD = "apiVersion: elastic.pytorch.org/v1alpha1\nkind: ElasticJob\nmetadata: {name: digits}\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(content: str | bytes, name: str = "job.yaml") -> str:
+    """What is said of a file with this content."""
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(BadInput) as caught:
+        manifest.load_checked(Path(name))
+    return str(caught.value)
+
+
+# What is accepted
+
+
+def test_a_job_is_read_with_its_defaults_and_its_namespace() -> None:
+    job = manifest.load_checked(MANIFESTS / "digits.yaml")
+    assert (job.name, job.namespace) == ("digits", "default")
+    assert (job.spec.min_replicas, job.spec.max_replicas, job.spec.replicas) == (1, 3, 2)
+    assert job.spec.args == ("digits.py", "--epochs", "20")
+    assert (job.spec.max_restarts, job.spec.nproc_per_node) == (100, 1)
+    assert job.job["metadata"] == {"name": "digits", "namespace": "default"}
+    assert job.job["spec"]["maxRestarts"] == 100
+    assert job.source.data == yaml.safe_load((MANIFESTS / "digits.yaml").read_text())
+
+
+def test_every_field_reaches_the_typed_form() -> None:
+    job = manifest.load_checked(MANIFESTS / "everything.yaml")
+    spec = job.spec
+    assert job.namespace == "research"
+    assert spec.command == ("python", "-m", "training")
+    assert spec.env[0] == {"name": "LEARNING_RATE", "value": "0.1"}
+    assert (spec.nproc_per_node, spec.max_restarts) == ("gpu", 7)
+    assert spec.etcd.image == "registry.example.org/etcd:3.5.21"
+    assert spec.etcd.resources["limits"] == {"cpu": 1, "memory": "256Mi"}
+    assert spec.etcd.storage == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    assert spec.checkpoint_volume == {"persistentVolumeClaim": {"claimName": "checkpoints"}}
+    assert spec.template["metadata"] == {"labels": {"team": "vision"}}
+
+
+def test_image_and_program_may_stand_in_the_template() -> None:
+    spec = manifest.load_checked(MANIFESTS / "template_only.yaml").spec
+    assert (spec.image, spec.args) == (None, ())
+    assert spec.etcd.endpoint == "etcd-0.etcd:2379,etcd-1.etcd:2379"
+
+
+def test_documents_that_are_empty_do_not_count() -> None:
+    Path("job.yaml").write_text(f"---\n# a comment\n---\n{HEAD}spec: {{maxReplicas: 1, image: a, args: [b]}}\n---\n")
+    assert manifest.load_checked(Path("job.yaml")).name == "digits"
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_and_have_another_systems_line_ends() -> None:
+    text = f"{HEAD}spec: {{maxReplicas: 1, image: a, args: [b]}}\n".replace("\n", "\r\n")
+    Path("job.yaml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert manifest.load_checked(Path("job.yaml")).name == "digits"
+
+
+def test_aliases_and_merges_may_be_used() -> None:
+    Path("job.yaml").write_text(
+        f"{HEAD}spec:\n  image: &image a\n  args: [b]\n  maxReplicas: 1\n"
+        "  etcd: {image: *image, resources: {limits: &all {cpu: 1, memory: 1Gi}, requests: {<<: *all, cpu: 500m}}}\n"
+    )
+    etcd = manifest.load_checked(Path("job.yaml")).spec.etcd
+    assert etcd.image == "a"
+    assert etcd.resources["requests"] == {"cpu": "500m", "memory": "1Gi"}
+
+
+# What is refused
+
+SPEC = "spec:\n  image: a\n  args: [b]\n"
+
+REFUSED: list[tuple[str, str | bytes, str]] = [
+    ("empty", "", "job.yaml: is empty; it should hold an ElasticJob"),
+    ("only a comment", "# to do\n", "job.yaml: is empty; it should hold an ElasticJob"),
+    ("only null", "---\nnull\n", "job.yaml: is empty; it should hold an ElasticJob"),
+    (
+        "several documents",
+        f"{HEAD}---\n{HEAD}",
+        "job.yaml:5: a second document begins here; put each job into a file of its own",
+    ),
+    ("a list", "- a\n", 'job.yaml: should begin with apiVersion, kind, metadata and spec, but holds ["a"]'),
+    ("a text", "digits.py", 'job.yaml: should begin with apiVersion, kind, metadata and spec, but holds "digits.py"'),
+    ("not UTF-8", HEAD.encode() + b"# \xe9t\xe9\n", "job.yaml:4: is not UTF-8; save it in that encoding (is it the"),
+    ("UTF-16", HEAD.encode("utf-16"), "job.yaml:1: is not UTF-8; save it in that encoding"),
+    (
+        "a binary file",
+        b"\x7fELF\x02\x01\x01\x00\x00",
+        "job.yaml:1: is not YAML: the character U+007F cannot stand there",
+    ),
+    ("a tab", "spec:\n\timage: a\n", "job.yaml:2:1: is not YAML: a tab cannot indent; write spaces"),
+    ("an open bracket", "spec: [a\n", "job.yaml:2:1: is not YAML: while parsing a flow sequence expected ',' or ']'"),
+    (
+        "a colon too many",
+        "a: b: c\n",
+        'job.yaml:1:5: is not YAML: there is a ": " too many here; put the value into quotes if it has one in it, or',
+    ),
+    ("an unknown alias", "a: *b\n", "job.yaml:1:4: is not YAML: found undefined alias 'b'"),
+    (
+        "a key twice",
+        f"{HEAD}kind: Pod\n",
+        "job.yaml:4: kind stands here for the second time (before: line 2); remove one",
+    ),
+    (
+        "a key twice, further in",
+        f"{HEAD}{SPEC}  env:\n  - name: A\n    name: B\n",
+        "job.yaml:9: name stands here for the second time (before: line 8); remove one of the two",
+    ),
+    ("a key twice, once in quotes", '1: a\n"1": b\n', "job.yaml:2: 1 stands here for the second time (before: line 1)"),
+    (
+        "a list as a key",
+        "? [a]\n: b\n",
+        "job.yaml:1: this cannot be the name of a field; put it into quotes if it is to",
+    ),
+    (
+        "a fraction as a key",
+        "1.5: b\n",
+        "job.yaml:1: this cannot be the name of a field; put it into quotes if it is to",
+    ),
+    ("nothing as a key", "~: b\n", "job.yaml:1: this cannot be the name of a field"),
+    (
+        "half a character",
+        r'a: "\ud83d"',
+        "job.yaml:1: this text has half a character in it (a lone surrogate); write the",
+    ),
+    ("infinity", "a:\n- .inf\n", "job.yaml:2: .inf is no number that JSON knows; write another, or put it into quotes"),
+    (
+        "a tag of Python's",
+        "a: !!python/tuple [1]\n",
+        "job.yaml:1: the tag !!python/tuple has no meaning here; remove it",
+    ),
+    ("a tag of one's own", "a: !secret b\n", "job.yaml:1: the tag !secret has no meaning here; remove it"),
+    ("a set", "a: !!set {b, c}\n", "job.yaml:1: the tag !!set has no meaning here; remove it"),
+    ("a tag that lies", "a: !!int b\n", "job.yaml:1: b is not what the tag !!int before it says; remove the tag"),
+    ("a merge of a text", "a:\n  <<: b\n", "job.yaml:2: << takes a mapping, or a list of mappings; give it an alias"),
+    ("one that holds itself", "a: &a\n  b: *a\n", "job.yaml:1: this holds itself, through an alias; write it out"),
+    ("one that merges itself", "a: &a\n  <<: *a\n", "job.yaml:1: this holds itself, through an alias; write it out"),
+    ("nested too deeply", "[" * 200 + "]" * 200, "job.yaml:1: this is nested too deeply; at most 100 levels"),
+    ("nested far too deeply", "[" * 100_000, "job.yaml: is nested too deeply; at most 100 levels are possible"),
+    (
+        "larger than any",
+        "#" * (MAX_BYTES + 1),
+        "job.yaml: is larger than any manifest may be (256 KiB); is it the right",
+    ),
+    (
+        "of another kind",
+        "apiVersion: elastic.pytorch.org/v1alpha1\nkind: Deployment\n",
+        "job.yaml:2: kind: is Deployment,",
+    ),
+    ("of no kind", HEAD.replace("kind", "# kind"), "job.yaml:1: kind: this field is missing; write kind: ElasticJob"),
+    ("of another version", HEAD.replace("alpha1", "1"), "job.yaml:1: apiVersion: is elastic.pytorch.org/v11, expected"),
+    (
+        "an unknown field",
+        f"{HEAD}{SPEC}  maxReplicas: 1\n  maxRestart: 1\n",
+        "job.yaml:8: spec.maxRestart: there is no such field; did you mean maxRestarts?",
+    ),
+    (
+        "the minimum above the maximum",
+        f"{HEAD}{SPEC}  maxReplicas: 3\n  minReplicas: 4\n",
+        "job.yaml:8: spec.minReplicas: must not be larger than maxReplicas; lower minReplicas or raise maxRep",
+    ),
+    (
+        "replicas out of range",
+        f"{HEAD}{SPEC}  maxReplicas: 3\n  replicas: 4\n",
+        "job.yaml:8: spec.replicas: must lie between minReplicas and maxReplicas; change it, or move the bounds fi",
+    ),
+    ("a missing field", f"{HEAD}{SPEC}", "job.yaml:4: spec.maxReplicas: this field is missing; it must be given"),
+    (
+        "a number in place of a text",
+        f"{HEAD}spec:\n  image: a\n  maxReplicas: 1\n  args:\n  - train.py\n  - 1e3\n",
+        "job.yaml:9: spec.args[1]: 1000 is not a text; write it in quotes (YAML reads 1e3 as 1000)",
+    ),
+    (
+        "a truth value in place of a text",
+        f"{HEAD}{SPEC}  maxReplicas: 1\n  env:\n  - {{name: A, value: on}}\n",
+        "job.yaml:9: spec.env[0].value: true is not a text; write it in quotes (YAML reads on as true)",
+    ),
+    (
+        "a text in place of a number",
+        f'{HEAD}{SPEC}  maxReplicas: "3"\n',
+        'job.yaml:7: spec.maxReplicas: "3" is a text and not a whole number; write it without quotes',
+    ),
+    (
+        "a bad name",
+        HEAD.replace("digits", "Digits") + SPEC + "  maxReplicas: 1\n",
+        "job.yaml:3: metadata.name: must begin",
+    ),
+    (
+        "no name",
+        HEAD.replace("name: digits", "") + SPEC + "  maxReplicas: 1\n",
+        "job.yaml:3: metadata.name: the job needs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "sentence"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_a_file_is_refused_with_one_sentence(content: str | bytes, sentence: str) -> None:
+    said = refusal(content)
+    assert said.startswith(sentence)
+    assert "\n" not in said
+
+
+def test_what_is_wrong_is_told_in_the_order_of_the_lines() -> None:
+    said = refusal(f"{HEAD}spec:\n  args: [1, 2]\n  maxReplica: 1\n  image: a\n  maxReplicas: x\n")
+    first, *others = said.splitlines()
+    assert first == "job.yaml:5: spec.args[0]: 1 is not a text; write it in quotes; and 3 more problems:"
+    assert [line.split(": ")[:2] for line in others] == [
+        ["  job.yaml:5", "spec.args[1]"],
+        ["  job.yaml:6", "spec.maxReplica"],
+        ["  job.yaml:8", "spec.maxReplicas"],
+    ]
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(BadInput, match=r"^examples/digts\.yaml: there is no such file; check the path$"):
+        manifest.load_checked(Path("examples/digts.yaml"))
+
+
+def test_a_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^\.: is a folder; name the manifest's file in it$"):
+        manifest.load_checked(Path())
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"^file/job\.yaml: cannot be read: Not a directory$"):
+        manifest.load_checked(Path("file/job.yaml"))
+
+
+def test_a_path_that_no_system_has_is_named() -> None:
+    with pytest.raises(BadInput, match="cannot be read: "):
+        manifest.load_checked(Path("a\0b"))
+    with pytest.raises(BadInput, match="cannot be read: File name too long"):
+        manifest.load_checked(Path("a" * 5000))
+
+
+def test_a_file_that_may_not_be_read_is_named() -> None:
+    Path("job.yaml").write_text(HEAD)
+    Path("job.yaml").chmod(0)
+    # As another user, where this one may read everything.
+    code = (
+        "import os, pathlib\n"
+        "from elastic_operator import manifest\n"
+        "if os.geteuid() == 0: os.setresuid(65534, 65534, 65534)\n"
+        "try: manifest.load(pathlib.Path('job.yaml'))\n"
+        "except manifest.BadInput as error: print(error)\n"
+    )
+    Path().chmod(0o755)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert "cannot be read: Permission denied" in done.stdout, done.stderr
+
+
+def test_a_small_file_does_not_grow_through_its_aliases() -> None:
+    lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    assert "with its aliases written out, this is larger than any manifest may be" in refusal("\n".join(lines))
+
+
+def test_a_long_text_does_not_multiply_through_its_aliases() -> None:
+    content = f"a: &a {'x' * 10_000}\nb: [{', '.join(['*a'] * 200)}]\n"
+    assert "with its aliases written out, this is larger than any manifest may be" in refusal(content)
+
+
+def test_merges_do_not_multiply_either() -> None:
+    lines = ["a0: &a0 {b: 1}"]
+    lines += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 30)]
+    assert "with its aliases written out, this is larger than any manifest may be" in refusal("\n".join(lines))
+
+
+# A changed file
+
+
+def test_a_change_of_the_size_is_taken_and_what_was_scaled_stays() -> None:
+    first = manifest.load_checked(MANIFESTS / "template_only.yaml")
+    live = {**first.job, "metadata": {**first.job["metadata"], "uid": "1", "generation": 3}}
+    live["spec"] = {**live["spec"], "replicas": 1}
+    text = (MANIFESTS / "template_only.yaml").read_text()
+    Path("job.yaml").write_text(text.replace("maxReplicas: 2", "maxReplicas: 5"))
+    job = manifest.check_change(manifest.load(Path("job.yaml")), last_applied=first.source.data, live=live)
+    assert (job.spec.max_replicas, job.spec.replicas) == (5, 1)
+    assert job.job["metadata"]["uid"] == "1"
+
+
+def test_a_change_of_anything_else_is_refused_with_its_line() -> None:
+    first = manifest.load_checked(MANIFESTS / "digits.yaml")
+    Path("job.yaml").write_text((MANIFESTS / "digits.yaml").read_text().replace('"20"', '"30"'))
+    with pytest.raises(BadInput) as caught:
+        manifest.check_change(manifest.load(Path("job.yaml")), last_applied=first.source.data, live=first.job)
+    assert str(caught.value).startswith('job.yaml:10: spec.args: ["digits.py", "--epochs", "20"] cannot become ')
+
+
+def test_a_field_that_was_removed_is_told_with_the_line_of_what_it_stood_in() -> None:
+    first = manifest.load_checked(MANIFESTS / "everything.yaml")
+    Path("job.yaml").write_text((MANIFESTS / "everything.yaml").read_text().replace("  maxRestarts: 7\n", ""))
+    with pytest.raises(BadInput, match=r"^job\.yaml:11: spec\.maxRestarts: 7 cannot become 100 while the job runs"):
+        manifest.check_change(manifest.load(Path("job.yaml")), last_applied=first.source.data, live=first.job)
+
+
+def test_a_change_must_be_a_valid_one() -> None:
+    first = manifest.load_checked(MANIFESTS / "digits.yaml")
+    Path("job.yaml").write_text((MANIFESTS / "digits.yaml").read_text().replace("replicas: 2", "replicas: 9"))
+    with pytest.raises(BadInput, match=r"^job\.yaml:8: spec\.replicas: must lie between minReplicas and maxReplicas"):
+        manifest.check_change(manifest.load(Path("job.yaml")), last_applied=first.source.data, live=first.job)
+
+
+# YAML, as kubectl reads it
+
+AS_KUBECTL_READS: list[tuple[str, Any]] = [
+    *((text, True) for text in ("y", "Yes", "on", "True")),
+    *((text, False) for text in ("n", "NO", "Off", "false")),
+    *((text, None) for text in ("", "~", "null", "!!null ''")),
+    *(("1", 1), ("+1", 1), ("-1", -1), ("1_000", 1000), ('!!int "1"', 1), ("08", 8)),
+    *(("0x1f", 31), ("-0x1", -1), ("0b11", 3), ("0o17", 15), ("017", 15)),
+    *(("1e3", 1000), ("3.0", 3), ("1.5", 1.5), ("-.5", -0.5), ("1.5e-3", 0.0015), ("1e21", 1e21)),
+    *(("9223372036854775807", 2**63 - 1), ("9223372036854775808", 2.0**63)),
+    *((text, text) for text in ("1:30", "2001-01-01", "2001-01-01T00:00:00Z")),
+    *((text, text) for text in ("1e400", "0x", "_1", ".", "1.2.3", "12e", "1 2", "nil")),
+    *(('"1"', "1"), ("'yes'", "yes"), ("!!str 1", "1"), ("!!str", ""), (r'"\ud83d\ude00"', "😀")),
+]
+
+
+@pytest.mark.parametrize(("written", "read"), AS_KUBECTL_READS, ids=[repr(text) for text, _ in AS_KUBECTL_READS])
+def test_a_value_is_what_kubectl_takes_it_for(written: str, read: object) -> None:
+    document = read_document(f"a: {written}\n", "job.yaml")
+    assert document.data == {"a": read}
+    assert isinstance(document.data, dict)
+    assert type(document.data["a"]) is type(read)
+
+
+def test_keys_are_texts() -> None:
+    assert read_document("1: a\nyes: b\n0x10: c\n", "job.yaml").data == {"1": "a", "true": "b", "16": "c"}
+
+
+def test_each_value_has_the_line_of_its_key() -> None:
+    at = ("a", "b")
+    document = read_document("a:\n  b:\n  - c\n  -\n    d: |\n      e\n", "job.yaml")
+    assert document.lines == {(): 1, ("a",): 1, (*at,): 2, (*at, 0): 3, (*at, 1): 5, (*at, 1, "d"): 5}
+
+
+@given(
+    data=st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(),
+        lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(), below, max_size=3),
+        max_leaves=8,
+    )
+)
+def test_json_is_read_as_what_it_is(data: object) -> None:
+    assert read_document(f"a: {json.dumps(data)}\n", "job.yaml").data == {"a": data}
+
+
+@given(text=st.text() | st.text(alphabet=" \n\t-:[]{},&*!|>'\"#%@`?<ab1.~"))
+def test_any_text_is_either_read_or_refused_with_one_sentence(text: str) -> None:
+    try:
+        document = read_document(text, "job.yaml")
+    except BadInput as error:
+        said = str(error)
+        assert said.startswith("job.yaml:")
+        assert "\n" not in said
+    else:
+        json.dumps(document.data, allow_nan=False)

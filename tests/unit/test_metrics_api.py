@@ -1,0 +1,242 @@
+"""Code written for torchelastic's documented metrics API, on our registry."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from torchelastic import metrics
+from torchelastic.metrics.api import REGISTRY, MetricRegistry, MetricStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Recorder(metrics.MetricHandler):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[metrics.MetricData] = []
+
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        self.got.append(metric_data)
+
+    @property
+    def values(self) -> list[tuple[str, str, float]]:
+        return [(data.group_name, data.name, data.value) for data in self.got]
+
+
+class Broken(metrics.MetricHandler):
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        raise RuntimeError("disk full")
+
+
+@pytest.fixture
+def everything() -> Iterator[Recorder]:
+    """Gets all values of the process-wide registry."""
+    recorder = Recorder()
+    REGISTRY.attach(recorder)
+    yield recorder
+    REGISTRY.detach(recorder)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_default() -> Iterator[None]:
+    yield
+    metrics.configure(metrics.NullMetricHandler())
+    metrics.configure(metrics.NullMetricHandler(), "my_app")
+
+
+def test_values_are_dropped_when_nothing_is_configured(capfd: pytest.CaptureFixture[str]) -> None:
+    metrics.getStream("my_app").add_value("loss", 0.5)
+    metrics.put_metric("loss", 0.5)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_stream_taken_before_configure_sees_the_new_handler() -> None:
+    stream = metrics.getStream("my_app")
+    first, second = Recorder(), Recorder()
+    stream.add_value("loss", 3)
+    metrics.configure(first, group="my_app")
+    stream.add_value("loss", 2)
+    metrics.configure(second, group="my_app")
+    stream.add_value("loss", 1)
+    assert first.values == [("my_app", "loss", 2)]
+    assert second.values == [("my_app", "loss", 1)]
+
+
+def test_the_default_handler_serves_the_groups_without_one_of_their_own() -> None:
+    default, own = Recorder(), Recorder()
+    metrics.configure(default)
+    metrics.configure(own, "my_app")
+    metrics.put_metric("a", 1)
+    metrics.put_metric("b", 2, "my_app")
+    metrics.put_metric("c", 3, "another")
+    assert default.values == [("torchelastic", "a", 1), ("another", "c", 3)]
+    assert own.values == [("my_app", "b", 2)]
+
+
+def test_a_null_handler_keeps_a_group_from_the_default_one() -> None:
+    default = Recorder()
+    metrics.configure(default)
+    metrics.configure(metrics.NullMetricHandler(), "my_app")
+    metrics.put_metric("b", 2, "my_app")
+    assert default.values == []
+
+
+def test_values_carry_the_time_at_which_they_were_measured() -> None:
+    recorder = Recorder()
+    metrics.configure(recorder, "my_app")
+    before = time.time()
+    metrics.put_metric("loss", 1, "my_app")
+    timestamp, group, name, value = recorder.got[0]
+    assert before <= timestamp <= time.time()
+    assert (group, name, value) == ("my_app", "loss", 1)
+
+
+def test_an_attached_handler_gets_everything_and_is_never_displaced(everything: Recorder) -> None:
+    own = Recorder()
+    metrics.put_metric("a", 1, "my_app")
+    metrics.configure(own, "my_app")
+    metrics.put_metric("b", 2, "my_app")
+    metrics.configure(metrics.NullMetricHandler())
+    metrics.put_metric("c", 3)
+    REGISTRY.detach(everything)
+    metrics.put_metric("d", 4)
+    assert everything.values == [("my_app", "a", 1), ("my_app", "b", 2), ("torchelastic", "c", 3)]
+    assert own.values == [("my_app", "b", 2)]
+
+
+def test_a_handler_that_raises_is_reported_once_and_stops_nothing(
+    everything: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Broken()
+    metrics.configure(broken)
+    metrics.configure(broken, "my_app")
+    for step in range(3):
+        metrics.put_metric("loss", step, "my_app")
+        metrics.put_metric("loss", step, "another")
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1
+    assert "Broken" in errors[0].getMessage()
+    assert "disk full" in str(errors[0].exc_info)
+    assert len(everything.values) == 6
+
+
+@pytest.mark.parametrize("wrong", [Recorder, "console", None])
+def test_what_is_no_handler_is_refused_when_it_is_configured(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="object with a method emit"):
+        metrics.configure(wrong)
+
+
+@pytest.mark.parametrize("handler_name", ["ConsoleMetricHandler", "ConsoleMetricsHandler"])
+def test_the_console_handler_prints_under_both_spellings(handler_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    getattr(metrics, handler_name)().emit(metrics.MetricData(1.5, "my_app", "loss", 0.25))
+    assert capsys.readouterr().out == "[1.5][my_app]: loss=0.25\n"
+
+
+def test_prof_counts_successes_and_failures_and_measures_durations() -> None:
+    recorder = Recorder()
+    metrics.configure(recorder, "my_app")
+
+    @metrics.prof(group="my_app")
+    def halve(number: int) -> int:
+        if number % 2:
+            raise ValueError(number)
+        return number // 2
+
+    assert halve(4) == 2
+    with pytest.raises(ValueError, match="3"):
+        halve(number=3)
+    name = "test_prof_counts_successes_and_failures_and_measures_durations.<locals>.halve"
+    assert [entry[:2] for entry in recorder.values] == [
+        ("my_app", f"{name}.success"),
+        ("my_app", f"{name}.duration.ms"),
+        ("my_app", f"{name}.failure"),
+        ("my_app", f"{name}.duration.ms"),
+    ]
+    assert halve.__name__ == "halve"
+
+
+@metrics.prof
+def answer() -> int:
+    return 42
+
+
+def test_prof_names_a_plain_function_after_its_module(everything: Recorder) -> None:
+    assert answer() == 42
+    assert everything.values[0] == ("torchelastic", f"{__name__.rpartition('.')[2]}.answer.success", 1)
+
+
+async def test_prof_measures_a_coroutine_until_it_ends(everything: Recorder) -> None:
+    gate = asyncio.Event()
+
+    class Loader:
+        @metrics.prof
+        async def load(self) -> str:
+            await gate.wait()
+            return "loaded"
+
+    loading = asyncio.create_task(Loader().load())
+    await asyncio.sleep(0)
+    assert everything.values == []
+    gate.set()
+    assert await loading == "loaded"
+    assert [name.rpartition("Loader.")[2] for _, name, _ in everything.values] == ["load.success", "load.duration.ms"]
+
+
+def test_an_interrupt_is_neither_success_nor_failure(everything: Recorder) -> None:
+    @metrics.prof
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [name.rpartition("interrupted.")[2] for _, name, _ in everything.values] == ["duration.ms"]
+
+
+def test_a_function_that_ends_an_iteration_may_be_profiled(everything: Recorder) -> None:
+    @metrics.prof
+    def train_step() -> None:
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        train_step()
+    assert everything.values[0][1].endswith("train_step.failure")
+
+
+def test_elapsed_time_is_in_whole_milliseconds() -> None:
+    elapsed = metrics.get_elapsed_time_ms(time.time() - 2)
+    assert isinstance(elapsed, int)
+    assert 2000 <= elapsed < 60_000
+
+
+def test_the_initialisation_of_older_launchers_changes_nothing() -> None:
+    registry_before = dict(REGISTRY._configured)
+    metrics.initialize_metrics()
+    metrics.initialize_metrics(metrics.MetricsConfig({"a": "b"}))
+    assert registry_before == REGISTRY._configured
+
+
+def test_registries_are_independent() -> None:
+    registry, recorder = MetricRegistry(), Recorder()
+    registry.configure(recorder)
+    MetricStream("my_app", registry).add_value("loss", 1)
+    metrics.put_metric("loss", 2, "my_app")
+    assert recorder.values == [("my_app", "loss", 1)]
+
+
+def test_measuring_imports_neither_torch_nor_the_prometheus_client() -> None:
+    program = (
+        "import sys; from torchelastic import metrics; metrics.put_metric('a', 1); "
+        "print([name for name in ('torch', 'prometheus_client', 'aiohttp') if name in sys.modules]); "
+        "metrics.PrometheusMetricHandler; print('prometheus_client' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert output.splitlines() == ["[]", "True"]

@@ -1,0 +1,470 @@
+"""What a scrape shows of what programs measure, read back with Prometheus' own parsers."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import re
+import socket
+import threading
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics_exposition
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from torchelastic.errors import SettingsError
+from torchelastic.metrics import MetricData, PrometheusMetricHandler
+from torchelastic.contract import EpochReason
+from torchelastic.metrics.agent import AgentMetrics
+from torchelastic.metrics.api import MetricRegistry
+from torchelastic.metrics.names import snake_case
+from torchelastic.metrics.platform_names import WORKER_STATES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client import Metric
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def put(handler: PrometheusMetricHandler, name: Any, value: Any, group: str = "my_app") -> None:
+    handler.emit(MetricData(0.0, group, name, value))
+
+
+def scrape(handler: PrometheusMetricHandler) -> Samples:
+    """All samples, by name and labels; both formats parse, and say the same."""
+    text = generate_latest(handler.registry).decode()
+    samples = _samples(parse_text(text))
+    openmetrics = openmetrics_exposition.generate_latest(handler.registry).decode()
+    assert _samples(parse_openmetrics(openmetrics)).keys() == samples.keys()
+    return samples
+
+
+def _samples(families: Iterable[Metric]) -> Samples:
+    found: Samples = {}
+    for family in families:
+        for sample in family.samples:
+            key = sample.name, tuple(sorted(sample.labels.items()))
+            assert key not in found, f"{key} stands there twice"
+            found[key] = sample.value
+    return found
+
+
+def types(handler: PrometheusMetricHandler) -> dict[str, str]:
+    return {family.name: family.type for family in parse_text(generate_latest(handler.registry).decode())}
+
+
+def value(handler: PrometheusMetricHandler, name: str, **labels: str) -> float | None:
+    return scrape(handler).get((name, tuple(sorted(labels.items()))))
+
+
+@pytest.fixture
+def handler() -> PrometheusMetricHandler:
+    return PrometheusMetricHandler()
+
+
+@pytest.fixture
+def agent() -> Iterator[AgentMetrics]:
+    with AgentMetrics(MetricRegistry()) as metrics:
+        metrics.handler  # noqa: B018 - asking for it attaches it
+        yield metrics
+
+
+# -- names of the user's
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "put_value", "series", "seen"),
+    [
+        ("my_app", "loss", 0.5, "my_app_loss", 0.5),
+        ("my_app", "train.loss", 0.5, "my_app_train_loss", 0.5),
+        ("my_app", "stepTime", 2, "my_app_step_time", 2),
+        ("MyApp", "HTTPRequests", 2, "my_app_http_requests", 2),
+        ("my-app", "gpu 0/memory", 2, "my_app_gpu_0_memory", 2),
+        ("my_app", "step.duration.ms", 250, "my_app_step_duration_seconds", 0.25),
+        ("my_app", "latency_ms", 1, "my_app_latency_seconds", 0.001),
+        ("my_app", "latencyMs", 1, "my_app_latency_seconds", 0.001),
+        ("my_app", "ms", 1500, "my_app_seconds", 1.5),
+        ("my_app", "items", 1, "my_app_items", 1),
+        ("my_app", "samples_total", 7, "my_app_samples_total_value", 7),
+        ("my_app", "word.count", 7, "my_app_word_count_value", 7),
+        ("my_app", "loss_sum", 7, "my_app_loss_sum_value", 7),
+        ("my_app", "loss_bucket", 7, "my_app_loss_bucket_value", 7),
+        ("my_app", "created", 7, "my_app_created_value", 7),
+        ("my_app", "build_info", 7, "my_app_build_info_value", 7),
+        ("2024", "loss", 7, "group_2024_loss", 7),
+        ("process", "loss", 7, "group_process_loss", 7),
+        ("torchelastic", "my.own", 7, "torchelastic_my_own", 7),
+        ("my_app", "flag", True, "my_app_flag", 1),
+    ],
+)
+def test_a_users_name_becomes_a_gauge_by_prometheus_conventions(
+    handler: PrometheusMetricHandler, group: str, name: str, put_value: float, series: str, seen: float
+) -> None:
+    put(handler, name, put_value, group)
+    assert scrape(handler) == {(series, ()): pytest.approx(seen)}
+    assert types(handler) == {series: "gauge"}
+
+
+def test_a_gauge_shows_its_last_value(handler: PrometheusMetricHandler) -> None:
+    for loss in (3, 2, 1):
+        put(handler, "loss", loss)
+    assert value(handler, "my_app_loss") == 1
+
+
+def test_names_that_come_out_alike_never_share_a_series(
+    handler: PrometheusMetricHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["step.time", "stepTime", "step_time", "step-time", "STEP__TIME", "step.time.", "step_time\n"]
+    for number, name in enumerate(names):
+        put(handler, name, number)
+    put(handler, "time", 99, group="my_app_step")
+    samples = scrape(handler)
+    assert sorted(samples.values()) == [0, 1, 2, 3, 4, 5, 6, 99]
+    assert samples["my_app_step_time", ()] == 0
+    assert all(name.startswith("my_app_step_time") for name, _ in samples)
+    assert len(caplog.records) == 7
+    assert "taken by another name" in caplog.text
+
+
+def test_a_name_that_had_to_be_changed_is_the_same_in_every_process() -> None:
+    first, second = PrometheusMetricHandler(), PrometheusMetricHandler()
+    for handler in (first, second):
+        put(handler, "a.ms", 1000)
+        put(handler, "a_ms", 2000)
+    changed = {name for name, _ in scrape(first)} - {"my_app_a_seconds"}
+    assert scrape(first) == scrape(second)
+    assert re.fullmatch(r"my_app_a_[0-9a-f]{8}_seconds", changed.pop())
+
+
+def test_users_names_cannot_take_the_platforms_series(handler: PrometheusMetricHandler) -> None:
+    put(handler, "state", 5, group="torchelastic_worker")
+    put(handler, "epoch_", 6, group="torchelastic")
+    put(handler, "epoch", 7, group="torchelastic")
+    put(handler, "workers.default.healthy", 1, group="torchelastic")
+    samples = scrape(handler)
+    assert samples["torchelastic_epoch", ()] == 7
+    assert samples["torchelastic_worker_state", (("role", "default"), ("state", "healthy"))] == 1
+    assert sorted(number for (name, labels), number in samples.items() if not labels) == [5, 6, 7]
+
+
+def test_a_histograms_samples_belong_to_it_alone() -> None:
+    handler = PrometheusMetricHandler(histograms={"size": [1, 10]}, counters=["size_count", "size_sum"])
+    put(handler, "size", 5)
+    put(handler, "size_count", 3)
+    put(handler, "size_sum", 4)
+    samples = scrape(handler)
+    assert samples["my_app_size_count", ()] == 1
+    assert samples["my_app_size_sum", ()] == 5
+    others = {name: number for (name, _), number in samples.items() if name.endswith("_total")}
+    assert sorted(others.values()) == [3, 4]
+
+
+class Name(enum.Enum):
+    LOSS = "loss"
+
+
+class TextName(enum.StrEnum):
+    LOSS = "loss"
+
+
+def test_names_that_are_not_strings_are_written_out(handler: PrometheusMetricHandler) -> None:
+    for number, name in enumerate([1, "1", 1.0, None, Name.LOSS, b"loss", ("a", 1), TextName.LOSS]):
+        put(handler, name, number)
+    samples = scrape(handler)
+    assert sorted(samples.values()) == list(range(8))
+    assert {"my_app_none", "my_app_name_loss", "my_app_loss", "my_app_1"} <= {name for name, _ in samples}
+    put(handler, TextName.LOSS, 70)
+    put(handler, "loss", 71)
+    assert value(handler, "my_app_loss") == 71
+
+
+@pytest.mark.parametrize("name", ["損失", "", "...", "\udc80", "a" * 5000, 'quote " and \\ and \n', "{}", "café"])
+def test_any_text_gives_a_well_formed_series(handler: PrometheusMetricHandler, name: str) -> None:
+    put(handler, name, 3)
+    ((series, _),) = scrape(handler)
+    assert re.fullmatch(r"my_app_[a-z0-9_]{1,220}", series)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=12), st.text("aB._1-ms é", max_size=8) | st.text(max_size=12)),
+        unique=True,
+        max_size=12,
+    )
+)
+def test_no_names_whatever_ever_meet_in_one_series(sources: list[tuple[str, str]]) -> None:
+    handler = PrometheusMetricHandler()
+    for number, (group, name) in enumerate(sources):
+        # In thousands, so that seconds are told from milliseconds and stay whole.
+        put(handler, name, (number + 1) * 1000, group=f"g{group}")
+    samples = scrape(handler)
+    assert len(samples) == len(sources)
+    seen = sorted(number if number >= 1000 else number * 1000 for number in samples.values())
+    assert seen == [(number + 1) * 1000 for number in range(len(sources))]
+
+
+@given(st.text())
+def test_snake_case_is_what_prometheus_takes_and_stays_as_it_is(text: str) -> None:
+    once = snake_case(text)
+    assert re.fullmatch(r"([a-z0-9]+(_[a-z0-9]+)*)?", once)
+    assert snake_case(once) == once
+
+
+# -- counters and histograms on request
+
+
+def test_a_counter_on_request_adds_up() -> None:
+    handler = PrometheusMetricHandler(counters=["samples", "tokens_total", "busy.ms"])
+    for _ in range(3):
+        put(handler, "samples", 64)
+        put(handler, "tokens_total", 10)
+        put(handler, "busy.ms", 500)
+    assert scrape(handler) == {
+        ("my_app_samples_total", ()): 192,
+        ("my_app_tokens_total", ()): 30,
+        ("my_app_busy_seconds_total", ()): 1.5,
+    }
+    assert set(types(handler).values()) == {"counter"}
+
+
+def test_a_histogram_on_request_has_the_buckets_asked_for() -> None:
+    handler = PrometheusMetricHandler(histograms={"step.ms": [0.1, 1]})
+    for milliseconds in (50, 500, 5000):
+        put(handler, "step.ms", milliseconds)
+    samples = scrape(handler)
+    assert [samples["my_app_step_seconds_bucket", (("le", bound),)] for bound in ("0.1", "1.0", "+Inf")] == [1, 2, 3]
+    assert samples["my_app_step_seconds_sum", ()] == pytest.approx(5.55)
+    assert samples["my_app_step_seconds_count", ()] == 3
+    assert types(handler) == {"my_app_step_seconds": "histogram"}
+
+
+@pytest.mark.parametrize("buckets", [[], [2, 1], [1, 1], [math.inf], [math.nan, 1]])
+def test_buckets_that_are_not_ascending_are_refused(buckets: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"buckets of 'x' must be finite numbers, each above"):
+        PrometheusMetricHandler(histograms={"x": buckets})
+
+
+def test_a_name_is_a_counter_or_a_histogram() -> None:
+    with pytest.raises(ValueError, match="'x' is asked for both"):
+        PrometheusMetricHandler(histograms={"x": [1]}, counters=["x"])
+
+
+# -- values that cannot be taken
+
+
+def test_a_gauge_shows_values_that_are_not_finite(handler: PrometheusMetricHandler) -> None:
+    put(handler, "loss", math.nan)
+    put(handler, "bound", -math.inf)
+    assert math.isnan(scrape(handler)["my_app_loss", ()])
+    assert value(handler, "my_app_bound") == -math.inf
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -1])
+def test_a_value_that_would_spoil_a_sum_is_dropped_counted_and_told_once(
+    wrong: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = PrometheusMetricHandler(counters=["samples"], histograms={"size": [1, 10]})
+    for name in ("samples", "size"):
+        put(handler, name, 2)
+        put(handler, name, wrong)
+        put(handler, name, 3)
+    samples = scrape(handler)
+    assert samples["my_app_samples_total", ()] == 5
+    assert samples["my_app_size_sum", ()] == 5
+    assert samples["my_app_size_count", ()] == 2
+    reason = "negative" if wrong == -1 else "not_finite"
+    assert samples["torchelastic_metrics_dropped_total", (("reason", reason),)] == 2
+    assert len(caplog.records) == 1
+
+
+def test_a_histogram_with_a_bucket_below_zero_takes_negative_values() -> None:
+    handler = PrometheusMetricHandler(histograms={"reward": [-1, 0, 1]})
+    put(handler, "reward", -0.5)
+    samples = _samples(parse_text(generate_latest(handler.registry).decode()))
+    assert samples["my_app_reward_bucket", (("le", "0.0"),)] == 1
+    assert samples["my_app_reward_bucket", (("le", "-1.0"),)] == 0
+
+
+@pytest.mark.parametrize("wrong", ["high", None, [1], object(), 10**400, 1j])
+def test_a_value_that_is_no_number_is_dropped_counted_and_told_once(
+    handler: PrometheusMetricHandler, wrong: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(handler, "loss", 1)
+    put(handler, "loss", wrong)
+    put(handler, "accuracy", wrong)
+    assert scrape(handler) == {
+        ("my_app_loss", ()): 1,
+        ("torchelastic_metrics_dropped_total", (("reason", "not_a_number"),)): 2,
+    }
+    assert len(caplog.records) == 1
+    assert "loss" in caplog.text
+
+
+def test_a_loop_that_makes_new_names_meets_a_limit_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    handler = PrometheusMetricHandler(max_series=100)
+    for step in range(1000):
+        put(handler, f"loss_at_step_{step}", step)
+    put(handler, "loss_at_step_5", -5)
+    put(handler, "epoch", 3, group="torchelastic")
+    samples = scrape(handler)
+    assert samples["my_app_loss_at_step_5", ()] == -5
+    assert samples["torchelastic_epoch", ()] == 3
+    assert samples["torchelastic_metrics_dropped_total", (("reason", "too_many_names"),)] == 900
+    assert len(samples) == 102
+    assert len(handler._sinks) == 101
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "100 different names" in caplog.text
+
+
+def test_the_platforms_group_has_a_limit_too() -> None:
+    handler = PrometheusMetricHandler(max_series=10)
+    for number in range(50):
+        put(handler, f"workers.role{number}.run_total", 1, group="torchelastic")
+    assert sum(name == "torchelastic_runs_total" for name, _ in scrape(handler)) == 10
+
+
+def test_threads_that_measure_at_once_lose_nothing() -> None:
+    handler = PrometheusMetricHandler(counters=["samples"])
+
+    def work() -> None:
+        for number in range(500):
+            put(handler, "samples", 1)
+            put(handler, f"gauge_{number}", number)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    scrape(handler)
+    for thread in threads:
+        thread.join()
+    samples = scrape(handler)
+    assert samples["my_app_samples_total", ()] == 2000
+    assert len(samples) == 501
+
+
+# -- the platform's names
+
+
+def test_the_state_of_the_workers_is_one_of_several(agent: AgentMetrics) -> None:
+    for state in ("init", "healthy"):
+        agent.worker_state("trainer", state)
+        states = {
+            dict(labels)["state"]: number
+            for (name, labels), number in scrape(agent.handler).items()
+            if name == "torchelastic_worker_state" and dict(labels)["role"] == "trainer"
+        }
+        assert states == {**dict.fromkeys(WORKER_STATES, 0), state: 1}
+    put(agent.handler, "workers.trainer.healthy", 0, group="torchelastic")
+    assert value(agent.handler, "torchelastic_worker_state", role="trainer", state="healthy") == 0
+    assert types(agent.handler) == {"torchelastic_worker_state": "gauge"}
+
+
+def test_an_epoch_shows_its_number_and_world_size(agent: AgentMetrics) -> None:
+    agent.epoch(7, world_size=16)
+    agent.remaining_restarts("default", 99)
+    assert scrape(agent.handler) == {
+        ("torchelastic_epoch", ()): 7,
+        ("torchelastic_world_size", ()): 16,
+        ("torchelastic_remaining_restarts", (("role", "default"),)): 99,
+    }
+
+
+def test_recoveries_are_measured_in_seconds_by_cause(agent: AgentMetrics) -> None:
+    agent.recovered(0.2, EpochReason.WORKER_FAILED)
+    agent.recovered(3.0, EpochReason.WORKER_FAILED)
+    agent.recovered(0.1, EpochReason.NODE_LOST)
+    name = "torchelastic_recovery_duration_seconds"
+    assert value(agent.handler, f"{name}_bucket", cause="worker_failed", le="0.25") == 1
+    assert value(agent.handler, f"{name}_count", cause="worker_failed") == 2
+    assert value(agent.handler, f"{name}_sum", cause="worker_failed") == pytest.approx(3.2)
+    assert value(agent.handler, f"{name}_count", cause="node_lost") == 1
+    assert types(agent.handler) == {name: "histogram"}
+
+
+@pytest.mark.parametrize(
+    ("succeeded", "restarts", "outcome", "retries", "flakiness"),
+    [
+        (True, 0, "success", "no", 0.0),
+        (True, 2, "success", "yes", 0.2),
+        (False, 0, "failure", "no", 1.0),
+        (False, 9, "failure", "yes", 1.0),
+    ],
+)
+def test_the_end_of_a_run_is_counted_by_its_outcome(
+    agent: AgentMetrics, succeeded: bool, restarts: int, outcome: str, retries: str, flakiness: float
+) -> None:
+    agent.run_ended("default", succeeded=succeeded, restarts=restarts, max_restarts=9)
+    samples = scrape(agent.handler)
+    outcomes = {labels for (name, labels), number in samples.items() if number and name.endswith("outcomes_total")}
+    assert outcomes == {(("outcome", outcome), ("retries", retries), ("role", "default"))}
+    assert value(agent.handler, "torchelastic_runs_total", role="default") == 1
+    assert value(agent.handler, "torchelastic_flakiness_ratio", role="default") == pytest.approx(flakiness)
+    assert types(agent.handler)["torchelastic_run_outcomes"] == "counter"
+
+
+def test_operations_are_counted_by_outcome_and_timed(agent: AgentMetrics) -> None:
+    with agent.measured("SimpleElasticAgent._rendezvous"):
+        pass
+    with pytest.raises(OSError, match="no"), agent.measured("LocalElasticAgent._start_workers"):
+        raise OSError("no")
+    put(agent.handler, "state_sync.duration.ms", 30, group="torchelastic")
+    put(agent.handler, "checkpoint.write_latency_ms", 2000, group="torchelastic")
+    samples = scrape(agent.handler)
+    assert samples["torchelastic_operations_total", (("operation", "rendezvous"), ("outcome", "success"))] == 1
+    assert samples["torchelastic_operations_total", (("operation", "start_workers"), ("outcome", "failure"))] == 1
+    assert samples["torchelastic_operation_duration_seconds_count", (("operation", "start_workers"),)] == 1
+    assert samples["torchelastic_operation_duration_seconds_sum", (("operation", "state_sync"),)] == 0.03
+    assert samples["torchelastic_checkpoint_write_latency_seconds_sum", ()] == 2
+
+
+@pytest.mark.parametrize("role", ["a.b", 'tr"ainer', "损失", "x\ny"])
+def test_any_role_is_a_label(agent: AgentMetrics, role: str) -> None:
+    agent.remaining_restarts(role, 3)
+    assert value(agent.handler, "torchelastic_remaining_restarts", role=role) == 3
+
+
+def test_without_a_reader_the_agents_values_go_nowhere() -> None:
+    registry = MetricRegistry()
+    metrics = AgentMetrics(registry)
+    metrics.epoch(1, 2)
+    assert scrape(metrics.handler) == {}
+    metrics.close()
+    assert registry._attached == ()
+
+
+# -- served
+
+
+def test_it_serves_by_itself_in_any_program() -> None:
+    handler = PrometheusMetricHandler(port=0, address="127.0.0.1")
+    try:
+        put(handler, "loss", 0.5)
+        with urllib.request.urlopen(f"http://127.0.0.1:{handler.port}/metrics") as response:
+            assert "my_app_loss 0.5" in response.read().decode()
+    finally:
+        handler.close()
+    assert handler.port is None
+
+
+def test_a_taken_port_is_told_in_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=rf"port {port}: another process has it"):
+            PrometheusMetricHandler(port=port, address="127.0.0.1")
+
+
+def test_its_series_can_stand_in_a_registry_of_the_programs_own(handler: PrometheusMetricHandler) -> None:
+    own = CollectorRegistry(auto_describe=True)
+    own.register(handler)
+    put(handler, "loss", 0.5)
+    assert "my_app_loss 0.5" in generate_latest(own).decode()
