@@ -59,10 +59,12 @@ class Pod:
         ready: whether its agent serves.
         terminating: whether its deletion has begun.
         created: when it was made.
+        started: when its worker container started; None where it has not, or where it is not known.
         ended: when its worker container ended; None while it has not.
         exit_code: of the agent; 128 + n for a signal; None while it runs or where it is not known.
         message: the agent's last words; a plain text where they were not ours, None where there are none.
         failures: how many pods of this index failed in a row before it.
+        size: the wanted size that it was started with; None where it is not known.
     """
 
     name: str
@@ -72,10 +74,12 @@ class Pod:
     ready: bool = False
     terminating: bool = False
     created: float = 0.0
+    started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
     message: TerminationMessage | str | None = None
     failures: int = 0
+    size: SizeRecord | None = None
 
 
 class EtcdState(enum.StrEnum):
@@ -93,7 +97,8 @@ class Observed:
     Attributes:
         pods: the worker pods that exist, in any state.
         etcd: the store; an external one counts as ready.
-        store_read: whether the keys below could be read; where not, they are None without meaning it.
+        store_read: whether the keys below are what stands in the store now; where not, they are what was last seen
+            there, and None means nothing.
         epoch: the current epoch.
         outcome: the end of the run.
         size: the wanted size as it stands in the store.
@@ -133,15 +138,16 @@ class JobStatus:
     Attributes:
         state: one word.
         observed_generation: of the spec that this status speaks of.
-        replicas: worker pods that are neither ended nor going.
+        replicas: worker pods that are neither ended nor going, once the plan that came with this status is carried out.
         ready: of these, the ready ones.
         desired: how many there should be.
         epoch: the number of the current epoch.
         world_size: how many workers train in it.
         restarts: failures of workers charged so far.
         pod_failures: pods that ended by themselves, without an outcome, charged so far.
-        accounted: UIDs of ended pods that are charged (or forgiven) already and not yet gone.
-        size_generation: of the last wanted size that was written to the store.
+        accounted: UIDs of pods, ended or going, that are charged or forgiven already and not yet gone.
+        size_generation: of the wanted size that the agents were told last, with their pods or through the store; 0 as
+            long as no pod was made.
         started: when the first epoch formed.
         completed: when the job finished.
         last_failure: in words.

@@ -114,6 +114,8 @@ class LocalRun:
                             return snapshot
         except TimeoutError:
             why = "took too long"
+        except aiohttp.ClientError as error:
+            why = f"broke off ({error})"
         else:
             why = "ended before"
         raise AssertionError(f"the run {why}; last snapshot: {json.dumps(snapshot, indent=1)}\n{self.output}")

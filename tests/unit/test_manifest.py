@@ -336,12 +336,12 @@ AS_KUBECTL_READS: list[tuple[str, Any]] = [
     *(("1e3", 1000), ("3.0", 3), ("1.5", 1.5), ("-.5", -0.5), ("1.5e-3", 0.0015), ("1e21", 1e21)),
     *(("9223372036854775807", 2**63 - 1), ("9223372036854775808", 2.0**63)),
     *((text, text) for text in ("1:30", "2001-01-01", "2001-01-01T00:00:00Z")),
-    *((text, text) for text in ("1e400", "0x", "_1", ".", "1.2.3", "12e", "1 2", "nil")),
+    *((text, text) for text in ("1e400", "9" * 5000, "0x", "_1", ".", "1.2.3", "12e", "1 2", "nil")),
     *(('"1"', "1"), ("'yes'", "yes"), ("!!str 1", "1"), ("!!str", ""), (r'"\ud83d\ude00"', "😀")),
 ]
 
 
-@pytest.mark.parametrize(("written", "read"), AS_KUBECTL_READS, ids=[repr(text) for text, _ in AS_KUBECTL_READS])
+@pytest.mark.parametrize(("written", "read"), AS_KUBECTL_READS, ids=[repr(text[:40]) for text, _ in AS_KUBECTL_READS])
 def test_a_value_is_what_kubectl_takes_it_for(written: str, read: object) -> None:
     document = read_document(f"a: {written}\n", "job.yaml")
     assert document.data == {"a": read}

@@ -203,8 +203,7 @@ class Agent:
 
     async def _begin_epoch(self, began: EpochBegan, workers: Workers, node: RendezvousNode) -> None:
         epoch = began.record
-        if self._epoch is not None or epoch.number > 1:
-            logger.info("epoch %d: %s", epoch.number, epoch.cause)
+        logger.info("epoch %d: %s", epoch.number, epoch.cause)
         if self._group is not None and self._broken_at is None:
             self._broken_at = time.monotonic()
         await self._stop_workers(0.0)
@@ -214,7 +213,8 @@ class Agent:
             self._settings.role, max(self._settings.rendezvous.max_restarts - epoch.restarts, 0)
         )
         if node.node not in epoch.nodes:
-            logger.info("%s", "waiting as a spare" if epoch.members else epoch.cause)
+            if epoch.members:
+                logger.info("epoch %d: not needed now; waiting as a spare", epoch.number)
             self._metrics.worker_state(self._settings.role, "stopped")
             return
         if began.store is not None:

@@ -28,7 +28,9 @@ def run(kind: str, argv: Sequence[str]) -> None:
         argv: the script or module, and its arguments.
     """
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__dict__.update(__builtins__=sys.modules["builtins"])
+    if sys.version_info < (3, 14):
+        main.__dict__.update(__annotations__={})
     sys.modules["__main__"] = main
     code = _module(main, argv) if kind == "module" else _script(main, argv)
     exec(code, main.__dict__)  # noqa: S102 - this is what it is for
@@ -50,7 +52,7 @@ def _script(main: types.ModuleType, argv: Sequence[str]) -> types.CodeType:
         return _container(main, name)
     if not sys.flags.safe_path:
         sys.path.insert(0, str(path.resolve().parent))
-    main.__file__ = str(path.absolute())
+    main.__file__ = _absolute(name)
     main.__spec__ = None
     main.__dict__["__cached__"] = None
     if path.suffix == ".pyc":
@@ -68,11 +70,19 @@ def _script(main: types.ModuleType, argv: Sequence[str]) -> types.CodeType:
     return compile(source, main.__file__, "exec", dont_inherit=True)
 
 
+def _absolute(name: str) -> str:
+    """The path as the interpreter makes it absolute: dots in it are kept."""
+    if name == ".":
+        return str(Path.cwd())
+    return name if name.startswith("/") else f"{Path.cwd()}/{name}"
+
+
 def _container(main: types.ModuleType, name: str) -> types.CodeType:
-    sys.path.insert(0, name)
-    spec = PathFinder.find_spec("__main__", [name])
+    path = _absolute(name)
+    sys.path.insert(0, path)
+    spec = PathFinder.find_spec("__main__", [path])
     if spec is None:
-        line = f"can't find '__main__' module in {str(Path(name).absolute())!r}"
+        line = f"can't find '__main__' module in {path!r}"
         _refuse(line, f"there is no __main__.py in {name}", _NO_MODULE)
     return _of_spec(main, spec)
 

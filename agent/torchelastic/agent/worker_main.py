@@ -14,7 +14,7 @@ from torchelastic.agent import error_file, run_program
 from torchelastic.agent.title import set_title
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,11 @@ class _QuietEnd:
     """
 
     def __init__(self) -> None:
-        self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        self._steps = (os.open, os.devnull, os.O_WRONLY, os.dup2)  # names are no longer known then
 
-    def __del__(self, dup2: Callable[[int, int], int] = os.dup2) -> None:
-        dup2(self._nowhere, 2)
+    def __del__(self) -> None:
+        open_, nowhere, mode, dup2 = self._steps
+        dup2(open_(nowhere, mode), 2)
 
 
 def _nothing(*_: object) -> None:

@@ -7,7 +7,7 @@ import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
-from torchelastic.contract import EpochRecord, NodePhase, NodeRecord, OutcomeRecord, decode, encode
+from torchelastic.contract import EpochRecord, NodePhase, NodeRecord, decode, encode
 from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreUnavailable
 from torchelastic.rendezvous.decide import Abdicate, Decision, EndRun, FormEpoch, Hold, Peer, View, decide
 from torchelastic.rendezvous.link import Verdict, probe
@@ -281,12 +281,12 @@ class Leadership:
             expected = self._control.epoch.modified
             revision = await self._store.swap(self._keys.epoch, encode(record), expected=expected)
             if revision is not None:
-                logger.info("epoch %d: %s", record.number, record.cause)
+                logger.debug("committed epoch %d: %s", record.number, record.cause)
                 self._control.set_epoch(record, revision)
                 return
         elif isinstance(decision, EndRun):
             if await self._store.swap(self._keys.outcome, encode(decision.record), expected=0) is not None:
-                logger.info("the run has %s%s", decision.record.state, _because(decision.record))
+                logger.debug("committed the outcome: %s", decision.record.state)
         elif isinstance(decision, Abdicate):
             logger.info("%s", decision.why)
             await self._abdicate()
@@ -348,7 +348,3 @@ def _with(peer: Peer, *, answers: bool | None = None, failed_at: int | None = No
         answers=peer.answers if answers is None else answers,
         failed_at=peer.failed_at if failed_at is None else failed_at,
     )
-
-
-def _because(outcome: OutcomeRecord) -> str:
-    return f": {outcome.message}" if outcome.message else ""

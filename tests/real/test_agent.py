@@ -1,0 +1,201 @@
+"""What somebody who types ``torchelastic-run`` gets: real agents, real etcd, real torch workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import MEETING, AgentProcess, until_gone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "meeting.py"
+    path.write_text(MEETING)
+    return path
+
+
+@pytest.fixture
+def stop(tmp_path: Path) -> Path:
+    """The file whose appearance lets the workers finish."""
+    return tmp_path / "stop"
+
+
+@pytest.fixture
+def line(etcd: EtcdServer) -> list[str]:
+    """Flags for nodes of one run on a real etcd."""
+    return [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"]
+
+
+async def test_two_nodes_train_together_and_succeed(line: list[str], program: Path, stop: Path) -> None:
+    async with (
+        AgentProcess(*line, "--nnodes=2", "--nproc-per-node=2", program, stop) as a,
+        AgentProcess(*line, "--nnodes=2", "--nproc-per-node=2", program, stop) as b,
+    ):
+        for agent in (a, b):
+            await agent.trains(world=4)
+        stop.touch()
+        assert [await a.code(), await b.code()] == [0, 0]
+    ranks = {text for agent in (a, b) for text in agent.lines if "is done" in text}
+    assert ranks == {f"[rank {rank}] rank {rank} is done" for rank in range(4)}
+
+
+async def test_a_killed_worker_restarts_the_epoch_on_all_nodes_and_is_named(
+    line: list[str], program: Path, stop: Path
+) -> None:
+    async with (
+        AgentProcess(*line, "--nnodes=2", program, stop) as a,
+        AgentProcess(*line, "--nnodes=2", program, stop) as b,
+    ):
+        worker = await a.trains(world=2)
+        await b.trains(world=2)
+        os.kill(worker, signal.SIGKILL)
+        for agent in (a, b):
+            await agent.said(r"epoch 2 rank \d of 2")
+            await agent.said(r"epoch 2: rank \d on \S+: .*SIGKILL")
+        stop.touch()
+        assert [await a.code(), await b.code()] == [0, 0]
+
+
+async def test_when_an_agent_is_killed_its_workers_die_with_it_and_the_others_go_on(
+    line: list[str], program: Path, stop: Path
+) -> None:
+    nodes = [*line, "--nnodes=1:2", "--rdzv-conf=lease=60"]
+    async with (
+        AgentProcess(*nodes, "--node-name=one", program, stop) as a,
+        AgentProcess(*nodes, "--node-name=two", program, stop) as b,
+    ):
+        workers = [await agent.trains(world=2) for agent in (a, b)]
+        a.kill()
+        await until_gone(workers[0])
+        await b.said("epoch 2: one died")
+        await b.trains(world=1)
+        stop.touch()
+        assert await b.code() == 0
+
+
+async def test_an_agent_that_is_asked_to_go_says_so_and_the_others_go_on(
+    line: list[str], program: Path, stop: Path
+) -> None:
+    nodes = [*line, "--nnodes=1:2"]
+    async with (
+        AgentProcess(*nodes, "--node-name=one", program, stop) as a,
+        AgentProcess(*nodes, "--node-name=two", program, stop) as b,
+    ):
+        workers = [await agent.trains(world=2) for agent in (a, b)]
+        a.kill(signal.SIGTERM)
+        assert await a.code() == 143
+        await until_gone(workers[0])
+        await b.said("epoch 2: one left")
+        await b.trains(world=1)
+        stop.touch()
+        assert await b.code() == 0
+
+
+async def test_a_third_node_is_taken_in_while_the_run_goes_on(line: list[str], program: Path, stop: Path) -> None:
+    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=joining_window=1"]
+    async with AgentProcess(*nodes, program, stop) as a:
+        await a.trains(world=1)
+        async with AgentProcess(*nodes, program, stop) as b:
+            await asyncio.gather(a.trains(world=2), b.trains(world=2))
+            stop.touch()
+            assert [await a.code(), await b.code()] == [0, 0]
+
+
+async def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it(
+    own_etcd: EtcdServer, program: Path, stop: Path
+) -> None:
+    nodes = [
+        f"--rdzv-endpoint={own_etcd.endpoint}",
+        "--rdzv-id=outage",
+        "--local-addr=127.0.0.1",
+        "--nnodes=1:2",
+        "--rdzv-conf=joining_window=1,lease=2",
+    ]
+    async with AgentProcess(*nodes, program, stop) as a:
+        await a.trains(world=1)
+        await own_etcd.kill()
+        await a.said("lost sight of")
+        await own_etcd.start()
+        async with AgentProcess(*nodes, program, stop) as b:
+            await asyncio.gather(a.trains(world=2), b.trains(world=2))
+            stop.touch()
+            assert [await a.code(), await b.code()] == [0, 0]
+    assert "epoch 3" not in a.output
+
+
+async def test_a_program_that_fails_at_once_again_and_again_fails_the_run_with_its_own_exception(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text("def work():\n    raise ValueError('the data are broken')\nwork()\n")
+    log = tmp_path / "termination"
+    async with AgentProcess("--standalone", "--termination-log", log, program) as agent:
+        assert await agent.code() == 1
+    last = agent.lines[-1]
+    assert "ValueError: the data are broken" in last
+    assert "failed 3 times in a row within 10 s of their start" in last
+    message = json.loads(log.read_text())
+    assert message["reason"] == "WorkerFailed"
+    assert "ValueError: the data are broken" in message["failure"]["t"]
+
+
+async def test_the_restart_budget_is_the_runs_own(line: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text("import sys; sys.exit(7)\n")
+    nodes = [*line, "--nnodes=2", "--max-restarts=1"]
+    async with AgentProcess(*nodes, program) as a, AgentProcess(*nodes, program) as b:
+        assert [await a.code(), await b.code()] == [1, 1]
+    for agent in (a, b):
+        assert "exit code 7; no restart is left of the 1 that it may have" in agent.lines[-1]
+        assert "epoch 2" in agent.output
+        assert "epoch 3" not in agent.output
+
+
+async def test_a_finished_runs_id_does_not_block_the_next_run_of_that_id(
+    line: list[str], program: Path, stop: Path
+) -> None:
+    stop.touch()
+    for _ in range(2):
+        async with AgentProcess(*line, "--nnodes=1:1", program, stop) as agent:
+            await agent.trains(world=1)
+            assert await agent.code() == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_signal_before_etcd_is_there_ends_the_agent_at_once(
+    program: Path, stop: Path, number: signal.Signals, code: int
+) -> None:
+    async with AgentProcess("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--nnodes=2", program, stop) as agent:
+        await agent.said("127.0.0.1:1")
+        agent.kill(number)
+        assert await agent.code() == code
+
+
+async def test_an_etcd_that_never_comes_fails_with_a_sentence(program: Path, stop: Path) -> None:
+    async with AgentProcess(
+        "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--nnodes=2", "--rdzv-conf=join_timeout=1", program, stop
+    ) as agent:
+        assert await agent.code() == 3
+    assert "127.0.0.1:1" in agent.lines[-1]
+    assert "Traceback" not in agent.output
+
+
+async def test_bad_input_is_answered_with_one_sentence(tmp_path: Path) -> None:
+    async with AgentProcess("--standalone", tmp_path / "missing.py") as agent:
+        assert await agent.code() == 2
+    assert len(agent.lines) == 1
+    assert "missing.py" in agent.lines[0]

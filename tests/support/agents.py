@@ -1,0 +1,148 @@
+"""Real agents with real workers, as a user starts them, and what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+PATIENCE = 60.0
+"""Seconds after which a test gives up, on a machine that is busy with others; nothing is measured by it."""
+
+MEETING = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+epoch, rank, world = os.environ["TORCHELASTIC_EPOCH"], dist.get_rank(), dist.get_world_size()
+dist.all_reduce(torch.ones(1))
+print(f"epoch {epoch} rank {rank} of {world} pid {os.getpid()}", flush=True)
+while True:
+    stop = torch.tensor([float(os.path.exists(sys.argv[1]))])
+    dist.all_reduce(stop)
+    if stop.item():
+        break
+    time.sleep(0.01)
+dist.destroy_process_group()
+print(f"rank {rank} is done", flush=True)
+"""
+"""A program whose workers meet, say so, and stay together until a file appears."""
+
+
+class AgentProcess:
+    """One ``torchelastic-run`` with its output; ended, whatever happens, at the end of ``async with``."""
+
+    def __init__(self, *arguments: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+        self._arguments = [str(argument) for argument in arguments]
+        self._env = {**os.environ, **(env or {})}
+        self._cwd = cwd
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._more = asyncio.Condition()
+        self._closed = False
+        self.lines: list[str] = []
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "torchelastic.run",
+            *self._arguments,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._env,
+            cwd=self._cwd,
+            start_new_session=True,
+        )
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def said(self, pattern: str, *, since: int = 0) -> re.Match[str]:
+        """Wait for a line that matches; fail, with all that was said, where none comes."""
+        try:
+            async with asyncio.timeout(PATIENCE), self._more:
+                position = since
+                while True:
+                    while position < len(self.lines):
+                        if match := re.search(pattern, self.lines[position]):
+                            return match
+                        position += 1
+                    assert not self._closed, f"ended without saying {pattern!r}:\n{self.output}"
+                    await self._more.wait()
+        except TimeoutError:
+            raise AssertionError(f"never said {pattern!r}:\n{self.output}") from None
+
+    async def trains(self, *, world: int, since: int = 0) -> int:
+        """Wait until a worker has met a world of this size; gives back its process id."""
+        return int((await self.said(rf"epoch \d+ rank \d+ of {world} pid (\d+)", since=since))[1])
+
+    async def code(self) -> int:
+        """Wait for its end."""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                code = await self.process.wait()
+        except TimeoutError:
+            raise AssertionError(f"never ended:\n{self.output}") from None
+        if self._reading is not None:
+            await self._reading
+        return code
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            async with self._more:
+                self.lines.append(line.decode(errors="replace").rstrip("\n"))
+                self._more.notify_all()
+        async with self._more:
+            self._closed = True
+            self._more.notify_all()
+
+
+async def until_gone(pid: int) -> None:
+    """Wait for the end of a process that is not this one's child."""
+    with suppress(ProcessLookupError):
+        handle = os.pidfd_open(pid)
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(handle, ended.set)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await ended.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
