@@ -161,6 +161,11 @@ class Workers:
             *([self._group.stop(0)] if self._group is not None else []),
         )
 
+    @property
+    def fork_server_pid(self) -> int | None:
+        """The fork server's process id; None while none runs, which is so from its death to the next need."""
+        return self._fork_server.pid
+
     def _base(self) -> dict[str, str]:
         """The environment that is the same for all workers."""
         base = dict(os.environ)

@@ -15,7 +15,7 @@ from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreUnavaila
 from torchelastic.rendezvous.pulse import Pulse
 from torchelastic.rendezvous.session import retry_delay
 from torchelastic.store.api import Listing
-from torchelastic.store.follow import follow
+from torchelastic.store.following import follow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,7 +13,7 @@ from torchelastic.rendezvous.decide import Abdicate, Decision, EndRun, FormEpoch
 from torchelastic.rendezvous.link import Verdict, probe
 from torchelastic.rendezvous.session import retry_delay
 from torchelastic.store.api import Listing
-from torchelastic.store.follow import follow
+from torchelastic.store.following import follow
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -13,15 +13,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torchelastic.store.api import Change, Entry, Listing, Store, StoreSettings
-from torchelastic.store.follow import follow
+from torchelastic.store.following import follow
 
 if TYPE_CHECKING:
-    from torchelastic.store.connect import connect
+    from torchelastic.store.adapters import connect
     from torchelastic.store.memory import MemoryStore
 
 __all__ = ["Change", "Entry", "Listing", "MemoryStore", "Store", "StoreSettings", "connect", "follow"]
 
-_LAZY = {"connect": "torchelastic.store.connect", "MemoryStore": "torchelastic.store.memory"}
+_LAZY = {"connect": "torchelastic.store.adapters", "MemoryStore": "torchelastic.store.memory"}
 
 
 def __getattr__(name: str) -> object:
