@@ -1,7 +1,7 @@
 """The spec of an ElasticJob as the plan sees it: typed, with every default filled in.
 
-The CRD (crds/elasticjob.yaml) is the one source of truth for what is allowed; this module only turns a manifest that has
-passed it into frozen dataclasses, so that nothing below has to ask whether a field is there.
+The CRD (crds/elasticjob.yaml) is the one source of truth for what is allowed; this module only turns a manifest that
+has passed it into frozen dataclasses, so that nothing below has to ask whether a field is there.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -27,7 +26,7 @@ WAITS = "echo rank $RANK of $WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.05;
 
 
 class LocalRun:
-    """One `elasticjob run`; within ``async with`` it runs, and after it nothing of it is left.
+    """One `elasticjob run`; within ``async with`` it runs, unless it ends by itself.
 
     Args:
         home: its home folder, which also marks its processes.
@@ -59,9 +58,8 @@ class LocalRun:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for pid in processes_of(self.home):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if self.process.returncode is None:
+            self.process.kill()
         await self.process.wait()
         await self._reading
 

@@ -1,0 +1,244 @@
+"""Elastic data-parallel training in one file to copy from: a small convolutional network learns to read digits.
+
+It may be killed, grown and shrunk at any moment, and still comes to the same result. Three habits make it so:
+
+1. One number says how far training is: the step. Which samples come next, how they are distorted and the learning rate
+   follow from it alone, and the global batch is the same for any number of workers.
+2. One worker of each node saves a checkpoint every few seconds, in a folder of its own: no shared disk is needed.
+3. Workers start again whenever their number changes. They compare what they have found, and whoever has the newest
+   checkpoint broadcasts it.
+
+The data comes with scikit-learn: 1,797 images of 8 x 8 pixels. To run it:
+
+    elasticjob run examples/digits.yaml
+    torchelastic-run --standalone --nproc-per-node 2 examples/digits.py
+    python examples/digits.py                        (without any launcher: one worker)
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+CHECKPOINT = "checkpoint.pt"
+BATCH = 128  # samples in each step, of all workers together
+SIDE = 20  # pixels
+PEAK_LEARNING_RATE = 0.1
+
+
+class ElasticSampler(Sampler[list[int]]):
+    """Deals global batches out to the ranks, from any step on and to any number of ranks.
+
+    The samples stand in one endless order, shuffled anew for each epoch. A step takes the next ``batch`` of them, and
+    rank r of R every R-th of those, from the r-th on. So no sample is lost or repeated when training goes on, in the
+    middle of an epoch, with another number of ranks.
+    """
+
+    def __init__(self, samples: int, batch: int, steps: range, rank: int, world_size: int) -> None:
+        self.samples, self.batch, self.steps, self.rank, self.world_size = samples, batch, steps, rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, start = divmod(self.steps.start * self.batch, self.samples)
+        order = self._order(epoch)
+        for _ in self.steps:
+            while len(order) < start + self.batch:  # this batch reaches into the next epoch
+                epoch += 1
+                order, start = order[start:] + self._order(epoch), 0
+            yield order[start : start + self.batch][self.rank :: self.world_size]
+            start += self.batch
+
+    def _order(self, epoch: int) -> list[int]:
+        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+def join() -> torch.device:
+    """Joins the process group that the launcher has described, and chooses a device."""
+    if "RANK" in os.environ:
+        # The cores are shared out by processes, so each is content with one thread, unless the launcher says otherwise.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        distributed.init_process_group()  # gloo for what is on the CPU, nccl for what is on a GPU
+    else:
+        distributed.init_process_group(init_method="tcp://localhost:0", rank=0, world_size=1)
+    # A GPU is used where each worker has one of its own: nccl does not let two workers share one.
+    mine = -1
+    if torch.cuda.device_count() > LOCAL_RANK:
+        mine = zlib.crc32(str(torch.cuda.get_device_properties(LOCAL_RANK).uuid).encode())
+    if len(set(gather(mine)) - {-1}) < distributed.get_world_size():
+        return torch.device("cpu")
+    torch.cuda.set_device(LOCAL_RANK)
+    return torch.device("cuda", LOCAL_RANK)
+
+
+def gather(number: int) -> list[int]:
+    """The number that each rank has, in the order of the ranks."""
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(numbers, torch.tensor([number]))
+    return [int(each) for each in numbers]
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Writes a checkpoint so that there is always a whole one, whenever this process is killed."""
+    temporary = folder / f"{CHECKPOINT}.{distributed.get_rank()}.tmp"
+    with temporary.open("wb") as file:
+        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / CHECKPOINT)
+
+
+def newest(folder: Path) -> dict[str, Any] | None:
+    """The newest checkpoint that can be seen from this node."""
+    folders = {folder}
+    if folder.name.isdecimal():  # <job>/<index>: on a shared volume the folders of the job's other pods stand beside it
+        folders |= set(folder.parent.glob("[0-9]*"))
+    files = [each / CHECKPOINT for each in folders if (each / CHECKPOINT).is_file()]
+    found = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    return max(found, key=lambda checkpoint: checkpoint["step"], default=None)
+
+
+def restore(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Brings all ranks to the newest state that any of them has found.
+
+    Returns:
+        The step with which training goes on; 0 where nobody has found anything.
+    """
+    for parameter in model.parameters():  # so that there is something to receive into
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    found = newest(folder) if folder and LOCAL_RANK == 0 else None
+    steps = gather(found["step"] if found else 0)
+    step, source = max(steps), steps.index(max(steps))
+    if found and distributed.get_rank() == source:
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+    if step > 0:
+        for tensor in model.state_dict().values():
+            distributed.broadcast(tensor, source)
+        for parameter in model.parameters():
+            distributed.broadcast(optimizer.state[parameter]["momentum_buffer"], source)
+    return step
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """The digits, for training and for the test: images between 0 and 1, and which digit each shows."""
+    digits = load_digits()
+    images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    test, training = order[:360], order[360:]
+    return TensorDataset(images[training], labels[training]), TensorDataset(images[test], labels[test])
+
+
+def look(images: Tensor, transforms: Tensor) -> Tensor:
+    """Each image enlarged to ``SIDE`` x ``SIDE`` pixels and seen through its 2 x 3 affine transform."""
+    grid = functional.affine_grid(transforms, [len(images), 1, SIDE, SIDE], align_corners=False)
+    return functional.grid_sample(images, grid, align_corners=False)
+
+
+def distort(images: Tensor, step: int) -> Tensor:
+    """The images turned, scaled, moved and made noisy, a little and at random.
+
+    The numbers are drawn for the whole global batch and each rank takes its own, as the sampler does with the samples.
+    """
+    mine = slice(distributed.get_rank(), None, distributed.get_world_size())
+    generator = torch.Generator().manual_seed(step)
+    turn, scale, right, down = (2 * torch.rand(4, BATCH, generator=generator) - 1)[:, mine].to(images.device)
+    noise = torch.randn(BATCH, 1, SIDE, SIDE, generator=generator)[mine].to(images.device)
+    angle, zoom = math.radians(15) * turn, 1 + 0.15 * scale
+    cosine, sine = zoom * angle.cos(), zoom * angle.sin()
+    transforms = torch.stack([cosine, -sine, 0.2 * right, sine, cosine, 0.2 * down], dim=1).view(-1, 2, 3)
+    return look(images, transforms) + 0.1 * noise
+
+
+def make_model() -> nn.Sequential:
+    """Four convolutions. GroupNorm, not BatchNorm: what a sample gives does not depend on how the batch is split."""
+
+    def layer(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU()]
+
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)]
+    return nn.Sequential(
+        *layer(1, 64), *layer(64, 64), nn.MaxPool2d(2), *layer(64, 128), nn.MaxPool2d(2), *layer(128, 128), *head
+    )
+
+
+def train(options: argparse.Namespace, data: TensorDataset, device: torch.device) -> nn.Module:
+    """Trains to the end, from wherever training stands."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    total = math.ceil(options.epochs * len(data) / BATCH)
+    model = make_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    folder = options.checkpoint_dir if LOCAL_RANK == 0 else None
+    first = restore(folder, model, optimizer)
+    if rank == 0:
+        print(f"resumed at step {first}" if first else "started", f"with {world_size} workers", flush=True)
+
+    parallel = DistributedDataParallel(model)
+    sampler = ElasticSampler(len(data), BATCH, range(first, total), rank, world_size)
+    said_step, said, saved = first, time.monotonic(), time.monotonic()
+    for step, (images, labels) in enumerate(DataLoader(data, sampler=sampler, batch_size=None), start=first + 1):
+        for group in optimizer.param_groups:  # warm up, then fall along half a cosine
+            group["lr"] = PEAK_LEARNING_RATE * min(1, 10 * step / total) * (1 + math.cos(math.pi * step / total)) / 2
+        scores = parallel(distort(images.to(device), step))
+        # DistributedDataParallel takes the mean over the ranks, of which some may have one sample more than others.
+        loss = functional.cross_entropy(scores, labels.to(device), reduction="sum") * world_size / BATCH
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+        now = time.monotonic()
+        if rank == 0 and (now - said >= 1 or step == total):
+            epoch, speed = math.ceil(step * BATCH / len(data)), (step - said_step) * BATCH / (now - said) / 1000
+            progress = f"epoch {min(epoch, options.epochs)}/{options.epochs}  step {step}/{total}"
+            print(f"{progress}  loss {loss.item():.3f}  {speed:.1f}k samples/s", flush=True)
+            said_step, said = step, now
+        if folder and (now - saved >= options.checkpoint_every or step == total):
+            save(folder, step, model, optimizer)
+            saved = time.monotonic()
+    return model
+
+
+def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> float:
+    """The share of the images that the model reads right."""
+    images, labels = (tensor.to(device) for tensor in data.tensors)
+    with torch.inference_mode():
+        answers = model(look(images, torch.eye(2, 3, device=device).expand(len(images), 2, 3))).argmax(dim=1)
+    return float((answers == labels).float().mean())
+
+
+def main() -> None:
+    """Trains, tests, and says how good the model has become."""
+    parser = argparse.ArgumentParser(description="Trains a small network on scikit-learn's digits, elastically.")
+    parser.add_argument("--epochs", type=int, default=100, help="passes over the data (default: %(default)s)")
+    parser.add_argument("--checkpoint-every", type=float, default=2.0, metavar="SECONDS")
+    parser.add_argument("--checkpoint-dir", type=Path, default=os.environ.get("TORCHELASTIC_CHECKPOINT_DIR"))
+    options = parser.parse_args()
+    if options.checkpoint_dir:
+        options.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+
+    device = join()
+    training, test = load_data()
+    model = train(options, training, device)
+    if distributed.get_rank() == 0:
+        print(f"test accuracy {accuracy(model, test, device):.3f}", flush=True)
+    distributed.barrier()  # whoever is through early waits until all are
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The ``elasticjob`` command: reads its command line, and turns whatever happens into an exit code and a sentence.
+
+Exit codes: 0 it went well (``run``: the job succeeded), 1 it did not (``run``: the job failed), 2 bad input, 3 the job
+was deleted, 130 interrupted, 141 whoever read the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, Final, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAILED: Final = 1
+BAD_INPUT: Final = 2
+INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
+
+_DESCRIPTION = "Run elastic PyTorch training jobs on this machine, from the manifests that Kubernetes takes."
+_EXAMPLES = """\
+examples:
+  elasticjob run examples/digits.yaml      train; Ctrl-C ends it
+  elasticjob get                           (in a second terminal) which jobs there are
+  elasticjob scale digits --replicas 3     change its size while it trains
+  elasticjob logs digits --rank 0 -f       follow what one rank prints
+  elasticjob demo                          see it scaled, killed and recovering by itself
+
+`elasticjob COMMAND --help` says more of each.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"elasticjob: {message}; see `{self.prog} --help`\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """What can be typed."""
+    from elastic_operator.commands import delete, demo, describe, get, logs, run, scale, version
+
+    top = _Parser(
+        prog="elasticjob",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = top.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (run, get, describe, scale, logs, delete, demo, version):
+        command.add_to(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says.
+
+    Args:
+        argv: the command line without the program's name; None for this process's own.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whatever is still buffered has no reader: let the interpreter's last flush go nowhere.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    from elastic_operator.errors import BadInput, ElasticJobError
+
+    if sys.platform != "linux":
+        return _complain(
+            "jobs can be run on Linux only; on another system, use a Linux machine or container", BAD_INPUT
+        )
+    top = parser()
+    arguments = top.parse_args(argv)
+    if not hasattr(arguments, "execute"):
+        top.print_help()
+        return 0
+    try:
+        return int(arguments.execute(arguments))
+    except BadInput as error:
+        return _complain(str(error), BAD_INPUT)
+    except ElasticJobError as error:
+        return _complain(str(error), FAILED)
+    except (BrokenPipeError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        error.add_note("This is a mistake in elasticjob itself: please report it with all of the above.")
+        raise
+
+
+def _complain(sentence: str, code: int) -> int:
+    sys.stderr.write(f"elasticjob: {sentence}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""``elasticjob demo``: a job is scaled, loses a worker and an agent to kill -9, and succeeds, while you watch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+_EXAMPLES = """\
+examples:
+  elasticjob demo                        with examples/digits.yaml
+  elasticjob demo --plain my-job.yaml    with a job of your own, in plain lines
+
+Exit codes: 0 every act had its effect and the job succeeded, 1 not so, 2 bad input, 3 deleted, 130 interrupted.
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "demo",
+        help="see a job scaled, killed and recovering",
+        description="Run a job, scale it up, kill a worker, kill an agent and scale it back, until it has succeeded.\n"
+        "At the end a table says what happened and how long each recovery took.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", nargs="?", default="examples/digits.yaml", metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--plain", action="store_true", help="plain lines and no live view (default without a terminal)"
+    )
+    parser.set_defaults(execute=_execute)
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    import asyncio
+    from pathlib import Path
+
+    from elastic_operator.local.demo import perform
+    from elastic_operator.local.run import RunRequest
+    from elastic_operator.local.run_folder import home_folder
+    from elastic_operator.local.view import choose_view, own_hints
+    from elastic_operator.manifest import load_checked
+
+    request = RunRequest(manifest=load_checked(Path(arguments.file)), home=home_folder(os.environ), environ=os.environ)
+    hints = own_hints(sys.argv[0], os.environ)
+    with choose_view(plain=arguments.plain, hints=hints, output=sys.stdout, environ=os.environ) as view:
+        performance = asyncio.run(perform(request, view))
+    view.say_outcome(performance.code)
+    for line in performance.lines():
+        sys.stdout.write(f"{line}\n")
+    return performance.code

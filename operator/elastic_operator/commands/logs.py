@@ -1,0 +1,144 @@
+"""``elasticjob logs``: what the workers of a job, or its agents, have printed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import threading
+    from pathlib import Path
+
+    from elastic_operator.local.log_files import LogFile, LogReader, Wanted
+    from elastic_operator.local.shown import Shown
+
+_EXAMPLES = """\
+examples:
+  elasticjob logs digits                     all ranks in the current epoch, each line with its rank
+  elasticjob logs digits --rank 0 -f         one rank as it goes on, over all epochs that come
+  elasticjob logs digits --epoch 2 --rank 1  what a rank printed in an earlier epoch
+  elasticjob logs digits --agent --tail 20   the agents' own words
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "logs",
+        help="what a job's workers have printed",
+        description="Print the output of a job's workers in one epoch: the current one, where none is named.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="the job's name, or a run's id")
+    parser.add_argument("--rank", type=_number, metavar="R", help="one rank; without it all, each line with its rank")
+    parser.add_argument("--epoch", type=_number, metavar="E", help="another epoch than the current one")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on, from epoch to epoch, until the job has ended"
+    )
+    parser.add_argument("--tail", type=_number, metavar="N", help="only the last N lines of each log")
+    parser.add_argument("--pod", metavar="POD", help="only the workers (or with --agent, the agent) of this pod")
+    parser.add_argument("--agent", action="store_true", help="the agents' own logs, not those of the workers")
+    parser.set_defaults(execute=_execute)
+
+
+def _number(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+_number.__name__ = "number of 0 or more"  # argparse says it in its message
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from elastic_operator.errors import BadInput
+    from elastic_operator.local.client import find_job
+    from elastic_operator.local.log_files import LogReader, Wanted
+    from elastic_operator.local.shown import Shown
+
+    if arguments.agent and (arguments.rank is not None or arguments.epoch is not None):
+        raise BadInput("an agent speaks for all ranks and epochs: leave out --agent, or --rank and --epoch")
+    shown = Shown.of(find_job(arguments.name))
+    logs = Path(shown.run.logs)
+    wanted = Wanted(arguments.rank, arguments.pod, agents=arguments.agent)
+    reader = LogReader(_write, label=not wanted.one_speaker, tail=arguments.tail)
+    if arguments.follow and shown.run.alive:
+        _follow(shown, wanted, reader, arguments.epoch)
+    else:
+        reader.read(chosen(logs, wanted, arguments.epoch))
+        reader.finish()
+    return 0
+
+
+def _follow(shown: Shown, wanted: Wanted, reader: LogReader, epoch: int | None) -> None:
+    import threading
+    from pathlib import Path
+
+    from elastic_operator.local.log_files import follow
+
+    ended = threading.Event()
+    # It waits in a blocking read; as a daemon it does not keep the command from ending before the job.
+    threading.Thread(target=_await_end, args=(shown.run.id, ended), daemon=True).start()
+    follow(Path(shown.run.logs), wanted, reader, ended=ended, tell=_tell, only=epoch)
+
+
+def _await_end(run: str, ended: threading.Event) -> None:
+    from elastic_operator.errors import ElasticJobError
+    from elastic_operator.local.client import connect
+
+    try:
+        for _ in connect(run).watch():
+            pass
+    except ElasticJobError:  # it has ended already
+        pass
+    finally:
+        ended.set()
+
+
+def _write(output: bytes) -> None:
+    sys.stdout.buffer.write(output)
+    sys.stdout.buffer.flush()
+
+
+def _tell(sentence: str) -> None:
+    sys.stderr.write(f"elasticjob: {sentence}\n")
+
+
+def chosen(logs: Path, wanted: Wanted, epoch: int | None) -> list[LogFile]:
+    """The logs to print: of one epoch, the latest that there is where none is named.
+
+    Raises:
+        NotFound: there is no such log; the message says which there are.
+    """
+    from dataclasses import replace
+
+    from elastic_operator.errors import NotFound
+    from elastic_operator.local.log_files import log_files
+
+    found = log_files(logs, wanted)
+    everything = log_files(logs, replace(wanted, rank=None, pod=None))
+    if wanted.pod is not None and not found:
+        pods = sorted({file.pod for file in everything})
+        raise NotFound(f"there is no log of pod {wanted.pod}; there are logs of {', '.join(pods) or 'none'}")
+    latest = max((file.epoch for file in everything), default=0) if epoch is None else epoch
+    of_epoch = [file for file in found if file.epoch == latest]
+    if of_epoch or wanted.agents:
+        return of_epoch
+    if not everything:
+        raise NotFound(f"no worker has started yet; what the agents say is in {logs}/*/agent.log (--agent)")
+    epochs = sorted({file.epoch for file in everything})
+    if latest not in epochs:
+        raise NotFound(f"there is no log of epoch {latest}; there are logs of epochs {_list(epochs)}")
+    present = sorted({file.rank for file in everything if file.epoch == latest})
+    raise NotFound(f"there is no rank {wanted.rank} in epoch {latest}; it has ranks {_list(present)}")
+
+
+def _list(numbers: list[int]) -> str:
+    from elastic_operator.local.words import ranks
+
+    return ranks(tuple(numbers))

@@ -1,0 +1,153 @@
+"""What the agents say in the store, mirrored: listed, then watched; listed again when the store was away.
+
+The mirror never decides anything. While the store is away it keeps what it knew last and says that it cannot be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+
+from torchelastic.contract import EpochRecord, NodeRecord, OutcomeRecord, RunKeys, SizeRecord, decode, encode
+from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreError
+from torchelastic.store import Listing, StoreSettings, follow
+from torchelastic.store.adapters import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchelastic.store import Entry, Store
+
+_log = logging.getLogger(__name__)
+
+_FIRST_DELAY: Final = 0.05
+_LONGEST_DELAY: Final = 2.0
+
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+class StoreMirror:
+    """The keys of one run.
+
+    It calls ``changed()`` whenever an attribute has changed, and ``away(sentence)`` whenever the store could not be
+    reached or the connection broke.
+
+    Attributes:
+        readable: whether what follows is what stands in the store now.
+        epoch: the current epoch.
+        outcome: the end of the run.
+        size: the wanted size.
+        nodes: by node id, the nodes that are there.
+        names: by node id, the pod of every node that ever was there.
+    """
+
+    def __init__(self, run_id: str, *, changed: Callable[[], None], away: Callable[[str], None]) -> None:
+        self._keys = RunKeys.of(run_id)
+        self._changed = changed
+        self._away = away
+        self._store: Store | None = None
+        self.readable = False
+        self.epoch: EpochRecord | None = None
+        self.outcome: OutcomeRecord | None = None
+        self.size: SizeRecord | None = None
+        self.nodes: dict[str, NodeRecord] = {}
+        self.names: dict[str, str] = {}
+
+    async def run(self, endpoints: Callable[[], tuple[str, ...]], available: asyncio.Event | None) -> None:
+        """Follow the store until cancelled.
+
+        Args:
+            endpoints: gives host:port of its servers.
+            available: set while it is worth trying; None where nobody knows.
+        """
+        delay = _FIRST_DELAY
+        while True:
+            if available is not None:
+                await available.wait()
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    store = await connect(StoreSettings(endpoints=endpoints()))
+                    stack.push_async_callback(store.close)
+                    self._store = store
+                    while True:
+                        await self._follow(store)
+                        delay = _FIRST_DELAY
+            except StoreError as error:
+                self._away(str(error))
+            finally:
+                self._store = None
+                if self.readable:
+                    self.readable = False
+                    self._changed()
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, _LONGEST_DELAY)
+
+    async def write_size(self, size: SizeRecord) -> None:
+        """Say how many nodes there should be.
+
+        Raises:
+            StoreError: the store is away, or refused.
+        """
+        if self._store is None:
+            raise StoreError("the store cannot be reached just now")
+        await self._store.put(self._keys.size, encode(size))
+
+    async def forget_run(self) -> None:
+        """Remove the run's keys from a store that outlives it.
+
+        Raises:
+            StoreError: the store is away, or refused.
+        """
+        if self._store is not None:
+            await self._store.delete_prefix(self._keys.root)
+
+    async def _follow(self, store: Store) -> None:
+        """Take over what stands in the store, and every change of it; returns where the store forgot the history."""
+        with contextlib.suppress(HistoryCompacted):
+            async with contextlib.aclosing(follow(store, self._keys.root)) as news:
+                async for each in news:
+                    if isinstance(each, Listing):
+                        self._take(each)
+                    for change in each if isinstance(each, tuple) else ():
+                        self._put(change.key, change.entry)
+                    if each:
+                        self._changed()
+
+    def _take(self, listing: Listing) -> None:
+        self.epoch = self.outcome = self.size = None
+        self.nodes = {}
+        for entry in listing.entries:
+            self._put(entry.key, entry)
+        self.readable = True
+
+    def _put(self, key: str, entry: Entry | None) -> None:
+        keys = self._keys
+        if key == keys.epoch:
+            self.epoch = _record(entry, EpochRecord)
+        elif key == keys.outcome:
+            self.outcome = _record(entry, OutcomeRecord)
+        elif key == keys.size:
+            self.size = _record(entry, SizeRecord)
+        elif key.startswith(keys.nodes):
+            node_id = key.removeprefix(keys.nodes)
+            node = _record(entry, NodeRecord)
+            if node is None:
+                self.nodes.pop(node_id, None)
+            else:
+                self.nodes[node_id] = node
+                self.names[node_id] = node.name
+
+
+def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:
+    """The record in an entry; None where there is none that can be understood."""
+    if entry is None:
+        return None
+    try:
+        return decode(entry.value, kind)
+    except MalformedRecord as error:
+        _log.warning("%s: %s", entry.key, error)
+        return None

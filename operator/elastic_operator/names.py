@@ -1,0 +1,111 @@
+"""Every name that the operator gives to something, in one place: labels, pods, condition types, reasons.
+
+What the operator and the agents say to each other is named in :mod:`torchelastic.contract`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Final
+
+from elastic_operator.spec import GROUP
+
+LABEL_JOB: Final = f"{GROUP}/job"
+"""On everything that belongs to a job: its name."""
+LABEL_ROLE: Final = f"{GROUP}/role"
+"""On pods: :data:`ROLE_WORKER` or :data:`ROLE_ETCD`; the scale subresource selects the workers alone."""
+LABEL_INDEX: Final = f"{GROUP}/index"
+"""On worker pods: which of the job's places it fills."""
+ROLE_WORKER: Final = "worker"
+ROLE_ETCD: Final = "etcd"
+
+ANNOTATION_FAILURES: Final = f"{GROUP}/failures"
+"""On worker pods: how many pods of this index failed in a row before it."""
+ANNOTATION_SIZE: Final = f"{GROUP}/size"
+"""On worker pods: the wanted size that it was started with, as in TORCHELASTIC_SIZE."""
+
+
+class ConditionType(enum.StrEnum):
+    """What can be said of a job, each true or false."""
+
+    RUNNING = "Running"
+    """At least the minimum of pods is there and trains."""
+    WAITING = "Waiting"
+    """Fewer than the minimum are there; the message says for which pods it waits, and why."""
+    DEGRADED = "Degraded"
+    """It has trained, and fewer pods than desired are there."""
+    INVALID = "Invalid"
+    """The spec cannot be honoured; nothing is done for it until it changes."""
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    FINISHED = "Finished"
+    """Succeeded or failed: nothing more will happen."""
+
+
+class Reason(enum.StrEnum):
+    """Why a condition has its value."""
+
+    TRAINING = "Training"
+    STARTING = "Starting"
+    """Enough pods are there; the agents have not formed an epoch yet."""
+    BELOW_MINIMUM = "BelowMinimum"
+    BELOW_DESIRED = "BelowDesired"
+    STORE_UNREADABLE = "StoreUnreadable"
+    """Whether the run has ended is not known, so no pod is made."""
+    NOT_STARTED = "NotStarted"
+    ENOUGH_PODS = "EnoughPods"
+    ALL_PODS = "AllPods"
+    BAD_SPEC = "BadSpec"
+    GOOD_SPEC = "GoodSpec"
+    RUN_SUCCEEDED = "RunSucceeded"
+    RUN_FAILED = "RunFailed"
+    """The agents have ended the run: a program that fails too often, or nodes that did not come."""
+    BAD_INPUT = "BadInput"
+    """An agent cannot honour what it was started with."""
+    POD_FAILURES = "PodFailures"
+    """More pods died by themselves than may."""
+
+
+class EventReason(enum.StrEnum):
+    """What a person would want to know."""
+
+    STARTED = "Started"
+    EPOCH = "Epoch"
+    """Others train together than before; the message says why."""
+    PAUSED = "Paused"
+    """Too few nodes are left: nobody trains."""
+    SCALED = "Scaled"
+    POD_DIED = "PodDied"
+    POD_LEFT = "PodLeft"
+    POD_DELETED = "PodDeleted"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+_SUFFIX_LENGTH: Final = 5
+_SUFFIX_LETTERS: Final = "bcdfghjklmnpqrstvwxz2456789"
+"""No vowels, and nothing that looks like something else."""
+
+
+def hostname(job: str, index: int) -> str:
+    """What the pods of one place are called from inside, and by people."""
+    return f"{job}-{index}"
+
+
+def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
+    """The name of a pod: whoever saw the same past chooses the same one, and no predecessor stands in its way.
+
+    Args:
+        job: the job's name.
+        job_uid: its UID.
+        index: which of its places the pod fills.
+        replaces: the UID of the pod that it replaces; empty for the first of its place.
+    """
+    digest = hashlib.blake2b(f"{job_uid}\n{index}\n{replaces}".encode(errors="surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "big")
+    suffix = ""
+    for _ in range(_SUFFIX_LENGTH):
+        number, letter = divmod(number, len(_SUFFIX_LETTERS))
+        suffix += _SUFFIX_LETTERS[letter]
+    return f"{hostname(job, index)}-{suffix}"

@@ -1,0 +1,107 @@
+"""Which places are empty, who fills them and when, and whose remains are kept.
+
+A pod that left or was deleted is replaced at once. One that died is, too, the first time; then its place waits longer
+and longer, and starts over after a healthy time. The count travels with the pods, so nobody has to remember it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from elastic_operator.model import NewPod
+from elastic_operator.names import pod_name
+from elastic_operator.plan.roster import Verdict, verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from elastic_operator.model import Job, Pod
+    from torchelastic.contract import SizeRecord
+
+LONGEST_BACK_OFF: Final = 60.0
+"""Seconds that a place waits at most."""
+
+HEALTHY_TIME: Final = 60.0
+"""Seconds after which a pod that dies counts as the first to die in its place."""
+
+ENDED_PODS_KEPT: Final = 3
+"""So many ended pods that were replaced are kept for their log, for the whole job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vacancy:
+    """A place without a live pod.
+
+    Attributes:
+        index: which place.
+        failures: how many of its pods died in a row.
+        due: when it may be filled; seconds since the Unix epoch.
+        replaces: the pod that was there last, if it still can be seen.
+    """
+
+    index: int
+    failures: int = 0
+    due: float = 0.0
+    replaces: Pod | None = None
+
+    def filled(self, job: Job, size: SizeRecord, taken: Collection[str]) -> NewPod:
+        """The pod that fills it.
+
+        Args:
+            job: the job.
+            size: what the pod is started with.
+            taken: names that it can't have: those of pods, and those that the agents were told are going.
+        """
+        name = pod_name(job.name, job.uid, self.index, self.replaces.uid if self.replaces is not None else "")
+        while name in taken:
+            name = pod_name(job.name, job.uid, self.index, name)
+        return NewPod(name=name, index=self.index, size=size, failures=self.failures)
+
+
+def find_vacancies(staying: Sequence[Pod], desired: int, last: Mapping[int, Pod], now: float) -> tuple[Vacancy, ...]:
+    """As many of the lowest empty places as pods are missing.
+
+    Args:
+        staying: the live pods; they may sit anywhere.
+        desired: how many there should be.
+        last: by index, the pod that was there last.
+        now: seconds since the Unix epoch.
+    """
+    taken = {pod.index for pod in staying}
+    empty = (index for index in itertools.count() if index not in taken)
+    missing = max(desired - len(staying), 0)
+    return tuple(_vacancy(index, last.get(index), now) for index in itertools.islice(empty, missing))
+
+
+def _vacancy(index: int, last: Pod | None, now: float) -> Vacancy:
+    if last is None:
+        return Vacancy(index)
+    began = last.created if last.started is None else last.started
+    ended = last.ended
+    was_healthy = (now if ended is None else ended) - began >= HEALTHY_TIME
+    before = 0 if was_healthy else max(last.failures, 0)
+    if verdict(last) is Verdict.LEFT:
+        return Vacancy(index, before, replaces=last)
+    failures = before + 1
+    return Vacancy(index, failures, (began if ended is None else ended) + back_off(failures), last)
+
+
+def back_off(failures: int) -> float:
+    """Seconds to wait after so many failures in a row: 0, 1, 2, 4 … 60."""
+    if failures <= 1:
+        return 0.0
+    return min(2.0 ** min(failures - 2, 16), LONGEST_BACK_OFF)
+
+
+def forget(ended: Sequence[Pod], vacancies: Sequence[Vacancy]) -> tuple[Pod, ...]:
+    """Ended pods that need not be kept any longer.
+
+    One whose place is still empty is kept in any case: its successor's name and patience come from it.
+    """
+    needed = {vacancy.replaces.uid for vacancy in vacancies if vacancy.replaces is not None}
+    replaced = [pod for pod in ended if pod.uid not in needed]
+    replaced.sort(key=lambda pod: (pod.ended or 0.0, pod.created, pod.name), reverse=True)
+    kept = max(ENDED_PODS_KEPT - (len(ended) - len(replaced)), 0)
+    return tuple(replaced[kept:])

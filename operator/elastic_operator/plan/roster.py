@@ -1,0 +1,108 @@
+"""The pods of a job by what they mean for the plan, and what an ended one says."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from elastic_operator.model import PodPhase
+from elastic_operator.names import pod_name
+from torchelastic.contract import ExitCode, TerminationMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elastic_operator.model import Job, Observed, Pod
+
+
+class Verdict(enum.Enum):
+    """What the end of a pod means."""
+
+    RUN_SUCCEEDED = enum.auto()
+    """The agent says that the run succeeded."""
+    RUN_FAILED = enum.auto()
+    """The agent says, in its own words, that the run failed."""
+    BAD_INPUT = enum.auto()
+    """The agent can't honour what it was started with; another one could not either."""
+    LEFT = enum.auto()
+    """It was deleted, or asked to leave: no failure."""
+    DIED = enum.auto()
+    """It ended by itself, and the run has not."""
+
+
+def verdict(pod: Pod) -> Verdict:
+    """What the end of a pod, ended or going, means.
+
+    What an agent knows of the run's end counts however the pod came to its own. For the rest, a pod that is being
+    deleted is not to blame.
+    """
+    code = ExitCode.SUCCEEDED if pod.exit_code is None and pod.phase is PodPhase.SUCCEEDED else pod.exit_code
+    if pod.phase.ended and code == ExitCode.SUCCEEDED:
+        return Verdict.RUN_SUCCEEDED
+    if pod.phase.ended and code == ExitCode.FAILED and isinstance(pod.message, TerminationMessage):
+        return Verdict.RUN_FAILED
+    if pod.terminating or code in (ExitCode.LEFT, ExitCode.INTERRUPTED):
+        return Verdict.LEFT
+    if code == ExitCode.BAD_INPUT:
+        return Verdict.BAD_INPUT
+    return Verdict.DIED
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The pods of a job.
+
+    Attributes:
+        live: neither ended nor going.
+        going: being deleted, ended or not.
+        ended: ended and kept, for their log or until another takes their place.
+    """
+
+    live: tuple[Pod, ...]
+    going: tuple[Pod, ...]
+    ended: tuple[Pod, ...]
+
+    @classmethod
+    def of(cls, observed: Observed) -> Roster:
+        """Sort what was observed."""
+        return cls(
+            live=_by_index(pod for pod in observed.pods if not pod.phase.ended and not pod.terminating),
+            going=_by_index(pod for pod in observed.pods if pod.terminating),
+            ended=_by_index(pod for pod in observed.pods if pod.phase.ended and not pod.terminating),
+        )
+
+    @property
+    def past(self) -> tuple[Pod, ...]:
+        """All that is not live."""
+        return self.going + self.ended
+
+    @property
+    def unfinished(self) -> tuple[Pod, ...]:
+        """All whose agent may still run."""
+        return tuple(pod for pod in self.live + self.going if not pod.phase.ended)
+
+    def last_of_each_place(self, job: Job, going: Iterable[Pod] = ()) -> dict[int, Pod]:
+        """By index, the pod that a new one would replace.
+
+        Args:
+            job: the job.
+            going: live pods that are about to go.
+        """
+        places: dict[int, list[Pod]] = {}
+        for pod in (*self.past, *(replace(pod, terminating=True) for pod in going)):
+            places.setdefault(pod.index, []).append(pod)
+        return {index: _last(job, pods) for index, pods in places.items()}
+
+
+def _by_index(pods: Iterable[Pod]) -> tuple[Pod, ...]:
+    return tuple(sorted(pods, key=lambda pod: (pod.index, pod.created, pod.uid)))
+
+
+def _last(job: Job, pods: list[Pod]) -> Pod:
+    """The last of the pods of one index, by their times and then, for times are coarse, by who replaced whom."""
+    by_name = {pod.name: pod for pod in pods}
+    last = max(pods, key=lambda pod: (pod.created, pod.uid))
+    while (successor := by_name.pop(pod_name(job.name, job.uid, last.index, last.uid), None)) is not None:
+        last = successor
+    return last

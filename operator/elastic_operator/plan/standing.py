@@ -1,0 +1,189 @@
+"""Where a job stands: its status, with conditions that say why.
+
+The numbers are those that hold once the plan is carried out, so that carrying it out changes nothing in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from elastic_operator.model import Condition, JobState
+from elastic_operator.names import ConditionType, Reason, hostname
+from elastic_operator.plan import words
+from elastic_operator.status_json import rfc3339
+
+if TYPE_CHECKING:
+    from elastic_operator.model import Job, JobStatus, NewPod, Observed, Pod
+    from elastic_operator.plan.ending import Ending
+    from elastic_operator.plan.places import Vacancy
+    from elastic_operator.plan.toll import Toll
+
+Verdicts = dict[ConditionType, tuple[bool, Reason, str]]
+"""For each condition whether it holds, why, and why in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What the job will have once the plan is carried out.
+
+    Attributes:
+        staying: live pods that stay.
+        gone: pods that have ended, are going, or go now.
+        created: pods that are made now.
+        backing_off: places that stay empty for a while after a failure.
+        held: whether no pod is made because the store can't say whether the run has ended.
+        problem: what is wrong with the spec; None where nothing is.
+        size_generation: of the size that the agents are told.
+        writes_replicas: whether the plan changes the spec, and so raises its generation.
+    """
+
+    staying: tuple[Pod, ...]
+    gone: tuple[Pod, ...]
+    created: tuple[NewPod, ...] = ()
+    backing_off: tuple[Vacancy, ...] = ()
+    held: bool = False
+    problem: str | None = None
+    size_generation: int = 0
+    writes_replicas: bool = False
+
+
+def running_status(job: Job, observed: Observed, toll: Toll, scene: Scene, now: float) -> JobStatus:
+    """The status of a job that goes on."""
+    before = job.status
+    epoch = observed.epoch
+    ready = sum(pod.ready for pod in scene.staying)
+    started = before.started
+    if started is None and epoch is not None and epoch.members:
+        started = now
+    world_size = epoch.world_size if epoch is not None else before.world_size
+    trains = started is not None and ready >= job.spec.min_replicas and world_size > 0
+    status = replace(
+        before,
+        state=JobState.RUNNING if trains else JobState.PENDING if started is None else JobState.WAITING,
+        observed_generation=job.generation + (1 if scene.writes_replicas else 0),
+        replicas=len(scene.staying) + len(scene.created),
+        ready=ready,
+        desired=job.spec.desired,
+        epoch=max(before.epoch, epoch.number if epoch is not None else 0),
+        world_size=world_size if ready else 0,
+        restarts=max(before.restarts, epoch.restarts if epoch is not None else 0),
+        pod_failures=toll.pod_failures,
+        accounted=frozenset(pod.uid for pod in scene.gone),
+        size_generation=max(before.size_generation, scene.size_generation),
+        started=started,
+        last_failure=_last_failure(job, observed, toll),
+    )
+    return replace(status, conditions=_stamped(before, _conditions(job, observed, status, scene), now))
+
+
+def finished_status(job: Job, toll: Toll, ending: Ending, now: float) -> JobStatus:
+    """The status of a job that has just ended; how many pods are left is filled in by whoever clears them away."""
+    before = job.status
+    succeeded = ending.state is JobState.SUCCEEDED
+    over = (False, ending.reason, "")
+    verdicts: Verdicts = {
+        ConditionType.RUNNING: over,
+        ConditionType.WAITING: over,
+        ConditionType.DEGRADED: over,
+        ConditionType.SUCCEEDED if succeeded else ConditionType.FAILED: (True, ending.reason, ending.message),
+        ConditionType.FINISHED: (True, ending.reason, ending.message),
+    }
+    return replace(
+        before,
+        state=ending.state,
+        desired=before.desired or job.spec.desired,
+        epoch=max(before.epoch, ending.epoch),
+        restarts=max(before.restarts, ending.restarts),
+        pod_failures=toll.pod_failures if ending.reason is Reason.POD_FAILURES else before.pod_failures,
+        accounted=frozenset(),
+        completed=now,
+        last_failure=before.last_failure if succeeded else ending.message,
+        conditions=_stamped(before, verdicts, now),
+    )
+
+
+def unless_the_same(before: JobStatus, after: JobStatus) -> JobStatus | None:
+    """The status to write; None where it says nothing new. To forget pods that are gone can wait for the next write."""
+    if after.accounted <= before.accounted and replace(after, accounted=before.accounted) == before:
+        return None
+    return after
+
+
+def _last_failure(job: Job, observed: Observed, toll: Toll) -> str:
+    if toll.charged:
+        last = toll.charged[-1]
+        return f"{last.name} {words.death(last)}"
+    if observed.epoch is not None and observed.epoch.restarts > job.status.restarts:
+        return observed.epoch.cause
+    return job.status.last_failure
+
+
+def _conditions(job: Job, observed: Observed, status: JobStatus, scene: Scene) -> Verdicts:
+    minimum = job.spec.min_replicas
+    verdicts: Verdicts = {}
+    if scene.held:
+        unknown = (
+            "whether the run has ended is not known while the store cannot be read; no pod is started until it can be"
+        )
+        waiting = (True, Reason.STORE_UNREADABLE, unknown)
+    elif status.ready < minimum:
+        there = f"{status.ready} of at least {words.count(minimum, 'pod')} {'is' if status.ready == 1 else 'are'} ready"
+        waiting = (True, Reason.BELOW_MINIMUM, f"{there}; {_missing(job, scene)}".removesuffix("; "))
+    else:
+        waiting = (False, Reason.ENOUGH_PODS, "")
+    if status.state is JobState.RUNNING:
+        running = (True, Reason.TRAINING, f"epoch {status.epoch} with world size {status.world_size}")
+    elif waiting[0]:
+        running = (False, Reason.NOT_STARTED if status.started is None else waiting[1], "")
+    else:
+        cause = observed.epoch.cause if observed.epoch is not None and not observed.epoch.members else ""
+        running = (False, Reason.STARTING, cause or "the agents have not formed an epoch yet")
+    degraded = status.started is not None and status.ready < status.desired
+    verdicts[ConditionType.RUNNING] = running
+    verdicts[ConditionType.WAITING] = waiting
+    verdicts[ConditionType.DEGRADED] = (
+        (
+            True,
+            Reason.BELOW_DESIRED,
+            f"{status.ready} of {words.count(status.desired, 'pod')} ready; {_missing(job, scene)}",
+        )
+        if degraded
+        else (False, Reason.ALL_PODS if status.started is not None else Reason.NOT_STARTED, "")
+    )
+    if scene.problem is not None:
+        verdicts[ConditionType.INVALID] = (True, Reason.BAD_SPEC, scene.problem)
+    elif any(condition.type == ConditionType.INVALID for condition in job.status.conditions):
+        verdicts[ConditionType.INVALID] = (False, Reason.GOOD_SPEC, "")
+    return verdicts
+
+
+def _missing(job: Job, scene: Scene) -> str:
+    """For which pods the job waits, and why."""
+    coming = sorted((*(pod for pod in scene.staying if not pod.ready), *scene.created), key=lambda pod: pod.index)
+    unready = [pod.name for pod in coming]
+    parts = []
+    if unready:
+        parts.append(f"{words.listed(unready)} {'is' if len(unready) == 1 else 'are'} not ready yet")
+    if scene.backing_off:
+        parts.append(
+            words.listed(
+                [
+                    f"{hostname(job.name, place.index)} failed {words.count(place.failures, 'time')} in a row and is "
+                    f"started again at {rfc3339(place.due)}"
+                    for place in scene.backing_off
+                ]
+            )
+        )
+    return "; ".join(parts)
+
+
+def _stamped(before: JobStatus, verdicts: Verdicts, now: float) -> tuple[Condition, ...]:
+    """The conditions, each with the time since which it has its value."""
+    known = {condition.type: condition for condition in before.conditions}
+    stamped = []
+    for kind, (holds, reason, message) in verdicts.items():
+        earlier = known.get(kind)
+        since = earlier.since if earlier is not None and earlier.status == holds else now
+        stamped.append(Condition(type=kind, status=holds, reason=reason, message=message, since=since))
+    return tuple(stamped)

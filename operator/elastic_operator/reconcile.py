@@ -1,0 +1,189 @@
+"""From "something may have changed" to a cluster that is as the plan wants it.
+
+Wake-ups are gathered in a queue by job: however many come while a job waits or is worked on, it is looked at once more.
+One job is worked on by one task at a time, several jobs side by side. What fails is tried again, later and later, and
+keeps no other job from its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from elastic_operator.errors import ElasticJobError
+from elastic_operator.plan import plan
+from torchelastic.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from elastic_operator.cluster import Cluster
+
+_log: Final = logging.getLogger(__name__)
+
+
+class WorkQueue:
+    """Keys that want attention, each at most once and not before its time; the one that is due longest comes first.
+
+    A key that is handed out is not handed out again before :meth:`done`, but may be put back in the meantime.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[str, float] = {}
+        self._heap: list[tuple[float, int, str]] = []
+        self._busy: set[str] = set()
+        self._order = itertools.count()
+        self._changed = asyncio.Event()
+
+    def put(self, key: str, delay: float = 0.0) -> None:
+        """Have the key looked at.
+
+        Args:
+            key: of the job.
+            delay: seconds until then; where it is to be looked at earlier already, that holds.
+        """
+        due = time.monotonic() + max(delay, 0.0)
+        if due < self._due.get(key, float("inf")):
+            self._due[key] = due
+            heapq.heappush(self._heap, (due, next(self._order), key))
+            self._changed.set()
+
+    async def take(self) -> str:
+        """The next key, as soon as one is due."""
+        while True:
+            self._changed.clear()
+            wait = self._next_wait()
+            if wait is not None and wait <= 0:
+                _, _, key = heapq.heappop(self._heap)
+                del self._due[key]
+                self._busy.add(key)
+                self._changed.set()  # several may wait here; the next one looks at what is left
+                return key
+            try:
+                async with asyncio.timeout(wait):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def done(self, key: str) -> None:
+        """The key that was taken may be handed out again."""
+        self._busy.discard(key)
+        if (due := self._due.get(key)) is not None:
+            heapq.heappush(self._heap, (due, next(self._order), key))
+            self._changed.set()
+
+    def _next_wait(self) -> float | None:
+        """Seconds until a key can be handed out, that one on top of the heap; None where there is none."""
+        while self._heap:
+            due, _, key = self._heap[0]
+            if self._due.get(key) == due and key not in self._busy:
+                return due - time.monotonic()
+            heapq.heappop(self._heap)  # it was brought forward, or comes back when it is done
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconcileSettings:
+    """How a reconciler works.
+
+    Attributes:
+        side_by_side: so many jobs are worked on at once.
+        first_retry: seconds after which what failed is tried again; then twice as long, and so on.
+        longest_retry: seconds that lie at most between two tries.
+        relist_every: seconds after which all jobs are looked at though nothing seems to have happened: watches can fall
+            silent.
+    """
+
+    side_by_side: int = 16
+    first_retry: float = 0.1
+    longest_retry: float = 60.0
+    relist_every: float = 300.0
+
+
+class Reconciler:
+    """Observes, plans and applies, job by job, until it is cancelled.
+
+    Args:
+        cluster: where the jobs run.
+        clock: seconds since the Unix epoch.
+        queue: the keys that want attention; a cluster that needs it before there is a reconciler shares its own.
+        list_keys: gives the keys of all jobs, now and then; None where the cluster's word is enough.
+        settings: see there.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        clock: Callable[[], float] = time.time,
+        *,
+        queue: WorkQueue | None = None,
+        list_keys: Callable[[], Awaitable[Iterable[str]]] | None = None,
+        settings: ReconcileSettings | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._queue = queue if queue is not None else WorkQueue()
+        self._list_keys = list_keys
+        self._settings = settings if settings is not None else ReconcileSettings()
+        self._failures: dict[str, int] = {}
+
+    def wake(self, key: str) -> None:
+        """Say that something about this job may have changed."""
+        self._queue.put(key)
+
+    async def run(self) -> None:
+        """Work until cancelled; nothing that was begun outlives this."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._list_keys is not None:
+                tasks.create_task(self._relist(self._list_keys))
+            for _ in range(self._settings.side_by_side):
+                tasks.create_task(self._work())
+
+    async def _work(self) -> NoReturn:
+        while True:
+            key = await self._queue.take()
+            try:
+                await self._reconcile(key)
+            finally:
+                self._queue.done(key)
+
+    async def _reconcile(self, key: str) -> None:
+        try:
+            seen = await self._cluster.observe(key)
+            if seen is None:
+                self._failures.pop(key, None)
+                return
+            job, observed = seen
+            todo = plan(job, observed, self._clock())
+            await self._cluster.apply(job, todo)
+        except (ElasticJobError, StoreError) as error:
+            _log.warning("%s: %s; trying again in %.1f s", key, error, self._retry(key))
+        except Exception:  # noqa: BLE001 - a defect met by one job must not stop the others
+            _log.exception("%s: an unexpected error; trying again in %.1f s", key, self._retry(key))
+        else:
+            self._failures.pop(key, None)
+            if todo.wake_at is not None:
+                self._queue.put(key, todo.wake_at - self._clock())
+
+    def _retry(self, key: str) -> float:
+        """Have the key looked at again, later than the last time; gives back the seconds until then."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        delay = min(self._settings.first_retry * 2.0 ** min(failures - 1, 32), self._settings.longest_retry)
+        self._queue.put(key, delay)
+        return delay
+
+    async def _relist(self, list_keys: Callable[[], Awaitable[Iterable[str]]]) -> NoReturn:
+        while True:
+            try:
+                for key in await list_keys():
+                    self._queue.put(key)
+            except (ElasticJobError, StoreError) as error:
+                _log.warning("the jobs cannot be listed: %s", error)
+            except Exception:  # noqa: BLE001 - the next listing may succeed
+                _log.exception("the jobs cannot be listed")
+            await asyncio.sleep(self._settings.relist_every)

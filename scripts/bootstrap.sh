@@ -1,0 +1,66 @@
+#!/bin/sh
+# Makes the virtual environment and installs into it, unless all is there: `local` for `make run`, `dev` for the tests.
+#
+#   scripts/bootstrap.sh local|dev
+#
+# Here a Python that will do is found; scripts/install.py, run by it, does the rest. From the environment: VENV, where to
+# install (.venv), and PYTHON, on which Python, whose torch is then used if it has one.
+set -eu
+
+refuse() {
+    printf '%s\n' "$*" >&2
+    exit 2
+}
+
+supported="3.11 to 3.14"
+extra=${1:-local}
+VENV=${VENV:-.venv}
+cd "$(dirname "$0")/.."
+
+[ "$(uname -s)" = Linux ] || refuse "Linux is needed, since that is what the agent supervises processes with; this is" \
+    "$(uname -s). Use a Linux machine, a virtual one, or a container."
+
+# The second time: at once.
+if [ -z "${PYTHON:-}" ] && [ -x "$VENV/bin/python" ] &&
+    "$VENV/bin/python" -I scripts/install.py "$extra" --venv "$VENV" --check 2>/dev/null; then
+    exit 0
+fi
+
+# The minor version of a Python 3, or nothing: what stands on the PATH may be a shim with no Python behind it.
+minor_of() {
+    "$1" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null </dev/null || :
+}
+
+# Debian and Ubuntu ship Python without the part that puts pip into a new environment.
+makes_environments() {
+    command -v uv >/dev/null 2>&1 || "$1" -c 'import ensurepip, venv' 2>/dev/null
+}
+
+found=
+bare=
+if [ -n "${PYTHON:-}" ]; then
+    minor=$(minor_of "$PYTHON")
+    [ -n "$minor" ] || refuse "PYTHON=$PYTHON cannot be run as a Python; name a Python of version $supported."
+    [ "$minor" -ge 11 ] || refuse "PYTHON=$PYTHON is too old; name a Python of version $supported."
+    if makes_environments "$PYTHON"; then found=$PYTHON; else bare=3.$minor; fi
+else
+    seen=
+    for candidate in python3.14 python3.13 python3.12 python3.11 python3; do
+        minor=$(minor_of "$candidate")
+        [ -n "$minor" ] || continue
+        if [ "$minor" -lt 11 ] || [ "$minor" -gt 14 ]; then
+            seen="$candidate is not one of them. "
+        elif makes_environments "$candidate"; then
+            found=$candidate
+            break
+        else
+            bare=${bare:-3.$minor}
+        fi
+    done
+fi
+[ -n "$found$bare" ] || refuse "Python $supported is needed. ${seen}Install one (Debian, Ubuntu: apt install python3" \
+    "python3-venv; Fedora: dnf install python3.12), or say where one is: make run PYTHON=/path/to/python3.12"
+[ -n "$found" ] || refuse "Python $bare is here, but cannot make virtual environments: its module ensurepip is missing." \
+    "Install it (Debian, Ubuntu: apt install python$bare-venv), then try again."
+
+exec "$found" scripts/install.py "$extra" --venv "$VENV" ${PYTHON:+--chosen}

@@ -1,0 +1,249 @@
+"""Records the demo, as it is played on this machine now, as an animated picture for the README.
+
+    .venv/bin/python scripts/record_demo.py        (writes docs/demo.svg; takes as long as `make demo`)
+
+Nothing in the recording is made up: it plays ``elasticjob demo`` and keeps each picture that the live view would have
+painted. Stretches in which there is nothing but progress are shortened, as the running clock in the picture shows. The
+result is one SVG without scripts: the frames stand one below the other and move past, each line is stored once, and
+text stays text. Record on a machine that has nothing else to do: the times in it are what readers will expect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import itertools
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from xml.sax.saxutils import escape
+
+from rich.console import Console
+from rich.text import Text
+
+from elastic_operator.local.demo import perform
+from elastic_operator.local.render import NOW, Hints, render
+from elastic_operator.local.run import RunRequest
+from elastic_operator.local.run_folder import home_folder
+from elastic_operator.local.view import LiveView
+from elastic_operator.manifest import load_checked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rich.color import Color
+    from rich.console import RenderableType
+    from rich.style import Style
+
+    from elastic_operator.local.demo import Performance
+    from elastic_operator.local.render import Act
+
+COLUMNS: Final = 80
+ROWS: Final = 30
+PROMPT: Final = "$ make demo"
+LARGEST: Final = 400_000
+"""Bytes: the README is to load at once."""
+CALM_FRAMES: Final = 6
+"""So many frames are kept of a stretch in which nothing happens but progress."""
+SHORTEST, LONGEST, LAST = 0.15, 1.0, 10.0
+"""Seconds for which a frame is shown, and for which the last one is."""
+
+CELL: Final = 8.4
+LINE: Final = 18
+MARGIN: Final = 16
+TITLE: Final = 30
+COLORS: Final = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+STYLE: Final = """\
+.film{animation:play %(seconds).2fs steps(1,end) infinite}
+@media (prefers-reduced-motion:reduce){.film{animation:none;transform:translateY(-%(end)dpx)}}
+@keyframes play{%(keyframes)s}
+text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace;\
+fill:#d6dbe3;white-space:pre}
+.red{fill:#ff7b72}.green{fill:#56d364}.yellow{fill:#e3b341}.cyan{fill:#76d9e6}.black{fill:#0b0e13}.white{fill:#fff}
+.dim{opacity:.62}.bold{font-weight:700}
+.on-green{fill:#3fa34d}.on-red{fill:#c93c37}.on-yellow{fill:#c99a2e}
+"""
+
+Line = tuple[tuple[str, str, str], ...]
+"""Pieces of a line: the text, the classes of its style, the class of what is behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A picture.
+
+    Attributes:
+        at: when it was to be seen, in seconds.
+        lines: what it shows.
+        happening: the same for all pictures between which nothing happened but progress.
+    """
+
+    at: float
+    lines: tuple[Line, ...]
+    happening: object
+
+
+class RecordingView(LiveView):
+    """A live view that keeps its pictures and paints nothing."""
+
+    def __init__(self) -> None:
+        self.console = Console(
+            file=io.StringIO(),
+            width=COLUMNS,
+            height=ROWS,
+            force_terminal=True,
+            color_system="standard",
+            highlight=False,
+        )
+        super().__init__(self.console, Hints())
+        self.frames: list[Frame] = []
+        self.snapshot: Mapping[str, Any] | None = None
+        self.acts: Sequence[Act] = ()
+
+    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+        """Keep the picture of it."""
+        self.snapshot = snapshot
+        self._keep(snapshot)
+
+    def show_acts(self, acts: Sequence[Act]) -> None:
+        """Keep the picture with them, and say on this terminal how far the play is."""
+        self.acts = tuple(acts)
+        act = next((act for act in reversed(self.acts) if act.mark), None)
+        if act is not None:
+            print(f"{time.strftime('%X')}  {act.title} {'…' if act.mark == NOW else act.result}")
+        if self.snapshot is not None:
+            self._keep(self.snapshot)
+
+    def keep_end(self, performance: Performance) -> None:
+        """Keep what stays on the terminal in the end."""
+        with self:  # a view that is over paints nothing any more
+            pass
+        super().on_snapshot(self.snapshot or {})
+        super().show_acts(self.acts)
+        with self.console.capture() as captured:
+            self.say_outcome(performance.code)
+            self.console.out("\n".join(performance.lines()))
+        lines = lines_of(self.console, Text.from_ansi(captured.get().rstrip()))
+        self.frames.append(Frame(time.time(), lines[-ROWS:], "the end"))
+
+    def _keep(self, snapshot: Mapping[str, Any]) -> None:
+        now = time.time()
+        lines = lines_of(self.console, render(snapshot, now, COLUMNS, ROWS, hints=Hints(), acts=self.acts))
+        pods = tuple((pod["name"], pod["phase"], pod["ready"], tuple(pod["ranks"])) for pod in snapshot["pods"])
+        self.frames.append(Frame(now, lines, (self.acts, len(snapshot["events"]), pods, snapshot["status"]["state"])))
+
+
+def lines_of(console: Console, picture: RenderableType) -> tuple[Line, ...]:
+    """The picture's lines, in the form in which they are compared and stored."""
+    rendered = console.render_lines(picture, pad=False)
+    return tuple(tuple((text, *_look(style)) for text, style, _ in line if text) for line in rendered)
+
+
+def _look(style: Style | None) -> tuple[str, str]:
+    if style is None:
+        return "", ""
+    classes = [_name(style.color), *(name for name, on in (("bold", style.bold), ("dim", style.dim)) if on)]
+    behind = _name(style.bgcolor)
+    return " ".join(filter(None, classes)), f"on-{behind}" if behind else ""
+
+
+def _name(color: Color | None) -> str:
+    return "" if color is None or color.number is None else COLORS[color.number]
+
+
+def thinned(frames: Iterable[Frame]) -> list[tuple[Frame, float]]:
+    """The frames to show, each with the seconds for which it is shown."""
+    kept: list[Frame] = []
+    for _, group in itertools.groupby(frames, key=lambda frame: frame.happening):
+        stretch = list(group)
+        stride = max(1, math.ceil(len(stretch) / CALM_FRAMES))
+        kept += stretch[::stride]
+    shown = [(frame, min(max(after.at - frame.at, SHORTEST), LONGEST)) for frame, after in itertools.pairwise(kept)]
+    return [*shown, (kept[-1], LAST)]
+
+
+def animation(frames: Sequence[tuple[Frame, float]]) -> str:
+    """The frames as an SVG: one below the other on a film that moves past a window."""
+    height, width = ROWS * LINE, COLUMNS * CELL
+    seconds = sum(shown for _, shown in frames)
+    numbers: dict[Line, int] = {}
+    film, keyframes, at = [], [], 0.0
+    for number, (frame, shown) in enumerate(frames):
+        for row, line in enumerate(frame.lines):
+            if any(text.strip() or behind for text, _, behind in line):
+                id_ = numbers.setdefault(line, len(numbers))
+                film.append(f'<use href="#l{id_}" y="{number * height + row * LINE}"/>')
+        keyframes.append(f"{100 * at / seconds:.3f}%{{transform:translateY(-{number * height}px)}}")
+        at += shown
+    style = STYLE % {"seconds": seconds, "end": (len(frames) - 1) * height, "keyframes": "".join(keyframes)}
+    lines = "".join(f'<g id="l{number}">{_line(line)}</g>' for line, number in numbers.items())
+    full_width, full_height = width + 2 * MARGIN, height + TITLE + MARGIN
+    buttons = "".join(
+        f'<circle cx="{20 + 20 * place}" cy="16" r="6" fill="{color}"/>'
+        for place, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width:g} {full_height:g}" role="img">'
+        "<title>A training job is scaled up, loses a worker and an agent to kill -9, shrinks and succeeds</title>"
+        f"<style>{style}</style><defs>{lines}</defs>"
+        f'<rect width="{full_width:g}" height="{full_height:g}" rx="8" fill="#11151c"/>{buttons}'
+        f'<svg x="{MARGIN}" y="{TITLE}" width="{width:g}" height="{height}"><g class="film">{"".join(film)}</g></svg>'
+        "</svg>\n"
+    )
+
+
+def _line(line: Line) -> str:
+    pieces: list[str] = []
+    column = 0
+    for behind, group in itertools.groupby(line, key=lambda piece: piece[2]):
+        columns = sum(len(text) for text, _, _ in group)
+        if behind:
+            x, width = column * CELL, columns * CELL
+            pieces.append(f'<rect class="{behind}" x="{x:g}" width="{width:g}" height="{LINE}"/>')
+        column += columns
+    column = 0
+    for text, classes, _ in line:
+        if word := text.strip():
+            x = (column + len(text) - len(text.lstrip())) * CELL
+            named = f' class="{classes}"' if classes else ""
+            length = f' textLength="{len(word) * CELL:g}"' if len(word) > 1 else ""
+            pieces.append(f'<text{named} x="{x:g}" y="13.5"{length}>{escape(word)}</text>')
+        column += len(text)
+    return "".join(pieces)
+
+
+def main() -> int:
+    """Play, record, write."""
+    parser = argparse.ArgumentParser(description="Records the demo as an animated SVG.")
+    parser.add_argument("--manifest", type=Path, default=Path("examples/digits.yaml"))
+    parser.add_argument("--output", type=Path, default=Path("docs/demo.svg"))
+    options = parser.parse_args()
+    view = RecordingView()
+    request = RunRequest(manifest=load_checked(options.manifest), home=home_folder(os.environ), environ=os.environ)
+    begun = time.time()
+    performance = asyncio.run(perform(request, view))
+    view.keep_end(performance)
+    if performance.code != 0:
+        print(*performance.lines(), sep="\n", file=sys.stderr)
+        print("The demo did not go well, so nothing was written.", file=sys.stderr)
+        return performance.code
+    prompt = Frame(begun - 1, (((PROMPT, "bold", ""),),), "the prompt")
+    picture = animation(thinned([prompt, *view.frames]))
+    if len(picture.encode()) > LARGEST:
+        print(
+            f"The recording has {len(picture.encode())} bytes, more than {LARGEST}; lower CALM_FRAMES.", file=sys.stderr
+        )
+        return 1
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(picture)
+    print(f"{options.output}: {len(picture.encode()) / 1000:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

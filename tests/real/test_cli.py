@@ -1,0 +1,254 @@
+"""What is typed in a second terminal while a job runs, the live view on a terminal, and the demo."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pty
+import signal
+import sys
+import termios
+from typing import TYPE_CHECKING, Self
+
+import pytest
+from tests.support.local_runs import LIMIT, LocalRun, manifest, processes_of, training
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "ELASTICJOB_HOME": str(home)}
+
+
+@contextlib.asynccontextmanager
+async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A command in a second terminal; it is gone after the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "elastic_operator.cli", *argv),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment(home),
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def answer(home: Path, *argv: str) -> tuple[int, str, str]:
+    """What a command gives back: its exit code, and what it printed on either stream."""
+    async with typed(home, *argv) as process, asyncio.timeout(LIMIT):
+        out, err = await process.communicate()
+        return await process.wait(), out.decode(), err.decode()
+
+
+async def test_a_second_terminal_sees_the_job_scales_it_and_deletes_it(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path, "digits")) as run:
+        before = await run.trains(2)
+        _, listed, _ = await answer(home, "get")
+        assert listed.splitlines()[1].split()[:6] == ["digits", "Running", "2/2", "1", "3", "0"]
+
+        assert await answer(home, "scale", "digits", "--replicas", "3") == (0, "elasticjob digits scaled to 3\n", "")
+        after = await run.trains(3)
+        described = " ".join((await answer(home, "describe", "digits"))[1].split())
+        for pod in training(after):
+            assert f"{pod['name']} State: training" in described
+            assert f"Agent: process {pod['pid']} Ranks: {pod['ranks'][0]}" in described
+        assert f"Epoch: {after['status']['epoch']}, world size 3" in described
+        assert "scaled from 2 to 3 pods" in described
+
+        code, _, refusal = await answer(home, "scale", "digits", "--replicas", "4")
+        assert code == 2
+        assert refusal.startswith("elasticjob: ")
+        assert "maxReplicas" in refusal
+        assert refusal.count("\n") == 1
+
+        _, shown, _ = await answer(home, "get", "digits", "-o", "json")
+        assert json.loads(shown)["status"]["worldSize"] == 3
+        assert json.loads(shown)["metadata"]["uid"] == before["manifest"]["metadata"]["uid"]
+
+        assert await answer(home, "delete", "digits") == (0, "elasticjob digits deleted\n", "")
+        assert await run.exit_code() == 3
+        assert "digits was deleted after" in run.output
+    _, listed, _ = await answer(home, "get")
+    assert listed.splitlines()[1].split()[:2] == ["digits", "Deleted"]
+
+
+async def test_a_rank_is_followed_from_epoch_to_epoch_to_the_end_of_the_job(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path, "digits")) as run:
+        await run.trains(2)
+        async with typed(home, "logs", "digits", "--rank", "0", "-f") as following, asyncio.timeout(LIMIT):
+            assert following.stdout is not None
+            assert await following.stdout.readline() == b"rank 0 of 2\n"
+            await answer(home, "scale", "digits", "--replicas", "3")
+            epoch = (await run.trains(3))["status"]["epoch"]
+            assert await following.stdout.readline() == b"rank 0 of 3\n"
+            _, everyone, _ = await answer(home, "logs", "digits")
+            assert everyone == "[rank 0] rank 0 of 3\n[rank 1] rank 1 of 3\n[rank 2] rank 2 of 3\n"
+            (tmp_path / "finish").touch()
+            out, err = await following.communicate()
+            assert (following.returncode, out) == (0, b"")
+            assert err.decode() == f"elasticjob: epoch {epoch} begins\n"
+        assert await run.exit_code() == 0
+    assert (await answer(home, "logs", "digits", "--rank", "1", "--epoch", "1"))[1] == "rank 1 of 2\n"
+    assert "epoch 1" in (await answer(home, "logs", "digits", "--agent"))[1]
+
+
+class Terminal:
+    """A command on a terminal of 80 columns and 24 lines, and all that it wrote there."""
+
+    def __init__(self, home: Path, *argv: str) -> None:
+        self._argv = argv
+        self._environ = {**environment(home), "TERM": "xterm-256color"}
+        self._environ.pop("NO_COLOR", None)
+        self.screen = ""
+        self._more = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._side, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 80))
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "elastic_operator.cli", *self._argv),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=self._environ,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        asyncio.get_running_loop().add_reader(self._side, self._read)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        asyncio.get_running_loop().remove_reader(self._side)
+        os.close(self._side)
+
+    def _read(self) -> None:
+        try:
+            self.screen += os.read(self._side, 1 << 16).decode(errors="replace")
+        except OSError:  # nobody is at the other side any more
+            asyncio.get_running_loop().remove_reader(self._side)
+        self._more.set()
+
+    async def shows(self, text: str) -> None:
+        """Return when it has written this."""
+        try:
+            async with asyncio.timeout(LIMIT):
+                while text not in self.screen:
+                    self._more.clear()
+                    await self._more.wait()
+        except TimeoutError:
+            raise AssertionError(f"{text!r} was not shown, but this was:\n{self.screen}") from None
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(LIMIT):
+            return await self.process.wait()
+
+
+SECOND_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
+
+
+async def test_the_live_view_gives_way_to_the_outcome(home: Path, tmp_path: Path) -> None:
+    async with Terminal(home, "run", str(manifest(tmp_path, "digits"))) as terminal:
+        await terminal.shows("rank 0 of 2")
+        assert SECOND_SCREEN in terminal.screen
+        assert FIRST_SCREEN not in terminal.screen
+        await terminal.shows("training")
+        (tmp_path / "finish").touch()
+        await terminal.shows("digits succeeded after")
+        assert await terminal.exit_code() == 0
+        live, _, rest = terminal.screen.partition(FIRST_SCREEN)
+        assert "digits succeeded after" not in live
+        assert "checkpoints" in rest
+
+
+async def test_ctrl_c_ends_the_live_view_and_says_where_everything_is(home: Path, tmp_path: Path) -> None:
+    async with Terminal(home, "run", str(manifest(tmp_path, "digits"))) as terminal:
+        await terminal.shows("rank 0 of 2")
+        os.kill(terminal.process.pid, signal.SIGINT)
+        await terminal.shows("digits was interrupted after")
+        assert await terminal.exit_code() == 130
+        rest = terminal.screen.partition(FIRST_SCREEN)[2]
+        assert "Traceback" not in terminal.screen
+        for said in ("logs", "checkpoints", " run --resume digits-"):
+            assert said in rest
+    assert processes_of(home) == {}
+
+
+async def test_bad_input_is_told_on_the_screen_that_stays(home: Path, tmp_path: Path) -> None:
+    async with Terminal(home, "run", str(manifest(tmp_path, "digits", minReplicas=9))) as terminal:
+        assert await terminal.exit_code() == 2
+        await terminal.shows("elasticjob: ")
+        assert SECOND_SCREEN not in terminal.screen
+        assert "Traceback" not in terminal.screen
+
+
+STORY = """\
+import os, pathlib, sys, time
+world, rank, seen = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
+print(f"started with {world} workers", flush=True)
+if world == 3 and rank == 0:
+    (seen / f"large-{time.time_ns()}").touch()
+# Grown, one worker killed, one agent killed: then, small again, it has seen everything.
+while world == 3 or len(list(seen.glob("large-*"))) < 3:
+    print("a step", flush=True)
+    time.sleep(0.1)
+if rank == 0:
+    print("test accuracy 0.999", flush=True)
+"""
+
+
+def story(folder: Path, **spec: object) -> Path:
+    """A job that ends by itself when all acts of the demo have been played on it."""
+    seen = folder / "seen"
+    seen.mkdir()
+    (folder / "story.py").write_text(STORY)
+    return manifest(folder, "digits", command=["env", sys.executable, str(folder / "story.py"), str(seen)], **spec)
+
+
+async def test_the_demo_plays_every_act_and_says_how_long_each_took(home: Path, tmp_path: Path) -> None:
+    code, out, err = await answer(home, "demo", "--plain", str(story(tmp_path)))
+    assert (code, err) == (0, ""), out
+    acts = ["start with 2 pods", "scale to 3", "kill -9 a worker", "kill -9 an agent", "scale back to 2", "success"]
+    announced = [line.partition("--- ")[2] for line in out.splitlines() if "--- " in line]
+    assert [line for line in announced if ": " not in line] == acts
+    table = out[out.index(" ACT ") :].splitlines()
+    assert [act for act in acts for line in table if line.strip().startswith(act)] == acts
+    assert any("kill -9 a worker" in line and "rank 2, process " in line for line in table)
+    assert any("success" in line and "test accuracy 0.999" in line for line in table)
+    assert "failed" not in out
+    assert processes_of(home) == {}
+
+
+async def test_an_act_that_fails_fails_the_demo_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
+    silent = manifest(tmp_path, "digits", command=["sh", "-c", 'test "$WORLD_SIZE" = 2 && echo hi && sleep 1'])
+    code, out, _ = await answer(home, "demo", "--plain", str(silent))
+    assert code == 1
+    assert "the job ended" in out
+    assert processes_of(home) == {}
+
+
+async def test_a_job_that_cannot_grow_is_no_job_for_the_demo(home: Path, tmp_path: Path) -> None:
+    code, out, err = await answer(
+        home, "demo", str(manifest(tmp_path, "digits", maxReplicas=2, replicas=2, minReplicas=2))
+    )
+    assert (code, out) == (2, "")
+    assert "spec.maxReplicas must be at least 3, not 2" in err

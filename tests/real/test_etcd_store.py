@@ -1,0 +1,469 @@
+"""The store on a real etcd: what it shares with other adapters, and what only a network and a server can do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import trustme
+from tests.support.answers import answering, http
+from tests.support.etcd import EtcdServer
+from tests.support.store_conformance import HANGS, StoreBehaviour, confirmed, ended, seen
+from tests.support.tcp_proxy import TcpProxy
+
+from torchelastic.errors import HistoryCompacted, LeaseLost, SettingsError, StoreRefused, StoreUnavailable
+from torchelastic.store import StoreSettings, connect, etcd_v3
+from torchelastic.store.etcd_v3 import EtcdV3Store
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from torchelastic.store import Change
+
+pytestmark = pytest.mark.real
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: StoreSettings, **changes: Any) -> AsyncIterator[EtcdV3Store]:
+    """A store for the length of a block."""
+    store = EtcdV3Store(dataclasses.replace(settings, **changes))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def ask(server: EtcdServer, path: str, message: dict[str, Any]) -> None:
+    """Have etcd do what the store has no method for."""
+    async with aiohttp.ClientSession() as session, session.post(server.url + path, json=message) as response:
+        assert response.status == 200, await response.text()
+
+
+class TestEtcdV3Store(StoreBehaviour):
+    @pytest.fixture
+    async def store(self, etcd: EtcdServer) -> AsyncIterator[EtcdV3Store]:
+        async with opened(etcd.settings) as store:
+            yield store
+
+    @pytest.fixture
+    async def other(self, etcd: EtcdServer) -> AsyncIterator[EtcdV3Store]:
+        async with opened(etcd.settings) as store:
+            yield store
+
+    @pytest.fixture
+    def second(self) -> float:
+        return 1.0
+
+    @pytest.fixture
+    def compact(self, etcd: EtcdServer) -> Callable[[int], Awaitable[None]]:
+        return lambda revision: ask(etcd, "/v3/kv/compaction", {"revision": revision})
+
+
+# What a network and a server can do
+
+
+async def test_a_server_that_can_be_used_is_connected_to(etcd: EtcdServer, prefix: str) -> None:
+    store = await connect(etcd.settings)
+    await store.put(prefix + "a", b"")
+    assert await store.get(prefix + "a") is not None
+    await store.close()
+
+
+async def test_where_nobody_listens_the_error_names_the_place_and_the_reason() -> None:
+    with pytest.raises(StoreUnavailable, match=r"^etcd at 127\.0\.0\.1:1 does not answer: connection refused$"):
+        await connect(StoreSettings(endpoints=("127.0.0.1:1",)))
+    with pytest.raises(StoreUnavailable, match=r"none of the etcd servers 127\.0\.0\.1:1, 127\.0\.0\.1:2 answers"):
+        await connect(StoreSettings(endpoints=("127.0.0.1:1", "127.0.0.1:2")))
+
+
+async def test_a_name_that_does_not_exist_is_told_as_such() -> None:
+    with pytest.raises(StoreUnavailable, match=r"^etcd at etcd\.invalid:2379 cannot be found"):
+        await connect(StoreSettings(endpoints=("etcd.invalid:2379",)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (
+            http("404 Not Found", "no such page"),
+            "is no etcd, or one without its JSON gateway: .* status 404, 'no such pa",
+        ),
+        (http("302 Found", ""), "is no etcd, or one without its JSON gateway"),
+        (http("200 OK", "<html>Welcome</html>"), "does not answer as etcd does: '<html>Welcome</html>'"),
+        (http("200 OK", '{"version": 7}'), "does not answer as etcd does"),
+        (http("200 OK", '{"etcdserver": "latest"}'), "is no etcd"),
+        (http("200 OK", '{"etcdserver": "3.3.27"}'), r"has version 3\.3\.27, but 3\.4 or later is needed"),
+        (lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP"),
+        (lambda _: b"HTTP/1.1 200 OK\r\n\r\n" + bytes(65 << 20), "an answer of more than 64 MiB"),
+    ],
+    ids=["not found", "redirect", "a page", "other json", "odd version", "old version", "no http", "endless"],
+)
+async def test_a_server_that_is_no_usable_etcd_is_refused_in_a_sentence(
+    answer: Callable[[str], bytes], sentence: str
+) -> None:
+    async with answering(answer) as endpoint:
+        with pytest.raises(StoreRefused, match=sentence) as refused:
+            await connect(StoreSettings(endpoints=(endpoint,)))
+        assert endpoint in str(refused.value)
+
+
+async def test_a_server_that_is_overloaded_may_be_asked_again() -> None:
+    async with answering(http("503 Service Unavailable", "upstream is down")) as endpoint:
+        with pytest.raises(StoreUnavailable, match="status 503: 'upstream is down'"):
+            await connect(StoreSettings(endpoints=(endpoint,)))
+
+
+async def test_an_etcd_without_its_gateway_is_refused(tmp_path: Path) -> None:
+    async with EtcdServer(tmp_path, args=["--enable-grpc-gateway=false"]) as server:
+        with pytest.raises(StoreRefused, match="does not serve its JSON gateway"):
+            await connect(server.settings)
+
+
+@pytest.mark.parametrize("endpoint", ["", "host", "host:port", "host:1/path", "user@host:1", ":2379", "a..b:2379"])
+async def test_what_is_no_address_is_told_before_anything_is_asked(endpoint: str) -> None:
+    with pytest.raises(SettingsError, match="is no address of an etcd server"):
+        EtcdV3Store(StoreSettings(endpoints=(endpoint,)))
+
+
+async def test_another_server_is_asked_where_one_does_not_listen(etcd: EtcdServer, prefix: str) -> None:
+    settings = StoreSettings(endpoints=("127.0.0.1:1", etcd.endpoint))
+    store = await connect(settings)
+    lease = await store.grant(60)
+    revision = await store.put(prefix + "a", b"", lease=lease)
+    async with contextlib.aclosing(store.watch(prefix, revision)) as watch:
+        await confirmed(watch)
+        assert len(await seen(watch, 1)) == 1
+    await store.close()
+
+
+async def test_another_server_is_asked_where_one_hangs(etcd: EtcdServer, own_etcd: EtcdServer, prefix: str) -> None:
+    endpoints = (own_etcd.endpoint, etcd.endpoint)
+    async with opened(etcd.settings, endpoints=endpoints, request_timeout=1.0) as store:
+        with own_etcd.paused():
+            assert await store.get(prefix + "a") is None
+            await store.put(prefix + "a", b"")  # the server that hung is now the last to be asked
+            assert await store.get(prefix + "a") is not None
+
+
+async def test_a_server_that_hangs_is_told_within_the_time_limit(own_etcd: EtcdServer, prefix: str) -> None:
+    async with opened(own_etcd.settings, request_timeout=0.3) as store, asyncio.timeout(HANGS):
+        await store.put(prefix + "a", b"")
+        with own_etcd.paused():
+            with pytest.raises(StoreUnavailable, match=r"gave no answer within 0\.3 seconds"):
+                await store.get(prefix + "a")
+            with pytest.raises(StoreUnavailable, match="gave no answer"):
+                await store.put(prefix + "a", b"")
+            with pytest.raises(StoreUnavailable, match="gave no answer"):
+                await store.check()
+        assert await store.get(prefix + "a") is not None
+
+
+# Watches that break
+
+
+async def test_a_watch_of_a_server_that_stands_still_ends(own_etcd: EtcdServer, prefix: str) -> None:
+    async with (
+        opened(own_etcd.settings, silence_limit=0.6) as store,
+        contextlib.aclosing(store.watch(prefix, 1)) as watch,
+    ):
+        await confirmed(watch)
+        with own_etcd.paused(), pytest.raises(StoreUnavailable):
+            await ended(watch)
+
+
+async def test_a_quiet_watch_says_that_it_is_alive_and_goes_on(etcd: EtcdServer, prefix: str) -> None:
+    async with opened(etcd.settings, silence_limit=0.2) as store:
+        last = await store.put(prefix + "a", b"")
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch, asyncio.timeout(HANGS):
+            for _ in range(5):
+                assert await anext(watch) == ()
+            await store.put(prefix + "b", b"")
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "b"]
+
+
+async def test_a_watch_of_a_server_that_stops_in_order_ends(own_etcd: EtcdServer, prefix: str) -> None:
+    async with opened(own_etcd.settings) as store, contextlib.aclosing(store.watch(prefix, 1)) as watch:
+        await confirmed(watch)
+        await own_etcd.stop()
+        with pytest.raises(StoreUnavailable):
+            await ended(watch)
+
+
+async def test_a_watch_whose_connection_is_cut_ends(etcd: EtcdServer, prefix: str) -> None:
+    async with TcpProxy(etcd.endpoint) as proxy, opened(etcd.settings, endpoints=(proxy.endpoint,)) as store:
+        last = await store.put(prefix + "a", b"")
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            proxy.cut()
+            with pytest.raises(StoreUnavailable, match=proxy.endpoint):
+                await ended(watch)
+
+
+async def test_a_watch_whose_line_falls_silent_ends(etcd: EtcdServer, prefix: str) -> None:
+    async with (
+        TcpProxy(etcd.endpoint) as proxy,
+        opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=0.6) as store,
+    ):
+        last = await store.put(prefix + "a", b"")
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            proxy.fall_silent()
+            with pytest.raises(StoreUnavailable):
+                await ended(watch)
+
+
+async def test_what_only_the_stream_has_lost_is_told_when_the_watch_is_made_anew(
+    etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_v3, "QUIET_CHECKS", 3)
+    async with (
+        TcpProxy(etcd.endpoint) as proxy,
+        opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=0.2) as store,
+    ):
+        await store.put(prefix + "before", b"")
+        async with contextlib.aclosing(store.watch(prefix, 0)) as watch:
+            await confirmed(watch)
+            await store.put(prefix + "1", b"")
+            told = await seen(watch, 1)
+            assert proxy.stall(having_sent=b"/v3/watch") == 1
+            await store.put(prefix + "2", b"")
+            told += await seen(watch, 1)
+            await store.put(prefix + "3", b"")
+            told += await seen(watch, 1)
+        assert [change.key for change in told] == [prefix + "1", prefix + "2", prefix + "3"]
+
+
+async def test_nothing_is_lost_or_told_twice_over_kills_of_the_server(own_etcd: EtcdServer, prefix: str) -> None:
+    kill_after = (300, 1100, 1900)
+    told: list[Change] = []
+    due = [asyncio.Event() for _ in kill_after]
+
+    async def read(store: EtcdV3Store) -> None:
+        start = 1
+        while not told or told[-1].key != prefix + "last":
+            with contextlib.suppress(StoreUnavailable):
+                async with contextlib.aclosing(store.watch(prefix, start)) as watch:
+                    async for changes in watch:
+                        told.extend(changes)
+                        start = told[-1].revision + 1 if told else start
+                        for count, event in zip(kill_after, due, strict=True):
+                            if len(told) >= count:
+                                event.set()
+                        if told and told[-1].key == prefix + "last":
+                            break
+            await asyncio.sleep(0.01)  # as a caller backs off
+
+    async def write(store: EtcdV3Store, writer: int) -> None:
+        for index in range(600):
+            while True:
+                with contextlib.suppress(StoreUnavailable):
+                    await store.put(f"{prefix}{writer}", str(index).encode())
+                    break
+                await asyncio.sleep(0.01)
+
+    async with opened(own_etcd.settings) as store, asyncio.timeout(3 * HANGS):
+        reader = asyncio.create_task(read(store))
+        async with asyncio.TaskGroup() as writers:
+            for writer in range(4):
+                writers.create_task(write(store, writer))
+            for event in due:
+                await event.wait()
+                await own_etcd.kill()
+                await own_etcd.start()
+        await store.put(prefix + "last", b"")
+        await reader
+        async with contextlib.aclosing(store.watch(prefix, 1)) as watch:
+            await confirmed(watch)
+            truth = await seen(watch, len(told))
+    assert len(told) > 2400
+    assert told == truth
+    assert truth[-1].key == prefix + "last"
+
+
+async def test_an_etcd_that_came_back_without_its_data_does_not_leave_a_watch_waiting(
+    own_etcd: EtcdServer, prefix: str
+) -> None:
+    async with opened(own_etcd.settings) as store:
+        lease = await store.grant(60)
+        for index in range(10):
+            last = await store.put(f"{prefix}{index}", b"", lease=lease)
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            await own_etcd.kill()
+            own_etcd.wipe()
+            await own_etcd.start()
+            with pytest.raises(StoreUnavailable):
+                await ended(watch)
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            with pytest.raises(HistoryCompacted, match="has lost its data"):
+                await ended(watch)
+        with pytest.raises(LeaseLost):
+            await store.keep_alive(lease)
+
+
+# Who may do what
+
+
+@pytest.fixture
+async def guarded_etcd(own_etcd: EtcdServer) -> EtcdServer:
+    """An etcd with authentication: root may do all, alice what is below /alice/."""
+    await ask(own_etcd, "/v3/auth/role/add", {"name": "root"})
+    await ask(own_etcd, "/v3/auth/role/add", {"name": "alices"})
+    first, end = (base64.b64encode(key).decode() for key in (b"/alice/", b"/alice0"))
+    permission = {"permType": "READWRITE", "key": first, "range_end": end}
+    await ask(own_etcd, "/v3/auth/role/grant", {"name": "alices", "perm": permission})
+    for user, role in (("root", "root"), ("alice", "alices")):
+        await ask(own_etcd, "/v3/auth/user/add", {"name": user, "password": "s3cret"})
+        await ask(own_etcd, "/v3/auth/user/grant", {"user": user, "role": role})
+    await ask(own_etcd, "/v3/auth/enable", {})
+    return own_etcd
+
+
+async def test_a_user_works_below_the_prefix_that_is_theirs(guarded_etcd: EtcdServer) -> None:
+    settings = dataclasses.replace(guarded_etcd.settings, username="alice", password="s3cret")
+    store = await connect(settings)
+    lease = await store.grant(60)
+    revision = await store.put("/alice/a", b"", lease=lease)
+    await store.keep_alive(lease)
+    async with contextlib.aclosing(store.watch("/alice/", revision)) as watch:
+        await confirmed(watch)
+        assert len(await seen(watch, 1)) == 1
+    with pytest.raises(StoreRefused, match="permission denied"):
+        await store.put("/bob/a", b"")
+    with pytest.raises(StoreRefused, match="permission denied"):
+        await store.list("/")
+    async with contextlib.aclosing(store.watch("/bob/", 1)) as watch:
+        with pytest.raises(StoreRefused, match="permission denied"):
+            await ended(watch)
+    await store.close()
+
+
+async def test_wrong_or_missing_credentials_are_refused_and_never_shown(guarded_etcd: EtcdServer) -> None:
+    with pytest.raises(StoreRefused, match="wants a user name and a password"):
+        await connect(guarded_etcd.settings)
+    settings = dataclasses.replace(guarded_etcd.settings, username="alice", password="hunter2")
+    with pytest.raises(StoreRefused, match="does not accept the user name and password") as refused:
+        await connect(settings)
+    assert "hunter2" not in f"{refused.value!r} {refused.value.__context__!r} {settings!r}"
+
+
+async def test_a_token_that_is_no_longer_good_is_renewed(guarded_etcd: EtcdServer) -> None:
+    async with opened(guarded_etcd.settings, username="alice", password="s3cret") as store:
+        revision = await store.put("/alice/a", b"")
+        await guarded_etcd.kill()  # it keeps its tokens in memory
+        await guarded_etcd.start()
+        await asyncio.gather(*(store.get("/alice/a") for _ in range(10)))
+        await guarded_etcd.kill()
+        await guarded_etcd.start()
+        async with contextlib.aclosing(store.watch("/alice/", revision)) as watch:
+            await confirmed(watch)
+            assert len(await seen(watch, 1)) == 1
+
+
+async def test_credentials_do_no_harm_where_nobody_asks_for_them(etcd: EtcdServer, prefix: str) -> None:
+    async with opened(etcd.settings, username="alice", password="s3cret") as store:
+        await store.check()
+        assert await store.get(prefix + "a") is None
+
+
+# TLS
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificates:
+    """Files with certificates, all signed by one authority."""
+
+    authority: str
+    server: str
+    server_key: str
+    client: str
+    client_key: str
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def written(name: str, blob: trustme.Blob) -> str:
+        blob.write_to_path(folder / name)
+        return str(folder / name)
+
+    authority = trustme.CA()
+    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("client.test")
+    return Certificates(
+        authority=written("ca.pem", authority.cert_pem),
+        server=written("server.pem", server.cert_chain_pems[0]),
+        server_key=written("server.key", server.private_key_pem),
+        client=written("client.pem", client.cert_chain_pems[0]),
+        client_key=written("client.key", client.private_key_pem),
+    )
+
+
+@pytest.fixture
+async def tls_etcd(tmp_path: Path, certificates: Certificates) -> AsyncIterator[EtcdServer]:
+    """An etcd that serves TLS."""
+    pair = [f"--cert-file={certificates.server}", f"--key-file={certificates.server_key}"]
+    async with EtcdServer(tmp_path, protocol="https", args=pair) as server:
+        yield server
+
+
+async def test_tls_works_with_the_right_authority(
+    tls_etcd: EtcdServer, certificates: Certificates, prefix: str
+) -> None:
+    store = await connect(dataclasses.replace(tls_etcd.settings, ca_cert=certificates.authority))
+    revision = await store.put(prefix + "a", b"")
+    async with contextlib.aclosing(store.watch(prefix, revision)) as watch:
+        await confirmed(watch)
+        assert len(await seen(watch, 1)) == 1
+    await store.close()
+
+
+async def test_a_certificate_that_nobody_vouches_for_is_refused(tls_etcd: EtcdServer) -> None:
+    with pytest.raises(StoreRefused, match=r"certificate of etcd at .* cannot be trusted"):
+        await connect(tls_etcd.settings)
+
+
+async def test_the_wrong_protocol_is_told_as_such(tls_etcd: EtcdServer, etcd: EtcdServer) -> None:
+    with pytest.raises(StoreRefused, match="speaks https only"):
+        await connect(dataclasses.replace(tls_etcd.settings, protocol="http"))
+    with pytest.raises(StoreRefused, match="speaks http only"):
+        await connect(dataclasses.replace(etcd.settings, protocol="https"))
+
+
+async def test_a_server_that_wants_to_know_its_clients_is_shown_a_certificate(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    args = [
+        f"--cert-file={certificates.server}",
+        f"--key-file={certificates.server_key}",
+        f"--trusted-ca-file={certificates.authority}",
+        "--client-cert-auth",
+    ]
+    async with EtcdServer(tmp_path, protocol="https", args=args) as server:
+        stranger = dataclasses.replace(server.settings, ca_cert=certificates.authority)
+        with pytest.raises(StoreRefused, match="no TLS connection"):
+            await connect(stranger)
+        known = dataclasses.replace(stranger, cert=certificates.client, key=certificates.client_key)
+        await (await connect(known)).close()
+
+
+async def test_unusable_certificates_are_told_before_anything_is_asked(tmp_path: Path) -> None:
+    settings = StoreSettings(endpoints=("127.0.0.1:1",), protocol="https")
+    absent, nonsense = str(tmp_path / "absent.pem"), tmp_path / "nonsense.pem"
+    nonsense.write_text("nonsense")
+    with pytest.raises(SettingsError, match=r"the CA certificate .*absent\.pem"):
+        EtcdV3Store(dataclasses.replace(settings, ca_cert=absent))
+    with pytest.raises(SettingsError, match=r"the client certificate .*nonsense\.pem"):
+        EtcdV3Store(dataclasses.replace(settings, cert=str(nonsense)))
+    with pytest.raises(SettingsError, match="but no certificate"):
+        EtcdV3Store(dataclasses.replace(settings, key=absent))
+    with pytest.raises(SettingsError, match="use https"):
+        EtcdV3Store(dataclasses.replace(settings, protocol="http", ca_cert=absent))
+    with pytest.raises(SettingsError, match="'ftp' is no protocol of etcd"):
+        EtcdV3Store(dataclasses.replace(settings, protocol="ftp"))

@@ -1,0 +1,313 @@
+"""What a user of `elasticjob run` gets, with real processes throughout: etcd, agents, workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+from elastic_operator.errors import BadInput, NotFound
+from elastic_operator.local.client import connect, find_job, known_jobs
+from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
+from torchelastic.contract import KEY_ROOT
+from torchelastic.store.adapters import connect as connect_store
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.real
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest_asyncio.fixture
+async def home(tmp_path: Path) -> AsyncIterator[Path]:
+    """A home folder of the test's own; whatever the test does, no process of it may be left soon after."""
+    home = tmp_path / "home"
+    yield home
+    assert await gone(processes_of(home), within=5), processes_of(home)
+
+
+def output_of(snapshot: dict, rank: int) -> str:
+    epoch = snapshot["status"]["epoch"]
+    (pod,) = (pod for pod in snapshot["pods"] if rank in pod["ranks"])
+    return (Path(pod["logDir"]) / f"epoch_{epoch}" / f"rank_{rank}" / "output.log").read_text()
+
+
+async def test_a_job_runs_to_its_success_and_only_its_folder_is_left(home: Path) -> None:
+    async with LocalRun(home, EXAMPLES / "hello.yaml") as run:
+        assert await run.exit_code() == 0, run.output
+        assert processes_of(home) == {}
+        record = run.record
+    assert record["status"]["state"] == "Succeeded"
+    assert record["run"]["ended"]["how"] == "succeeded"
+    assert not Path(record["run"]["socket"]).exists()
+    assert not (Path(record["run"]["directory"]) / "etcd").exists()
+    assert sorted(rank for pod in record["pods"] for rank in pod["ranks"]) == [0, 1, 2, 3]
+    for rank in range(4):
+        assert f"rank={rank}, world_size = 4" in output_of(record, rank)
+    assert record["progress"]["line"].endswith("rank=0, world_size = 4")
+    (known,) = known_jobs(home=home)
+    assert not known["run"]["alive"]
+
+
+async def test_scaling_changes_the_size_of_the_running_job(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path)) as run:
+        small = await run.trains(2)
+        client = connect("job", home=home)
+        await asyncio.to_thread(client.scale, 3)
+        large = await run.trains(3)
+        staying = {pod["uid"] for pod in training(small)}
+        assert staying < {pod["uid"] for pod in training(large)}
+        await asyncio.to_thread(client.scale, 1)
+        await run.trains(1)
+        alone = await run.until(lambda snapshot: len(snapshot["pods"]) == 1)
+        assert alone["pods"][0]["uid"] in staying
+        with pytest.raises(BadInput, match=r"spec.*4.*maxReplicas|maxReplicas.*4|replicas"):
+            await asyncio.to_thread(client.scale, 4)
+        assert (await asyncio.to_thread(client.snapshot))["manifest"]["spec"]["replicas"] == 1
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0, run.output
+
+
+async def test_a_killed_agent_is_replaced_and_the_events_say_what_died(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path)) as run:
+        before = await run.trains(2)
+        victim = training(before)[0]
+        os.kill(victim["pid"], signal.SIGKILL)
+        after = await run.until(
+            lambda snapshot: len(training(snapshot)) == 2
+            and victim["uid"] not in {pod["uid"] for pod in training(snapshot)}
+        )
+        (died,) = (event for event in after["events"] if event["reason"] == "PodDied")
+        assert victim["name"] in died["message"]
+        assert "SIGKILL" in died["message"]
+        assert died["warning"]
+        (ended,) = (pod for pod in after["pods"] if pod["uid"] == victim["uid"])
+        assert ended["exitCode"] == 128 + signal.SIGKILL
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0, run.output
+
+
+async def test_training_goes_on_undisturbed_when_etcd_is_killed(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path)) as run:
+        before = await run.trains(2)
+        os.kill(before["etcd"]["pid"], signal.SIGKILL)
+        back = await run.until(
+            lambda snapshot: snapshot["etcd"]["pid"] not in (None, before["etcd"]["pid"])
+            and "EtcdRestarted" in reasons(snapshot)
+        )
+        assert back["etcd"]["endpoint"] == before["etcd"]["endpoint"]
+        assert back["etcd"]["restarts"] == 1
+        await asyncio.to_thread(connect("job", home=home).scale, 3)
+        after = await run.trains(3)
+        assert after["status"]["epoch"] == before["status"]["epoch"] + 1
+        assert after["status"]["restarts"] == 0
+        assert {pod["uid"] for pod in training(before)} < {pod["uid"] for pod in training(after)}
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0, run.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_an_interrupted_run_leaves_no_process_and_says_so(
+    home: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    async with LocalRun(home, manifest(tmp_path)) as run:
+        await run.trains(2)
+        run.process.send_signal(number)
+        assert await run.exit_code() == 130, run.output
+        assert processes_of(home) == {}
+        assert run.record["run"]["ended"]["how"] == "interrupted"
+        assert all(pod["ended"] is not None for pod in run.record["pods"])
+    assert not find_job("job", home=home)["run"]["alive"]
+    with pytest.raises(NotFound, match="no job job is running here"):
+        connect("job", home=home)
+
+
+async def test_pods_that_do_not_want_to_end_are_killed_in_seconds(home: Path, tmp_path: Path) -> None:
+    stubborn = ["sh", "-c", "trap '' TERM INT; while :; do sleep 0.05; done"]
+    async with LocalRun(home, manifest(tmp_path, command=stubborn)) as run:
+        await run.trains(2)
+        run.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(10):
+            assert await run.exit_code() == 130, run.output
+        assert processes_of(home) == {}
+
+
+async def test_nothing_outlives_a_killed_run(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path)) as run:
+        await run.trains(2)
+        processes = processes_of(home)
+        assert len(processes) >= 1 + 1 + 2 + 2, processes  # the run, etcd, agents, workers
+        run.process.kill()
+        assert await gone(processes, within=5)
+        assert processes_of(home) == {}
+    lost = find_job("job", home=home)
+    assert not lost["run"]["alive"]
+    assert lost["run"]["ended"] is None
+    async with LocalRun(home, manifest(tmp_path)) as again:
+        await again.trains(2)
+        assert not Path(lost["run"]["socket"]).exists()
+
+
+async def test_two_jobs_run_at_once(home: Path, tmp_path: Path) -> None:
+    async with (
+        LocalRun(home, manifest(tmp_path, "one", replicas=1)) as one,
+        LocalRun(home, manifest(tmp_path, "two", replicas=1)) as two,
+    ):
+        first, second = await one.trains(1), await two.trains(1)
+        assert first["etcd"]["endpoint"] != second["etcd"]["endpoint"]
+        assert {job["manifest"]["metadata"]["name"] for job in known_jobs(home=home)} == {"one", "two"}
+        await asyncio.to_thread(connect("one", home=home).delete)
+        assert await one.exit_code() == 3, one.output
+        assert (await asyncio.to_thread(connect("two", home=home).snapshot))["status"]["state"] == "Running"
+
+
+async def test_the_name_of_a_job_that_runs_is_taken(home: Path, tmp_path: Path) -> None:
+    file = manifest(tmp_path, replicas=1)
+    async with LocalRun(home, file) as first:
+        await first.trains(1)
+        run_id = first.record["run"]["id"]
+        async with LocalRun(home, file) as second:
+            assert await second.exit_code() == 2
+            assert "end it with `elasticjob delete job`" in second.output
+            assert run_id in second.output
+        async with LocalRun(home, file, "--resume", run_id) as resumed:
+            assert await resumed.exit_code() == 2
+            assert "is still going on" in resumed.output
+        assert first.process.returncode is None
+
+
+async def test_a_deleted_run_ends_with_its_own_code_and_frees_its_name(home: Path, tmp_path: Path) -> None:
+    file = manifest(tmp_path, replicas=1)
+    async with LocalRun(home, file) as run:
+        await run.trains(1)
+        await asyncio.to_thread(connect("job", home=home).delete)
+        async with LocalRun(home, file) as next_run:
+            await next_run.trains(1)
+        assert await run.exit_code() == 3, run.output
+        assert run.record["run"]["ended"]["how"] == "deleted"
+
+
+async def test_a_resumed_run_finds_the_checkpoints_of_the_earlier_one(home: Path, tmp_path: Path) -> None:
+    program = """
+        cd $TORCHELASTIC_CHECKPOINT_DIR
+        if [ -e checkpoint ]; then echo found $(cat checkpoint); exit; fi
+        echo 41 > checkpoint; while :; do sleep 0.05; done
+    """
+    file = manifest(tmp_path, replicas=1, command=["sh", "-c", program])
+    async with LocalRun(home, file) as run:
+        before = await run.trains(1)
+        checkpoint = Path(before["run"]["checkpoints"]) / "job" / "0" / "checkpoint"
+        await run.until(lambda _: checkpoint.exists())
+        run.process.send_signal(signal.SIGINT)
+        assert await run.exit_code() == 130, run.output
+        run_id = run.record["run"]["id"]
+    async with LocalRun(home, file, "--resume", run_id) as resumed:
+        assert await resumed.exit_code() == 0, resumed.output
+        assert resumed.record["run"]["id"] == run_id
+        assert resumed.record["manifest"]["metadata"]["uid"] != before["manifest"]["metadata"]["uid"]
+        assert "found 41" in output_of(resumed.record, 0)
+    async with LocalRun(home, file, "--resume", "job-of-nobody") as unknown:
+        assert await unknown.exit_code() == 2
+        assert "there is no run job-of-nobody" in unknown.output
+    async with LocalRun(home, manifest(tmp_path, "other"), "--resume", run_id) as other:
+        assert await other.exit_code() == 2
+        assert "was of the job job" in other.output
+
+
+async def test_saving_the_manifest_applies_it_and_refuses_what_a_running_job_cannot_follow(
+    home: Path, tmp_path: Path
+) -> None:
+    file = manifest(tmp_path, replicas=1)
+    async with LocalRun(home, file) as run:
+        await run.trains(1)
+        manifest(tmp_path, replicas=2)
+        await run.trains(2)
+        text = file.read_text()
+        file.write_text(text.replace("maxReplicas: 3", "maxReplicas: 3\n  maxRestarts: 7"))
+        refused = await run.until(lambda snapshot: "Refused" in reasons(snapshot))
+        assert "maxRestarts" in refused["events"][-1]["message"]
+        assert refused["manifest"]["spec"]["maxRestarts"] == 100
+        file.write_text("not: [a manifest")
+        invalid = await run.until(lambda snapshot: reasons(snapshot).count("Refused") == 2)
+        assert "job.yaml:" in invalid["events"][-1]["message"]
+        # What the file never named stays: the scaled size, while it names another field.
+        file.write_text(text.replace("replicas: 2\n", ""))
+        await run.until(lambda snapshot: snapshot["manifest"]["spec"]["replicas"] == 3)
+        await run.trains(3)
+        kept = (Path(run.record["run"]["directory"]) / "manifest.yaml").read_text()
+        assert "replicas: 2" not in kept
+
+
+async def test_a_program_that_fails_again_and_again_ends_the_run_with_its_reason(home: Path, tmp_path: Path) -> None:
+    file = manifest(tmp_path, replicas=1, command=["sh", "-c", "echo no such data >&2; exit 5"])
+    async with LocalRun(home, file) as run:
+        assert await run.exit_code() == 1, run.output
+        assert processes_of(home) == {}
+        assert run.record["status"]["state"] == "Failed"
+        assert "5" in run.record["status"]["lastFailure"]
+
+
+async def test_an_etcd_that_the_manifest_names_is_used_and_left_clean(
+    home: Path, tmp_path: Path, own_etcd: EtcdServer
+) -> None:
+    file = manifest(tmp_path, replicas=1, etcd={"endpoint": own_etcd.endpoint})
+    async with LocalRun(home, file) as run:
+        snapshot = await run.trains(1)
+        assert snapshot["etcd"] == {"pid": None, "endpoint": own_etcd.endpoint, "restarts": 0}
+        await own_etcd.kill()
+        await run.until(lambda snapshot: "StoreAway" in reasons(snapshot))
+        await own_etcd.start()
+        await run.until(lambda snapshot: "StoreBack" in reasons(snapshot))
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0, run.output
+    store = await connect_store(own_etcd.settings)
+    try:
+        assert (await store.list(KEY_ROOT)).entries == ()
+    finally:
+        await store.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"command": None, "args": ["no-such-script.py"]}, "There is no script no-such-script.py"),
+        ({"command": None, "args": ["--nproc-per-node=many", "x.py"]}, "many"),
+        ({"env": [{"name": "PET_RDZV_ID", "value": "mine"}]}, "PET_RDZV_ID is set by the operator"),
+    ],
+)
+async def test_a_job_that_cannot_run_here_is_refused_before_anything_is_started(
+    home: Path, tmp_path: Path, spec: dict, sentence: str
+) -> None:
+    async with LocalRun(home, manifest(tmp_path, **spec)) as run:
+        assert await run.exit_code() == 2
+        assert sentence in run.output
+        assert "Traceback" not in run.output
+        assert run.output.count("\n") == 1, run.output
+    assert list((home / "runs").glob("*")) == []
+
+
+async def test_a_home_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    async with LocalRun(file / "home", manifest(tmp_path)) as run:
+        assert await run.exit_code() == 2
+        assert "set ELASTICJOB_HOME to a folder that can be written" in run.output
+
+
+async def test_what_a_process_cannot_honour_is_named_in_one_warning(home: Path, tmp_path: Path) -> None:
+    template = {"spec": {"volumes": [], "containers": [{"name": "worker", "resources": {}}, {"name": "sidecar"}]}}
+    file = manifest(tmp_path, replicas=1, template=template)
+    async with LocalRun(home, file) as run:
+        snapshot = await run.trains(1)
+        (warning,) = (event for event in snapshot["events"] if event["reason"] == "NotHonoured")
+    assert warning["warning"]
+    for field in ("template.spec.volumes", "template.spec.containers[worker].resources", "'sidecar'"):
+        assert field in warning["message"]

@@ -1,0 +1,209 @@
+"""A worker is a process as if its program had been started by hand, whatever kind of program it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.crew import exit_of
+
+from torchelastic.agent.workers import Workers, WorkerStart
+from torchelastic.settings import LogSettings, Program, ProgramKind, StartMethod
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torchelastic.agent.workers import WorkerExit
+
+pytestmark = pytest.mark.real
+
+PROBE = Path(__file__).parents[1] / "support" / "probe.py"
+
+OURS = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_PROCESS_TREE", "PROBE_OUT"}
+
+
+async def run(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> tuple[WorkerExit, str]:
+    """Run one worker to its end; returns that and what it printed."""
+    async with Workers(program, LogSettings(folder)) as workers:
+        group = await workers.start(1, [WorkerStart(0, 0, env or {})])
+        end = await exit_of(group)
+        await group.stop(0)
+    return end, (folder / "epoch_1/rank_0/output.log").read_text()
+
+
+def by_hand(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        check=False,
+    )
+
+
+def comparable(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(path.read_text())
+    for name in OURS:
+        facts["environment"].pop(name, None)
+    for number in ("1", "2"):  # where output goes is what differs
+        facts["descriptors"].pop(number)
+    return facts
+
+
+def hand_command(program: Program) -> list[str]:
+    before = {
+        ProgramKind.SCRIPT: [sys.executable],
+        ProgramKind.MODULE: [sys.executable, "-m"],
+        ProgramKind.COMMAND: [],
+    }
+    return [*before[program.kind], *program.argv]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(ProgramKind.SCRIPT, ("./code/probe.py", "--depth", "2", "")),
+        Program(ProgramKind.SCRIPT, ("code",)),
+        Program(ProgramKind.MODULE, ("code.probe", "-x")),
+        Program(ProgramKind.MODULE, ("code",)),
+        Program(ProgramKind.SCRIPT, ("code/probe.py",), StartMethod.EXEC),
+        Program(ProgramKind.MODULE, ("code.probe",), StartMethod.EXEC),
+        Program(ProgramKind.COMMAND, (sys.executable, "code/probe.py")),
+    ],
+    ids=lambda program: f"{program.kind}-{program.argv[0].rpartition('/')[2]}-{program.start_method}",
+)
+async def test_a_program_sees_what_it_sees_when_started_by_hand(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "code"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    shutil.copy(PROBE, package / "probe.py")
+    shutil.copy(PROBE, package / "__main__.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_AGENT", "kept \udcff")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    hand, worker = tmp_path / "hand.json", tmp_path / "worker.json"
+    env = {"OF_THE_EPOCH": "7", "OF_THE_AGENT": "laid over"}
+    unbuffered = {} if program.start_method is StartMethod.FORK_SERVER else {"PYTHONUNBUFFERED": "1"}
+    if program.kind is ProgramKind.COMMAND:
+        unbuffered = {}
+    by_hand(hand_command(program), {**env, **unbuffered, "PROBE_OUT": str(hand)})
+    await run(program, tmp_path / "logs", {**env, "PROBE_OUT": str(worker)})
+    assert comparable(worker) == comparable(hand)
+
+
+@pytest.mark.parametrize(
+    ("program", "exit_code", "message"),
+    [
+        (Program(ProgramKind.SCRIPT, ("nowhere.py",)), 2, "the program nowhere.py cannot be opened: No such file"),
+        (Program(ProgramKind.MODULE, ("nowhere",)), 1, "there is no module nowhere"),
+        (Program(ProgramKind.MODULE, ("json",)), 1, "the package json has no __main__"),
+        (Program(ProgramKind.SCRIPT, (".",)), 1, "there is no __main__.py in ."),
+        (Program(ProgramKind.COMMAND, ("no-such-command", "x")), 127, "no-such-command: there is no such command"),
+        (Program(ProgramKind.COMMAND, ("/etc/passwd",)), 126, "/etc/passwd: it cannot be executed: Permission denied"),
+        (Program(ProgramKind.SCRIPT, ("broken.py",)), 1, "SyntaxError: invalid syntax (broken.py, line 1)"),
+    ],
+    ids=lambda value: value.argv[0] if isinstance(value, Program) else "",
+)
+async def test_a_program_that_cannot_run_is_a_worker_that_ends_with_a_sentence(
+    program: Program, exit_code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("if\n")
+    end, printed = await run(program, tmp_path / "logs")
+    assert end.exit_code == exit_code
+    assert message in end.message
+    if program.kind is not ProgramKind.COMMAND:
+        assert printed == by_hand(hand_command(program), {}).stdout
+
+
+async def test_the_end_of_a_program_is_that_of_any_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "end.py"
+    script.write_text(
+        """
+import atexit, os, sys, threading, time, torch._dynamo
+
+class Left:
+    def __del__(self, write=os.write):
+        write(1, b"deleted\\n")
+
+left = Left()
+unflushed = open(sys.argv[1], "w")
+unflushed.write("not lost")
+atexit.register(print, "atexit")
+threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+print("end of the program")
+"""
+    )
+    program = Program(ProgramKind.SCRIPT, (str(script), str(tmp_path / "unflushed")))
+    end, printed = await run(program, tmp_path / "logs")
+    assert end.exit_code == 0
+    assert (tmp_path / "unflushed").read_text() == "not lost"
+    assert printed == "end of the program\nthread\natexit\ndeleted\n"
+    assert printed == by_hand(hand_command(program), {"PYTHONUNBUFFERED": "1"}).stdout
+
+
+async def test_a_worker_whose_interpreter_would_have_started_otherwise_is_executed(tmp_path: Path) -> None:
+    script = tmp_path / "hash.py"
+    script.write_text("print(hash('elastic'))")
+    program = Program(ProgramKind.SCRIPT, (str(script),))
+    env = {"PYTHONHASHSEED": "42"}
+    assert (await run(program, tmp_path / "logs", env))[1] == by_hand(hand_command(program), env).stdout
+
+
+async def test_each_worker_computes_on_one_thread_where_there_are_several(tmp_path: Path) -> None:
+    script = tmp_path / "threads.py"
+    script.write_text("import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())")
+    program = Program(ProgramKind.SCRIPT, (str(script),))
+    async with Workers(program, LogSettings(tmp_path / "logs"), local_world_size=2) as workers:
+        group = await workers.start(1, [WorkerStart(rank, rank, {}) for rank in range(2)])
+        await asyncio.gather(exit_of(group))
+        await exit_of(group)
+        await group.stop(0)
+    assert (tmp_path / "logs/epoch_1/rank_1/output.log").read_text() == "1 1\n"
+
+
+MULTIPROCESSING = """
+import multiprocessing, sys
+from multiprocessing import shared_memory
+
+def square(queue, number):
+    queue.put(number * number)
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=square, args=(queue, 7))
+        process.start()
+        print(method, queue.get(timeout=60))
+        process.join()
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        print(pool.map(abs, [-1, -2]))
+    memory = shared_memory.SharedMemory(create=True, size=8)
+    memory.close()
+    memory.unlink()
+"""
+
+
+@pytest.mark.parametrize("kind", [ProgramKind.SCRIPT, ProgramKind.MODULE])
+async def test_multiprocessing_works_in_a_worker(
+    kind: ProgramKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "many.py").write_text(MULTIPROCESSING)
+    monkeypatch.chdir(tmp_path)
+    name = "many.py" if kind is ProgramKind.SCRIPT else "many"
+    end, printed = await run(Program(kind, (name,)), tmp_path / "logs")
+    assert end.message == ""
+    assert printed == "fork 49\nspawn 49\nforkserver 49\n[1, 2]\n"

@@ -1,0 +1,289 @@
+"""Workers start, meet, end, and are ended; each end is told once, in words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+from tests.support.crew import TELL, Crew, exit_of, gone, lives
+
+from torchelastic.agent.workers import GroupEnded
+from torchelastic.contract import FailureKind
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+ALL_REDUCE = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+"""
+
+FOREVER = f"""
+{TELL}
+import signal
+tell(f"up.{{os.environ['RANK']}}")
+while True:
+    signal.pause()
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Crew]:
+    async with Crew(tmp_path_factory.mktemp("crew")) as crew:
+        yield crew
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def crew(shared: Crew) -> AsyncIterator[Crew]:
+    yield shared
+    await shared.clear()
+
+
+async def test_two_workers_meet_in_the_store_that_is_served_beside_them(crew: Crew) -> None:
+    group = await crew.start_with_store(f"{ALL_REDUCE}\nprint('total', total.item())")
+    ends = [await exit_of(group), await exit_of(group)]
+    assert [end.exit_code for end in ends] == [0, 0]
+    assert sorted(end.rank for end in ends) == [0, 1]
+    assert "total 3.0" in crew.log(0)
+    assert "total 3.0" in crew.log(1)
+    with pytest.raises(GroupEnded):
+        await group.next_exit()
+
+
+async def test_a_convolutional_network_trains_with_threads_and_data_loader_workers(crew: Crew) -> None:
+    group = await crew.start_with_store(
+        """
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.utils.data import DataLoader, TensorDataset
+        torch.set_num_threads(2)
+        dist.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 30 * 30, 10)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
+        for images, labels in DataLoader(data, batch_size=16, num_workers=2):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        print("trained", torch.get_num_threads())
+        dist.destroy_process_group()
+        """
+    )
+    ends = [await exit_of(group), await exit_of(group)]
+    assert [(end.exit_code, end.message) for end in ends] == [(0, ""), (0, "")]
+    assert "trained 2" in crew.log(0)
+
+
+async def test_a_worker_that_is_killed_is_told_with_its_signal(crew: Crew) -> None:
+    group = await crew.start(FOREVER, 2)
+    await crew.told("up.1")
+    os.kill(group.pids[1], signal.SIGKILL)
+    end = await exit_of(group)
+    assert (end.rank, end.local_rank, end.pid, end.exit_code) == (1, 1, group.pids[1], -signal.SIGKILL)
+    assert (end.kind, end.message) == (FailureKind.PROGRAM, "killed by SIGKILL")
+    assert end.uptime > 0
+    assert group.running == {0}
+
+
+async def test_workers_that_die_at_once_are_each_told_once(crew: Crew) -> None:
+    group = await crew.start("import os; os._exit(int(os.environ['RANK']) + 10)", 8)
+    ends = [await exit_of(group) for _ in range(8)]
+    assert sorted(end.exit_code for end in ends) == list(range(10, 18))
+    with pytest.raises(GroupEnded):
+        await group.next_exit()
+
+
+async def test_waiting_for_an_end_can_be_given_up_without_losing_it(crew: Crew) -> None:
+    group = await crew.start(FOREVER)
+    waiting = asyncio.ensure_future(group.next_exit())
+    await crew.told("up.0")
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    os.kill(group.pids[0], signal.SIGKILL)
+    assert (await exit_of(group)).exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("source", "exit_code", "message"),
+    [
+        ("raise SystemExit", 0, ""),
+        ("import sys; sys.exit(3)", 3, "exit code 3"),
+        ("import sys; sys.exit('the data is missing')", 1, "exit code 1; it last printed: the data is missing"),
+        ("import atexit, os; atexit.register(os._exit, 9)", 9, "exit code 9"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, "killed by SIGTERM"),
+        ("import os; os.abort()", -6, "killed by SIGABRT"),
+    ],
+)
+async def test_how_a_program_ends_is_what_is_told(crew: Crew, source: str, exit_code: int, message: str) -> None:
+    end = await crew.end_of(source)
+    assert (end.exit_code, end.message) == (exit_code, message)
+
+
+async def test_an_exception_is_told_with_its_place_and_printed_as_by_hand(crew: Crew) -> None:
+    end = await crew.end_of(
+        """
+        def train():
+            raise ValueError("bad input")
+
+        train()
+        """
+    )
+    assert (end.exit_code, end.kind) == (1, FailureKind.PROGRAM)
+    assert end.message == "ValueError: bad input (program.py:3)"
+    assert crew.log().startswith("Traceback (most recent call last):\n")
+    assert crew.log().endswith("ValueError: bad input\n")
+    assert "torchelastic" not in crew.log()
+
+
+async def test_an_exception_that_record_has_told_is_kept(crew: Crew) -> None:
+    end = await crew.end_of(
+        """
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def main():
+            raise KeyError("no such layer")
+
+        main()
+        """
+    )
+    assert end.message == "KeyError: 'no such layer' (program.py:6)"
+
+
+async def test_a_collective_that_breaks_is_no_failure_of_the_program(crew: Crew) -> None:
+    group = await crew.start_with_store(
+        f"""
+{ALL_REDUCE}
+{TELL}
+if dist.get_rank() == 1:
+    import signal
+    tell("met")
+    signal.pause()
+dist.all_reduce(total)
+"""
+    )
+    await crew.told("met")
+    os.kill(group.pids[1], signal.SIGKILL)
+    first, second = await exit_of(group), await exit_of(group)
+    assert (first.rank, first.kind) == (1, FailureKind.PROGRAM)
+    assert (second.rank, second.kind) == (0, FailureKind.COMMUNICATION)
+    assert "program.py:" in second.message
+
+
+async def test_an_interrupt_ends_a_worker_as_it_ends_a_program(crew: Crew) -> None:
+    group = await crew.start(FOREVER)
+    await crew.told("up.0")
+    os.kill(group.pids[0], signal.SIGINT)
+    end = await exit_of(group)
+    assert end.exit_code == -signal.SIGINT
+    assert "KeyboardInterrupt" in crew.log()
+
+
+async def test_a_stop_with_grace_lets_a_handler_finish(crew: Crew) -> None:
+    group = await crew.start(
+        f"""
+{TELL}
+import signal, sys
+def save(*_):
+    tell("saved", "all of it")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+tell("up")
+while True:
+    signal.pause()
+"""
+    )
+    await crew.told("up")
+    await asyncio.wait_for(group.stop(60), 50)
+    assert (crew.here / "saved").read_text() == "all of it"
+    with pytest.raises(GroupEnded):  # an end that was asked for is not told
+        await group.next_exit()
+
+
+async def test_a_stop_kills_what_does_not_heed_it_when_the_grace_is_over(crew: Crew) -> None:
+    deaf = f"import signal; signal.signal(signal.SIGTERM, lambda *_: tell('asked'))\n{FOREVER}"
+    group = await crew.start(f"{TELL}\n{deaf}")
+    await crew.told("up.0")
+    await group.stop(0.2)
+    assert (crew.here / "asked").exists()
+    assert not lives(group.pids[0])
+    assert group.running == frozenset()
+
+
+async def test_a_second_stop_cuts_the_grace_of_the_first_short(crew: Crew) -> None:
+    group = await crew.start(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FOREVER}")
+    await crew.told("up.0")
+    patient = asyncio.ensure_future(group.stop(600))
+    await asyncio.sleep(0)
+    await group.stop(0)
+    await asyncio.wait_for(patient, 30)
+    assert not lives(group.pids[0])
+
+
+async def test_ends_before_a_stop_can_still_be_read_after_it(crew: Crew) -> None:
+    group = await crew.start(
+        "import os, signal; os._exit(7) if os.environ['RANK'] == '0' else [signal.pause() for _ in iter(int, 1)]", 2
+    )
+    while 0 in group.running:
+        await asyncio.sleep(0.005)
+    await group.stop(0)
+    assert (await exit_of(group)).exit_code == 7
+    with pytest.raises(GroupEnded):
+        await group.next_exit()
+
+
+async def test_workers_go_on_when_the_fork_server_dies_and_the_next_ones_start(crew: Crew) -> None:
+    group = await crew.start(FOREVER, 2)
+    await crew.told("up.0")
+    await crew.told("up.1")
+    server = crew.workers.fork_server_pid
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    await gone(server)
+    assert group.running == {0, 1}
+    os.kill(group.pids[0], signal.SIGKILL)
+    assert (await exit_of(group)).rank == 0
+    await group.stop(0)
+    group = await crew.start("pass", 8)
+    assert [(await exit_of(group)).exit_code for _ in range(8)] == [0] * 8
+    assert crew.workers.fork_server_pid not in {None, server}
+
+
+async def test_a_store_that_dies_is_told(crew: Crew) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = await crew.workers.serve_store(listener)
+    os.kill(store.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(store.ended, 30) == -signal.SIGKILL
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+async def test_random_numbers_differ_between_ranks_but_not_torchs_own_seed(crew: Crew) -> None:
+    group = await crew.start(
+        f"""
+{TELL}
+import json, multiprocessing, random
+import numpy, torch
+tell(os.environ["RANK"], json.dumps([
+    random.random(), float(numpy.random.rand()), multiprocessing.current_process().authkey.hex(),
+    torch.initial_seed()]))
+""",
+        2,
+    )
+    assert [(await exit_of(group)).exit_code for _ in range(2)] == [0, 0]
+    zero, one = eval(await crew.told("0")), eval(await crew.told("1"))
+    assert all(mine != theirs for mine, theirs in zip(zero[:3], one[:3], strict=True))
+    assert zero[3] == one[3]

@@ -1,0 +1,133 @@
+"""Real workers for tests: any source text, started in epochs of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+from torchelastic.agent.process_table import read_process
+from torchelastic.agent.workers import StoreServer, WorkerExit, WorkerGroup, Workers, WorkerStart
+from torchelastic.settings import LogSettings, Program, ProgramKind
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
+
+LIMIT = 60.0
+"""Seconds after which a test gives up waiting; nothing depends on it but how long a hanging test hangs."""
+
+
+@dataclass
+class Crew:
+    """Workers of :data:`ANY_PROGRAM`, one group at a time.
+
+    Args:
+        folder: for programs, logs and whatever the programs write.
+    """
+
+    folder: Path
+    epoch: int = 0
+    group: WorkerGroup | None = None
+    store: StoreServer | None = None
+    workers: Workers = field(init=False)
+
+    async def __aenter__(self) -> Crew:
+        self.workers = Workers(ANY_PROGRAM, LogSettings(self.folder / "logs"), local_world_size=2)
+        await self.workers.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.workers.__aexit__(kind, error, trace)
+
+    async def clear(self) -> None:
+        """End what the test before has left."""
+        if self.group is not None:
+            await self.group.stop(0)
+        if self.store is not None:
+            await self.store.close()
+        self.group = self.store = None
+
+    async def start(self, source: str, count: int = 1, **env: str) -> WorkerGroup:
+        """Start workers of a source text; they find a folder of their epoch's own in HERE."""
+        self.epoch += 1
+        here = self.here
+        here.mkdir()
+        program = here / "program.py"
+        program.write_text(dedent(source))
+        common = {"PROGRAM": str(program), "HERE": str(here), "WORLD_SIZE": str(count), **env}
+        starts = [
+            WorkerStart(rank, rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
+        ]
+        self.group = await self.workers.start(self.epoch, starts)
+        return self.group
+
+    async def start_with_store(self, source: str, count: int = 2, **env: str) -> WorkerGroup:
+        """The same, with a store for them to meet in."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self.store = await self.workers.serve_store(listener)
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return await self.start(source, count, **meeting, **env)
+
+    async def end_of(self, source: str, **env: str) -> WorkerExit:
+        """Run one worker to its end."""
+        return await exit_of(await self.start(source, **env))
+
+    @property
+    def here(self) -> Path:
+        """The folder of the present epoch."""
+        return self.folder / f"epoch_{self.epoch}"
+
+    def log(self, rank: int = 0) -> str:
+        """What a worker of the present epoch printed."""
+        return (self.folder / f"logs/epoch_{self.epoch}/rank_{rank}/output.log").read_text()
+
+    async def told(self, name: str) -> str:
+        """What a program wrote into a file of its folder, once it is there: see :data:`TELL`."""
+        return await told(self.here / name)
+
+
+TELL = """
+import os
+from pathlib import Path
+
+def tell(name, text=""):
+    here = Path(os.environ["HERE"])
+    (here / f"{name}.part").write_text(str(text))
+    (here / f"{name}.part").rename(here / name)
+"""
+"""Source of a function that writes a file at once, for :meth:`Crew.told`."""
+
+
+async def told(path: Path) -> str:
+    """A file's text, once it is there."""
+    async with asyncio.timeout(LIMIT):
+        while not path.exists():
+            await asyncio.sleep(0.01)
+    return path.read_text()
+
+
+async def exit_of(group: WorkerGroup) -> WorkerExit:
+    """The next exit, without waiting for ever."""
+    async with asyncio.timeout(LIMIT):
+        return await group.next_exit()
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    entry = read_process(pid)
+    return entry is not None and not entry.dead
+
+
+async def gone(pid: int) -> None:
+    """Return when there is no such process any more."""
+    async with asyncio.timeout(LIMIT):
+        while lives(pid):
+            await asyncio.sleep(0.005)

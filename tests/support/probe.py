@@ -1,0 +1,64 @@
+"""Tells all that a program can see of how it was started, as JSON in the file that PROBE_OUT names."""
+
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+names = sorted(globals())
+
+
+def descriptors():
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        if os.path.exists(f"/proc/self/fd/{number}") or int(number) > 2:
+            try:
+                found[number] = os.readlink(f"/proc/self/fd/{number}")
+            except OSError:  # that of the listing itself
+                continue
+    return found
+
+
+facts = {
+    "argv": sys.argv,
+    "orig_argv": sys.orig_argv[1:],
+    "path": sys.path,
+    "names": names,
+    "file": __file__,
+    "doc": __doc__,
+    "package": __package__,
+    "spec": str(__spec__),
+    "loader": type(__loader__).__name__,
+    "is main": sys.modules["__main__"].__dict__ is globals(),
+    "folder": str(Path.cwd()),
+    "environment": dict(os.environ),
+    "umask": os.umask(0),
+    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT")},
+    "nice": os.nice(0),
+    "signals": {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
+    "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    "descriptors": descriptors(),
+    "streams": [(s.encoding, s.errors, s.name, s.mode) for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "flags": str(sys.flags),
+    "warnings": sys.warnoptions,
+    "command line": Path("/proc/self/cmdline").read_text().rstrip("\0").split("\0"),
+    "comm": Path("/proc/self/comm").read_text(),
+    "leads a session": os.getsid(0) == os.getpid() == os.getpgid(0),
+    "threads": [thread.name for thread in threading.enumerate()],
+    "is main thread": threading.current_thread() is threading.main_thread(),
+    "process": multiprocessing.current_process().name,
+    "start method": multiprocessing.get_start_method(allow_none=True),
+    "hooks": [sys.excepthook is sys.__excepthook__, sys.stdout is sys.__stdout__],
+    "gc": gc.isenabled(),
+    "recursion": sys.getrecursionlimit(),
+    "torch threads": torch.get_num_threads(),
+    "cuda": torch.cuda.is_initialized(),
+}
+Path(os.environ["PROBE_OUT"]).write_text(json.dumps(facts))

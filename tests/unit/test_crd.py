@@ -1,0 +1,500 @@
+"""What the CRD accepts and refuses, and that `elasticjob` says it in sentences."""
+
+import copy
+import dataclasses
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_operator import crd, structural
+from elastic_operator.model import Condition, JobState, JobStatus
+from elastic_operator.problem import Problem, in_words
+from elastic_operator.spec import GROUP, KIND, PLURAL, VERSION, ElasticJobSpec
+from elastic_operator.status_json import status_to_json
+
+REPOSITORY = Path(__file__).parents[2]
+MANIFESTS = Path(__file__).parent / "manifests"
+SAMPLES = [yaml.safe_load(path.read_text()) for path in sorted(MANIFESTS.glob("*.yaml"))]
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+    max_leaves=10,
+)
+
+
+def job(**spec: Any) -> dict[str, Any]:
+    """A job that is accepted, with these fields of the spec set besides."""
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
+        "metadata": {"name": "digits"},
+        "spec": {"maxReplicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"], **spec},
+    }
+
+
+def without(field: str) -> dict[str, Any]:
+    """A job without this field of the spec."""
+    made = job()
+    del made["spec"][field]
+    return made
+
+
+def named(name: str, **metadata: Any) -> dict[str, Any]:
+    """A job with this name."""
+    return {**job(), "metadata": {"name": name, **metadata}}
+
+
+def fields(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every place in a schema."""
+    yield path, schema
+    for name, below in schema.get("properties", {}).items():
+        yield from fields(below, f"{path}.{name}")
+    for name in ("items", "additionalProperties"):
+        if name in schema:
+            yield from fields(schema[name], f"{path}[]")
+
+
+FIELDS = dict(fields(crd.schema()))
+BELOW_SPEC_AND_STATUS = {path: schema for path, schema in FIELDS.items() if re.match(r"\.(spec|status)", path)}
+
+
+# The definition itself
+
+
+def test_the_package_carries_the_very_file_that_kubectl_applies() -> None:
+    packaged = resources.files("elastic_operator").joinpath("elasticjob.yaml").read_bytes()
+    assert packaged == (REPOSITORY / "crds" / "elasticjob.yaml").read_bytes()
+
+
+def test_a_wheel_has_the_definition_in_it() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert "elasticjob.yaml" in project["tool"]["setuptools"]["package-data"]["elastic_operator"]
+
+
+def test_it_defines_what_the_operator_calls_its_kind() -> None:
+    spec = crd.definition()["spec"]
+    assert (spec["group"], spec["names"]["kind"], spec["names"]["plural"]) == (GROUP, KIND, PLURAL)
+    assert spec["names"]["singular"] == "elasticjob"
+    assert spec["names"]["shortNames"] == ["ej"]
+    assert crd.definition()["metadata"]["name"] == f"{PLURAL}.{GROUP}"
+    assert [version["name"] for version in spec["versions"]] == [VERSION]
+
+
+def test_every_path_it_names_leads_to_a_declared_field() -> None:
+    version = crd.definition()["spec"]["versions"][0]
+    scale = version["subresources"]["scale"]
+    columns = [column["jsonPath"] for column in version["additionalPrinterColumns"]]
+    paths = [*scale.values(), *columns]
+    assert scale["specReplicasPath"] == ".spec.replicas"
+    assert {path for path in paths if not path.startswith(".metadata")} <= FIELDS.keys()
+
+
+def test_every_field_is_described() -> None:
+    items = {path for path in BELOW_SPEC_AND_STATUS if path.endswith("[]")}
+    undescribed = {path for path, schema in BELOW_SPEC_AND_STATUS.items() if not schema.get("description")}
+    assert undescribed <= items
+
+
+def test_everything_is_bounded() -> None:
+    bounds = {
+        "string": {"maxLength"},
+        "integer": {"minimum", "maximum"},
+        "array": {"maxItems", "x-kubernetes-list-type"},
+    }
+    unbounded = {
+        path
+        for path, schema in BELOW_SPEC_AND_STATUS.items()
+        if not bounds.get(schema.get("type", ""), set()) <= schema.keys()
+        or ("additionalProperties" in schema and "maxProperties" not in schema)
+        or (schema.get("x-kubernetes-int-or-string") and "maxLength" not in schema)
+        or (schema.get("x-kubernetes-preserve-unknown-fields") and "maxProperties" not in schema)
+    }
+    assert unbounded == set()
+
+
+def test_nothing_stands_in_it_that_the_check_on_this_machine_would_pass_over() -> None:
+    understood = structural.KEYWORDS | {
+        *("type", "properties", "additionalProperties", "items", "default", "description"),
+        *("x-kubernetes-validations", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"),
+        *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
+    }
+    not_understood = {(path, key) for path, schema in FIELDS.items() for key in schema.keys() - understood}
+    # Of integers and times, the format says to people what the bounds say to the check.
+    assert {key for _, key in not_understood} <= {"format"}
+    assert {FIELDS[path]["format"] for path, _ in not_understood} == {"int32", "int64", "date-time"}
+    patterns = [schema["pattern"] for schema in FIELDS.values() if "pattern" in schema]
+    assert all(re.fullmatch(r"\^[^$]+\$", pattern) for pattern in patterns)
+    assert {schema.get("x-kubernetes-list-type") for schema in FIELDS.values()} <= {None, "atomic", "map"}
+
+
+def test_each_field_of_the_spec_has_a_place_in_the_typed_form() -> None:
+    typed = {field.name for field in dataclasses.fields(ElasticJobSpec)}
+    declared = FIELDS[".spec"]["properties"]
+    snake = {re.sub(r"[A-Z]", lambda letter: f"_{letter[0].lower()}", name) for name in declared}
+    assert {"checkpoint_volume" if name == "checkpoint" else name for name in snake} == typed
+
+
+def test_a_status_that_the_operator_writes_is_accepted() -> None:
+    status = JobStatus(
+        state=JobState.FAILED,
+        accounted=frozenset({"4e9fba34-17a5-4ad8-8a0c-4d7a5e6c9a0b"}),
+        started=1e9,
+        completed=1e9,
+        last_failure="rank 3 on digits-2 exited with ValueError: not enough",
+        conditions=(Condition(type="Failed", status=True, reason="RestartsExhausted", message="It failed."),),
+    )
+    written = status_to_json(status)
+    assert [*structural.violations(written, FIELDS[".status"])] == []
+    assert [*structural.unknown_fields(written, FIELDS[".status"])] == []
+    assert FIELDS[".status.state"]["enum"] == [state.value for state in JobState]
+
+
+def test_to_read_the_definition_does_not_cost_the_import_of_cel() -> None:
+    code = "import sys, elastic_operator.manifest as m; m.crd.schema(); sys.exit('celpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+# What is accepted
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=[sample["metadata"]["name"] for sample in SAMPLES])
+def test_the_samples_are_accepted(sample: dict[str, Any]) -> None:
+    assert crd.validate(sample) == []
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"replicas": None},
+        {"minReplicas": 3, "maxReplicas": 3, "replicas": 3},
+        {"nprocPerNode": 4096},
+        {"nprocPerNode": "auto"},
+        {"maxRestarts": 0},
+        {"args": None, "command": ["python", "digits.py"]},
+        {"etcd": {}},
+        {"etcd": {"endpoint": "etcd"}},
+        {"etcd": {"endpoint": "https://a:2379,https://[fd00::1]:2379"}},
+        {"checkpoint": {}},
+        {"template": {"spec": {"anything": {"goes": [None, 2**80]}}}},
+        {"env": [{"name": "A"}, {"name": "B", "value": ""}, {"name": "_c.d-e"}]},
+        {"args": ["ü" * 131071]},
+    ],
+    ids=str,
+)
+def test_a_spec_is_accepted(spec: dict[str, Any]) -> None:
+    assert crd.validate(job(**spec)) == []
+
+
+@pytest.mark.parametrize("name", ["d", "digits-2", "a" * 45])
+def test_a_name_is_accepted(name: str) -> None:
+    assert crd.validate(named(name)) == []
+
+
+def test_what_a_status_says_is_not_looked_at_but_its_fields_are_known() -> None:
+    assert crd.validate({**job(), "status": {"state": "Whatever"}}) == []
+    [problem] = crd.validate({**job(), "status": {"stage": "Running"}})
+    assert str(problem) == "status.stage: there is no such field; did you mean state?"
+
+
+def test_metadata_as_the_server_fills_it_in_is_accepted() -> None:
+    filled = named(
+        "digits",
+        namespace="default",
+        uid="1",
+        generation=2,
+        creationTimestamp=None,
+        labels={"a": "b", "example.org/x": ""},
+        annotations={"Example.org/Why": "any text"},
+        finalizers=["example.org/f"],
+        ownerReferences=[{"uid": "2"}],
+    )
+    assert crd.validate(filled) == []
+
+
+# What is refused, and how
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"kind": KIND}, "apiVersion: this field is missing; write apiVersion: elastic.pytorch.org/v1alpha1"),
+    ({**job(), "apiVersion": "apps/v1"}, "apiVersion: is apps/v1, expected elastic.pytorch.org/v1alpha1"),
+    ({**job(), "kind": "Deployment"}, "kind: is Deployment, expected ElasticJob"),
+    ({**job(), "kind": ["ElasticJob"]}, 'kind: is ["ElasticJob"], expected ElasticJob'),
+    ({key: value for key, value in job().items() if key != "spec"}, "spec: this field is missing; it must be given"),
+    ({**job(), "spec": None}, "spec: this field is missing; it must be given"),
+    ({**job(), "spec": "x"}, 'spec: "x" is not a mapping (fields with values)'),
+    # Metadata
+    ({key: value for key, value in job().items() if key != "metadata"}, "metadata.name: the job needs a name; give it"),
+    ({**job(), "metadata": []}, "metadata: [] is not a mapping"),
+    (named(""), "metadata.name: the job needs a name; give it one"),
+    (named("Digits"), 'metadata.name: must begin with a small letter, …45 characters… (name is "Digits")'),
+    (named("1digits"), "metadata.name: must begin with a small lette"),
+    (named("digits-"), "metadata.name: must begin with a small lette"),
+    (named("digits\n"), "metadata.name: must begin with a small lette"),
+    (named("my.digits"), "metadata.name: must begin with a small lette"),
+    (named("a" * 46), "metadata.name: must begin with a small lette"),
+    (named("a", namespace="My space"), "metadata.namespace: must consist of at most 63 small letters"),
+    (named("a", lables={}), "metadata.lables: there is no such field; did you mean labels?"),
+    (named("a", labels={"x/y": 1}), "metadata.labels[x/y]: 1 is not a text; write it in quotes"),
+    (named("a", labels={"x y": "z"}), "metadata.labels[x y]: the key must consist of"),
+    (named("a", labels={"X/y": "z"}), "metadata.labels[X/y]: the key must consist of"),
+    (named("a", labels={"x": "a b"}), "metadata.labels.x: the value must consist of"),
+    (named("a", annotations={"x": "y" * 300_000}), "metadata.annotations: have 300001 bytes in all; at most 262144"),
+    # Unknown fields
+    (job(maxReplica=3), "spec.maxReplica: there is no such field; did you mean maxReplicas?"),
+    (job(max_restarts=3), "spec.max_restarts: there is no such field; did you mean maxRestarts?"),
+    ({**job(), "replicas": 2}, "replicas: there is no such field here; it belongs below spec"),
+    (job(endpoint="a"), "spec.endpoint: there is no such field here; it belongs below etcd"),
+    (job(checkpoint={"zzz": 1}), "spec.checkpoint.zzz: there is no such field; remove it, or write one of volume"),
+    (job(template={"containers": []}), "spec.template.containers: there is no such field; remove it, or write one of"),
+    (job(env=[{"name": "A", "from": {}}]), "spec.env[0].from: there is no such field"),
+    # Types and bounds
+    (without("maxReplicas"), "spec.maxReplicas: this field is missing; it must be given"),
+    (job(maxReplicas="3"), 'spec.maxReplicas: "3" is a text and not a whole number; write it without quotes'),
+    (job(maxReplicas="three"), 'spec.maxReplicas: "three" is not a whole numbe'),
+    (job(maxReplicas=True), "spec.maxReplicas: true is not a whole numbe"),
+    (job(maxReplicas=2.5), "spec.maxReplicas: 2.5 is not a whole numbe"),
+    (job(maxReplicas=0), "spec.maxReplicas: 0 is too small; the smallest number possible is 1"),
+    (job(maxReplicas=10001), "spec.maxReplicas: 10001 is too large; the largest number possible is 10000"),
+    (job(minReplicas=0), "spec.minReplicas: 0 is too small; the smallest number possible is 1"),
+    (job(maxRestarts=-1), "spec.maxRestarts: -1 is too small; the smallest number possible is 0"),
+    (job(image=""), "spec.image: must not be empty"),
+    (job(image="a" * 1025), "spec.image: has 1025 characters; at most 1024 are possible"),
+    (job(args="--lr 1"), 'spec.args: "--lr 1" is not a list; write it in brackets'),
+    (job(args=["--l", 1]), "spec.args[1]: 1 is not a text; write it in quotes"),
+    (job(args=[None]), "spec.args[0]: nothing is given; a text is expected"),
+    (job(args=["a"] * 1025), "spec.args: has 1025 items; at most 1024 are possible"),
+    (job(env={"A": "1"}), 'spec.env: {"A": "1"} is not a list'),
+    (job(env=[{"name": "A", "value": True}]), "spec.env[0].value: true is not a text; write it in quotes"),
+    (job(env=[{"value": "x"}]), "spec.env[0].name: this field is missing; it must be given"),
+    (job(env=[{"name": "A"}, {"name": "A"}]), 'spec.env[1]: name "A" stands in this list already; remove one of the'),
+    (job(env=[{"name": "A", "valueFrom": {}}]), "spec.env[0].valueFrom: must not be empty"),
+    (job(nprocPerNode=1.5), "spec.nprocPerNode: 1.5 is not a whole number or a text; write it in quotes"),
+    (job(nprocPerNode=2**70), "spec.nprocPerNode: 1180591620717411303424 is too large"),
+    (
+        job(etcd={"resources": {"limits": {"cpu": 0.5}}}),
+        "spec.etcd.resources.limits.cpu: 0.5 is not … write it in quo",
+    ),
+    (job(etcd={"resources": {"limits": {"cpu": -1}}}), "spec.etcd.resources.limits.cpu: -1 is too small; the smallest"),
+    (
+        job(etcd={"resources": {"limits": {"cpu": "1\n"}}}),
+        'spec.etcd.resources.limits.cpu: "1\\n" is not possible here; expected is: A quantity such as 2, "0.5", 500m',
+    ),
+    (job(checkpoint={"volume": {}}), "spec.checkpoint.volume: must not be empty"),
+    (
+        job(checkpoint={"volume": {"nfs": {}, "csi": {}}}),
+        'spec.checkpoint.volume: has 2 fields, ["nfs", "csi"]; only one',
+    ),
+    # Rules that span fields
+    (
+        job(minReplicas=4, maxReplicas=3),
+        "spec.minReplicas: must not be larger than maxReplicas; … (minReplicas is 4, maxReplicas is 3)",
+    ),
+    (
+        job(replicas=4),
+        "spec.replicas: must lie between minReplicas and maxReplicas; … (replicas is 4, minReplicas is 1, maxReplicas",
+    ),
+    (job(replicas=0), "spec.replicas: must lie between minReplicas and maxReplicas"),
+    (without("image"), "spec.image: must be given: the image that has the program and the agent"),
+    (without("args"), "spec.args: must be given: the program and its arguments"),
+    (job(args=[]), "spec.args: must be given: the program and its arguments"),
+    (job(env=[{"name": "1A"}]), 'spec.env[0].name: must consist of … (name is "1A")'),
+    (job(env=[{"name": "A", "value": "x", "valueFrom": {"fieldRef": {}}}]), "spec.env[0].value: must not stand beside"),
+    (job(nprocPerNode="tpu"), 'spec.nprocPerNode: must be a number from 1 to 4096 … (it is "tpu")'),
+    (job(nprocPerNode="4"), "spec.nprocPerNode: must be a number from 1 to 4096 without quotes, or auto, cpu or gpu"),
+    (job(nprocPerNode=0), "spec.nprocPerNode: must be a number from 1 to 4096 … (it is 0)"),
+    (
+        job(etcd={"endpoint": "a:1", "image": "b"}),
+        "spec.etcd.endpoint: must not stand beside image, resources or storage",
+    ),
+    (job(etcd={"endpoint": "a:1", "storage": {"x": 1}}), "spec.etcd.endpoint: must not stand beside image, resources"),
+    (job(etcd={"endpoint": "a b"}), "spec.etcd.endpoint: must be host:port"),
+    (job(etcd={"endpoint": ""}), "spec.etcd.endpoint: must be host:port"),
+    (job(etcd={"endpoint": "a:1,"}), "spec.etcd.endpoint: must be host:port"),
+    (job(etcd={"endpoint": "ftp://a"}), "spec.etcd.endpoint: must be host:port"),
+]
+
+
+def begins(told: str, sentence: str) -> bool:
+    """Whether what is told begins with the sentence, in which … stands for anything."""
+    return re.match(".*".join(map(re.escape, sentence.split("…"))), told) is not None
+
+
+@pytest.mark.parametrize(("manifest", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
+def test_a_mistake_is_refused_with_a_sentence_that_names_the_field(manifest: dict[str, Any], sentence: str) -> None:
+    [problem] = crd.validate(manifest)
+    assert begins(str(problem), sentence), str(problem)
+
+
+def test_every_rule_of_the_definition_is_broken_by_one_of_these() -> None:
+    said = "\n".join(str(problem) for manifest, _ in REFUSED for problem in crd.validate(manifest))
+    rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
+    assert len(rules) >= 10
+    assert [rule["message"] for rule in rules if rule["message"] not in said] == []
+
+
+def test_rules_keep_to_the_syntax_that_both_readers_of_them_know() -> None:
+    rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
+    assert [rule["rule"] for rule in rules if re.search(r"\.\?|\[\?|optional|orValue", rule["rule"])] == []
+    assert [rule for rule in rules if "messageExpression" in rule] == []
+    optional = [rule for rule in rules if "oldSelf" in rule["rule"]]
+    assert all(rule["optionalOldSelf"] is True for rule in optional)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    problems = crd.validate(job(maxReplicas="3", minReplica=1, args="x"))
+    assert {problem.path for problem in problems} == {"spec.maxReplicas", "spec.minReplica", "spec.args"}
+    first, *others = in_words(problems).splitlines()
+    assert first.endswith("; and 2 more problems:")
+    assert len(others) == 2
+
+
+def test_one_problem_is_told_in_one_sentence() -> None:
+    assert in_words([Problem(("spec", "args", 0), "is wrong")]) == "spec.args[0]: is wrong"
+
+
+# Replicas while the bounds move
+
+
+def changed(old: dict[str, Any], **spec: Any) -> list[str]:
+    """The problems of a change of these fields of the spec."""
+    new = copy.deepcopy(old)
+    new["spec"] |= spec
+    return [problem.path for problem in crd.validate(new, old=old)]
+
+
+def test_the_maximum_can_be_lowered_below_a_number_that_stays_as_it_was() -> None:
+    assert changed(job(replicas=3), maxReplicas=2) == []
+
+
+def test_the_minimum_can_be_raised_above_a_number_that_stays_as_it_was() -> None:
+    assert changed(job(replicas=1), minReplicas=2) == []
+
+
+def test_a_number_that_was_out_of_range_before_may_stay_while_something_else_changes() -> None:
+    assert changed(job(replicas=5), maxRestarts=3) == []
+
+
+def test_a_number_that_is_changed_must_be_in_range() -> None:
+    assert changed(job(replicas=2), replicas=4) == ["spec.replicas"]
+    assert changed(job(replicas=5), replicas=4) == ["spec.replicas"]
+    assert changed(job(replicas=5), replicas=3) == []
+
+
+def test_a_number_that_is_newly_given_must_be_in_range() -> None:
+    assert changed(job(), replicas=4) == ["spec.replicas"]
+    assert changed(job(replicas=None), replicas=4) == ["spec.replicas"]
+    assert changed(job(), replicas=2) == []
+
+
+def test_a_number_may_be_taken_back() -> None:
+    old = job(replicas=5)
+    assert crd.validate(job(), old=old) == []
+
+
+def test_bounds_must_fit_each_other_after_a_change_too() -> None:
+    assert changed(job(minReplicas=2, replicas=2), maxReplicas=1) == ["spec.minReplicas"]
+
+
+# Defaults
+
+
+def test_what_is_left_out_gets_the_default() -> None:
+    spec = crd.apply_defaults(job())["spec"]
+    assert (spec["minReplicas"], spec["nprocPerNode"], spec["maxRestarts"]) == (1, 1, 100)
+    assert spec.keys() == {*job()["spec"], "minReplicas", "nprocPerNode", "maxRestarts"}
+
+
+def test_the_typed_form_has_the_same_defaults() -> None:
+    without_any = {"minReplicas": 1, "maxReplicas": 3}
+    assert ElasticJobSpec.of(without_any) == ElasticJobSpec.of(crd.apply_defaults({"spec": without_any})["spec"])
+
+
+def test_a_null_counts_as_left_out() -> None:
+    spec = crd.apply_defaults(job(replicas=None, maxRestarts=None, env=None))["spec"]
+    assert "replicas" not in spec
+    assert "env" not in spec
+    assert spec["maxRestarts"] == 100
+
+
+def test_the_inside_of_what_is_opaque_keeps_its_nulls() -> None:
+    inside = {"containers": [{"name": "worker", "command": None}]}
+    assert crd.apply_defaults(job(template={"spec": inside}))["spec"]["template"]["spec"] == inside
+
+
+def test_the_manifest_itself_is_left_as_it_was() -> None:
+    manifest = job(replicas=None, etcd={"endpoint": None})
+    before = copy.deepcopy(manifest)
+    crd.validate(manifest)
+    crd.apply_defaults(manifest)
+    assert manifest == before
+
+
+# Whatever is given
+
+
+@given(spec=st.dictionaries(st.sampled_from(sorted(FIELDS[".spec"]["properties"])), JSON))
+def test_any_value_of_any_field_is_answered_with_sentences(spec: dict[str, Any]) -> None:
+    for problem in crd.validate(job(**spec)):
+        assert problem.path.startswith("spec")
+        assert re.fullmatch(r".{8,}", problem.message), problem
+
+
+@given(manifest=st.dictionaries(st.sampled_from(["apiVersion", "kind", "metadata", "spec", "status"]), JSON))
+def test_any_object_is_answered_with_sentences(manifest: dict[str, Any]) -> None:
+    assert crd.validate(manifest)
+    assert crd.validate({**job(), "metadata": manifest.get("metadata")})
+
+
+@given(spec=st.dictionaries(st.sampled_from(sorted(FIELDS[".spec"]["properties"])), JSON))
+def test_defaults_change_no_verdict_and_are_applied_once(spec: dict[str, Any]) -> None:
+    manifest = job(**spec)
+    defaulted = crd.apply_defaults(manifest)
+    assert crd.apply_defaults(defaulted) == defaulted
+    assert crd.validate(defaulted) == crd.validate(manifest)
+
+
+# Changes of a running job
+
+
+def refused(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What is said of a change."""
+    return [str(problem) for problem in crd.refused_changes(old, new)]
+
+
+def test_a_running_job_follows_its_size_and_bounds() -> None:
+    assert refused(job(), job(replicas=2, minReplicas=2, maxReplicas=7)) == []
+    assert refused(job(replicas=2), job()) == []
+
+
+def test_anything_else_stays_while_a_job_runs() -> None:
+    undo = "while the job runs; undo that, or delete the job and run it anew"
+    assert refused(job(), job(image="other")) == [
+        f'spec.image: "elastic-agent:dev" cannot become "other" {undo}',
+    ]
+    assert refused(job(etcd={"image": "a"}), job(etcd={})) == [f'spec.etcd.image: "a" cannot be removed {undo}']
+    assert refused(job(), job(env=[{"name": "A"}])) == [f'spec.env: [{{"name": "A"}}] cannot be added {undo}']
+    assert refused(job(args=["a", "b"]), job(args=["a"])) == [f'spec.args: ["a", "b"] cannot become ["a"] {undo}']
+    assert refused(named("a"), named("b")) == [f'metadata.name: "a" cannot become "b" {undo}']
+    assert refused(named("a"), named("a", labels={"x": "y"})) == [
+        f'metadata.labels: {{"x": "y"}} cannot be added {undo}'
+    ]
+
+
+def test_a_default_that_is_written_out_is_no_change() -> None:
+    assert refused(job(), job(maxRestarts=100, nprocPerNode=1)) == []
+    assert refused(named("a"), named("a", namespace="default", uid="1", labels={})) == []
+
+
+def test_a_number_and_a_truth_value_are_not_the_same() -> None:
+    volumes = [job(checkpoint={"volume": {"nfs": {"readOnly": value}}}) for value in (True, 1)]
+    assert len(refused(*volumes)) == 1

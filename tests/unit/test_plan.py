@@ -1,0 +1,605 @@
+"""What is done about a job, case by case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.builders import (
+    NAME,
+    NOW,
+    UID,
+    a_job,
+    a_world,
+    an_epoch,
+    condition,
+    died,
+    failure,
+    going,
+    left,
+    pending,
+    running,
+    says,
+    size,
+    succeeded,
+    success,
+    that_had_pods,
+    that_trained,
+    unready,
+    with_status,
+)
+
+from elastic_operator.model import JobState, Plan
+from elastic_operator.names import ConditionType, EventReason, Reason, pod_name
+from elastic_operator.plan import plan
+from elastic_operator.plan.ending import FAREWELL
+from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
+from torchelastic.contract import FailureRecord
+
+if TYPE_CHECKING:
+    from elastic_operator.model import Job, Observed, SizeRecord
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, what is observed, and what is to be done.
+
+    Attributes:
+        creates: indices of new pods.
+        removes: indices of pods that go.
+        tells: the size that is written to the store.
+        state: what the status says; None where it says nothing new.
+        wakes_in: seconds until the plan is made anew.
+        etcd: whether the store is kept.
+        replicas: what is written into the spec.
+    """
+
+    job: Job
+    world: Observed
+    creates: list[int] = field(default_factory=list)
+    removes: list[int] = field(default_factory=list)
+    tells: SizeRecord | None = None
+    state: JobState | None = None
+    wakes_in: float | None = None
+    etcd: bool = True
+    replicas: int | None = None
+
+
+FRESH = a_job(replicas=2)
+TRAINED = that_trained(FRESH)
+FINISHED = with_status(TRAINED, state=JobState.SUCCEEDED, completed=NOW)
+
+CASES = {
+    "a new job gets all its pods at once, without waiting for its store": Case(
+        FRESH, a_world(store_read=False), creates=[0, 1], state=JobState.PENDING
+    ),
+    "a new job without replicas gets the maximum, and that is written down": Case(
+        a_job(replicas=None, maximum=3), a_world(), creates=[0, 1, 2], replicas=3, state=JobState.PENDING
+    ),
+    "replicas above a lowered maximum count as the maximum": Case(
+        a_job(replicas=4, maximum=2), a_world(), creates=[0, 1], state=JobState.PENDING
+    ),
+    "replicas below a raised minimum count as the minimum": Case(
+        a_job(replicas=1, minimum=2), a_world(), creates=[0, 1], state=JobState.PENDING
+    ),
+    "a pod that was killed is replaced at once": Case(
+        TRAINED, a_world(running(0), died(1)), creates=[1], state=JobState.RUNNING
+    ),
+    "a pod that left is replaced at once": Case(
+        TRAINED, a_world(running(0), left(1)), creates=[1], state=JobState.RUNNING
+    ),
+    "a pod that is being deleted is replaced while it is still there": Case(
+        TRAINED, a_world(running(0), going(1)), creates=[1], state=JobState.RUNNING
+    ),
+    "a pod that vanished is replaced": Case(TRAINED, a_world(running(0)), creates=[1], state=JobState.RUNNING),
+    "the second failure in a row waits for a second": Case(
+        TRAINED, a_world(running(0), died(1, failures=1)), wakes_in=1, state=JobState.RUNNING
+    ),
+    "the tenth waits for a minute": Case(
+        TRAINED, a_world(running(0), died(1, failures=9)), wakes_in=60, state=JobState.RUNNING
+    ),
+    "after a healthy time it starts over": Case(
+        TRAINED, a_world(running(0), died(1, failures=9, started=NOW - 61)), creates=[1], state=JobState.RUNNING
+    ),
+    "below the minimum the job waits": Case(
+        that_trained(a_job(replicas=2, minimum=2)),
+        a_world(running(0, size=size(minimum=2)), died(1, size=size(minimum=2))),
+        creates=[1],
+        state=JobState.WAITING,
+    ),
+    "scaling up tells the agents before there are more pods": Case(
+        that_trained(a_job(replicas=3, generation=2)),
+        a_world(running(0), running(1)),
+        creates=[2],
+        tells=size(3, generation=2),
+        state=JobState.RUNNING,
+    ),
+    "scaling down takes what is not ready first": Case(
+        that_trained(a_job(replicas=2, generation=2)),
+        a_world(running(0, size=size(3)), unready(1, size=size(3)), running(2, size=size(3))),
+        removes=[1],
+        tells=size(2, generation=2, going=(unready(1).name,)),
+        state=JobState.RUNNING,
+    ),
+    "then what has the highest index": Case(
+        that_trained(a_job(replicas=1, generation=2)),
+        a_world(running(0), running(1), running(2)),
+        removes=[2, 1],
+        tells=size(1, generation=2, going=tuple(sorted([running(1).name, running(2).name]))),
+        state=JobState.RUNNING,
+    ),
+    "pods that sit on other places than the first ones are left there": Case(
+        TRAINED, a_world(running(1), running(3)), state=JobState.RUNNING
+    ),
+    "the lowest empty places are filled": Case(
+        that_trained(a_job(replicas=4)),
+        a_world(running(1, size=size(4)), running(3, size=size(4))),
+        creates=[0, 2],
+        state=JobState.RUNNING,
+    ),
+    "a change of the bounds alone is told as well": Case(
+        that_trained(a_job(replicas=2, maximum=8, generation=5)),
+        a_world(running(0), running(1)),
+        tells=size(2, maximum=8, generation=5),
+        state=JobState.RUNNING,
+    ),
+    "a change of something else is not": Case(
+        that_trained(a_job(replicas=2, generation=5)), a_world(running(0), running(1)), state=JobState.RUNNING
+    ),
+    "what is told already is not told again": Case(
+        that_trained(a_job(replicas=3, generation=2)),
+        a_world(running(0), running(1), size=size(3, generation=2)),
+        creates=[2],
+        state=JobState.RUNNING,
+    ),
+    "a size that lies above the generation is outdone": Case(
+        that_trained(a_job(replicas=3, generation=2)),
+        a_world(running(0), running(1), size=size(2, generation=7)),
+        creates=[2],
+        tells=size(3, generation=8),
+        state=JobState.RUNNING,
+    ),
+    "an unreadable store does not keep the pods from being changed": Case(
+        that_trained(a_job(replicas=3, generation=2)),
+        a_world(running(0), running(1), store_read=False),
+        creates=[2],
+        state=JobState.RUNNING,
+    ),
+    "of pods in one place the younger one goes": Case(
+        TRAINED,
+        a_world(running(0), running(1), running(1, after=died(1), created=NOW)),
+        removes=[1],
+        state=JobState.RUNNING,
+    ),
+    "a pod that was announced to go is replaced even if another has gone": Case(
+        TRAINED,
+        a_world(running(0), running(1), size=size(2, generation=3, going=(running(1).name,))),
+        removes=[1],
+        creates=[1],
+        state=JobState.RUNNING,
+    ),
+    "a job whose pods have all gone waits for the store to say whether the run has ended": Case(
+        TRAINED, a_world(store_read=False), state=JobState.WAITING
+    ),
+    "and goes on when the store says that it has not": Case(TRAINED, a_world(), creates=[0, 1], state=JobState.WAITING),
+    "success in the store ends the job; agents get time to end by themselves": Case(
+        TRAINED,
+        a_world(running(0), pending(1), outcome=success()),
+        removes=[1],
+        wakes_in=FAREWELL,
+        state=JobState.SUCCEEDED,
+    ),
+    "so does failure": Case(
+        TRAINED, a_world(running(0), outcome=failure("no")), wakes_in=FAREWELL, state=JobState.FAILED
+    ),
+    "an agent's word for success is as good": Case(
+        TRAINED, a_world(succeeded(0), running(1)), wakes_in=FAREWELL, state=JobState.SUCCEEDED
+    ),
+    "also when its pod is being deleted": Case(
+        TRAINED,
+        a_world(replace(succeeded(0), terminating=True), store_read=False),
+        etcd=False,
+        state=JobState.SUCCEEDED,
+    ),
+    "and its word for failure": Case(
+        TRAINED, a_world(died(0, 1, message=says("no")), died(1)), etcd=False, state=JobState.FAILED
+    ),
+    "exit code 1 without the agent's word is an accident": Case(
+        TRAINED, a_world(died(0, 1, message="Traceback"), running(1)), creates=[0], state=JobState.RUNNING
+    ),
+    "input that an agent can't honour ends the job, and the other pods at once": Case(
+        TRAINED, a_world(died(0, 2), running(1)), removes=[1], wakes_in=FAREWELL, state=JobState.FAILED
+    ),
+    "a job that has finished gets no pod": Case(FINISHED, a_world(succeeded(0)), etcd=False),
+    "a job that is being deleted loses its pods": Case(
+        replace(TRAINED, deleting=True), a_world(running(0), going(1)), removes=[0]
+    ),
+    "and then its store": Case(replace(TRAINED, deleting=True), a_world(succeeded(0)), etcd=False),
+    "a spec that says something twice is left alone": Case(
+        that_trained(a_job(env=({"name": "A"}, {"name": "A"}))), a_world(running(0)), state=JobState.RUNNING
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_job_and_what_is_observed_decide_what_is_done(case: Case) -> None:
+    if case.state is JobState.RUNNING:
+        case = replace(case, world=replace(case.world, epoch=an_epoch(running(0), running(1))))
+
+    made = plan(case.job, case.world, NOW)
+
+    index_of = {pod.uid: pod.index for pod in case.world.pods}
+    assert [pod.index for pod in made.create] == case.creates
+    assert [index_of[removal.uid] for removal in made.remove] == case.removes
+    assert made.size == case.tells
+    assert made.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
+    assert made.etcd is case.etcd
+    assert made.replicas == case.replicas
+    if case.state is not None:
+        assert made.status is not None
+        assert made.status.state is case.state
+
+
+def told(made: Plan) -> dict[EventReason, str]:
+    return {EventReason(event.reason): event.message for event in made.events}
+
+
+# -- names
+
+
+def test_a_successor_has_the_same_name_for_all_who_saw_the_same_past() -> None:
+    world = a_world(running(0), died(1))
+    [successor] = plan(TRAINED, world, NOW).create
+    [again] = plan(TRAINED, replace(world, pods=world.pods[::-1]), NOW + 1).create
+
+    assert successor.name == again.name == pod_name(NAME, UID, 1, died(1).uid)
+    assert successor.name != died(1).name
+
+
+def test_a_successor_takes_the_name_of_no_pod_that_is_still_there_even_if_all_were_made_in_the_same_second() -> None:
+    first = died(1)
+    second = died(1, after=first)
+    third = died(1, after=second)
+    [successor] = plan(TRAINED, a_world(running(0), third, first, second), NOW).create
+
+    assert successor.name == pod_name(NAME, UID, 1, third.uid)
+
+
+def test_a_new_pod_does_not_take_the_name_of_one_that_the_agents_were_told_is_going() -> None:
+    gone = pod_name(NAME, UID, 1, "")
+    [new] = plan(TRAINED, a_world(running(0), size=size(2, generation=3, going=(gone,))), NOW).create
+
+    assert (new.index, new.size.generation) == (1, 3)
+    assert new.name != gone
+
+
+def test_a_new_pod_is_told_the_size_and_how_often_its_place_failed() -> None:
+    [successor] = plan(TRAINED, a_world(running(0), died(1)), NOW).create
+
+    assert successor.size == size(2)
+    assert successor.failures == 1
+
+
+def test_a_deleted_pod_of_a_place_that_failed_before_passes_the_count_on_and_adds_nothing() -> None:
+    [successor] = plan(TRAINED, a_world(running(0), going(1, failures=2)), NOW).create
+
+    assert successor.failures == 2
+
+
+def test_back_off_doubles_from_nothing_to_a_minute() -> None:
+    assert [back_off(failures) for failures in range(1, 10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert back_off(10**6) == LONGEST_BACK_OFF
+
+
+# -- charges
+
+
+def test_a_death_is_charged_once_and_a_leave_never() -> None:
+    world = a_world(died(0), left(1), going(2))
+    first = plan(that_trained(a_job(replicas=3)), world, NOW).status
+    assert first is not None
+    assert first.pod_failures == 1
+    assert first.accounted == {died(0).uid, left(1).uid, going(2).uid}
+    assert first.last_failure == f"{died(0).name} was killed by SIGKILL"
+
+    second = plan(replace(that_trained(a_job(replicas=3)), status=first), world, NOW)
+    assert second.status is None
+    assert second.events == ()
+
+
+def test_what_is_gone_is_forgotten_with_the_next_write_and_not_before() -> None:
+    world = a_world(running(0), running(1), epoch=an_epoch(running(0), running(1)))
+    settled = plan(TRAINED, world, NOW).status
+    assert settled is not None
+    remembering = replace(TRAINED, status=replace(settled, accounted=frozenset({"somebody"})))
+
+    assert plan(remembering, world, NOW).status is None
+    rewritten = plan(replace(remembering, generation=9), world, NOW).status
+    assert rewritten is not None
+    assert rewritten.accounted == frozenset()
+
+
+def test_more_deaths_than_restarts_are_allowed_fail_the_job() -> None:
+    job = that_trained(a_job(replicas=2, max_restarts=3), pod_failures=3)
+    made = plan(job, a_world(running(0), died(1, 139)), NOW)
+
+    assert made.status is not None
+    assert made.status.state is JobState.FAILED
+    assert made.status.pod_failures == 4
+    failed = condition(made.status, ConditionType.FAILED)
+    assert failed.reason == Reason.POD_FAILURES
+    assert failed.message == (
+        f"4 pods died by themselves, and maxRestarts allows 3; the last was {died(1).name}, which was killed by SIGSEGV"
+    )
+    assert [removal.name for removal in made.remove] == [running(0).name]
+    assert made.create == ()
+
+
+def test_as_many_deaths_as_restarts_are_allowed_do_not() -> None:
+    job = that_trained(a_job(replicas=2, max_restarts=3), pod_failures=2)
+
+    assert [pod.index for pod in plan(job, a_world(running(0), died(1)), NOW).create] == [1]
+
+
+# -- history
+
+
+def test_a_few_ended_pods_are_kept_for_their_logs_and_older_ones_go() -> None:
+    ended = [died(index, ended=NOW - 100 + index, started=NOW - 200) for index in range(5)]
+    alive = [running(index, after=ended[index]) for index in range(5)]
+    job = that_trained(a_job(replicas=5, maximum=5), accounted=frozenset(pod.uid for pod in ended))
+    removed = [removal.name for removal in plan(job, a_world(*ended, *alive), NOW).remove]
+
+    assert removed == [ended[1].name, ended[0].name]
+    assert len(ended) - len(removed) == ENDED_PODS_KEPT
+
+
+def test_an_ended_pod_is_kept_until_it_has_a_successor() -> None:
+    waiting = died(0, failures=9, ended=NOW - 5)
+    ended = [died(index, ended=NOW, started=NOW - 200) for index in range(1, 4)]
+    alive = [running(index, after=ended[index - 1]) for index in range(1, 4)]
+    made = plan(that_trained(a_job(replicas=4)), a_world(waiting, *ended, *alive), NOW)
+
+    assert len(made.remove) == 1
+    assert made.remove[0].uid != waiting.uid
+
+
+def test_pods_of_a_finished_job_stay_for_their_logs() -> None:
+    assert plan(FINISHED, a_world(*(succeeded(index) for index in range(9))), NOW).remove == ()
+
+
+# -- the end
+
+
+def test_agents_that_do_not_end_by_themselves_are_removed_and_then_the_store_goes() -> None:
+    finished = plan(TRAINED, a_world(running(0), succeeded(1), outcome=success()), NOW).status
+    assert finished is not None
+    job = replace(TRAINED, status=finished)
+    patient = plan(job, a_world(running(0), succeeded(1)), NOW + FAREWELL - 1)
+    at_last = plan(job, a_world(running(0), succeeded(1)), NOW + FAREWELL)
+
+    assert (patient.remove, patient.etcd, patient.wake_at) == ((), True, NOW + FAREWELL)
+    assert [removal.name for removal in at_last.remove] == [running(0).name]
+    assert (at_last.etcd, at_last.wake_at) == (False, None)
+
+
+def test_success_is_said_in_conditions_and_an_event() -> None:
+    made = plan(TRAINED, a_world(running(0), running(1), outcome=success(epoch=4, restarts=1)), NOW)
+
+    for kind in (ConditionType.SUCCEEDED, ConditionType.FINISHED):
+        assert condition(made.status, kind).status is True
+    for kind in (ConditionType.RUNNING, ConditionType.WAITING, ConditionType.DEGRADED):
+        assert condition(made.status, kind).status is False
+    assert made.status is not None
+    assert (made.status.epoch, made.status.restarts, made.status.completed) == (4, 1, NOW)
+    assert told(made) == {EventReason.SUCCEEDED: "succeeded in epoch 4 after 1 restart"}
+
+
+def test_failure_names_its_root_cause() -> None:
+    record = FailureRecord(epoch=1, rank=3, local_rank=1, node="digits-2.7f", exit_code=1, message="ValueError: no")
+    made = plan(TRAINED, a_world(running(0), outcome=failure(record=record)), NOW)
+
+    cause = "rank 3 on digits-2 exited with ValueError: no"
+    assert condition(made.status, ConditionType.FAILED).message == cause
+    assert condition(made.status, ConditionType.FINISHED).message == cause
+    assert condition(made.status, ConditionType.FAILED).reason == Reason.RUN_FAILED
+    assert made.status is not None
+    assert made.status.last_failure == cause
+    assert told(made) == {EventReason.FAILED: f"failed: {cause}"}
+
+
+def test_a_worker_that_was_killed_is_named_by_its_signal() -> None:
+    record = FailureRecord(epoch=1, rank=0, local_rank=0, node="digits-0.7f", exit_code=-9)
+    made = plan(TRAINED, a_world(running(0), outcome=failure(record=record)), NOW)
+
+    assert condition(made.status, ConditionType.FAILED).message == "rank 0 on digits-0 was killed by SIGKILL"
+
+
+def test_the_agents_own_words_on_a_failure_stand_as_they_are() -> None:
+    made = plan(TRAINED, a_world(running(0), outcome=failure("no more nodes came within 600 s")), NOW)
+
+    assert condition(made.status, ConditionType.FAILED).message == "no more nodes came within 600 s"
+
+
+def test_of_several_agents_that_tell_of_a_failure_the_first_is_quoted() -> None:
+    world = a_world(died(0, 1, message=says("second"), ended=NOW), died(1, 1, message=says("first"), ended=NOW - 1))
+
+    assert condition(plan(TRAINED, world, NOW).status, ConditionType.FAILED).message == "first"
+
+
+def test_refused_input_is_quoted() -> None:
+    world = a_world(died(0, 2, message=says("--nnodes is not a number", "BadInput")))
+    failed = condition(plan(TRAINED, world, NOW).status, ConditionType.FAILED)
+
+    assert (failed.reason, failed.message) == (Reason.BAD_INPUT, "--nnodes is not a number")
+
+
+def test_the_status_of_a_finished_job_follows_its_last_pods() -> None:
+    finished = plan(TRAINED, a_world(running(0), running(1), outcome=success()), NOW).status
+    assert finished is not None
+    assert (finished.replicas, finished.ready) == (2, 2)
+    left_over = plan(replace(TRAINED, status=finished), a_world(succeeded(0), running(1)), NOW).status
+
+    assert left_over is not None
+    assert (left_over.replicas, left_over.ready, left_over.state) == (1, 1, JobState.SUCCEEDED)
+
+
+# -- status and conditions
+
+
+def test_the_status_counts_what_will_be_there() -> None:
+    status = plan(that_trained(a_job(replicas=3)), a_world(running(0), died(1), unready(2)), NOW).status
+
+    assert status is not None
+    assert (status.replicas, status.ready, status.desired) == (3, 1, 3)
+
+
+def test_the_status_speaks_of_the_generation_that_its_own_write_makes() -> None:
+    status = plan(a_job(replicas=None, generation=1), a_world(), NOW).status
+
+    assert status is not None
+    assert status.observed_generation == 2
+
+
+def test_a_job_starts_when_its_first_epoch_forms() -> None:
+    job = that_had_pods(a_job(replicas=2))
+    pods = (running(0), running(1))
+    before = plan(job, a_world(*pods), NOW).status
+    made = plan(job, a_world(*pods, epoch=an_epoch(*pods)), NOW)
+
+    assert before is not None
+    assert (before.state, before.started) == (JobState.PENDING, None)
+    assert condition(before, ConditionType.RUNNING).reason == Reason.STARTING
+    assert made.status is not None
+    assert (made.status.state, made.status.started, made.status.world_size) == (JobState.RUNNING, NOW, 2)
+    assert told(made) == {EventReason.STARTED: "training started with 2 pods and world size 2"}
+
+
+def test_waiting_says_for_which_pods_and_why() -> None:
+    job = that_trained(a_job(minimum=3, replicas=3))
+    failing = died(2, failures=2, size=size(3, minimum=3))
+    pods = (running(0, size=size(3, minimum=3)), unready(1, size=size(3, minimum=3)), failing)
+    waiting = condition(plan(job, a_world(*pods), NOW).status, ConditionType.WAITING)
+
+    assert (waiting.status, waiting.reason) == (True, Reason.BELOW_MINIMUM)
+    assert waiting.message == (
+        f"1 of at least 3 pods is ready; {unready(1).name} is not ready yet; "
+        "digits-2 failed 3 times in a row and is started again at 2023-11-14T22:13:22Z"
+    )
+
+
+def test_many_missing_pods_are_not_all_named() -> None:
+    job = that_trained(a_job(minimum=50, replicas=50, maximum=50))
+    message = condition(plan(job, a_world(), NOW).status, ConditionType.WAITING).message
+
+    assert message.endswith(" and 46 more are not ready yet")
+
+
+def test_a_job_with_fewer_pods_than_desired_is_degraded_once_it_has_trained() -> None:
+    world = a_world(running(0), unready(1))
+    new = plan(that_had_pods(a_job(replicas=2)), world, NOW).status
+    trained = plan(TRAINED, replace(world, epoch=an_epoch(running(0))), NOW).status
+
+    assert condition(new, ConditionType.DEGRADED).status is False
+    degraded = condition(trained, ConditionType.DEGRADED)
+    assert (degraded.status, degraded.message) == (True, f"1 of 2 pods ready; {unready(1).name} is not ready yet")
+    assert condition(trained, ConditionType.RUNNING).status is True
+
+
+def test_a_condition_keeps_the_time_since_which_it_holds() -> None:
+    pods = (running(0), running(1))
+    first = plan(TRAINED, a_world(*pods, epoch=an_epoch(*pods)), NOW).status
+    assert first is not None
+    later = plan(replace(TRAINED, status=first), a_world(*pods, epoch=an_epoch(*pods, number=2)), NOW + 5).status
+    broken = plan(replace(TRAINED, status=first), a_world(*pods, epoch=an_epoch(number=2)), NOW + 5).status
+
+    assert condition(later, ConditionType.RUNNING).since == NOW
+    assert condition(later, ConditionType.RUNNING).message == "epoch 2 with world size 2"
+    assert condition(broken, ConditionType.RUNNING).since == NOW + 5
+
+
+def test_a_spec_that_cannot_be_meant_is_said_to_be_invalid_until_it_is_mended() -> None:
+    bad = a_job(env=({"name": "PET_NNODES", "value": "7"},))
+    made = plan(bad, a_world(), NOW)
+    assert made.create == ()
+    invalid = condition(made.status, ConditionType.INVALID)
+    assert (invalid.status, invalid.reason) == (True, Reason.BAD_SPEC)
+    assert "PET_NNODES" in invalid.message
+
+    assert made.status is not None
+    mended = plan(replace(a_job(), status=made.status), a_world(store_read=False), NOW)
+    assert [pod.index for pod in mended.create] == [0, 1]
+    assert condition(mended.status, ConditionType.INVALID).status is False
+
+
+def test_a_store_that_lost_its_keys_does_not_take_them_from_the_status() -> None:
+    job = with_status(TRAINED, epoch=7, restarts=3)
+    pods = (running(0), running(1))
+    status = plan(job, a_world(*pods), NOW).status
+
+    assert status is not None
+    assert (status.epoch, status.restarts, status.world_size, status.state) == (7, 3, 2, JobState.RUNNING)
+
+
+# -- events
+
+
+def test_deaths_and_leaves_are_told_with_what_follows() -> None:
+    job = that_trained(a_job(replicas=4))
+    world = a_world(died(0), died(1, 3, message=says("the store cannot be reached"), failures=3), left(2), going(3))
+    made = plan(job, world, NOW)
+
+    assert [event.message for event in made.events] == [
+        f"{died(0).name} was killed by SIGKILL; a new pod takes its place",
+        f"{died(1).name} gave up on the store: the store cannot be reached; a new pod takes its place in 4 s",
+        f"{going(3).name} was deleted; a new pod takes its place",
+        f"{left(2).name} was asked to leave; a new pod takes its place",
+    ]
+    assert [event.warning for event in made.events] == [True, True, False, False]
+
+
+def test_the_last_line_of_what_a_pod_left_is_told() -> None:
+    made = plan(TRAINED, a_world(running(0), died(1, 1, message="Traceback\n  …\nKeyError: 'x'\n")), NOW)
+
+    assert told(made)[EventReason.POD_DIED].startswith(f"{died(1).name} exited with code 1: KeyError: 'x'; ")
+
+
+def test_a_pod_that_came_to_an_unknown_end_is_told_too() -> None:
+    made = plan(TRAINED, a_world(running(0), died(1, None)), NOW)
+
+    assert told(made)[EventReason.POD_DIED].startswith(f"{died(1).name} came to an unknown end; ")
+
+
+def test_pods_that_the_plan_itself_removes_are_not_told_as_deleted() -> None:
+    job = with_status(that_trained(a_job(replicas=1, generation=2)), desired=2)
+    world = a_world(running(0), running(1))
+    first = plan(job, world, NOW)
+    assert told(first) == {EventReason.SCALED: "scaled from 2 to 1 pod"}
+
+    assert first.status is not None
+    after = a_world(running(0), going(1), size=first.size)
+    assert plan(replace(job, status=first.status), after, NOW).events == ()
+
+
+def test_a_new_epoch_is_told_with_its_cause() -> None:
+    pods = (running(0), running(1))
+    scaled = plan(TRAINED, a_world(*pods, epoch=an_epoch(*pods, number=2, cause="digits-1 joined")), NOW)
+    cause = "rank 1 on digits-1: KeyError: 'x'"
+    failed = plan(TRAINED, a_world(*pods, epoch=an_epoch(*pods, number=2, cause=cause, restarts=1)), NOW)
+
+    assert told(scaled) == {EventReason.EPOCH: "epoch 2 with world size 2: digits-1 joined"}
+    assert [event.warning for event in scaled.events] == [False]
+    assert told(failed) == {EventReason.EPOCH: f"epoch 2 with world size 2: {cause}"}
+    assert [event.warning for event in failed.events] == [True]
+    assert failed.status is not None
+    assert (failed.status.restarts, failed.status.last_failure) == (1, cause)
+
+
+def test_an_epoch_without_members_is_told_as_a_pause() -> None:
+    made = plan(TRAINED, a_world(running(0), running(1), epoch=an_epoch(number=2, cause="digits-1 died")), NOW)
+
+    assert told(made) == {EventReason.PAUSED: "nobody trains now: digits-1 died"}
+    assert made.status is not None
+    assert made.status.state is JobState.WAITING
+    assert condition(made.status, ConditionType.RUNNING).message == "digits-1 died"

@@ -1,0 +1,120 @@
+"""The plan is total: there is no job and no world for which it raises, or asks for more than may be."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.builders import NAME, NOW, UID
+from tests.support.simulated_cluster import is_live
+
+from elastic_operator.model import EtcdState, Job, JobState, JobStatus, Observed, Pod, PodPhase
+from elastic_operator.names import pod_name
+from elastic_operator.plan import plan
+from elastic_operator.spec import ElasticJobSpec
+from torchelastic.contract import (
+    EpochRecord,
+    FailureRecord,
+    Member,
+    OutcomeRecord,
+    OutcomeState,
+    SizeRecord,
+    TerminationMessage,
+)
+
+NUMBERS = st.integers(-2, 5) | st.integers(-(2**60), 2**60)
+SECONDS = st.floats() | st.sampled_from([NOW - 1, NOW, NOW + 1])
+TEXTS = st.text(max_size=8)
+NAMES = TEXTS | st.builds(pod_name, st.just(NAME), st.just(UID), st.integers(0, 2), st.sampled_from(["", "a", "b"]))
+SIZES = st.builds(
+    SizeRecord, min=NUMBERS, max=NUMBERS, generation=NUMBERS, wanted=st.none() | NUMBERS, going=st.tuples(NAMES)
+)
+FAILURES = st.builds(
+    FailureRecord,
+    epoch=NUMBERS,
+    rank=NUMBERS,
+    local_rank=NUMBERS,
+    node=TEXTS,
+    exit_code=st.integers(-255, 255),
+    message=TEXTS,
+)
+PODS = st.builds(
+    Pod,
+    name=NAMES,
+    uid=st.sampled_from(["a", "b", "c", "d"]),
+    index=NUMBERS,
+    phase=st.sampled_from(PodPhase),
+    ready=st.booleans(),
+    terminating=st.booleans(),
+    created=SECONDS,
+    started=st.none() | SECONDS,
+    ended=st.none() | SECONDS,
+    exit_code=st.none() | st.integers(-300, 300),
+    message=st.none()
+    | TEXTS
+    | st.builds(TerminationMessage, reason=TEXTS, message=TEXTS, failure=st.none() | FAILURES),
+    failures=NUMBERS,
+    size=st.none() | SIZES,
+)
+EPOCHS = st.builds(
+    EpochRecord,
+    number=NUMBERS,
+    members=st.lists(st.builds(Member, node=TEXTS, address=TEXTS, workers=NUMBERS), max_size=2).map(tuple),
+    restarts=NUMBERS,
+    cause=TEXTS,
+)
+WORLDS = st.builds(
+    Observed,
+    pods=st.lists(PODS, max_size=6).map(tuple),
+    etcd=st.sampled_from(EtcdState),
+    store_read=st.booleans(),
+    epoch=st.none() | EPOCHS,
+    outcome=st.none()
+    | st.builds(OutcomeRecord, state=st.sampled_from(OutcomeState), message=TEXTS, failure=st.none() | FAILURES),
+    size=st.none() | SIZES,
+)
+SPECS = st.builds(
+    ElasticJobSpec,
+    min_replicas=st.integers(-1, 5),
+    max_replicas=st.integers(-1, 5),
+    replicas=st.none() | NUMBERS,
+    max_restarts=NUMBERS,
+    env=st.sampled_from([(), ({"name": "A"}, {"name": "A"}), ({},)]),
+    template=st.sampled_from([{}, {"spec": 7}, {"spec": {"containers": [{"name": "worker", "env": 7}]}}]),
+)
+STATUSES = st.builds(
+    JobStatus,
+    state=st.sampled_from(JobState),
+    desired=NUMBERS,
+    epoch=NUMBERS,
+    pod_failures=NUMBERS,
+    accounted=st.frozensets(st.sampled_from(["a", "b"])),
+    size_generation=NUMBERS,
+    started=st.none() | SECONDS,
+    completed=st.none() | SECONDS,
+)
+JOBS = st.builds(
+    Job,
+    name=st.just(NAME),
+    namespace=TEXTS,
+    uid=st.just(UID) | TEXTS,
+    generation=NUMBERS,
+    spec=SPECS,
+    status=STATUSES,
+    created=SECONDS,
+    deleting=st.booleans(),
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(job=JOBS, observed=WORLDS, now=SECONDS)
+def test_whatever_it_is_given_the_plan_never_raises_and_never_asks_for_too_much(
+    job: Job, observed: Observed, now: float
+) -> None:
+    made = plan(job, observed, now)
+
+    staying = [pod for pod in observed.pods if is_live(pod) and pod.uid not in {removal.uid for removal in made.remove}]
+    assert not made.create or len(made.create) + len(staying) <= job.spec.desired
+    assert len({pod.name for pod in made.create}) == len(made.create)
+    assert len({pod.index for pod in made.create}) == len(made.create)
+    if job.status.state.finished or job.deleting:
+        assert (made.create, made.replicas, made.size) == ((), None, None)

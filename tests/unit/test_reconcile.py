@@ -1,0 +1,294 @@
+"""From wake-ups to plans that are carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.builders import NOW, a_job, a_world, died, running, that_trained
+
+from elastic_operator.errors import ClusterError
+from elastic_operator.reconcile import Reconciler, ReconcileSettings, WorkQueue
+from torchelastic.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from elastic_operator.model import Job, Observed, Plan
+
+QUICK = ReconcileSettings(side_by_side=4, first_retry=0.001, longest_retry=0.01)
+PATIENCE = 20.0
+
+
+class RecordingCluster:
+    """A cluster that shows what it is told to show, and notes what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.worlds: dict[str, tuple[Job, Observed] | None] = {}
+        self.applied: list[tuple[str, Plan]] = []
+        self.observed: list[str] = []
+        self.busy: set[str] = set()
+        self.most_busy = 0
+        self.troubles: dict[str, list[Exception]] = {}
+        self.gate: Callable[[str], asyncio.Event | None] = lambda _key: None
+        self.changed = asyncio.Condition()
+
+    async def observe(self, key: str) -> tuple[Job, Observed] | None:
+        assert key not in self.busy, "one job is worked on twice at once"
+        self.busy.add(key)
+        self.most_busy = max(self.most_busy, len(self.busy))
+        self.observed.append(key)
+        try:
+            await self._tell()
+            if (gate := self.gate(key)) is not None:
+                await gate.wait()
+            if self.troubles.get(key):
+                raise self.troubles[key].pop(0)
+            return self.worlds.get(key)
+        finally:
+            self.busy.discard(key)
+
+    async def apply(self, job: Job, plan: Plan) -> None:
+        self.applied.append((job.namespace, plan))
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE), self.changed:
+            await self.changed.wait_for(true)
+
+
+@contextlib.asynccontextmanager
+async def at_work(reconciler: Reconciler) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(reconciler.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.fixture
+def cluster() -> RecordingCluster:
+    return RecordingCluster()
+
+
+def a_reconciler(cluster: RecordingCluster, settings: ReconcileSettings = QUICK) -> Reconciler:
+    return Reconciler(cluster, lambda: NOW, settings=settings)
+
+
+async def test_a_job_that_is_woken_is_observed_planned_and_changed(cluster: RecordingCluster) -> None:
+    cluster.worlds["a"] = a_job(), a_world()
+    reconciler = a_reconciler(cluster)
+    async with at_work(reconciler):
+        reconciler.wake("a")
+        await cluster.until(lambda: bool(cluster.applied))
+
+    [(_, done)] = cluster.applied
+    assert [pod.index for pod in done.create] == [0, 1]
+
+
+async def test_a_job_that_is_gone_is_left_alone(cluster: RecordingCluster) -> None:
+    reconciler = a_reconciler(cluster)
+    async with at_work(reconciler):
+        reconciler.wake("a")
+        await cluster.until(lambda: cluster.observed == ["a"])
+
+    assert cluster.applied == []
+
+
+async def test_wake_ups_that_come_while_a_job_is_worked_on_make_one_more_turn(cluster: RecordingCluster) -> None:
+    gate = asyncio.Event()
+    cluster.worlds["a"] = a_job(), a_world()
+    cluster.gate = lambda _key: gate
+    reconciler = a_reconciler(cluster)
+    async with at_work(reconciler):
+        for _ in range(10):
+            reconciler.wake("a")
+        await cluster.until(lambda: len(cluster.observed) == 1)
+        for _ in range(10):
+            reconciler.wake("a")
+        gate.set()
+        await cluster.until(lambda: len(cluster.applied) == 2)
+        cluster.worlds["last"] = a_job(), a_world()
+        reconciler.wake("last")
+        await cluster.until(lambda: len(cluster.applied) == 3)
+
+    assert cluster.observed == ["a", "a", "last"]
+
+
+async def test_several_jobs_are_worked_on_side_by_side_but_no_more_than_may_be(cluster: RecordingCluster) -> None:
+    gate = asyncio.Event()
+    cluster.gate = lambda _key: gate
+    reconciler = a_reconciler(cluster)
+    async with at_work(reconciler):
+        for number in range(9):
+            reconciler.wake(f"job-{number}")
+        await cluster.until(lambda: len(cluster.busy) == QUICK.side_by_side)
+        gate.set()
+        await cluster.until(lambda: len(cluster.observed) == 9)
+
+    assert cluster.most_busy == QUICK.side_by_side
+    assert sorted(cluster.observed) == [f"job-{number}" for number in range(9)]
+
+
+@pytest.mark.parametrize("trouble", [ClusterError("the server is busy"), StoreUnavailable("the store is away")])
+async def test_what_fails_is_tried_again_and_told_in_a_sentence(
+    cluster: RecordingCluster, caplog: pytest.LogCaptureFixture, trouble: Exception
+) -> None:
+    cluster.worlds["a"] = a_job(), a_world()
+    cluster.troubles["a"] = [trouble, trouble]
+    reconciler = a_reconciler(cluster)
+    async with at_work(reconciler):
+        reconciler.wake("a")
+        await cluster.until(lambda: bool(cluster.applied))
+
+    assert cluster.observed == ["a", "a", "a"]
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage() for record in told] == [
+        f"a: {trouble}; trying again in 0.0 s",
+        f"a: {trouble}; trying again in 0.0 s",
+    ]
+    assert all(record.exc_info is None for record in told)
+
+
+async def test_a_defect_is_told_with_its_traceback_and_stops_no_other_job(
+    cluster: RecordingCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.worlds = {"bad": (a_job(), a_world()), "good": (a_job(), a_world())}
+    cluster.troubles["bad"] = [KeyError("surprise")]
+    reconciler = a_reconciler(cluster)
+    async with at_work(reconciler):
+        reconciler.wake("bad")
+        reconciler.wake("good")
+        await cluster.until(lambda: len(cluster.applied) == 2)
+
+    [told] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert told.getMessage().startswith("bad: an unexpected error")
+    assert told.exc_info is not None
+
+
+async def test_each_try_waits_longer_than_the_last_and_success_starts_over(
+    cluster: RecordingCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.worlds["a"] = a_job(), a_world()
+    cluster.troubles["a"] = [ClusterError("no") for _ in range(4)]
+    reconciler = a_reconciler(cluster, ReconcileSettings(first_retry=0.001, longest_retry=0.004))
+    async with at_work(reconciler):
+        reconciler.wake("a")
+        await cluster.until(lambda: len(cluster.applied) == 1)
+        cluster.troubles["a"] = [ClusterError("no")]
+        reconciler.wake("a")
+        await cluster.until(lambda: len(cluster.applied) == 2)
+
+    waits = [record.args[-1] for record in caplog.records if isinstance(record.args, tuple)]
+    assert waits == [0.001, 0.002, 0.004, 0.004, 0.001]
+
+
+async def test_a_plan_that_asks_for_it_is_made_anew_when_its_time_has_come(cluster: RecordingCluster) -> None:
+    waits = that_trained(a_job(replicas=2)), a_world(running(0), died(1, failures=1, ended=NOW - 0.99))
+    cluster.worlds["a"] = waits
+    reconciler = a_reconciler(cluster)
+    async with at_work(reconciler):
+        reconciler.wake("a")
+        await cluster.until(lambda: len(cluster.applied) == 2)
+
+    assert cluster.applied[0][1].wake_at == pytest.approx(NOW + 0.01)
+
+
+async def test_all_jobs_are_looked_at_now_and_then_even_if_listing_fails_at_times(
+    cluster: RecordingCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[list[str] | Exception] = [ClusterError("no list today"), OSError("odd"), ["a", "b"], ["c"]]
+
+    async def keys() -> list[str]:
+        answer = answers.pop(0) if answers else []
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    settings = ReconcileSettings(relist_every=0.001)
+    async with at_work(Reconciler(cluster, lambda: NOW, list_keys=keys, settings=settings)):
+        await cluster.until(lambda: len(cluster.observed) == 3)
+
+    assert cluster.observed == ["a", "b", "c"]
+    assert "the jobs cannot be listed: no list today" in [record.getMessage() for record in caplog.records]
+
+
+async def test_it_ends_when_it_is_cancelled_and_leaves_nothing_running(cluster: RecordingCluster) -> None:
+    cluster.gate = lambda _key: asyncio.Event()
+    before = asyncio.all_tasks()
+    reconciler = a_reconciler(cluster)
+    async with at_work(reconciler) as task:
+        reconciler.wake("a")
+        await cluster.until(lambda: len(cluster.busy) == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    assert asyncio.all_tasks() == before
+    assert cluster.busy == set()
+
+
+async def test_a_queue_may_be_shared_with_the_cluster_that_wakes(cluster: RecordingCluster) -> None:
+    queue = WorkQueue()
+    async with at_work(Reconciler(cluster, lambda: NOW, queue=queue, settings=QUICK)):
+        queue.put("a")
+        await cluster.until(lambda: cluster.observed == ["a"])
+
+    assert cluster.most_busy == 1
+
+
+# -- the queue
+
+
+async def test_what_is_due_longest_comes_first() -> None:
+    queue = WorkQueue()
+    for key in ("a", "b", "c"):
+        queue.put(key)
+
+    assert [await queue.take() for _ in range(3)] == ["a", "b", "c"]
+
+
+async def test_a_key_can_be_brought_forward_but_not_put_off() -> None:
+    queue = WorkQueue()
+    queue.put("later", 3600.0)
+    queue.put("now")
+    queue.put("now", 3600.0)
+    queue.put("later", 0.0)
+
+    async with asyncio.timeout(PATIENCE):
+        assert [await queue.take(), await queue.take()] == ["now", "later"]
+
+
+async def test_a_key_that_is_out_comes_back_only_when_it_is_done() -> None:
+    queue = WorkQueue()
+    queue.put("a")
+    assert await queue.take() == "a"
+    queue.put("a")
+    queue.put("b")
+    async with asyncio.timeout(PATIENCE):
+        assert await queue.take() == "b"
+        again = asyncio.create_task(queue.take())
+        await asyncio.sleep(0)
+        assert not again.done()
+        queue.done("a")
+        assert await again == "a"
+
+
+async def test_several_that_wait_each_get_a_key() -> None:
+    queue = WorkQueue()
+    async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
+        takers = [tasks.create_task(queue.take()) for _ in range(5)]
+        await asyncio.sleep(0)
+        for number in range(5):
+            queue.put(str(number), 0.001 * number)
+
+    assert sorted(taker.result() for taker in takers) == ["0", "1", "2", "3", "4"]

@@ -1,0 +1,91 @@
+"""The status as it stands in the object."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.builders import NOW
+
+from elastic_operator.errors import BadInput
+from elastic_operator.model import Condition, JobState, JobStatus
+from elastic_operator.names import ConditionType, Reason
+from elastic_operator.status_json import rfc3339, status_from_json, status_to_json
+
+COUNTS = st.integers(0, 1_000_000)
+TIMES = st.integers(0, 4_000_000_000).map(float)
+CONDITIONS = st.builds(
+    Condition,
+    type=st.sampled_from(ConditionType),
+    status=st.booleans(),
+    reason=st.sampled_from(Reason),
+    message=st.text(max_size=40),
+    since=TIMES,
+)
+STATUSES = st.builds(
+    JobStatus,
+    state=st.sampled_from(JobState),
+    observed_generation=COUNTS,
+    replicas=COUNTS,
+    ready=COUNTS,
+    desired=COUNTS,
+    epoch=COUNTS,
+    world_size=COUNTS,
+    restarts=COUNTS,
+    pod_failures=COUNTS,
+    accounted=st.frozensets(st.uuids().map(str), max_size=4),
+    size_generation=COUNTS,
+    started=st.none() | TIMES,
+    completed=st.none() | TIMES,
+    last_failure=st.text(max_size=40),
+    conditions=st.lists(CONDITIONS, max_size=4).map(tuple),
+)
+
+
+@settings(database=None, derandomize=True)
+@given(STATUSES)
+def test_a_status_comes_back_as_it_was_written(status: JobStatus) -> None:
+    assert status_from_json(json.loads(json.dumps(status_to_json(status)))) == status
+
+
+def test_a_status_reads_as_in_kubernetes() -> None:
+    running = Condition(ConditionType.RUNNING, status=True, reason=Reason.TRAINING, message="epoch 1", since=NOW + 0.9)
+    status = JobStatus(
+        state=JobState.RUNNING, observed_generation=3, ready=1, desired=2, started=NOW, conditions=(running,)
+    )
+    document = status_to_json(status)
+
+    assert document["state"] == "Running"
+    assert document["readyDesired"] == "1/2"
+    assert document["startTime"] == "2023-11-14T22:13:20Z"
+    assert document["conditions"] == [
+        {
+            "type": "Running",
+            "status": "True",
+            "observedGeneration": 3,
+            "lastTransitionTime": "2023-11-14T22:13:20Z",
+            "reason": "Training",
+            "message": "epoch 1",
+        }
+    ]
+    assert "completionTime" not in document
+    assert "accounted" not in document
+
+
+@pytest.mark.parametrize("document", [None, {}, {"selector": "a=b", "somethingNew": 1}])
+def test_what_is_not_there_yet_has_its_default_and_what_is_not_ours_is_passed_over(document: dict[str, object]) -> None:
+    assert status_from_json(document) == JobStatus()
+
+
+@pytest.mark.parametrize("document", [{"podFailures": "many"}, {"state": "Odd"}, {"startTime": "yesterday"}])
+def test_a_status_that_cannot_be_ours_is_refused_and_not_forgotten(document: dict[str, object]) -> None:
+    with pytest.raises(BadInput, match="is not one that this operator writes"):
+        status_from_json(document)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 1e300])
+def test_a_time_that_no_calendar_has_is_written_all_the_same(seconds: float) -> None:
+    assert rfc3339(seconds) in ("1970-01-01T00:00:00Z", "9999-12-31T23:59:59Z")
