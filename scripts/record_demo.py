@@ -26,8 +26,10 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.text import Text
 
+from elastic_operator.local.act import NOW
 from elastic_operator.local.demo import perform
-from elastic_operator.local.render import NOW, Hints, render
+from elastic_operator.local.hints import Hints
+from elastic_operator.local.render import render
 from elastic_operator.local.run import RunRequest
 from elastic_operator.local.run_folder import home_folder
 from elastic_operator.local.view import LiveView
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.style import Style
 
+    from elastic_operator.local.act import Act
     from elastic_operator.local.demo import Performance
-    from elastic_operator.local.render import Act
 
 COLUMNS: Final = 80
 ROWS: Final = 30
@@ -126,7 +128,7 @@ class RecordingView(LiveView):
         super().on_snapshot(self.snapshot or {})
         super().show_acts(self.acts)
         with self.console.capture() as captured:
-            self.say_outcome(performance.code)
+            self.say_outcome(performance.run)
             self.console.out("\n".join(performance.lines()))
         lines = lines_of(self.console, Text.from_ansi(captured.get().rstrip()))
         self.frames.append(Frame(time.time(), lines[-ROWS:], "the end"))

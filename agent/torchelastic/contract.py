@@ -251,6 +251,8 @@ class NodePhase(enum.StrEnum):
     """At least one of its workers has ended with 0, others still run."""
     DONE = "done"
     """All its workers have ended with 0; it stays until the outcome is committed."""
+    CUT_OFF = "cut-off"
+    """Its workers were stopped because it reached neither store nor peers; it is ready for the next epoch."""
     LEAVING = "leaving"
     """On its way out: the next epoch does without it."""
 

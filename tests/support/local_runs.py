@@ -35,9 +35,7 @@ class LocalRun:
         environ: more of its environment.
     """
 
-    def __init__(
-        self, home: Path, manifest: Path, *arguments: str, environ: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, home: Path, manifest: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self.home = home
         self._command = [sys.executable, "-m", "elastic_operator.cli", "run", "--plain", *arguments, str(manifest)]
         self._environ = {**os.environ, "ELASTICJOB_HOME": str(home), **(environ or {})}
@@ -121,10 +119,12 @@ class LocalRun:
     async def trains(self, workers: int, *, after: int = 0) -> Snapshot:
         """A snapshot in which so many workers train in an epoch later than ``after``."""
         return await self.until(
-            lambda snapshot: snapshot["status"]["worldSize"] == workers
-            and snapshot["status"]["epoch"] > after
-            and snapshot["status"]["state"] == "Running"
-            and len(training(snapshot)) * _workers_per_pod(snapshot) == workers
+            lambda snapshot: (
+                snapshot["status"]["worldSize"] == workers
+                and snapshot["status"]["epoch"] > after
+                and snapshot["status"]["state"] == "Running"
+                and len(training(snapshot)) * _workers_per_pod(snapshot) == workers
+            )
         )
 
     async def _socket(self) -> str:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 from torchelastic.contract import EpochRecord, NodeRecord, OutcomeRecord, SizeRecord
-from torchelastic.rendezvous.node import EpochBegan, RendezvousNode, RunEnded
+from torchelastic.rendezvous.node import EpochBegan, Isolated, RendezvousNode, RunEnded
 from torchelastic.settings import RendezvousSettings
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class TestNode:
         self.inner = inner
         self.epochs: list[EpochRecord] = []
         self.outcome: OutcomeRecord | None = None
+        self.isolated = False
         self._open = True
 
     async def until(self, wanted: Callable[[TestNode], bool]) -> TestNode:
@@ -81,6 +82,8 @@ class TestNode:
                         event.store.close()
                 elif isinstance(event, RunEnded):
                     self.outcome = event.record
+                elif isinstance(event, Isolated):
+                    self.isolated = True
         return self
 
     async def until_with(self, *names: str) -> EpochRecord:

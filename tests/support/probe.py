@@ -34,13 +34,15 @@ facts = {
     "file": __file__,
     "doc": __doc__,
     "package": __package__,
-    "spec": str(__spec__),
+    "spec": [getattr(__spec__, name, None) for name in ("name", "origin", "parent", "cached", "has_location")],
     "loader": type(__loader__).__name__,
     "is main": sys.modules["__main__"].__dict__ is globals(),
     "folder": str(Path.cwd()),
     "environment": dict(os.environ),
     "umask": os.umask(0),
-    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT")},
+    "limits": {
+        name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT")
+    },
     "nice": os.nice(0),
     "signals": {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
     "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],

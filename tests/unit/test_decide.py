@@ -248,3 +248,11 @@ def test_an_epochs_store_is_never_served_on_a_port_that_the_epoch_before_used() 
     assert decision.record.store == "10.0.0.98:40000"
     late = (peer("a", epoch=1), peer("b", epoch=1))
     assert "can serve" in held(decide(view(*late, wanted=3, epoch=epoch(2, "a", "b", "c")), SETTINGS)).why
+
+
+def test_a_node_that_was_cut_off_has_lost_its_epoch_and_is_taken_into_the_next() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1, phase=NodePhase.CUT_OFF))
+    decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b")), SETTINGS)
+    assert members(decision) == ("a", "b")
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.cause, decision.record.restarts) == ("b was cut off", 0)

@@ -8,9 +8,11 @@ from rich.console import Console
 from tests.support.snapshots import FOLDER, KILLED, RUN, START, event, pod, snapshot
 
 from elastic_operator.local import words
-from elastic_operator.local.render import Act, Hints, render
+from elastic_operator.local.act import Act
+from elastic_operator.local.hints import Hints, own_hints
+from elastic_operator.local.render import render
 from elastic_operator.local.shown import Shown
-from elastic_operator.local.view import LiveView, PlainView, choose_view, outcome, own_hints
+from elastic_operator.local.view import LiveView, PlainView, choose_view, outcome
 
 if TYPE_CHECKING:
     from pathlib import Path

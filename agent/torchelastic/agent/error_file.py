@@ -17,8 +17,8 @@ _TRACE_LIMIT: Final = 32 << 10
 
 def write(error: BaseException) -> None:
     """Tell of an exception that nobody caught, unless ``@record`` has done so."""
-    summary = "".join(traceback.format_exception_only(error)).strip()
-    write_message(summary, "".join(traceback.format_exception(error)))
+    name, text = type(error).__qualname__, str(error)
+    write_message(f"{name}: {text}" if text else name, "".join(traceback.format_exception(error)))
 
 
 def write_message(message: str, trace: str = "") -> None:

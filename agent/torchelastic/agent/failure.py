@@ -105,7 +105,8 @@ def _with_place(text: str, trace: str) -> str:
         return text
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     path, line = (own or frames)[-1]
-    return f"{text} ({os.path.basename(path)}:{line})"  # noqa: PTH119 - a string from a file, no path of ours
+    name = path.rpartition("/")[2]
+    return text if f"({name}, line {line})" in text else f"{text} ({name}:{line})"
 
 
 def _traceback_in(tail: str) -> str:

@@ -101,6 +101,9 @@ class Workers:
             OMP_NUM_THREADS says otherwise, as under torchrun.
         alone: this process is the agent and nothing else, so whatever becomes its child and is not known is an orphan.
             False in a program of somebody else's, whose own children are left alone.
+
+    Attributes:
+        scratch: a folder for what nobody wants to keep; removed in the end.
     """
 
     def __init__(
@@ -122,19 +125,19 @@ class Workers:
         self._stack = contextlib.AsyncExitStack()
         self._stores: list[StoreServer] = []
         self._group: WorkerGroup | None = None
-        self._scratch: Path
+        self.scratch: Path
         self._console: Console
         self._guard: Guard
         self._fork_server: ForkServer
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            self._scratch = Path(tempfile.mkdtemp(prefix="torchelastic-"))
-            stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            self.scratch = Path(tempfile.mkdtemp(prefix="torchelastic-"))
+            stack.callback(shutil.rmtree, self.scratch, ignore_errors=True)
             stack.enter_context(self._reaper)
             self._console = Console()
             stack.push_async_callback(self._console.close, _CONSOLE_PATIENCE)
-            self._guard = Guard(self._reaper, self._mark, self._scratch)
+            self._guard = Guard(self._reaper, self._mark, self.scratch)
             self._guard.start()
             stack.push_async_callback(self._guard.close)
             forked = (
@@ -221,7 +224,7 @@ class Workers:
                 output = open_output(
                     self._logs,
                     self._console,
-                    self._scratch,
+                    self.scratch,
                     epoch=epoch,
                     rank=worker.rank,
                     local_rank=worker.local_rank,

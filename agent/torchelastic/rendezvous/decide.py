@@ -209,7 +209,7 @@ def _is_lost(node: str, view: View) -> bool:
         return True
     if node not in view.peers:
         return node not in view.silent
-    return _left(node, view)
+    return _left(node, view) or view.peers[node].record.phase is NodePhase.CUT_OFF
 
 
 def _failures(view: View, epoch: EpochRecord) -> list[tuple[int, FailureRecord]]:
@@ -431,6 +431,8 @@ def _left(node: str, view: View) -> bool:
 def _departure(node: str, view: View) -> str:
     if _left(node, view):
         return f"{name_of(node)} left"
+    if node in view.peers and view.peers[node].record.phase is NodePhase.CUT_OFF:
+        return f"{name_of(node)} was cut off"
     return f"{name_of(node)} died" if node in view.dead else f"{name_of(node)} is gone"
 
 

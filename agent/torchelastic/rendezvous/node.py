@@ -420,8 +420,7 @@ class RendezvousNode:
                 await changed.after(seen, timeout=self._settings.lease)
             else:
                 logger.warning("neither the store nor a peer can be reached: stopping the workers")
-                # When the store is back: the others go on without it, and the next epoch but one takes it in again.
-                self._session.update(phase=NodePhase.LEAVING)
+                self._session.update(phase=NodePhase.CUT_OFF)
                 self.events.put_nowait(Isolated())
                 while self._control.away_since is not None:
                     await changed.after(changed.count)

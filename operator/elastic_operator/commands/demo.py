@@ -37,16 +37,17 @@ def _execute(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from elastic_operator.local.demo import perform
+    from elastic_operator.local.hints import own_hints
     from elastic_operator.local.run import RunRequest
     from elastic_operator.local.run_folder import home_folder
-    from elastic_operator.local.view import choose_view, own_hints
+    from elastic_operator.local.view import choose_view
     from elastic_operator.manifest import load_checked
 
     request = RunRequest(manifest=load_checked(Path(arguments.file)), home=home_folder(os.environ), environ=os.environ)
     hints = own_hints(sys.argv[0], os.environ)
     with choose_view(plain=arguments.plain, hints=hints, output=sys.stdout, environ=os.environ) as view:
         performance = asyncio.run(perform(request, view))
-    view.say_outcome(performance.code)
+    view.say_outcome(performance.run)
     for line in performance.lines():
         sys.stdout.write(f"{line}\n")
     return performance.code

@@ -37,9 +37,10 @@ def _execute(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
+    from elastic_operator.local.hints import own_hints
     from elastic_operator.local.run import RunRequest, run_job
     from elastic_operator.local.run_folder import home_folder
-    from elastic_operator.local.view import choose_view, own_hints
+    from elastic_operator.local.view import choose_view
     from elastic_operator.manifest import load_checked
 
     request = RunRequest(

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local import words
+from elastic_operator.local.act import DONE, FAILED, NOW, Act
 from elastic_operator.local.client import connect
 from elastic_operator.local.columns import columns
 from elastic_operator.local.demo_stage import ActFailed, Resumed, Stage
-from elastic_operator.local.render import DONE, FAILED, NOW, Act
 from elastic_operator.local.run import run_job
 
 if TYPE_CHECKING:
@@ -132,10 +132,10 @@ class Play:
             ActFailed: one of them did not have its effect.
         """
         for number, (_, act) in enumerate(self._script):
-            if 0 < number < len(self._script) - 1:
-                await self._stage.settles()
-            self._mark(number, NOW)
             try:
+                if 0 < number < len(self._script) - 1:
+                    await self._stage.settles()
+                self._mark(number, NOW)
                 effect = await act()
             except ActFailed as failure:
                 self._mark(number, *(("", "") if self._stage.taken_away else (FAILED, str(failure))))
@@ -199,11 +199,13 @@ class Performance:
     """How the demo went.
 
     Attributes:
-        code: the exit code: that of the run; 1 where an act had not its effect.
+        run: the exit code of the run.
+        code: the exit code of the demo: that of the run; 1 where an act had not its effect.
         acts: all of them.
         effects: of those that had one, in their order.
     """
 
+    run: int
     code: int
     acts: Sequence[Act]
     effects: Sequence[Effect]
@@ -248,7 +250,7 @@ async def perform(request: RunRequest, view: View) -> Performance:
         watching.cancel()
     if refusal is not None:
         raise refusal
-    return Performance(code if playing.result() else 1, play.acts, play.effects)
+    return Performance(code, code if playing.result() else 1, play.acts, play.effects)
 
 
 async def _play(play: Play, stage: Stage, request: RunRequest) -> bool:

@@ -123,10 +123,11 @@ class Stage:
                     if (found := look()) is not None:
                         return found
                     if self.shown.status.finished or self.ended:
-                        raise ActFailed(f"the job ended ({self.shown.status.state}) before {what}")
+                        state = self.shown.status.state
+                        raise ActFailed(f"the job ended ({state}) while the demo waited for {what}")
                     await changed.wait()
         except TimeoutError:
-            raise ActFailed(f"{what[:1].upper()}{what[1:]} did not come within {limit:.0f} s") from None
+            raise ActFailed(f"waited {limit:.0f} s in vain for {what}") from None
 
     async def resumed(self, *, after: int, pods: int | None = None, limit: float = _ACT_LIMIT) -> Resumed:
         """The first sign of training in an epoch later than ``after``, with this number of pods if one is given."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Group
@@ -16,6 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from elastic_operator.local import words
+from elastic_operator.local.act import DONE, FAILED, NOW
+from elastic_operator.local.hints import suggestions
 from elastic_operator.local.shown import Shown, ShownEvent, ShownPod
 
 if TYPE_CHECKING:
@@ -23,47 +24,15 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from elastic_operator.local.act import Act
+    from elastic_operator.local.hints import Hints
+
 _BAR: Final = {"Running": "black on green", "Succeeded": "black on green", "Failed": "white on red"}
 _TONE: Final = {True: "green", None: "yellow", False: "red"}
 _WIDEST: Final = 120
 _FEW_HINTS: Final = 3
 _DOTS: Final = 16
 """More pods than this are not drawn one by one."""
-
-NOW: Final = ">"
-"""An act that is being played."""
-DONE: Final = "+"
-"""An act that had its effect."""
-FAILED: Final = "-"
-"""An act that had not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """How the user's commands are spelled in a second terminal.
-
-    Attributes:
-        command: what starts ``elasticjob`` there.
-        first: what has to be typed once before; empty where nothing has.
-    """
-
-    command: str = "elasticjob"
-    first: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Act:
-    """An act of the demo, as the picture shows it.
-
-    Attributes:
-        title: what is done.
-        mark: "" while it is to come, then one of :data:`NOW`, :data:`DONE` and :data:`FAILED`.
-        result: what came of it.
-    """
-
-    title: str
-    mark: str = ""
-    result: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +215,10 @@ def _events(events: Sequence[ShownEvent], start: float, width: int, most: int) -
 
 
 def _places(shown: Shown, width: int) -> Iterable[_Block]:
-    rows = [(label, home(place)) for label, place in (("logs", shown.run.logs), ("checkpoints", shown.run.checkpoints))]
+    rows = [
+        (label, words.home(place))
+        for label, place in (("logs", shown.run.logs), ("checkpoints", shown.run.checkpoints))
+    ]
     # A path is there to be copied: it is never shortened, and broken only where it is wider than the whole terminal.
     beside = max(len(place) for _, place in rows) + 15 <= width
     lines: list[Text] = []
@@ -274,37 +246,3 @@ def _hints(shown: Shown, hints: Hints | None, width: int, most: int | None = Non
             line.append(" " * (longest - len(command) + 2)).append(why, style="dim")
         lines.append(line)
     yield _lines(lines)
-
-
-def suggestions(shown: Shown, hints: Hints) -> list[tuple[str, str]]:
-    """What to try in a second terminal: the exact command, and what it does."""
-    job, command = shown.name, hints.command
-    rows = [(hints.first, "once, in each new terminal")] if hints.first else []
-    other = _other_size(shown)
-    if other is not None:
-        rows.append((f"{command} scale {job} --replicas {other}", "change its size while it trains"))
-    rows.append((f"{command} logs {job} --rank 0 -f", "follow one rank's output"))
-    victim = next((pod for pod in reversed(shown.living_pods) if pod.pid and pod.ready), None)
-    if victim is not None:
-        rows.append((f"kill -9 {victim.pid}", f"kill pod {victim.name}"))
-    rows += [
-        (f"{command} describe {job}", "all that is known of it"),
-        (f"{command} get", "all jobs on this machine"),
-        (f"{command} delete {job}", "end it"),
-    ]
-    return rows
-
-
-def _other_size(shown: Shown) -> int | None:
-    """A size within the job's bounds that it does not have now; one more where that can be."""
-    least, most = shown.spec.get("minReplicas", 1), shown.spec.get("maxReplicas", 1)
-    desired = shown.status.desired or shown.spec.get("replicas") or most
-    if desired < most:
-        return int(desired) + 1
-    return int(desired) - 1 if desired > least else None
-
-
-def home(place: str) -> str:
-    """A path with the user's home folder as ``~``, as every shell takes it."""
-    path = Path(place)
-    return f"~/{path.relative_to(Path.home())}" if place and path.is_relative_to(Path.home()) else place

@@ -7,13 +7,12 @@ painted anew, and what was there before comes back afterwards. What stays is the
 from __future__ import annotations
 
 import contextlib
-import shutil
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TextIO
 
 from elastic_operator.local import words
+from elastic_operator.local.act import NOW
+from elastic_operator.local.hints import suggestions
 from elastic_operator.local.shown import Shown
 
 if TYPE_CHECKING:
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from elastic_operator.local.render import Act, Hints
+    from elastic_operator.local.act import Act
+    from elastic_operator.local.hints import Hints
     from elastic_operator.local.shown import ShownEvent
 
 PROGRESS_EVERY: Final = 5.0
@@ -74,27 +74,6 @@ def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[s
     return LiveView(Console(file=output, highlight=False), hints)
 
 
-def own_hints(argv0: str, environ: Mapping[str, str]) -> Hints:
-    """How ``elasticjob`` is to be spelled in another terminal.
-
-    Args:
-        argv0: how it was started in this one.
-        environ: has the PATH.
-    """
-    from elastic_operator.local.render import Hints, home
-
-    here = Path(argv0)
-    found = shutil.which("elasticjob", path=environ.get("PATH"))
-    if here.name != "elasticjob" or not here.is_file():  # python -m, or a test
-        return Hints() if found else Hints(command=f"{home(sys.executable)} -m elastic_operator.cli")
-    # In an activated environment it is on this terminal's PATH, but not on that of the next one.
-    activate = here.absolute().parent / "activate"
-    in_environment = activate.is_file() and environ.get("VIRTUAL_ENV") is not None
-    if found is not None and Path(found).samefile(here) and not in_environment:
-        return Hints()
-    return Hints(first=f". {home(str(activate))}") if activate.is_file() else Hints(command=home(str(here.absolute())))
-
-
 def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) -> list[str]:
     """How a run ended and where everything is, in lines.
 
@@ -104,8 +83,6 @@ def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) ->
         code: the exit code.
         hints: how commands are spelled.
     """
-    from elastic_operator.local.render import home
-
     shown = Shown.of(snapshot)
     last = f"{shown.name} {_OUTCOMES.get(code, f'ended with {code}')} after {words.duration(shown.age(now))}"
     why = shown.run.ended.message if shown.run.ended else ""
@@ -115,10 +92,10 @@ def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) ->
         why = why or shown.status.last_failure or _failed(shown)
     why = words.printed(why.replace("\n", " "))
     lines = [f"{last}: {why}" if why else f"{last}."]
-    lines += [f"{label:<12} {home(place)}" for label, place in _places(shown)]
+    lines += [f"{label:<12} {words.home(place)}" for label, place in _places(shown)]
     if code in (1, 130) and shown.run.id:
         manifest = shown.run.manifest_path or "FILE"
-        lines.append(f"{'go on with':<12} {hints.command} run --resume {shown.run.id} {home(manifest)}")
+        lines.append(f"{'go on with':<12} {hints.command} run --resume {shown.run.id} {words.home(manifest)}")
     return lines
 
 
@@ -245,8 +222,6 @@ class PlainView:
 
     def show_acts(self, acts: Sequence[Act]) -> None:
         """Say which act of the demo begins, or what came of it."""
-        from elastic_operator.local.render import NOW
-
         for number, act in enumerate(acts):
             old = self._acts[number] if number < len(self._acts) else None
             if old != act and act.mark:
@@ -263,10 +238,8 @@ class PlainView:
             self._say(line)
 
     def _begin(self, shown: Shown) -> None:
-        from elastic_operator.local.render import home, suggestions
-
         for label, place in _places(shown):
-            self._say(f"{label}: {home(place)}")
+            self._say(f"{label}: {words.home(place)}")
         self._say("in a second terminal:")
         for command, why in suggestions(shown, self._hints):
             self._say(f"  {command}   # {why}")
@@ -275,8 +248,7 @@ class PlainView:
         # Epochs and sizes are told by the events, the end by the outcome.
         if after.status.finished or (before is not None and before.status.state == after.status.state):
             return
-        trains = f", with world size {after.status.world_size}" if after.status.state == "Running" else ""
-        self._say(f"{after.name} is {after.status.state}{trains}")
+        self._say(f"{after.name} is {after.status.state}")
 
     def _say_progress(self, shown: Shown) -> None:
         progress = shown.progress

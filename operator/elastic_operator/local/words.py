@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -105,3 +106,9 @@ def ranks(numbers: tuple[int, ...]) -> str:
         if number is not None:
             first = last = number
     return ", ".join(parts)
+
+
+def home(place: str) -> str:
+    """A path with the user's home folder as ``~``, as every shell takes it."""
+    path = Path(place)
+    return f"~/{path.relative_to(Path.home())}" if place and path.is_relative_to(Path.home()) else place
