@@ -303,6 +303,11 @@ class LeaderRecord(msgspec.Struct, frozen=True):
     address: _Address = msgspec.field(name="a")
 
 
+def bracketed(host: str) -> str:
+    """A host as it stands before a colon and a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 

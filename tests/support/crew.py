@@ -7,13 +7,14 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from torchelastic.agent.process_table import read_process
 from torchelastic.agent.workers import StoreServer, WorkerExit, WorkerGroup, Workers, WorkerStart
 from torchelastic.settings import LogSettings, Program, ProgramKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
@@ -36,7 +37,7 @@ class Crew:
     store: StoreServer | None = None
     workers: Workers = field(init=False)
 
-    async def __aenter__(self) -> Crew:
+    async def __aenter__(self) -> Self:
         self.workers = Workers(ANY_PROGRAM, LogSettings(self.folder / "logs"), local_world_size=2)
         await self.workers.__aenter__()
         return self
@@ -106,11 +107,16 @@ def tell(name, text=""):
 """Source of a function that writes a file at once, for :meth:`Crew.told`."""
 
 
+async def eventually(condition: Callable[[], object]) -> None:
+    """Return when the condition holds, for what cannot be awaited: other processes' files and ends."""
+    async with asyncio.timeout(LIMIT):
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+
+
 async def told(path: Path) -> str:
     """A file's text, once it is there."""
-    async with asyncio.timeout(LIMIT):
-        while not path.exists():
-            await asyncio.sleep(0.01)
+    await eventually(path.exists)
     return path.read_text()
 
 
@@ -128,6 +134,4 @@ def lives(pid: int) -> bool:
 
 async def gone(pid: int) -> None:
     """Return when there is no such process any more."""
-    async with asyncio.timeout(LIMIT):
-        while lives(pid):
-            await asyncio.sleep(0.005)
+    await eventually(lambda: not lives(pid))

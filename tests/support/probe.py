@@ -1,5 +1,6 @@
 """Tells all that a program can see of how it was started, as JSON in the file that PROBE_OUT names."""
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -15,14 +16,11 @@ import torch
 names = sorted(globals())
 
 
-def descriptors():
+def descriptors() -> dict[str, str]:
     found = {}
-    for number in os.listdir("/proc/self/fd"):
-        if os.path.exists(f"/proc/self/fd/{number}") or int(number) > 2:
-            try:
-                found[number] = os.readlink(f"/proc/self/fd/{number}")
-            except OSError:  # that of the listing itself
-                continue
+    for link in sorted(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found[link.name] = str(link.readlink())
     return found
 
 

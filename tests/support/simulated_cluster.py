@@ -101,6 +101,7 @@ class SimulatedCluster:
         changes_the_job = todo.replicas is not None or todo.status is not None
         if changes_the_job and (job.generation, job.status) != (self.job.generation, self.job.status):
             raise ConflictError
+        assert len({removal.uid for removal in todo.remove}) == len(todo.remove), "a pod is removed twice"
         steps = [
             lambda: self._write_replicas(todo.replicas),
             lambda: self._write_status(job, observed, todo),
@@ -171,7 +172,7 @@ class SimulatedCluster:
             assert status.pod_failures == job.status.pod_failures
             return
         self.deaths_seen |= dead - self.sent_away
-        self.sent_away |= {removal.uid for removal in todo.remove}
+        self.sent_away = (self.sent_away & status.accounted) | {removal.uid for removal in todo.remove}
         assert status.pod_failures == len(self.deaths_seen), "a charge is lost or doubled"
         if not status.state.finished:
             assert status.pod_failures <= max(job.spec.max_restarts, job.status.pod_failures), "the budget is exceeded"

@@ -8,7 +8,7 @@ import pytest
 from tests.support.views import SETTINGS, epoch, failure, node_id, peer, view
 
 from torchelastic.contract import CONTRACT_VERSION, FailureKind, NodePhase, OutcomeRecord, OutcomeState
-from torchelastic.rendezvous.decide import Abdicate, Decision, EndRun, FormEpoch, Hold, decide, root_cause
+from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, GiveWay, Hold, decide, root_cause
 
 LATER = 1000.0
 
@@ -235,8 +235,8 @@ def test_an_empty_store_is_given_its_epoch_back_and_nobody_notices() -> None:
 
 def test_a_newcomer_in_an_empty_store_gives_way_to_nodes_that_know_the_epoch_and_else_goes_on_from_its_number() -> None:
     here = (peer("n"), peer("a", epoch=5, restarts=2))
-    assert isinstance(decide(view(*here, wanted=2), SETTINGS), Abdicate)
-    decision = decide(view(*here, wanted=2, deferred=True), SETTINGS)
+    assert isinstance(decide(view(*here, wanted=2), SETTINGS), GiveWay)
+    decision = decide(view(*here, wanted=2, gave_way=True), SETTINGS)
     assert isinstance(decision, FormEpoch)
     assert (decision.record.number, decision.record.restarts) == (6, 2)
 

@@ -196,7 +196,7 @@ class Leading(RuleBasedStateMachine):
             done=frozenset(self.done),
             changed_at=self.changed_at,
             failed_since=self.failed_since,
-            deferred=True,
+            gave_way=True,
         )
 
     def check_epoch(self, new: EpochRecord) -> None:

@@ -45,7 +45,10 @@ def _candidates(root: Path, membership: Path) -> Iterator[Path]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, found, path = rest.partition(":")
+        if not found:
+            continue
         if controllers == "":  # version 2
             yield root / path.lstrip("/") / "memory.events"
             yield root / "memory.events"

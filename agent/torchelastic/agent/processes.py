@@ -175,12 +175,14 @@ class Reaper:
             select: picks the ids of processes from a table; no child is on its way then whose id is not known yet.
         """
         refused: set[ProcessEntry] = set()
+        known: set[tuple[int, int]] = set()
         while True:
             await self._settled.wait()
             table = read_table()
             chosen = [table[pid] for pid in select(table) if pid in table]
-            for entry in chosen:
-                if entry.dead and entry.parent == os.getpid():
+            known.update((entry.pid, entry.started) for entry in chosen)
+            for entry in table.values():  # little tells of the dead whose they were, so those killed here are known
+                if entry.dead and entry.parent == os.getpid() and (entry.pid, entry.started) in known:
                     self.reap_orphan(entry.pid)
             living = [entry for entry in chosen if not entry.dead and entry not in refused]
             if not living:
@@ -211,8 +213,6 @@ class Reaper:
         finally:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
-        if entry.parent == os.getpid():
-            self.reap_orphan(entry.pid)
         return True
 
     async def _death(self, pid: int, over: asyncio.Future[None]) -> None:

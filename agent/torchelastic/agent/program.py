@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +10,6 @@ from torchelastic.settings import Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_PLAIN_NAME = re.compile(r"python(3(\.\d+)?)?")
 
 
 def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMethod.FORK_SERVER) -> Program:
@@ -35,7 +32,5 @@ def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMet
 
 
 def _is_this_python(command: str) -> bool:
-    if _PLAIN_NAME.fullmatch(command):
-        version = command.removeprefix("python")
-        return f"{sys.version_info.major}.{sys.version_info.minor}".startswith(version) if version != "3" else True
-    return "/" in command and Path(command) == Path(sys.executable)
+    names = ("python", "python3", f"python3.{sys.version_info.minor}")
+    return command in names or ("/" in command and Path(command) == Path(sys.executable))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchelastic.agent import error_file, run_program
-from torchelastic.agent.title import set_title
+from torchelastic.agent.process_table import TREE_MARK
+from torchelastic.agent.title import set_mark, set_title
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ class WorkerRole:
         _be_fresh(self.environment)
         module = ["-m"] if self.kind == "module" else []
         set_title([sys.executable, *module, *self.argv])
+        set_mark(self.environment[TREE_MARK])
         try:
             run_program.run(self.kind, self.argv)
         except SystemExit:

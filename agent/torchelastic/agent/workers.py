@@ -27,6 +27,7 @@ from torchelastic.agent.memory_kills import MemoryKills
 from torchelastic.agent.process_table import TREE_MARK
 from torchelastic.agent.processes import Reaper, python_code, spawn
 from torchelastic.agent.store_main import READY
+from torchelastic.agent.title import MARK_ROOM
 from torchelastic.agent.worker_group import GroupEnded, Worker, WorkerExit, WorkerGroup, WorkerStart
 from torchelastic.agent.worker_logs import open_output
 from torchelastic.settings import ProgramKind, StartMethod
@@ -145,7 +146,7 @@ class Workers:
             )
             self._fork_server = ForkServer(
                 self._reaper,
-                self._base() | {TREE_MARK: self._mark},
+                self._base() | {TREE_MARK: self._mark + MARK_ROOM},
                 spare=1 + (self._local_world_size if forked else 0),
                 later=_NEEDED_LATER if forked else (),
             )

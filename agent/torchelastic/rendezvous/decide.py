@@ -30,6 +30,7 @@ from torchelastic.contract import (
     NodePhase,
     OutcomeRecord,
     OutcomeState,
+    bracketed,
 )
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class View:
         done: members that were seen done with this epoch, also if they are gone by now.
         changed_at: when the epoch in the store was first seen.
         failed_since: when the first failure of this epoch was first seen; None where there is none.
-        deferred: whether this leader has given way already to nodes that know more.
+        gave_way: whether this leader has given way before to nodes that know more.
     """
 
     now: float
@@ -97,7 +98,7 @@ class View:
     done: frozenset[str] = frozenset()
     changed_at: float = 0.0
     failed_since: float | None = None
-    deferred: bool = False
+    gave_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class EndRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Abdicate:
+class GiveWay:
     """Give the lead to a node that knows more, for a lease's time.
 
     Attributes:
@@ -138,7 +139,7 @@ class Abdicate:
     why: str
 
 
-Decision = Hold | FormEpoch | EndRun | Abdicate
+Decision = Hold | FormEpoch | EndRun | GiveWay
 
 _KIND_ORDER: Final = {FailureKind.PROGRAM: 0, FailureKind.COMMUNICATION: 1, FailureKind.ENDED: 2}
 
@@ -228,8 +229,8 @@ def _begin(view: View, settings: RendezvousSettings) -> Decision:
         return FormEpoch(view.remembered)
     if known == 0:
         return _first(view, _blank(view, 0), settings)
-    if not view.deferred:
-        return Abdicate("the store has lost the epoch; leaving the lead to a node that knows it")
+    if not view.gave_way:
+        return GiveWay("the store has lost the epoch; leaving the lead to a node that knows it")
     # Nobody has taken it: whoever knew the epoch itself is gone, and its number is all that is left.
     return _first(view, _blank(view, known), settings)
 
@@ -399,7 +400,7 @@ def _form(view: View, before: EpochRecord, chosen: Sequence[Peer], reason: Epoch
         EpochRecord(
             number=known + 1,
             members=tuple(Member(peer.id, peer.record.address, peer.record.workers) for peer in chosen),
-            store=f"{_bracketed(host.record.address)}:{host.record.store}",
+            store=f"{bracketed(host.record.address)}:{host.record.store}",
             restarts=before.restarts,
             early=before.early,
             wanted=view.size.wanted,
@@ -407,10 +408,6 @@ def _form(view: View, before: EpochRecord, chosen: Sequence[Peer], reason: Epoch
             cause=cause,
         )
     )
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def name_of(node: str) -> str:

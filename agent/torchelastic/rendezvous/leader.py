@@ -7,9 +7,9 @@ import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
-from torchelastic.contract import EpochRecord, NodePhase, NodeRecord, decode, encode
+from torchelastic.contract import EpochRecord, NodePhase, NodeRecord, bracketed, decode, encode
 from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreUnavailable
-from torchelastic.rendezvous.decide import Abdicate, Decision, EndRun, FormEpoch, Hold, Peer, View, decide
+from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, GiveWay, Hold, Peer, View, decide
 from torchelastic.rendezvous.link import Verdict, probe
 from torchelastic.rendezvous.session import retry_delay
 from torchelastic.store.api import Listing
@@ -50,8 +50,8 @@ class Leadership:
         control: the view of the keys that everybody watches.
         links: who holds a link.
         remembered: gives the last epoch that this node has seen.
-        abdicate: gives up the lead.
-        deferred: whether this node has done that before.
+        give_way: leaves the lead to others.
+        gave_way: whether this node has done that before.
         dead: nodes that are known to be dead from the start: the leader before.
     """
 
@@ -65,8 +65,8 @@ class Leadership:
         control: Control,
         links: Links,
         remembered: Callable[[], EpochRecord | None],
-        abdicate: Callable[[], Awaitable[None]],
-        deferred: bool,
+        give_way: Callable[[], Awaitable[None]],
+        gave_way: bool,
         dead: frozenset[str] = frozenset(),
     ) -> None:
         self._node = node
@@ -79,8 +79,8 @@ class Leadership:
         self._changed = control.changed
         self._peers: dict[str, Peer] = {}
         self._linked_once: set[str] = set()
-        self._abdicate = abdicate
-        self._deferred = deferred
+        self._give_way = give_way
+        self._gave_way = gave_way
         self._dead = set(dead)
         self._silent: set[str] = set()
         self._left: set[str] = set()
@@ -221,8 +221,7 @@ class Leadership:
             await asyncio.sleep(SILENT_RECHECK)
 
     async def _probe(self, peer: Peer) -> Verdict:
-        host = f"[{peer.record.address}]" if ":" in peer.record.address else peer.record.address
-        address = f"{host}:{peer.record.link}"
+        address = f"{bracketed(peer.record.address)}:{peer.record.link}"
         return await probe(address, run=self._settings.run_id, node=self._node, peer=peer.id)
 
     def _returning(self) -> frozenset[str]:
@@ -287,9 +286,9 @@ class Leadership:
         elif isinstance(decision, EndRun):
             if await self._store.swap(self._keys.outcome, encode(decision.record), expected=0) is not None:
                 logger.debug("committed the outcome: %s", decision.record.state)
-        elif isinstance(decision, Abdicate):
+        elif isinstance(decision, GiveWay):
             logger.info("%s", decision.why)
-            await self._abdicate()
+            await self._give_way()
         # Somebody else was faster, or this node's own write is on its way back through the watch.
         await self._changed.after(self._changed.count, timeout=self._settings.lease)
 
@@ -321,7 +320,7 @@ class Leadership:
             done=frozenset(self._done),
             changed_at=self._epoch_seen[1],
             failed_since=self._failed_since,
-            deferred=self._deferred,
+            gave_way=self._gave_way,
         )
 
     def _number(self) -> int:

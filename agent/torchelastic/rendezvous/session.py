@@ -39,15 +39,17 @@ class Session:
         node: this node's id.
         record: what it says of itself at first.
         lease: seconds after which it counts as gone when nothing is heard of it.
+        changed: is sent when a record was put or a lease was granted.
     """
 
-    def __init__(self, store: Store, keys: RunKeys, node: str, record: NodeRecord, lease: float) -> None:
+    def __init__(
+        self, store: Store, keys: RunKeys, node: str, record: NodeRecord, lease: float, changed: Pulse
+    ) -> None:
         self.node = node
         self.record = record
         self.lease = 0
         """The lease's id; 0 while there is none."""
-        self.changed = Pulse()
-        """Sent when a record was put or a lease was granted."""
+        self._changed = changed
         self._store = store
         self._key = keys.node(node)
         self._ttl = lease
@@ -61,15 +63,10 @@ class Session:
             self.record = record
             self._wanted.send()
 
-    async def flush(self, *, timeout: float) -> bool:  # noqa: ASYNC109 - bounds the wait for a store that may be away
-        """Wait until all updates so far are written; False where the time (seconds) ran out first."""
-        try:
-            async with asyncio.timeout(timeout):
-                while self._written < self._wanted.count or not self.lease:
-                    await self.changed.after(self.changed.count)
-        except TimeoutError:
-            return False
-        return True
+    async def flush(self) -> None:
+        """Wait until all updates so far are written."""
+        while self._written < self._wanted.count or not self.lease:
+            await self._changed.after(self._changed.count)
 
     async def run(self) -> None:
         """Hold the lease and the key, until cancelled.
@@ -104,7 +101,7 @@ class Session:
             lease = await self._store.grant(self._ttl)
             await self._put(lease)
             self.lease = lease
-            self.changed.send()
+            self._changed.send()
         while True:
             if self._written == self._wanted.count:
                 await self._wanted.after(self._written, timeout=self._ttl / 3)
@@ -120,4 +117,4 @@ class Session:
             # Goes along with the next update: until then the key's own creation says the same.
             self.record = msgspec.structs.replace(self.record, joined=revision)
         self._written = count
-        self.changed.send()
+        self._changed.send()

@@ -1,0 +1,241 @@
+"""Who leads: taking the lead when it is vacant, linking to whoever has it, and giving it up.
+
+The lead is one leased key. It falls vacant in four ways, and each has its own wait before another node takes it:
+
+- nobody ever had it: whoever is first;
+- the leader resigned: the next in rank, at once;
+- the leader died, which its link has shown: the next in rank, at once;
+- its lease ended though it answers: it was the store that was away, so the leader may come back for a lease's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from torchelastic.contract import LeaderRecord, encode
+from torchelastic.errors import LeaseLost, StoreUnavailable
+from torchelastic.rendezvous.link import Verdict, hold_link, probe
+from torchelastic.rendezvous.session import retry_delay
+
+if TYPE_CHECKING:
+    from torchelastic.contract import EpochRecord, RunKeys
+    from torchelastic.rendezvous.control import Control
+    from torchelastic.rendezvous.session import Session
+    from torchelastic.store.api import Store
+
+logger = logging.getLogger(__name__)
+
+STEP: Final = 0.1
+"""Seconds by which each place in the succession waits for the one before it to take the lead."""
+
+LONGEST_STEP: Final = 2.0
+"""Seconds that the last in the succession waits."""
+
+_VACANT: Final = LeaderRecord(node="", address="")
+
+
+class Succession:
+    """One node's view of who leads, and its own part in it.
+
+    Args:
+        run_id: the run's id.
+        lease: seconds that a leader whose lease ended may take to come back.
+        store: where the lead is taken.
+        keys: the run's keys.
+        control: the view of the keys that everybody watches.
+        session: this node's presence; the lead hangs on its lease.
+        address: host:port of this node's link server.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        lease: float,
+        store: Store,
+        keys: RunKeys,
+        control: Control,
+        session: Session,
+        address: str,
+    ) -> None:
+        self.epoch: EpochRecord | None = None
+        """The epoch whose ranks order the succession."""
+        self.linked = False
+        """Whether this node's link to the leader stands."""
+        self.dead_leader: str | None = None
+        """The last leader whose death its link has shown."""
+        self.gave_way = False
+        """Whether this node has left the lead to nodes that know more."""
+        self._run_id = run_id
+        self._lease = lease
+        self._store = store
+        self._keys = keys
+        self._control = control
+        self._session = session
+        self._address = address
+        self._node = session.node
+        self._last_leader: str | None = None
+        self._give_way_until = 0.0
+        self._out = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node has the lead."""
+        leader = self._control.leader.record
+        return leader is not None and leader.node == self._node and not self._out
+
+    async def until_leading(self) -> None:
+        """Wait until this node has the lead."""
+        while not self.leads:
+            await self._control.changed.after(self._control.changed.count)
+
+    async def until_leader_is_not(self, node: str) -> None:
+        """Wait until somebody else leads, or this node has resigned.
+
+        A lease that ended does not count: its leader may come back.
+        """
+        changed = self._control.changed
+        while True:
+            leader = self._control.leader.record
+            if (leader is not None and leader.node != node) or (self._out and node == self._node):
+                return
+            await changed.after(changed.count)
+
+    # -- taking the lead
+
+    async def campaign(self) -> None:
+        """Take the lead whenever it is vacant and this node's turn has come; until cancelled."""
+        changed = self._control.changed
+        now = asyncio.get_running_loop().time
+        vacant_since: float | None = None
+        while True:
+            seen = changed.count
+            if not self._vacant():
+                vacant_since = None
+                await changed.after(seen)
+                continue
+            vacant_since = now() if vacant_since is None else vacant_since
+            left = max(vacant_since + self._turn(), self._give_way_until) - now()
+            if left > 0:
+                await changed.after(seen, timeout=left)
+            else:
+                await self._take()
+
+    def _vacant(self) -> bool:
+        if self._out or not self._session.lease or self._control.away_since is not None:
+            return False
+        leader = self._control.leader.record
+        return leader is None or leader.node in ("", self.dead_leader)
+
+    def _turn(self) -> float:
+        """Seconds to leave to those who come before this node."""
+        expired = self._control.leader.record is None and self._last_leader is not None
+        if self.epoch is None or not self.epoch.members or (expired and self._last_leader == self._node):
+            return 0.0
+        heirs = [node for node in self.epoch.nodes if node != self._last_leader]
+        place = heirs.index(self._node) if self._node in heirs else len(heirs)
+        wait = min(place * STEP, LONGEST_STEP)
+        return wait + self._lease if expired and self.linked else wait
+
+    async def _take(self) -> None:
+        record = LeaderRecord(node=self._node, address=self._address)
+        before = self._control.leader.modified
+        seen = self._control.changed.count
+        try:
+            revision = await self._store.swap(
+                self._keys.leader, encode(record), expected=before, lease=self._session.lease
+            )
+        except (StoreUnavailable, LeaseLost):
+            await asyncio.sleep(retry_delay(0))
+            return
+        if revision is not None:
+            self._control.set_leader(record, revision)
+        else:  # somebody was faster; the watch will say who
+            await self._control.changed.after(seen, timeout=self._lease)
+
+    # -- giving it up
+
+    async def leave(self) -> None:
+        """Resign, and never lead again.
+
+        Raises:
+            StoreError: as the store does.
+        """
+        self._out = True
+        self._control.changed.send()
+        await self._resign()
+
+    async def give_way(self) -> None:
+        """Resign in favour of nodes that know more; lead again only if none of them has come forward.
+
+        Raises:
+            StoreError: as the store does.
+        """
+        self.gave_way = True
+        self._give_way_until = asyncio.get_running_loop().time() + self._lease
+        await self._resign()
+
+    async def _resign(self) -> None:
+        leader = self._control.leader
+        if leader.record is not None and leader.record.node == self._node:
+            await self._store.swap(
+                self._keys.leader, encode(_VACANT), expected=leader.modified, lease=self._session.lease
+            )
+
+    # -- following
+
+    async def hold_link(self) -> None:
+        """Hold a link to whoever leads, until cancelled; a leader that refuses it is dead."""
+        changed = self._control.changed
+        tries = 0
+        while True:
+            seen = changed.count
+            leader = self._control.leader.record
+            if leader is not None and leader.node:
+                self._last_leader = leader.node
+            if leader is None or leader.node in ("", self._node, self.dead_leader):
+                tries = 0
+                await changed.after(seen)
+                continue
+            verdict = await self._link_to(leader)
+            if verdict is Verdict.DEAD:
+                logger.info("the leader %s is dead: it refuses its link", leader.node)
+                self.dead_leader = leader.node
+                changed.send()
+            elif verdict is not None:
+                await asyncio.sleep(retry_delay(tries))
+                tries += 1
+
+    async def reaches_leader(self) -> bool:
+        """Whether the leader answers over its link, looked at now."""
+        leader = self._control.leader.record
+        if leader is None or not self.linked:
+            return self.linked
+        verdict = await probe(leader.address, run=self._run_id, node=self._node, peer=leader.node)
+        return verdict is Verdict.ALIVE
+
+    def link_came(self, node: str) -> None:
+        """The leader answered (called by :func:`~.link.hold_link`)."""
+        del node
+        self.linked = True
+
+    def link_broke(self, node: str) -> None:
+        """The link is gone."""
+        del node
+        self.linked = False
+
+    async def _link_to(self, leader: LeaderRecord) -> Verdict | None:
+        """Hold one link until it breaks (then what a second look shows) or another node leads (None)."""
+        holding = asyncio.create_task(
+            hold_link(leader.address, run=self._run_id, node=self._node, peer=leader.node, observer=self)
+        )
+        moved = asyncio.create_task(self.until_leader_is_not(leader.node))
+        try:
+            await asyncio.wait((holding, moved), return_when=asyncio.FIRST_COMPLETED)
+            return holding.result() if holding.done() else None
+        finally:
+            holding.cancel()
+            moved.cancel()
+            await asyncio.gather(holding, moved, return_exceptions=True)
