@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _write_termination_message(settings.termination_log, ending.message)
     if ending.code in (ExitCode.FAILED, ExitCode.STORE):
         print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
+    elif ending.code is ExitCode.BAD_INPUT:
+        print(f"torchelastic-run: {ending.message.message}", file=sys.stderr)  # noqa: T201
     return ending.code
 
 

@@ -11,11 +11,11 @@ import logging
 import secrets
 import signal
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from torchelastic.agent.workers import Workers, WorkerStart
+from torchelastic.agent.workers import GroupEnded, StartError, Workers, WorkerStart
 from torchelastic.contract import (
     ExitCode,
     FailureKind,
@@ -26,7 +26,7 @@ from torchelastic.contract import (
     OutcomeState,
     TerminationMessage,
 )
-from torchelastic.errors import StoreError, StoreUnavailable
+from torchelastic.errors import SettingsError, StoreError, StoreUnavailable
 from torchelastic.rendezvous.decide import describe
 from torchelastic.rendezvous.node import EpochBegan, Event, Isolated, RendezvousNode, RunEnded
 from torchelastic.rendezvous.ranks import worker_environments
@@ -110,6 +110,7 @@ class Agent:
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
         self._epoch: EpochRecord | None = None
         self._group: WorkerGroup | None = None
+        self._unfinished: set[int] = set()
         self._store_server: StoreServer | None = None
         self._pumps: list[asyncio.Task[None]] = []
         self._broken_at: float | None = None
@@ -125,7 +126,13 @@ class Agent:
             stack.enter_context(self._signals)
             # First of all: the fork server imports torch while the rest goes on.
             workers = await stack.enter_async_context(
-                Workers(settings.program, settings.logs, role=settings.role, local_world_size=settings.workers)
+                Workers(
+                    settings.program,
+                    settings.logs,
+                    role=settings.role,
+                    local_world_size=settings.workers,
+                    alone=True,
+                )
             )
             try:
                 store = await self._signals.unless_first(self._connect())
@@ -142,6 +149,9 @@ class Agent:
             self._pump(self._pump_events(node))
             try:
                 return await self._live(workers, node)
+            except (StartError, SettingsError) as error:
+                await node.leave()
+                return _ending(ExitCode.BAD_INPUT, "CannotStart", f"{error}")
             finally:
                 for pump in self._pumps:
                     pump.cancel()
@@ -198,6 +208,8 @@ class Agent:
                     await self._stop_workers(self._settings.stop_grace)
                     return self._left(number)
                 case RendezvousFailed(error):
+                    if not isinstance(error, StoreError):
+                        logger.error("the rendezvous broke", exc_info=error)
                     await self._stop_workers(0.0)
                     return _ending(ExitCode.STORE, "StoreUnavailable", f"{error or 'the rendezvous ended by itself'}")
 
@@ -218,8 +230,7 @@ class Agent:
             self._metrics.worker_state(self._settings.role, "stopped")
             return
         if began.store is not None:
-            with began.store:  # the server process has its own copy
-                self._store_server = await workers.serve_store(began.store)
+            self._store_server = await workers.serve_store(began.store)
             self._pump(self._pump_store_server(self._store_server, epoch.number))
         environments = worker_environments(
             epoch,
@@ -232,6 +243,7 @@ class Agent:
             epoch.number,
             [WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), env) for env in environments],
         )
+        self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
         self._metrics.worker_state(self._settings.role, "healthy")
         if self._broken_at is not None:
             self._metrics.recovered(time.monotonic() - self._broken_at, epoch.reason)
@@ -244,13 +256,14 @@ class Agent:
             ", ".join(ranks),
             epoch.world_size,
         )
-        self._pump(self._pump_exits(self._group, epoch.number, len(environments)))
+        self._pump(self._pump_exits(self._group, epoch.number))
 
     async def _worker_ended(self, ended: WorkerEnded, node: RendezvousNode) -> None:
         if self._group is None or self._epoch is None or ended.epoch != self._epoch.number:
             return
         if ended.exit.exit_code == 0:
-            done = not self._group.running
+            self._unfinished.discard(ended.exit.local_rank)
+            done = not self._unfinished
             node.update(phase=NodePhase.DONE if done else NodePhase.FINISHING)
             if done:
                 self._metrics.worker_state(self._settings.role, "succeeded")
@@ -350,9 +363,10 @@ class Agent:
                 return
             self._queue.put_nowait(getting.result())
 
-    async def _pump_exits(self, group: WorkerGroup, epoch: int, count: int) -> None:
-        for _ in range(count):
-            self._queue.put_nowait(WorkerEnded(epoch, await group.next_exit()))
+    async def _pump_exits(self, group: WorkerGroup, epoch: int) -> None:
+        with suppress(GroupEnded):
+            while True:
+                self._queue.put_nowait(WorkerEnded(epoch, await group.next_exit()))
 
     async def _pump_store_server(self, server: StoreServer, epoch: int) -> None:
         await asyncio.wait((server.ended,))

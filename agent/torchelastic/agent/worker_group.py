@@ -111,6 +111,7 @@ class WorkerGroup:
         self._exits: deque[asyncio.Task[WorkerExit]] = deque()
         self._clearing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._unseen = {worker.child.pid for worker in self._workers}
         self._stopping = False
         self._stopped = False
         for worker in self._workers:
@@ -139,7 +140,7 @@ class WorkerGroup:
             GroupEnded: all that ended by themselves have been told, and none is left or the group is being stopped.
         """
         while not self._exits:
-            if self._stopping or not self.running:
+            if self._stopping or not self._unseen:
                 raise GroupEnded("every worker's end has been told")
             self._changed.clear()
             await self._changed.wait()
@@ -172,6 +173,7 @@ class WorkerGroup:
         self._stopped = True
 
     def _ended(self, worker: Worker) -> None:
+        self._unseen.discard(worker.child.pid)
         if not self._stopping:
             self._exits.append(asyncio.create_task(self._conclude(worker)))
             clearing = asyncio.create_task(self._clear(worker))
