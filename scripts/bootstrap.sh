@@ -28,7 +28,7 @@ fi
 
 # The minor version of a Python 3, or nothing: what stands on the PATH may be a shim with no Python behind it.
 minor_of() {
-    "$1" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null </dev/null || :
+    "$1" -c 'import sys; print(sys.version_info[1])' 2>/dev/null </dev/null || :
 }
 
 # Debian and Ubuntu ship Python without the part that puts pip into a new environment.
@@ -41,7 +41,7 @@ bare=
 if [ -n "${PYTHON:-}" ]; then
     minor=$(minor_of "$PYTHON")
     [ -n "$minor" ] || refuse "PYTHON=$PYTHON cannot be run as a Python; name a Python of version $supported."
-    [ "$minor" -ge 11 ] || refuse "PYTHON=$PYTHON is too old; name a Python of version $supported."
+    [ "$minor" -ge 11 ] || refuse "PYTHON=$PYTHON is Python 3.$minor; name one of version $supported."
     if makes_environments "$PYTHON"; then found=$PYTHON; else bare=3.$minor; fi
 else
     seen=
@@ -49,7 +49,7 @@ else
         minor=$(minor_of "$candidate")
         [ -n "$minor" ] || continue
         if [ "$minor" -lt 11 ] || [ "$minor" -gt 14 ]; then
-            seen="$candidate is not one of them. "
+            seen="$candidate is 3.$minor. "
         elif makes_environments "$candidate"; then
             found=$candidate
             break

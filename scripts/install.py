@@ -105,17 +105,23 @@ def numbers(version: str) -> tuple[int, ...]:
 def needed_by(name: str) -> set[str]:
     """A distribution and, of what it needs, directly or not, all that this Python has."""
     found: set[str] = set()
+    seen: set[str] = set()
     waiting = [name]
     while waiting:
-        name = normalized(waiting.pop())
-        if name in found:
+        wanted = waiting.pop()
+        if wanted in seen:
             continue
+        seen.add(wanted)
+        name, extras = re.findall(r"^([\w.-]+)\s*(?:\[(.*?)\])?", wanted)[0]
         try:
             requirements = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        found.add(name)
-        waiting += [re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in requirements]
+        found.add(normalized(name))
+        for requirement in requirements:
+            for_extra = re.search(r"extra\s*==\s*[\"'](.*?)[\"']", requirement)
+            if for_extra is None or normalized(for_extra[1]) in map(normalized, extras.split(",")):
+                waiting.append(requirement.split(";")[0])
     return found
 
 
@@ -150,12 +156,7 @@ def nearest(path: Path) -> Path:
 
 def make(environment: Path, marker: Marker, *, with_pip: bool) -> None:
     """Makes an empty environment, on this Python."""
-    if environment.exists() and any(environment.iterdir()):
-        if Marker.read(environment) is None:
-            raise Refusal(
-                f"{environment} is there already and was not made by this; remove it, or choose another folder: "
-                "make run VENV=/other/folder"
-            )
+    if environment.exists():
         shutil.rmtree(environment)
     environment.mkdir(parents=True, exist_ok=True)
     marker.write(environment)
@@ -224,6 +225,11 @@ def bring_about(environment: Path, extra: str, *, chosen: bool) -> int:
     before = Marker.read(environment)
     if not os.access(ROOT, os.W_OK):
         raise Refusal(f"{ROOT} cannot be written to; clone the project into a folder of your own.")
+    if before is None and environment.is_dir() and any(environment.iterdir()):
+        raise Refusal(
+            f"{environment} is there already and was not made by this; remove it, or choose another folder: "
+            "make run VENV=/other/folder"
+        )
     if Path(sys.prefix).resolve() == environment.resolve():
         raise Refusal(f"PYTHON is {environment}'s own; name the Python on which it shall stand.")
     if before and chosen and before.python != sys.executable:

@@ -247,6 +247,17 @@ async def test_an_act_that_fails_fails_the_demo_and_leaves_nothing(home: Path, t
     assert processes_of(home) == {}
 
 
+async def test_a_job_on_which_an_act_fails_is_ended(home: Path, tmp_path: Path) -> None:
+    hidden = "for line in 1 2 3 4; do echo $line; done; exec > /dev/null; sleep 600"
+    code, out, err = await answer(
+        home, "demo", "--plain", str(manifest(tmp_path, "digits", command=["sh", "-c", hidden]))
+    )
+    assert (code, err) == (1, "")
+    assert "--- kill -9 a worker: the process of rank 2 was not found" in out
+    assert "digits was deleted after" in out
+    assert processes_of(home) == {}
+
+
 async def test_a_job_that_cannot_grow_is_no_job_for_the_demo(home: Path, tmp_path: Path) -> None:
     code, out, err = await answer(
         home, "demo", str(manifest(tmp_path, "digits", maxReplicas=2, replicas=2, minReplicas=2))

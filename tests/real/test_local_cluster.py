@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
+
 from elastic_operator.errors import BadInput, NotFound
 from elastic_operator.local.client import connect, find_job, known_jobs
-from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from torchelastic.contract import KEY_ROOT
-from torchelastic.store.adapters import connect as connect_store
+from torchelastic.store import connect as connect_store
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -82,8 +83,9 @@ async def test_a_killed_agent_is_replaced_and_the_events_say_what_died(home: Pat
         victim = training(before)[0]
         os.kill(victim["pid"], signal.SIGKILL)
         after = await run.until(
-            lambda snapshot: len(training(snapshot)) == 2
-            and victim["uid"] not in {pod["uid"] for pod in training(snapshot)}
+            lambda snapshot: (
+                len(training(snapshot)) == 2 and victim["uid"] not in {pod["uid"] for pod in training(snapshot)}
+            )
         )
         (died,) = (event for event in after["events"] if event["reason"] == "PodDied")
         assert victim["name"] in died["message"]
@@ -100,8 +102,9 @@ async def test_training_goes_on_undisturbed_when_etcd_is_killed(home: Path, tmp_
         before = await run.trains(2)
         os.kill(before["etcd"]["pid"], signal.SIGKILL)
         back = await run.until(
-            lambda snapshot: snapshot["etcd"]["pid"] not in (None, before["etcd"]["pid"])
-            and "EtcdRestarted" in reasons(snapshot)
+            lambda snapshot: (
+                snapshot["etcd"]["pid"] not in (None, before["etcd"]["pid"]) and "EtcdRestarted" in reasons(snapshot)
+            )
         )
         assert back["etcd"]["endpoint"] == before["etcd"]["endpoint"]
         assert back["etcd"]["restarts"] == 1
@@ -138,6 +141,19 @@ async def test_pods_that_do_not_want_to_end_are_killed_in_seconds(home: Path, tm
         async with asyncio.timeout(10):
             assert await run.exit_code() == 130, run.output
         assert processes_of(home) == {}
+
+
+async def test_who_asks_again_does_not_wait_for_pods_that_hang(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path)) as run:
+        snapshot = await run.trains(2)
+        for pod in snapshot["pods"]:
+            os.kill(pod["pid"], signal.SIGSTOP)
+        deleting = asyncio.create_task(asyncio.to_thread(connect("job", home=home).delete))
+        await run.until(lambda snapshot: all(pod["terminating"] for pod in snapshot["pods"]))
+        run.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(15):  # half of what pods have that are deleted
+            assert await run.exit_code() == 3, run.output
+            await deleting
 
 
 async def test_nothing_outlives_a_killed_run(home: Path, tmp_path: Path) -> None:
@@ -300,6 +316,19 @@ async def test_a_home_folder_that_cannot_be_written_is_named(tmp_path: Path) -> 
     async with LocalRun(file / "home", manifest(tmp_path)) as run:
         assert await run.exit_code() == 2
         assert "set ELASTICJOB_HOME to a folder that can be written" in run.output
+
+
+async def test_an_etcd_that_cannot_run_is_bad_input_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
+    etcd = tmp_path / "bin" / "etcd"
+    etcd.parent.mkdir()
+    etcd.write_text("#!/bin/sh\n[ $1 = --version ] && exec echo etcd Version: 3.6.0\necho out of luck >&2; exit 1\n")
+    etcd.chmod(0o755)
+    path = f"{etcd.parent}:{os.environ['PATH']}"
+    async with LocalRun(home, manifest(tmp_path), environ={"PATH": path}) as run:
+        assert await run.exit_code() == 2
+        assert "out of luck" in run.output
+        assert "Traceback" not in run.output
+        assert processes_of(home) == {}
 
 
 async def test_what_a_process_cannot_honour_is_named_in_one_warning(home: Path, tmp_path: Path) -> None:

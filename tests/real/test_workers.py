@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from tests.support.crew import TELL, Crew, exit_of, gone, lives
+from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives
 
 from torchelastic.agent.workers import GroupEnded
 from torchelastic.contract import FailureKind
@@ -236,8 +236,7 @@ async def test_ends_before_a_stop_can_still_be_read_after_it(crew: Crew) -> None
     group = await crew.start(
         "import os, signal; os._exit(7) if os.environ['RANK'] == '0' else [signal.pause() for _ in iter(int, 1)]", 2
     )
-    while 0 in group.running:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: 0 not in group.running)
     await group.stop(0)
     assert (await exit_of(group)).exit_code == 7
     with pytest.raises(GroupEnded):

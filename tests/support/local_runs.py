@@ -58,7 +58,9 @@ class LocalRun:
     async def __aexit__(self, *_: object) -> None:
         if self.process.returncode is None:
             self.process.kill()
-        await self.process.wait()
+            await self.process.wait()
+            with contextlib.suppress(AssertionError):  # it had not come so far
+                Path(self.record["run"]["socket"]).unlink(missing_ok=True)
         await self._reading
 
     @property

@@ -320,6 +320,17 @@ def test_what_is_gone_is_forgotten_with_the_next_write_and_not_before() -> None:
     assert rewritten.accounted == frozenset()
 
 
+def test_a_pod_that_was_to_go_and_stays_after_all_is_no_longer_accounted_for() -> None:
+    world = a_world(running(1), epoch=an_epoch(running(1)))
+    job = that_trained(a_job(replicas=1, generation=2))
+    settled = plan(job, replace(world, size=size(1, generation=2)), NOW).status
+    assert settled is not None
+    sent_away = replace(job, status=replace(settled, accounted=frozenset({running(1).uid})))
+    status = plan(sent_away, replace(world, size=size(1, generation=2)), NOW).status
+
+    assert status == settled
+
+
 def test_more_deaths_than_restarts_are_allowed_fail_the_job() -> None:
     job = that_trained(a_job(replicas=2, max_restarts=3), pod_failures=3)
     made = plan(job, a_world(running(0), died(1, 139)), NOW)

@@ -105,7 +105,7 @@ JOBS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(job=JOBS, observed=WORLDS, now=SECONDS)
 def test_whatever_it_is_given_the_plan_never_raises_and_never_asks_for_too_much(
     job: Job, observed: Observed, now: float

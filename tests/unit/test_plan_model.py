@@ -19,10 +19,7 @@ from elastic_operator.names import ConditionType, Reason
 from elastic_operator.plan import plan
 from elastic_operator.plan.ending import FAREWELL
 from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF
-from torchelastic.contract import (
-    ExitCode,
-    OutcomeState,
-)
+from torchelastic.contract import ExitCode, OutcomeState
 
 ACCIDENTS = st.sampled_from([137, 139, 3, 1, 127, None])
 LEAVES = st.sampled_from([143, 130])
@@ -82,8 +79,8 @@ class AnyLife(RuleBasedStateMachine):
         self.cluster.look()
         had_store = self.cluster.etcd
         self._reconcile()
-        if self.cluster.etcd and not had_store:
-            self._reconcile()  # a store that has just come up is news
+        if self.cluster.etcd and not had_store and not any(map(is_live, self.cluster.pods.values())):
+            self._reconcile()  # a store that has just come up says what was waited for
         self._assert_nothing_is_left_to_do()
 
     def _reconcile(self, lateness: int = 0) -> None:

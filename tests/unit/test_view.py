@@ -36,8 +36,11 @@ def test_the_picture_says_what_matters_at_any_width(width: int) -> None:
     assert "restarts 1" in lines[1]
     assert "epoch 12/120 step 612/1348 loss 0.213" in text
     assert KILLED in text, "what died and why is told to its end"
-    assert f"{FOLDER}/logs" in text.replace(" ", "")
-    assert f"{FOLDER}/checkpoints" in text.replace(" ", "")
+    if width >= 80:
+        assert f"logs {FOLDER}/logs" in text
+        assert f"checkpoints {FOLDER}/checkpoints" in text
+    else:
+        assert f"logs and checkpoints are below {FOLDER} " in text
     for command in ("scale digits --replicas 2", "logs digits --rank 0 -f", "describe digits", "get", "delete digits"):
         assert f"elasticjob {command}" in text
 
@@ -83,6 +86,15 @@ def test_on_an_ordinary_terminal_of_24_lines_nothing_important_is_missing() -> N
     assert f"{FOLDER}/logs" in text
     assert "digits-2-ddddd" in text
     assert "elasticjob scale digits --replicas 2" in text
+
+
+@pytest.mark.parametrize("width", [1, 7, 20, 33, 400])
+@pytest.mark.parametrize("height", [1, 2, 5, 400])
+def test_no_size_of_the_terminal_is_too_strange(width: int, height: int) -> None:
+    many = snapshot(pods=[pod(index, "aaaaa", ranks=list(range(8 * index, 8 * index + 8))) for index in range(40)])
+    lines = picture(many, width, height, hints=Hints(), acts=[Act("scale to 3", ">")])
+    assert len(lines) <= max(height, 2)
+    assert all(len(line) <= width for line in lines)
 
 
 def test_pods_that_do_not_fit_are_counted() -> None:
@@ -255,10 +267,11 @@ def test_the_live_view_gives_the_terminal_back_and_leaves_the_outcome() -> None:
     assert during.count("\x1b[?1049h") == during.count("\x1b[?1049l") == 1
     assert during.rindex("\x1b[?25h") > during.rindex("\x1b[?25l"), "the cursor is back"
     assert "second terminal" in during
-    view.on_snapshot(snapshot(status={"state": "Succeeded"}, run=ended("succeeded", 0)))
-    view.say_outcome(0)
+    view.on_snapshot(snapshot(run=ended("interrupted", 130)))
+    view.say_outcome(130)
     after = output.getvalue()[len(during) :]
-    assert "digits succeeded after 1m12s" in after
+    assert after.split()[:3] == ["digits", "Interrupted", "1:12"]
+    assert "digits was interrupted after 1m12s" in after
     assert f"{FOLDER}/checkpoints" in after
     assert "second terminal" not in after
 
@@ -293,15 +306,22 @@ def test_a_command_that_every_terminal_finds_is_just_its_name(tmp_path: Path) ->
 def test_a_command_in_a_virtual_environment_is_found_after_activating_it(tmp_path: Path) -> None:
     command = executable(tmp_path / "bin" / "elasticjob")
     executable(tmp_path / "bin" / "activate")
-    activating = Hints(first=f". {tmp_path}/bin/activate")
-    assert own_hints(str(command), {"PATH": "/nowhere"}) == activating
+    first = f". {tmp_path}/bin/activate"
+    assert own_hints(str(command), {"PATH": "/nowhere"}) == Hints(first=first, here=str(command))
     activated = {"PATH": str(command.parent), "VIRTUAL_ENV": str(tmp_path)}
-    assert own_hints(str(command), activated) == activating, "the next terminal has not activated it"
+    assert own_hints(str(command), activated) == Hints(first=first), "the next terminal has not activated it"
 
 
 def test_a_command_off_the_path_is_spelled_out(tmp_path: Path) -> None:
     command = executable(tmp_path / "tools" / "elasticjob")
-    assert own_hints(str(command), {"PATH": "/nowhere"}) == Hints(command=str(command))
+    assert own_hints(str(command), {"PATH": "/nowhere"}) == Hints(command=str(command), here=str(command))
+
+
+def test_paths_to_type_are_quoted_where_a_shell_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert words.path_to_type("/home/ada/runs/x") == "~/runs/x"
+    assert words.path_to_type("/home/ada/my runs/x") == "'/home/ada/my runs/x'"
+    assert words.path_to_type(".venv/bin/elasticjob") == ".venv/bin/elasticjob"
 
 
 @pytest.mark.parametrize(

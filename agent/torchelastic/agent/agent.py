@@ -140,9 +140,13 @@ class Agent:
                 node = RendezvousNode(
                     store, settings.rendezvous, node=self._node_id, record=self._introduction(metrics_port)
                 )
+                # Whoever joins before it can start its workers makes the others wait for it.
+                await self._signals.unless_first(workers.ready())
                 await self._signals.unless_first(stack.enter_async_context(node))
             except StoreError as error:
                 return _ending(ExitCode.STORE, "StoreUnavailable", f"{error}")
+            except StartError as error:
+                return _ending(ExitCode.BAD_INPUT, "CannotStart", f"{error}")
             except _SignalledFirst as signalled:
                 return self._left(signalled.number)
             stack.push_async_callback(self._stop_workers, 0.0)

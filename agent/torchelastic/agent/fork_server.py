@@ -139,6 +139,15 @@ class ForkServer:
         if self._connection is not None:
             self._connection.close()
 
+    async def ready(self) -> None:
+        """Wait until torch is imported, or cannot be.
+
+        A server that dies meanwhile is no matter here: the next need starts another, and tells what is wrong.
+        """
+        with contextlib.suppress(EOFError, ConnectionError):
+            async with self._lock:
+                await self._ask(0)
+
     async def fork(self, count: int) -> list[ForkedProcess]:
         """Processes that wait to be told what for.
 

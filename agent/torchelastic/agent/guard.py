@@ -70,6 +70,9 @@ class Watched:
 
 def end(mark: str, watched: Watched) -> None:
     """Kill all that belongs to the agent's workers until nothing is left."""
+    for worker in watched.workers:  # at once what can be named without looking
+        with contextlib.suppress(OSError):
+            os.killpg(worker, signal.SIGKILL)
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         table = process_table.read_table()

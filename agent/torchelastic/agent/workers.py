@@ -177,6 +177,16 @@ class Workers:
             base.setdefault("OMP_NUM_THREADS", "1")
         return base
 
+    async def ready(self) -> None:
+        """Wait until workers can be started without delay.
+
+        Raises:
+            StartError: torch cannot be imported.
+        """
+        await self._fork_server.ready()
+        if self._fork_server.import_error:
+            raise StartError(f"torch cannot be imported by {sys.executable}: {self._fork_server.import_error}")
+
     async def serve_store(self, listener: socket.socket) -> StoreServer:
         """Serve a TCPStore, once torch is imported.
 

@@ -56,7 +56,6 @@ def _sections(facts: Iterator[tuple[str, str]]) -> list[str]:
 
 
 def _facts(shown: Shown, now: float) -> Iterator[tuple[str, str]]:
-    from elastic_operator.commands.get import state
     from elastic_operator.local.words import count, duration
 
     status, run, metadata = shown.status, shown.run, shown.manifest.get("metadata") or {}
@@ -65,7 +64,7 @@ def _facts(shown: Shown, now: float) -> Iterator[tuple[str, str]]:
     yield "UID", str(metadata.get("uid") or "")
     for label, values in (("Labels", metadata.get("labels")), ("Annotations", metadata.get("annotations"))):
         yield label, ", ".join(f"{key}={value}" for key, value in (values or {}).items())
-    yield "State", state(shown)
+    yield "State", shown.state
     yield "Age", duration(now - shown.created) if shown.created else ""
     yield "Took", duration(shown.age(now)) if shown.completed else ""
     yield "Pods", f"{status.ready} ready of {status.desired} wanted, {status.replicas} there"

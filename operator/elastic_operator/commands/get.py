@@ -54,7 +54,7 @@ def table(jobs: Iterable[Shown], now: float, *, wide: bool = False) -> list[str]
         start = job.created
         row = [
             job.name,
-            state(job),
+            job.state,
             f"{job.status.ready}/{job.status.desired}",
             str(job.spec.get("minReplicas", "")),
             str(job.spec.get("maxReplicas", "")),
@@ -65,14 +65,6 @@ def table(jobs: Iterable[Shown], now: float, *, wide: bool = False) -> list[str]
             row += [str(job.status.epoch), str(job.status.world_size), job.run.id, job.run.directory]
         rows.append(row)
     return columns(rows)
-
-
-def state(job: Shown) -> str:
-    """The job's state; a run that is gone without having finished is called what it is."""
-    if job.run.alive or job.status.finished:
-        return job.status.state
-    how = job.run.ended.how if job.run.ended else "killed"
-    return how[:1].upper() + how[1:]
 
 
 def as_object(snapshot: Mapping[str, Any]) -> dict[str, Any]:

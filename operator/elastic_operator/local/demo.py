@@ -7,6 +7,7 @@ follows from it, which ``examples/digits.py`` prints when it has its checkpoint 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -137,9 +138,9 @@ class Play:
                     await self._stage.settles()
                 self._mark(number, NOW)
                 effect = await act()
-            except ActFailed as failure:
+            except ElasticJobError as failure:
                 self._mark(number, *(("", "") if self._stage.taken_away else (FAILED, str(failure))))
-                raise
+                raise ActFailed(str(failure)) from failure
             self.effects.append(effect)
             self._mark(number, DONE, str(effect))
 
@@ -176,7 +177,7 @@ class Play:
         os.kill(pod.pid, signal.SIGKILL)
         first = await self._stage.resumed(after=before)
         whole = await self._stage.resumed(after=before, pods=pods)
-        return _effect(at, *([first] if first == whole else [first, whole]), note=f"pod {pod.name}")
+        return _effect(at, *([first] if first.epoch == whole.epoch else [first, whole]), note=f"pod {pod.name}")
 
     async def _succeed(self) -> Effect:
         stage = self._stage
@@ -260,8 +261,9 @@ async def _play(play: Play, stage: Stage, request: RunRequest) -> bool:
     except ActFailed:  # what failed stands in the play's acts
         if stage.taken_away:
             return True
-        if not stage.ended and not stage.shown.status.finished:
-            await asyncio.to_thread(_client(stage, request).delete)
+        if not stage.shown.status.finished:
+            with contextlib.suppress(ElasticJobError):  # it is about to end by itself
+                await asyncio.to_thread(_client(stage, request).delete)
         return False
     return True
 

@@ -111,9 +111,9 @@ def _lines(lines: Iterable[Text]) -> _Block:
 
 def _header(shown: Shown, now: float, width: int) -> _Block:
     status = shown.status
-    left, right = f" {shown.name}  {status.state}", f"{words.clock(shown.age(now))} "
+    left, right = f" {shown.name}  {shown.state}", f"{words.clock(shown.age(now))} "
     gap = " " * max(1, width - len(left) - len(right))
-    bar = Text(left + gap + right, style=_BAR.get(status.state, "black on yellow"))
+    bar = Text(left + gap + right, style=_BAR.get(shown.state, "black on yellow"))
     bar.stylize("bold", 0, len(left))
     most = shown.spec.get("maxReplicas") or status.desired
     facts = Text(" ")
@@ -123,6 +123,8 @@ def _header(shown: Shown, now: float, width: int) -> _Block:
         ("pods", f"{status.ready}/{status.desired}"),
         ("restarts", str(status.restarts)),
     ):
+        if label == "pods" and shown.completed:
+            continue
         facts.append(f"{label} ", style="dim").append(value, style="bold")
         if label == "pods" and isinstance(most, int) and 0 < most <= _DOTS and width >= 70:
             facts.append(" ").append("●" * status.ready, style="green")
@@ -158,7 +160,8 @@ def _pods(shown: Shown, now: float, width: int, most: int) -> Iterable[_Block]:
     living, ended = shown.living_pods, shown.ended_pods
     if most < 1 or (not living and not ended):
         return
-    rows = [*living, *ended[:2]][:most]
+    # The latest that ended tell what happened; when all have ended, each tells how.
+    rows = [*living, *ended[:2]][:most] if living else sorted(ended[:most], key=lambda pod: pod.index)
     hidden = len(living) - len([pod for pod in rows if not pod.over])
     wide = width >= 72
     titles = [" POD", *(["PID"] if wide else []), "STATE", "RANKS", "AGE", "LAST WORDS"]
@@ -215,21 +218,21 @@ def _events(events: Sequence[ShownEvent], start: float, width: int, most: int) -
 
 
 def _places(shown: Shown, width: int) -> Iterable[_Block]:
-    rows = [
-        (label, words.home(place))
-        for label, place in (("logs", shown.run.logs), ("checkpoints", shown.run.checkpoints))
-    ]
-    # A path is there to be copied: it is never shortened, and broken only where it is wider than the whole terminal.
-    beside = max(len(place) for _, place in rows) + 15 <= width
-    lines: list[Text] = []
-    for label, place in rows:
-        if not place:
-            continue
-        if beside:
-            lines.append(Text().append(f" {label:<12} ", style="dim").append(place))
-        else:
+    run = shown.run
+    rows = [("logs", run.logs), ("checkpoints", run.checkpoints)]
+    if all(len(words.home(place)) + 14 <= width for _, place in rows):
+        lines = [
+            Text().append(f" {label:<12} ", style="dim").append(words.home(place)) for label, place in rows if place
+        ]
+    else:
+        # A path is there to be copied: it is never shortened.
+        inside = run.directory and all(place.startswith(f"{run.directory}/") for _, place in rows)
+        lines = []
+        for label, place in [("logs and checkpoints are below", run.directory)] if inside else rows:
             lines.append(Text(f" {label}", style="dim"))
-            lines += [Text(place[at : at + width]) for at in range(0, len(place), width)]
+            path = words.home(place)
+            path = path if len(path) > width - 3 else f"   {path}"
+            lines += [Text(path[at : at + width]) for at in range(0, len(path), width)]
     if lines:
         yield _lines([Text(), *lines])
 

@@ -5,6 +5,7 @@ Each run has a folder ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
     job.json       what is known of the run (elastic_operator.local.snapshot), rewritten whenever it changes
     manifest.yaml  the manifest as it was last applied
     logs/          <pod>/agent.log, and <pod>/epoch_E/rank_R/output.log of its workers
+    logs.1/ …      the same of earlier runs, if this one resumed them
     checkpoints/   <job>/<index>/, the folder that each pod's program is given
     run.log        what went wrong inside elasticjob itself
     etcd/          the store's data, thrown away at the end; etcd.log stays beside it
@@ -14,6 +15,8 @@ It stays when the run has ended, so that a finished run can still be looked at a
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -23,8 +26,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-import yaml
 
 from elastic_operator.errors import BadInput, NotFound
 
@@ -125,6 +126,8 @@ class RunFolder:
         Raises:
             OSError: the folder cannot be written.
         """
+        import yaml  # only a run needs it; the commands that read are there sooner without
+
         _replace(self.manifest, yaml.safe_dump(dict(data), sort_keys=False).encode())
 
 
@@ -146,13 +149,15 @@ def create_run(home: Path, job: str, now: float) -> RunFolder:
 
 
 def reopen_run(home: Path, run_id: str, job: str) -> RunFolder:
-    """The folder of an earlier run of this job, to go on with. Whether that run is still alive is not asked here.
+    """The folder of an earlier run of this job, to go on with, its logs put aside (``logs.1``, …).
+
+    Whether that run is still alive is not asked here.
 
     Raises:
         BadInput: there is no such run, it is not of this job, or its folder cannot be written.
     """
     folder = RunFolder(home / "runs" / run_id)
-    if Path(run_id).name != run_id or not folder.path.is_dir():
+    if run_id not in _names_in(home / "runs") or not folder.path.is_dir():
         raise BadInput(
             f"there is no run {run_id} below {home / 'runs'} to resume; `elasticjob get --all` lists what there is"
         )
@@ -167,6 +172,10 @@ def reopen_run(home: Path, run_id: str, job: str) -> RunFolder:
             f"run {run_id} was of the job {name}, but the manifest's metadata.name is {job}; "
             "resume it with the manifest of that job"
         )
+    # Their epochs count from 1 again: those of the earlier run would be taken for this one's.
+    aside = next(path for n in itertools.count(1) if not (path := folder.path / f"logs.{n}").exists())
+    with contextlib.suppress(FileNotFoundError):
+        folder.logs.rename(aside)
     _make(folder)
     return folder
 
@@ -236,6 +245,13 @@ def _refusal(folder: Path, file_name: str, user: int) -> str | None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or stat.S_IMODE(found.st_mode) != _PRIVATE:
         return f"{folder} is not a folder of this user's with mode 0700"
     return None
+
+
+def _names_in(folder: Path) -> set[str]:
+    try:
+        return {path.name for path in folder.iterdir()}
+    except OSError:
+        return set()
 
 
 def _make(folder: RunFolder) -> None:

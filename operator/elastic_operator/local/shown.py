@@ -244,6 +244,14 @@ class Shown(msgspec.Struct, frozen=True):
         """When it was over, in seconds since the Unix epoch; None while it goes on, or where nobody saw it end."""
         return self.run.ended.time if self.run.ended else seconds(self.status.completion_time)
 
+    @property
+    def state(self) -> str:
+        """The job's state in a word; a run that is over without having finished is called what it is."""
+        if self.status.finished or (self.run.alive and self.run.ended is None):
+            return self.status.state
+        how = self.run.ended.how if self.run.ended else "killed"
+        return how[:1].upper() + how[1:]
+
     def age(self, now: float) -> float:
         """How long the job has gone on, or went on until it finished, in seconds."""
         start = self.created

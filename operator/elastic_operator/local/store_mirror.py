@@ -14,8 +14,7 @@ import msgspec
 
 from torchelastic.contract import EpochRecord, NodeRecord, OutcomeRecord, RunKeys, SizeRecord, decode, encode
 from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreError
-from torchelastic.store import Listing, StoreSettings, follow
-from torchelastic.store.adapters import connect
+from torchelastic.store import Listing, StoreSettings, connect, follow
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -94,8 +94,8 @@ def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) ->
     lines = [f"{last}: {why}" if why else f"{last}."]
     lines += [f"{label:<12} {words.home(place)}" for label, place in _places(shown)]
     if code in (1, 130) and shown.run.id:
-        manifest = shown.run.manifest_path or "FILE"
-        lines.append(f"{'go on with':<12} {hints.command} run --resume {shown.run.id} {words.home(manifest)}")
+        manifest = words.path_to_type(shown.run.manifest_path) if shown.run.manifest_path else "FILE"
+        lines.append(f"{'go on with':<12} {hints.here} run --resume {shown.run.id} {manifest}")
     return lines
 
 

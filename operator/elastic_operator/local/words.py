@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -112,3 +113,8 @@ def home(place: str) -> str:
     """A path with the user's home folder as ``~``, as every shell takes it."""
     path = Path(place)
     return f"~/{path.relative_to(Path.home())}" if place and path.is_relative_to(Path.home()) else place
+
+
+def path_to_type(place: str) -> str:
+    """A path as it can be typed in a shell."""
+    return home(place) if shlex.quote(place) == place else shlex.quote(place)

