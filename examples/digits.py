@@ -224,7 +224,7 @@ def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
 def main() -> None:
     """Trains, tests, and says how good the model has become."""
     parser = argparse.ArgumentParser(description="Trains a small network on scikit-learn's digits, elastically.")
-    parser.add_argument("--epochs", type=int, default=100, help="passes over the data (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=80, help="passes over the data (default: %(default)s)")
     parser.add_argument("--checkpoint-every", type=float, default=2.0, metavar="SECONDS")
     parser.add_argument("--checkpoint-dir", type=Path, default=os.environ.get("TORCHELASTIC_CHECKPOINT_DIR"))
     options = parser.parse_args()

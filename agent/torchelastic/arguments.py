@@ -16,7 +16,10 @@ import dataclasses
 import logging
 import os
 import re
+import shutil
 import socket
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -204,21 +207,34 @@ def _program(line: CommandLine) -> Program:
         # Only this form needs it, and it belongs to the part of the agent that starts workers.
         from torchelastic.agent.program import program_of_command
 
-        return dataclasses.replace(program_of_command(argv), start_method=method)
-    if line.has("module"):
-        return Program(ProgramKind.MODULE, argv, method)
-    script = Path(argv[0])
-    if script.is_file():
-        return Program(ProgramKind.SCRIPT, argv, method)
-    if script.is_dir():
-        raise SettingsError(f"{script} is a folder: name the Python file in it.")
-    import shutil
+        program = dataclasses.replace(program_of_command(argv), start_method=method)
+    else:
+        program = Program(ProgramKind.MODULE if line.has("module") else ProgramKind.SCRIPT, argv, method)
+    _check_exists(program, is_command=line.has("no-python"))
+    return program
 
-    if shutil.which(argv[0]):
-        raise SettingsError(
-            f"There is no script {script} here; to run the command {script}, put --no-python before it."
-        )
-    raise SettingsError(f"There is no script {script} (looked up from {Path.cwd()}).")
+
+def _check_exists(program: Program, *, is_command: bool) -> None:
+    """What cannot be found is said before anything is started, not by each worker on its own."""
+    name = program.argv[0]
+    if program.kind is ProgramKind.MODULE:
+        package = name.partition(".")[0]
+        # Where `python -m` looks: the working directory first. Finding a package runs nothing of it.
+        if package not in sys.builtin_module_names and not PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
+            raise SettingsError(f"There is no module {package} (looked up from {Path.cwd()} and by {sys.executable}).")
+    elif program.kind is ProgramKind.SCRIPT:
+        script = Path(name)
+        if script.is_file():
+            return
+        if script.is_dir():
+            raise SettingsError(f"{script} is a folder: name the Python file in it.")
+        if not is_command and shutil.which(name):
+            raise SettingsError(
+                f"There is no script {name} here; to run the command {name}, put --no-python before it."
+            )
+        raise SettingsError(f"There is no script {name} (looked up from {Path.cwd()}).")
+    elif not shutil.which(name):
+        raise SettingsError(f"There is no command {name}: it is not on the PATH, or not executable.")
 
 
 def _start_method(line: CommandLine) -> StartMethod:
