@@ -295,6 +295,7 @@ async def test_an_etcd_that_the_manifest_names_is_used_and_left_clean(
     ("spec", "sentence"),
     [
         ({"command": None, "args": ["no-such-script.py"]}, "There is no script no-such-script.py"),
+        ({"command": ["no-such-program"]}, "There is no command no-such-program"),
         ({"command": None, "args": ["--nproc-per-node=many", "x.py"]}, "many"),
         ({"env": [{"name": "PET_RDZV_ID", "value": "mine"}]}, "PET_RDZV_ID is set by the operator"),
     ],

@@ -24,8 +24,12 @@ SEVERAL = ("--rdzv-endpoint=127.0.0.1:2379", "--rdzv-id=run")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a program in it."""
+    """A working directory with a program, a package and a command in it."""
     (tmp_path / "train.py").write_text("print('trained')\n")
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    (tmp_path / "train.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "train.sh").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -318,7 +322,7 @@ def test_a_module_is_run_as_python_would() -> None:
     ("command", "kind", "argv"),
     [
         (("./train.sh", "a"), ProgramKind.COMMAND, ("./train.sh", "a")),
-        (("python", "x.py", "a"), ProgramKind.SCRIPT, ("x.py", "a")),
+        (("python", "train.py", "a"), ProgramKind.SCRIPT, ("train.py", "a")),
         ((sys.executable, "-m", "pkg.x"), ProgramKind.MODULE, ("pkg.x",)),
     ],
 )
@@ -327,6 +331,23 @@ def test_a_command_that_is_a_python_program_is_treated_as_one(
 ) -> None:
     program = parse(["--no-python", "--start-method=exec", *command], {}).program
     assert (program.kind, program.argv, program.start_method) == (kind, argv, StartMethod.EXEC)
+
+
+@pytest.mark.parametrize(
+    ("line", "beginning"),
+    [
+        (["nosuch.py"], "There is no script nosuch.py (looked up from"),
+        (["--no-python", "python", "nosuch.py"], "There is no script nosuch.py (looked up from"),
+        (["--no-python", "no-such-program"], "There is no command no-such-program:"),
+        (["--no-python", "./train.py"], "There is no command ./train.py:"),
+        (["-m", "nosuch.module"], "There is no module nosuch (looked up from"),
+        (["pkg"], "pkg is a folder:"),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_is_started(line: list[str], beginning: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse(line, {})
+    assert str(caught.value).startswith(beginning)
 
 
 @pytest.mark.parametrize(
