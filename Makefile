@@ -2,7 +2,7 @@
 #
 #   PYTHON  the Python to install on; if it has torch, that torch is used (default: the newest of python3.14 … python3)
 #   VENV    where to install (default: .venv)
-#   ARGS    more arguments for what is run:  make run ARGS="--no-view"
+#   ARGS    more arguments for what is run:  make run ARGS="--plain"
 
 VENV ?= .venv
 PYTHON ?=

@@ -10,7 +10,6 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.support.agents import MEETING, AgentProcess, until_gone
 
 if TYPE_CHECKING:

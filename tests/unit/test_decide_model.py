@@ -159,6 +159,8 @@ class Leading(RuleBasedStateMachine):
 
     @rule()
     def the_leader_decides(self) -> None:
+        if self.epoch is None and self.remembered is None:
+            self.the_living_put_their_keys_again()  # it has given way to them for a lease's time
         decision = decide(self.view(), RULES)
         if isinstance(decision, EndRun):
             self.outcome = decision.record

@@ -19,9 +19,9 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from torchelastic.contract import EpochReason
 from torchelastic.errors import SettingsError
 from torchelastic.metrics import MetricData, PrometheusMetricHandler
-from torchelastic.contract import EpochReason
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
 from torchelastic.metrics.names import snake_case

@@ -53,16 +53,16 @@ def test_the_agent_understands_all_that_it_is_given(tmp_path: Path) -> None:
 
 
 def test_without_a_command_the_arguments_may_be_flags_of_the_launcher() -> None:
-    job = a_job(args=("--nproc-per-node=5", "-m", "package.train", "--nnodes"))
+    job = a_job(args=("--nproc-per-node=5", "-m", "json.tool", "--nnodes"))
     settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
 
     assert settings.workers == 5
-    assert (settings.program.kind, settings.program.argv) == (ProgramKind.MODULE, ("package.train", "--nnodes"))
+    assert (settings.program.kind, settings.program.argv) == (ProgramKind.MODULE, ("json.tool", "--nnodes"))
 
 
 @pytest.mark.parametrize(
     ("command", "args"),
-    [(("/bin/echo",), ("--nproc-per-node=5", "--", "-m")), (("/bin/echo", "--standalone"), ()), (("--weird",), ("x",))],
+    [(("/bin/echo",), ("--nproc-per-node=5", "--", "-m")), (("/bin/echo", "--standalone"), ()), (("/bin/echo", "--"), ("x",))],
 )
 def test_with_a_command_nothing_of_it_is_read_as_a_flag(command: tuple[str, ...], args: tuple[str, ...]) -> None:
     started = agent_command(a_job(command=command, args=args), POD, HERE)

@@ -11,6 +11,7 @@ import signal
 import sys
 
 from torchelastic.agent import error_file, prctl
+from torchelastic.agent.inherited import close_inherited
 
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
@@ -19,7 +20,7 @@ _NOT_EXECUTABLE = 126
 def main() -> None:
     """Tie the process to the agent's life and execute the program."""
     agent, argv = int(sys.argv[1]), sys.argv[2:]
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    close_inherited(3)
     prctl.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != agent:
         sys.exit(1)

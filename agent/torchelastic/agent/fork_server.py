@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 2
 
+_STEADY: Final = 10.0
+"""Seconds after which a fork server that dies is started again at once; an earlier death is looked into at need."""
+
 _CALM: Final = 3.0
 """Seconds after the start of workers before the store is filled again."""
 
@@ -88,11 +91,12 @@ class ForkServer:
         self.import_error: str | None = None
         self._reaper = reaper
         self._wanted = spare
-        self._later = tuple(later)
+        self._all_later = self._later = tuple(later)
         self._spares: list[ForkedProcess] = []
         self._used = asyncio.Event()
         self._lock = asyncio.Lock()
         self._process: Child | None = None
+        self._started = 0.0
         self._connection: socket.socket | None = None
         self._tending: asyncio.Task[None] | None = None
         self._closed = False
@@ -116,7 +120,10 @@ class ForkServer:
                 {0: nothing.fileno(), 1: 2, 2: 2, fork_server_main.CONTROL: theirs.fileno()},
             )
         self._process = self._reaper.adopt(pid)
+        self._process.ended.add_done_callback(self._died)
+        self._started = asyncio.get_running_loop().time()
         self._connection = ours
+        self._later = self._all_later
         self.import_error = None
         if self._tending is not None:
             self._tending.cancel()
@@ -147,6 +154,11 @@ class ForkServer:
         with contextlib.suppress(EOFError, ConnectionError):
             async with self._lock:
                 await self._ask(0)
+
+    def _died(self, _: asyncio.Future[int]) -> None:
+        if not self._closed and asyncio.get_running_loop().time() - self._started > _STEADY:
+            logger.warning("The fork server died; it is started again. Workers are not concerned.")
+            self.start()
 
     async def fork(self, count: int) -> list[ForkedProcess]:
         """Processes that wait to be told what for.
@@ -188,7 +200,6 @@ class ForkServer:
             try:
                 return await self._ask(count)
             except (EOFError, ConnectionError):
-                logger.warning("The fork server died; it is started again.")
                 if self._process is not None:
                     await asyncio.shield(self._process.ended)
         if count:
@@ -198,11 +209,12 @@ class ForkServer:
     async def _tend(self, connection: socket.socket) -> None:
         """Keep the store filled, as long as the server lives."""
         with contextlib.suppress(EOFError, ConnectionError, StartError):  # told where there is a need
-            while True:
-                async with self._lock:
+            async with self._lock:
+                if not self._used.is_set():
                     await self._fill()
-                self._used.clear()
+            while True:
                 await self._used.wait()
+                self._used.clear()
                 await asyncio.sleep(_CALM)  # while workers start, the processors are theirs
                 async with self._lock:
                     await self._fill()

@@ -18,6 +18,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent import forked_child, messages, prctl
+from torchelastic.agent.inherited import close_inherited
 from torchelastic.agent.title import set_title
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ CONTROL: Final = 3
 
 def main() -> None:
     """Serve the agent until it is gone; in a forked child, become what it was forked for."""
-    os.closerange(CONTROL + 1, os.sysconf("SC_OPEN_MAX"))
+    close_inherited(CONTROL + 1)
     agent = os.getppid()
     prctl.set_parent_death_signal(signal.SIGKILL)
     set_title(["torchelastic: fork server"])

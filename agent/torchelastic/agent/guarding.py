@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.processes import python_code, spawn
 
 if TYPE_CHECKING:
-    import asyncio
     from pathlib import Path
 
     from torchelastic.agent.processes import Child, Reaper
+
+logger = logging.getLogger(__name__)
+
+_STEADY: Final = 0.5
+"""Seconds of life after which a guard's death is somebody's doing and not its own."""
 
 
 class Guard:
@@ -31,6 +37,7 @@ class Guard:
         self._scratch = scratch
         self._workers: set[int] = set()
         self._child: Child
+        self._started = 0.0
         self._pipe = -1
         self._closed = False
 
@@ -46,6 +53,7 @@ class Guard:
             )
         finally:
             os.close(reading)
+        self._started = asyncio.get_running_loop().time()
         self._child = self._reaper.adopt(pid)
         self._child.ended.add_done_callback(self._ended)
         self._tell(str(self._scratch))
@@ -75,5 +83,11 @@ class Guard:
     def _ended(self, _: asyncio.Future[int]) -> None:
         os.close(self._pipe)
         self._pipe = -1
-        if not self._closed:
-            self.start()
+        if self._closed:
+            return
+        if asyncio.get_running_loop().time() - self._started < _STEADY:
+            logger.error(
+                "The process that guards the workers cannot live: should this agent be killed, they may go on."
+            )
+            return
+        self.start()

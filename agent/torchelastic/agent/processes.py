@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent import prctl
 from torchelastic.agent.process_table import ProcessEntry, Table, read_process, read_table
+from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,6 +110,10 @@ class Reaper:
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except (OSError, AttributeError):
+            raise SettingsError("torchelastic needs Linux 5.4 or later: this kernel has no pidfd_open.") from None
         self._was_subreaper = prctl.is_subreaper()
         prctl.set_subreaper(on=True)
         if self.alone:

@@ -162,8 +162,6 @@ class WorkerGroup:
             for child in children:
                 child.signal(signal.SIGTERM)
             await asyncio.wait([child.ended for child in children], timeout=grace)
-        for child in children:
-            child.signal(signal.SIGKILL)
         await asyncio.gather(self._reaper.kill_all(self._group), *(asyncio.shield(child.ended) for child in children))
         if self._exits:
             await asyncio.wait(self._exits)

@@ -163,7 +163,7 @@ class WorkerOutput:
 
 
 def open_output(
-    settings: LogSettings, console: Console, scratch: Path, *, epoch: int, rank: int, local_rank: int
+    settings: LogSettings, console: Console, scratch: Path, *, epoch: int, rank: int, local_rank: int, label: str
 ) -> WorkerOutput:
     """Make a worker's files and pipes.
 
@@ -174,6 +174,7 @@ def open_output(
         epoch: the epoch in which the worker runs.
         rank: its rank.
         local_rank: its rank on this node.
+        label: what stands before each line that is passed on.
 
     Raises:
         SettingsError: a file cannot be made.
@@ -181,7 +182,7 @@ def open_output(
     folder = (settings.directory or scratch) / f"epoch_{epoch}" / f"rank_{rank}"
     redirected = settings.redirects.get(local_rank, Streams.NONE)
     teed = settings.tee.get(local_rank, Streams.NONE)
-    prefix = f"[rank {rank}] ".encode()
+    prefix = f"[{label}] ".encode()
 
     def stream(which: Streams, name: str) -> LogPipe | LogFile:
         to_file = settings.directory is not None and which in redirected | teed

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import shutil
 import signal
@@ -18,53 +17,27 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from torchelastic.agent import error_file
 from torchelastic.agent.console import Console
 from torchelastic.agent.fork_server import ForkServer, StartError
-from torchelastic.agent.forked_child import STORE, WORKER
+from torchelastic.agent.forked_child import STORE
 from torchelastic.agent.guarding import Guard
-from torchelastic.agent.memory_kills import MemoryKills
-from torchelastic.agent.process_table import TREE_MARK
-from torchelastic.agent.processes import Reaper, python_code, spawn
+from torchelastic.agent.launcher import Launcher
+from torchelastic.agent.processes import Reaper
 from torchelastic.agent.store_main import READY
-from torchelastic.agent.title import MARK_ROOM
-from torchelastic.agent.worker_group import GroupEnded, Worker, WorkerExit, WorkerGroup, WorkerStart
+from torchelastic.agent.worker_group import GroupEnded, WorkerExit, WorkerGroup, WorkerStart
 from torchelastic.agent.worker_logs import open_output
-from torchelastic.settings import ProgramKind, StartMethod
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torchelastic.agent.processes import Child
-    from torchelastic.agent.worker_logs import WorkerOutput
     from torchelastic.settings import LogSettings, Program
 
 __all__ = ["GroupEnded", "StartError", "StoreServer", "WorkerExit", "WorkerGroup", "WorkerStart", "Workers"]
 
 _CONSOLE_PATIENCE: Final = 5.0
 """Seconds for which output that nobody reads is held when all else has ended."""
-
-_READ_AT_IMPORT: Final = (
-    "PYTHON",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "NUMEXPR_",
-    "VECLIB_",
-    "LD_",
-    "MALLOC_",
-    "GLIBC_TUNABLES",
-)
-"""Beginnings of the names of variables that count while the interpreter starts or numerical libraries are loaded."""
-
-_NEEDED_LATER: Final = ("torch._dynamo",)
-"""What torch itself imports at the first step of any optimizer, which takes it longer than all the rest."""
-
-_MEASURES_AT_START: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
-"""Variables with which a tool asks to be started with the interpreter."""
 
 
 class StoreServer:
@@ -97,7 +70,7 @@ class Workers:
     Args:
         program: what each worker runs.
         logs: where their output goes.
-        role: their role.
+        role: their role, named in the lines of their output that the agent passes on unless it is the default one.
         local_world_size: how many workers there will be on this node: with several, each computes on one thread unless
             OMP_NUM_THREADS says otherwise, as under torchrun.
         alone: this process is the agent and nothing else, so whatever becomes its child and is not known is an orphan.
@@ -122,13 +95,13 @@ class Workers:
         self._local_world_size = local_world_size
         self._mark = secrets.token_hex(8)
         self._reaper = Reaper(alone=alone)
-        self._memory_kills = MemoryKills()
         self._stack = contextlib.AsyncExitStack()
         self._stores: list[StoreServer] = []
         self._group: WorkerGroup | None = None
         self.scratch: Path
         self._console: Console
         self._guard: Guard
+        self._launcher: Launcher
         self._fork_server: ForkServer
 
     async def __aenter__(self) -> Self:
@@ -141,15 +114,10 @@ class Workers:
             self._guard = Guard(self._reaper, self._mark, self.scratch)
             self._guard.start()
             stack.push_async_callback(self._guard.close)
-            forked = (
-                self._program.kind is not ProgramKind.COMMAND and self._program.start_method is not StartMethod.EXEC
+            self._launcher = Launcher(
+                self._program, self._reaper, mark=self._mark, local_world_size=self._local_world_size
             )
-            self._fork_server = ForkServer(
-                self._reaper,
-                self._base() | {TREE_MARK: self._mark + MARK_ROOM},
-                spare=1 + (self._local_world_size if forked else 0),
-                later=_NEEDED_LATER if forked else (),
-            )
+            self._fork_server = self._launcher.fork_server
             self._fork_server.start()
             stack.push_async_callback(self._end_all)
             self._stack = stack.pop_all()
@@ -169,13 +137,6 @@ class Workers:
     def fork_server_pid(self) -> int | None:
         """The fork server's process id; None while none runs, which is so from its death to the next need."""
         return self._fork_server.pid
-
-    def _base(self) -> dict[str, str]:
-        """The environment that is the same for all workers."""
-        base = dict(os.environ)
-        if self._local_world_size > 1:
-            base.setdefault("OMP_NUM_THREADS", "1")
-        return base
 
     async def ready(self) -> None:
         """Wait until workers can be started without delay.
@@ -210,7 +171,12 @@ class Workers:
                 store.ended.add_done_callback(lambda _: self._stores.remove(store))
                 process.begin(STORE, {"host": local, "port": port}, (2, 2), [listener.fileno()])
                 process.link.setblocking(False)
-                if await asyncio.get_running_loop().sock_recv(process.link, len(READY)) != READY:
+                try:
+                    answer = await asyncio.get_running_loop().sock_recv(process.link, len(READY))
+                except BaseException:
+                    process.child.signal(signal.SIGKILL)
+                    raise
+                if answer != READY:
                     raise StartError(f"the store on port {port} cannot be served; what it printed says why")
         return store
 
@@ -239,81 +205,21 @@ class Workers:
                     epoch=epoch,
                     rank=worker.rank,
                     local_rank=worker.local_rank,
+                    label=f"rank {worker.rank}" if self._role == "default" else f"{self._role} rank {worker.rank}",
                 )
                 stack.callback(output.close)
                 outputs.append(output)
-            environments = [
-                self._environment(epoch, worker, output) for worker, output in zip(workers, outputs, strict=True)
-            ]
             try:
-                started = await self._start_all(workers, environments, outputs)
+                started = await self._launcher.start(epoch, workers, outputs)
             finally:
                 for output in outputs:
                     output.handed_over()
             stack.pop_all()
         self._group = WorkerGroup(
-            started, reaper=self._reaper, guard=self._guard, memory_kills=self._memory_kills, mark=self._mark
+            started,
+            reaper=self._reaper,
+            guard=self._guard,
+            memory_kills=self._launcher.memory_kills,
+            mark=self._mark,
         )
         return self._group
-
-    async def _start_all(
-        self, starts: Sequence[WorkerStart], environments: Sequence[Mapping[str, str]], outputs: Sequence[WorkerOutput]
-    ) -> list[Worker]:
-        loop = asyncio.get_running_loop()
-        kills = self._memory_kills.count()
-        if any(self._executed(environment) for environment in environments):
-            children = [
-                self._execute(environment, output) for environment, output in zip(environments, outputs, strict=True)
-            ]
-        else:
-            program = {"kind": self._program.kind.value, "argv": self._program.argv}
-            forked = await self._fork_server.fork(len(starts))
-            for process, environment, output in zip(forked, environments, outputs, strict=True):
-                with process.link:
-                    process.begin(WORKER, {**program, "environment": environment}, output.descriptors)
-            children = [process.child for process in forked]
-        return [
-            Worker(
-                start=start,
-                child=child,
-                mark=environment[TREE_MARK],
-                output=output,
-                started=loop.time(),
-                memory_kills=kills,
-            )
-            for start, child, environment, output in zip(starts, children, environments, outputs, strict=True)
-        ]
-
-    def _environment(self, epoch: int, worker: WorkerStart, output: WorkerOutput) -> dict[str, str]:
-        return {
-            **self._base(),
-            **worker.env,
-            error_file.VARIABLE: str(output.error_file),
-            TREE_MARK: f"{self._mark}.{epoch}.{worker.rank}",
-        }
-
-    def _executed(self, environment: Mapping[str, str]) -> bool:
-        """Whether the program is executed rather than forked."""
-        if self._program.kind is ProgramKind.COMMAND or self._program.start_method is StartMethod.EXEC:
-            return True
-        known = self._fork_server.environment
-        return any(name in environment for name in _MEASURES_AT_START) or any(
-            environment.get(name) != known.get(name)
-            for name in environment.keys() | known.keys()
-            if name.startswith(_READ_AT_IMPORT)
-        )
-
-    def _execute(self, environment: Mapping[str, str], output: WorkerOutput) -> Child:
-        argv = self._program.argv
-        if self._program.kind is not ProgramKind.COMMAND:
-            environment = {"PYTHONUNBUFFERED": "1", **environment}
-            module = ["-m"] if self._program.kind is ProgramKind.MODULE else []
-            argv = (sys.executable, *module, *argv)
-        out, err = output.descriptors
-        with open(os.devnull, "rb") as nothing:  # noqa: PTH123
-            pid = spawn(
-                [*python_code("torchelastic.agent.exec_child", minimal=True), str(os.getpid()), *argv],
-                environment,
-                {0: nothing.fileno(), 1: out, 2: err},
-            )
-        return self._reaper.adopt(pid)

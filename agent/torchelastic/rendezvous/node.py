@@ -227,7 +227,8 @@ class RendezvousNode:
         while True:
             seen = changed.count
             epoch, before = self._control.epoch.record, self._succession.epoch
-            if epoch is not None and (before is None or epoch.number > before.number):
+            # The same number with other members: a store that had lost it, and a leader that did not know of it.
+            if epoch is not None and (before is None or (epoch.number >= before.number and epoch != before)):
                 self._succession.epoch = epoch
                 self._tell_epoch(epoch)
             outcome = self._control.outcome.record
