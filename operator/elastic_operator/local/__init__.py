@@ -20,8 +20,17 @@ module              question
 ``name_claim``      why is a job's name unique among the runs that are alive?
 ``snapshot``        what is told of a run, and in which form?
 ``publisher``       who is told of a change, and how often?
-``reasons``         what happens to a run that happens to no job elsewhere?
 ``control``         how do other terminals reach a run? (the side that serves)
 ``client``          how do other terminals reach a run? (the side that asks)
+``log_files``       where is a rank's output, and how is it followed across epochs?
+``shown``           what does a snapshot say, typed?
+``view``            what does ``elasticjob run`` show while the job goes on?
+``render``          how does the live picture look?
+``words``           how are durations and states said to people?
+``columns``         how are tables of plain text laid out?
+``hints``           what can be tried in a second terminal, and how is it spelled there?
+``demo``            which acts does the demo play?
+``demo_stage``      what does the demo wait for, and whom does it kill?
+``act``             how is an act shown?
 ==================  ==================================================================================
 """

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.errors import BadInput
-from elastic_operator.local.reasons import LocalReason
 from elastic_operator.local.tether import tethered
 from elastic_operator.model import EtcdState, JobEvent
+from elastic_operator.names import LocalReason
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process

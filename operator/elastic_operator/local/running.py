@@ -21,11 +21,10 @@ from elastic_operator.local.follow import saves, writes_below
 from elastic_operator.local.name_claim import Holder
 from elastic_operator.local.not_honoured import warning_of
 from elastic_operator.local.publisher import Publisher
-from elastic_operator.local.reasons import LocalReason
 from elastic_operator.local.snapshot import snapshot_of
 from elastic_operator.manifest import load
 from elastic_operator.model import JobEvent, JobState
-from elastic_operator.names import ConditionType, Reason
+from elastic_operator.names import ConditionType, LocalReason, Reason
 from elastic_operator.reconcile import Reconciler, ReconcileSettings, WorkQueue
 
 if TYPE_CHECKING:
