@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MARKER = "elastic-operator.json"
 
 # Measured on Linux x86_64, Python 3.11, with torch 2.15: in GB, of the dev extra.
-DOWNLOAD_GB, DISK_GB = 2.9, 5.5
-WITHOUT_TORCH_DOWNLOAD_GB, WITHOUT_TORCH_DISK_GB = 0.15, 0.5
+DOWNLOAD_GB, DISK_GB = 3.1, 6.2
+WITHOUT_TORCH_DOWNLOAD_GB, WITHOUT_TORCH_DISK_GB = 0.14, 0.6
 
 
 class Refusal(Exception):  # noqa: N818 - what the user gave cannot be; the message says what to change
@@ -181,6 +181,8 @@ def install(environment: Path, marker: Marker, extra: str, flags: list[str]) -> 
     if marker.torch:
         constraints = temporary / "constraints.txt"
         constraints.write_text(pins_without(needed_by("torch")))
+    if not uv and not any(environment.glob("lib/python3*/site-packages/pip")):  # uv was there when it was made
+        subprocess.run([python, "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
     installer = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install", *flags]
     if marker.torch:
         installer.append("--quiet")  # it would name each package that is there already
@@ -230,12 +232,13 @@ def bring_about(environment: Path, extra: str, *, chosen: bool) -> int:
             f"{environment} is there already and was not made by this; remove it, or choose another folder: "
             "make run VENV=/other/folder"
         )
-    if Path(sys.prefix).resolve() == environment.resolve():
-        raise Refusal(f"PYTHON is {environment}'s own; name the Python on which it shall stand.")
-    if before and chosen and before.python != sys.executable:
-        before = None
+    own = Path(sys.prefix).resolve() == environment.resolve()
+    if before and chosen and not own and before.python != sys.executable:
+        before = None  # the user wants another Python
     if before and before.covers(extra):
         return 0
+    if own:
+        raise Refusal(f"PYTHON is {environment}'s own; name the Python on which it shall stand, or leave PYTHON out.")
     if before and before.torch and not chosen and Path(before.python).exists():
         os.execv(before.python, [before.python, __file__, extra, "--venv", str(environment), "--chosen"])
     if before and (not before.extra or not (environment / "bin" / "python").exists()):
@@ -289,6 +292,8 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"{environment} could not be made: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        return 141  # whoever read the output went away
     except OSError as error:
         print(
             f"{error.filename or environment} cannot be written: {error.strerror}; put the environment elsewhere: "

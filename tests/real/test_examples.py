@@ -17,6 +17,8 @@ import pytest
 import torch
 import yaml
 
+from elastic_operator.manifest import load_checked
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -106,6 +108,14 @@ def test_the_lines_in_the_readme_of_hello_can_be_honoured() -> None:
     for line in lines:
         with agent("--check", *shlex.split(line)) as process:
             output_of(process)
+
+
+@pytest.mark.parametrize("name", ["digits", "hello"])
+def test_a_manifest_names_a_program_that_is_found_from_its_folder(name: str) -> None:
+    job = load_checked(EXAMPLES / f"{name}.yaml")
+    assert job.name == name
+    assert job.spec.image == "elastic-agent:dev"
+    assert (EXAMPLES / job.spec.args[0]).is_file()
 
 
 def test_digits_learns_to_read() -> None:

@@ -233,9 +233,6 @@ class Agent:
                 logger.info("epoch %d: not needed now; waiting as a spare", epoch.number)
             self._metrics.worker_state(self._settings.role, "stopped")
             return
-        if began.store is not None:
-            self._store_server = await workers.serve_store(began.store)
-            self._pump(self._pump_store_server(self._store_server, epoch.number))
         environments = worker_environments(
             epoch,
             node.node,
@@ -243,10 +240,15 @@ class Agent:
             run_id=self._settings.rendezvous.run_id,
             max_restarts=self._settings.rendezvous.max_restarts,
         )
-        self._group = await workers.start(
-            epoch.number,
-            [WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), env) for env in environments],
-        )
+        starts = [WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), env) for env in environments]
+        # Side by side: the store's socket is bound already, so workers that are faster than the store wait there.
+        serving = None if began.store is None else asyncio.ensure_future(workers.serve_store(began.store))
+        try:
+            self._group = await workers.start(epoch.number, starts)
+        finally:
+            if serving is not None:
+                self._store_server = await serving
+                self._pump(self._pump_store_server(self._store_server, epoch.number))
         self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
         self._metrics.worker_state(self._settings.role, "healthy")
         if self._broken_at is not None:

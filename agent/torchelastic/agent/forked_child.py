@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from torchelastic.agent import messages, prctl
 from torchelastic.agent.store_main import StoreRole
+from torchelastic.agent.title import set_title
 from torchelastic.agent.worker_main import WorkerRole
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def take_role(link: socket.socket, agent: int) -> Role:
         agent: the agent's process id.
     """
     os.setsid()
+    set_title(["torchelastic: spare process"])
     try:
         message, descriptors = messages.receive(link)
     except (EOFError, OSError):  # the agent is gone, or no longer wants it
