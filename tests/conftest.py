@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, settings
 from tests.support.etcd import EtcdServer
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.register_assert_rewrite("tests.support.store_conformance")  # it asserts too, and is no test module
+
+# How fast examples are made says how busy the machine is, and nothing of what is tested.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
