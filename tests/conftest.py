@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, settings
+
 from tests.support.etcd import EtcdServer
 
 if TYPE_CHECKING:

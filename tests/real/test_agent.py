@@ -10,6 +10,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
+
 from tests.support.agents import MEETING, AgentProcess, until_gone
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import termios
 from typing import TYPE_CHECKING, Self
 
 import pytest
+
 from tests.support.local_runs import LIMIT, LocalRun, manifest, processes_of, training
 
 if TYPE_CHECKING:

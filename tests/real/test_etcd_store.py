@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 import trustme
+
 from tests.support.answers import answering, http
 from tests.support.etcd import EtcdServer
 from tests.support.store_conformance import HANGS, StoreBehaviour, confirmed, ended, seen
 from tests.support.tcp_proxy import TcpProxy
-
 from torchelastic.errors import HistoryCompacted, LeaseLost, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.store import StoreSettings, connect, etcd_v3
 from torchelastic.store.etcd_v3 import EtcdV3Store

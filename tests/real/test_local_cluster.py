@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 
 from elastic_operator.errors import BadInput, NotFound
 from elastic_operator.local.client import connect, find_job, known_jobs
+from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from torchelastic.contract import KEY_ROOT
 from torchelastic.store import connect as connect_store
 

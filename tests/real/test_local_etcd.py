@@ -11,7 +11,6 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.local_runs import gone
 
 from elastic_operator.errors import BadInput
 from elastic_operator.local import etcd_process
@@ -19,6 +18,7 @@ from elastic_operator.local.etcd_binary import find_etcd
 from elastic_operator.local.etcd_process import EtcdProcess, EtcdSettings, free_ports
 from elastic_operator.local.tether import tethered
 from elastic_operator.model import EtcdState
+from tests.support.local_runs import gone
 from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:

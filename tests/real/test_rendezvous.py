@@ -7,8 +7,8 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.nodes import Meeting, all_with
 
+from tests.support.nodes import Meeting, all_with
 from torchelastic.contract import FailureRecord, NodePhase, OutcomeState, RunKeys, SizeRecord, encode
 from torchelastic.store import StoreSettings, connect
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.support.etcd import EtcdServer
-
     from torchelastic.store import Store
 
 pytestmark = pytest.mark.real

@@ -9,8 +9,8 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.crew import ANY_PROGRAM, exit_of
 
+from tests.support.crew import ANY_PROGRAM, exit_of
 from torchelastic.agent.console import Console
 from torchelastic.agent.workers import Workers, WorkerStart
 from torchelastic.errors import SettingsError

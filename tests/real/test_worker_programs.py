@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.crew import exit_of
 
+from tests.support.crew import exit_of
 from torchelastic.agent.workers import Workers, WorkerStart
 from torchelastic.settings import LogSettings, Program, ProgramKind, StartMethod
 

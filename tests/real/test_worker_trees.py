@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives, told
 
+from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives, told
 from torchelastic.agent import prctl
 from torchelastic.agent.process_table import read_process, read_table
 from torchelastic.agent.workers import Workers, WorkerStart

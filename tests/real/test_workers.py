@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives
 
+from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives
 from torchelastic.agent.workers import GroupEnded
 from torchelastic.contract import FailureKind
 

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from tests.support.crew import ANY_PROGRAM, told
-
 from torchelastic.agent.workers import Workers, WorkerStart
 from torchelastic.settings import LogSettings
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tests.support.builders import NOW, an_epoch, failure, says, success
-
 from elastic_operator.model import EtcdState, Job, Observed, Plan, Pod, PodPhase
 from elastic_operator.names import ConditionType, Reason
 from elastic_operator.plan.roster import Verdict, verdict
+from tests.support.builders import NOW, an_epoch, failure, says, success
 from torchelastic.contract import EpochRecord, ExitCode, OutcomeRecord, OutcomeState, SizeRecord
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from tests.support.snapshots import FOLDER, RUN, START, pod, snapshot
 
 from elastic_operator import cli
 from elastic_operator.commands.describe import description
 from elastic_operator.commands.get import table
 from elastic_operator.local.shown import Shown
+from tests.support.snapshots import FOLDER, RUN, START, pod, snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path

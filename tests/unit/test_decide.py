@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.support.views import SETTINGS, epoch, failure, node_id, peer, view
 
+from tests.support.views import SETTINGS, epoch, failure, node_id, peer, view
 from torchelastic.contract import CONTRACT_VERSION, FailureKind, NodePhase, OutcomeRecord, OutcomeState
 from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, GiveWay, Hold, decide, root_cause
 

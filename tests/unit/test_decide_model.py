@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.support.views import SETTINGS, failure, record
 
+from tests.support.views import SETTINGS, failure, record
 from torchelastic.contract import (
     EpochRecord,
     FailureKind,

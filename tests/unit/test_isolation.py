@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.nodes import Meeting, all_with
 
+from tests.support.nodes import Meeting, all_with
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.store_conformance import StoreBehaviour, confirmed, ended, seen
 
+from tests.support.store_conformance import StoreBehaviour, confirmed, ended, seen
 from torchelastic.errors import HistoryCompacted, LeaseLost, StoreUnavailable
 from torchelastic.store import memory_data
 from torchelastic.store.memory import MemoryStore

@@ -6,6 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
+
+from elastic_operator.model import JobState, Plan
+from elastic_operator.names import ConditionType, EventReason, Reason, pod_name
+from elastic_operator.plan import plan
+from elastic_operator.plan.ending import FAREWELL
+from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
 from tests.support.builders import (
     NAME,
     NOW,
@@ -29,12 +35,6 @@ from tests.support.builders import (
     unready,
     with_status,
 )
-
-from elastic_operator.model import JobState, Plan
-from elastic_operator.names import ConditionType, EventReason, Reason, pod_name
-from elastic_operator.plan import plan
-from elastic_operator.plan.ending import FAREWELL
-from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
 from torchelastic.contract import FailureRecord
 
 if TYPE_CHECKING:

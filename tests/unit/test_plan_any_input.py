@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.builders import NAME, NOW, UID
-from tests.support.simulated_cluster import is_live
 
 from elastic_operator.model import EtcdState, Job, JobState, JobStatus, Observed, Pod, PodPhase
 from elastic_operator.names import pod_name
 from elastic_operator.plan import plan
 from elastic_operator.spec import ElasticJobSpec
+from tests.support.builders import NAME, NOW, UID
+from tests.support.simulated_cluster import is_live
 from torchelastic.contract import (
     EpochRecord,
     FailureRecord,

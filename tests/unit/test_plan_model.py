@@ -11,14 +11,14 @@ from dataclasses import replace
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.support.builders import a_job
-from tests.support.simulated_cluster import ConflictError, OperatorKilledError, SimulatedCluster, Store, is_live
 
 from elastic_operator.model import Job, Observed, Plan, Pod, PodPhase
 from elastic_operator.names import ConditionType, Reason
 from elastic_operator.plan import plan
 from elastic_operator.plan.ending import FAREWELL
 from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF
+from tests.support.builders import a_job
+from tests.support.simulated_cluster import ConflictError, OperatorKilledError, SimulatedCluster, Store, is_live
 from torchelastic.contract import ExitCode, OutcomeState
 
 ACCIDENTS = st.sampled_from([137, 139, 3, 1, 127, None])

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.builders import UID, a_job, size
 
 from elastic_operator.model import NewPod
 from elastic_operator.pods import (
@@ -19,6 +18,7 @@ from elastic_operator.pods import (
     resolved,
     user_env,
 )
+from tests.support.builders import UID, a_job, size
 from torchelastic.arguments import parse
 from torchelastic.contract import CONTRACT_VERSION, Env, SizeRecord, decode
 from torchelastic.settings import AgentSettings, ProgramKind
@@ -62,7 +62,11 @@ def test_without_a_command_the_arguments_may_be_flags_of_the_launcher() -> None:
 
 @pytest.mark.parametrize(
     ("command", "args"),
-    [(("/bin/echo",), ("--nproc-per-node=5", "--", "-m")), (("/bin/echo", "--standalone"), ()), (("/bin/echo", "--"), ("x",))],
+    [
+        (("/bin/echo",), ("--nproc-per-node=5", "--", "-m")),
+        (("/bin/echo", "--standalone"), ()),
+        (("/bin/echo", "--"), ("x",)),
+    ],
 )
 def test_with_a_command_nothing_of_it_is_read_as_a_flag(command: tuple[str, ...], args: tuple[str, ...]) -> None:
     started = agent_command(a_job(command=command, args=args), POD, HERE)

@@ -8,10 +8,10 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.builders import NOW, a_job, a_world, died, running, that_trained
 
 from elastic_operator.errors import ClusterError
 from elastic_operator.reconcile import Reconciler, ReconcileSettings, WorkQueue
+from tests.support.builders import NOW, a_job, a_world, died, running, that_trained
 from torchelastic.errors import StoreUnavailable
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.builders import NOW
 
 from elastic_operator.errors import BadInput
 from elastic_operator.model import Condition, JobState, JobStatus
 from elastic_operator.names import ConditionType, Reason
 from elastic_operator.status_json import rfc3339, status_from_json, status_to_json
+from tests.support.builders import NOW
 
 COUNTS = st.integers(0, 1_000_000)
 TIMES = st.integers(0, 4_000_000_000).map(float)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
-from tests.support.snapshots import FOLDER, KILLED, RUN, START, event, pod, snapshot
 
 from elastic_operator.local import words
 from elastic_operator.local.act import Act
@@ -13,6 +12,7 @@ from elastic_operator.local.hints import Hints, own_hints
 from elastic_operator.local.render import render
 from elastic_operator.local.shown import Shown
 from elastic_operator.local.view import LiveView, PlainView, choose_view, outcome
+from tests.support.snapshots import FOLDER, KILLED, RUN, START, event, pod, snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path
