@@ -106,7 +106,7 @@ async def test_an_agent_that_is_asked_to_go_says_so_and_the_others_go_on(
 
 
 async def test_a_third_node_is_taken_in_while_the_run_goes_on(line: list[str], program: Path, stop: Path) -> None:
-    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=joining_window=1"]
+    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=joining_window=1,lease=1"]
     async with AgentProcess(*nodes, program, stop) as a:
         await a.trains(world=1)
         async with AgentProcess(*nodes, program, stop) as b:

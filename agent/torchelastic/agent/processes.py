@@ -185,6 +185,7 @@ class Reaper:
             await self._settled.wait()
             table = read_table()
             chosen = [table[pid] for pid in select(table) if pid in table]
+            chosen.sort(key=lambda entry: (entry.started, entry.pid))  # parents first: a shell would tell of its child
             known.update((entry.pid, entry.started) for entry in chosen)
             for entry in table.values():  # little tells of the dead whose they were, so those killed here are known
                 if entry.dead and entry.parent == os.getpid() and (entry.pid, entry.started) in known:

@@ -250,10 +250,12 @@ def _first(view: View, before: EpochRecord, settings: RendezvousSettings) -> Dec
         return _form(view, before, candidates.chosen, EpochReason.NODE_JOINED, _greeting(candidates.chosen))
     if len(candidates.ordered) < view.size.min:
         return _too_few(view, before, candidates, since, settings)
-    if view.now >= since + settings.joining_window:
+    # In a store without an epoch there may be nodes that know one, and whose keys are on their way back.
+    window = settings.joining_window if view.epoch is not None else max(settings.joining_window, settings.lease)
+    if view.now >= since + window:
         return _form(view, before, candidates.chosen, EpochReason.NODE_JOINED, _greeting(candidates.chosen))
     return Hold(
-        since + settings.joining_window,
+        since + window,
         f"{_count(len(candidates.ordered), 'node')} of {candidates.target} {_are(len(candidates.ordered))} there; "
         "waiting for more until the joining window closes",
     )

@@ -6,6 +6,7 @@ The lead is one leased key. It falls vacant in four ways, and each has its own w
 - the leader resigned: the next in rank, at once;
 - the leader died, which its link has shown: the next in rank, at once;
 - its lease ended though it answers: it was the store that was away, so the leader may come back for a lease's time.
+  A newcomer, who has no link to tell by, waits as long.
 """
 
 from __future__ import annotations
@@ -131,13 +132,14 @@ class Succession:
 
     def _turn(self) -> float:
         """Seconds to leave to those who come before this node."""
-        expired = self._control.leader.record is None and self._last_leader is not None
+        expired = self._control.leader.record is None
         if self.epoch is None or not self.epoch.members or (expired and self._last_leader == self._node):
             return 0.0
         heirs = [node for node in self.epoch.nodes if node != self._last_leader]
-        place = heirs.index(self._node) if self._node in heirs else len(heirs)
-        wait = min(place * STEP, LONGEST_STEP)
-        return wait + self._lease if expired and self.linked else wait
+        heir = self._node in heirs
+        wait = min((heirs.index(self._node) if heir else len(heirs)) * STEP, LONGEST_STEP)
+        # Where all leases ended at once, the members are on their way back; a newcomer must not go on without them.
+        return wait + self._lease if expired and (self.linked or not heir) else wait
 
     async def _take(self) -> None:
         record = LeaderRecord(node=self._node, address=self._address)
@@ -180,9 +182,8 @@ class Succession:
     async def _resign(self) -> None:
         leader = self._control.leader
         if leader.record is not None and leader.record.node == self._node:
-            await self._store.swap(
-                self._keys.leader, encode(_VACANT), expected=leader.modified, lease=self._session.lease
-            )
+            # Under no lease: whoever comes later sees that the lead was given up, and not lost with its leader.
+            await self._store.swap(self._keys.leader, encode(_VACANT), expected=leader.modified)
 
     # -- following
 
