@@ -221,7 +221,7 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
         package = name.partition(".")[0]
         # Where `python -m` looks: the working directory first. Finding a package runs nothing of it.
         if package not in sys.builtin_module_names and not PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
-            raise SettingsError(f"There is no module {package} (looked up from {Path.cwd()} and by {sys.executable}).")
+            raise SettingsError(f"There is no module {name} (looked up from {Path.cwd()} and by {sys.executable}).")
     elif program.kind is ProgramKind.SCRIPT:
         script = Path(name)
         if script.is_file():

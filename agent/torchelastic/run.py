@@ -60,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         format=f"%(asctime)s [{settings.node_name}] %(message)s",
         datefmt="%H:%M:%S",
     )
-    ending = asyncio.run(_run(settings))
+    try:
+        ending = asyncio.run(_run(settings))
+    except KeyboardInterrupt:  # before the agent listened to signals
+        return ExitCode.INTERRUPTED
     _write_termination_message(settings.termination_log, ending.message)
     if ending.code in (ExitCode.FAILED, ExitCode.STORE):
         print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
@@ -70,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(settings: AgentSettings) -> Ending:
-    from torchelastic.agent.agent import Agent
+    from torchelastic.agent.agent import Agent, Ending
     from torchelastic.metrics.agent import AgentMetrics
 
     async with AsyncExitStack() as stack:
@@ -79,9 +82,11 @@ async def _run(settings: AgentSettings) -> Ending:
         if settings.metrics_port is not None:
             from torchelastic.metrics.server import MetricsServer
 
-            server = await stack.enter_async_context(
-                MetricsServer(metrics.handler, settings.metrics_port, host=settings.address)
-            )
+            server = MetricsServer(metrics.handler, settings.metrics_port, host=settings.address)
+            try:
+                await stack.enter_async_context(server)
+            except SettingsError as error:
+                return Ending(ExitCode.BAD_INPUT, TerminationMessage(reason="BadInput", message=f"{error}"))
             port = server.port
         return await Agent(settings, metrics).run(port)
 

@@ -81,7 +81,7 @@ async def test_a_failed_worker_costs_one_restart_of_the_whole_run(meeting: Meeti
     failure = FailureRecord(
         epoch=epoch.number, rank=1, local_rank=0, node=b.inner.node, exit_code=1, message="ValueError: bad", uptime=60.0
     )
-    b.inner.update(failure=failure)
+    b.inner.report(epoch.number, failure=failure)
     await asyncio.gather(*(node.until(lambda node: node.epochs[-1].number == 2) for node in (a, b)))
     assert a.epochs[-1] == b.epochs[-1]
     assert (a.epochs[-1].restarts, a.epochs[-1].cause) == (1, "rank 1 on b: ValueError: bad")
@@ -91,7 +91,7 @@ async def test_when_all_are_done_everybody_learns_of_the_success(meeting: Meetin
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     await all_with(a, b)
     for node in (a, b):
-        node.inner.update(phase=NodePhase.DONE)
+        node.inner.report(node.epochs[-1].number, phase=NodePhase.DONE)
     for node in (a, b):
         await node.until(lambda node: node.outcome is not None)
         assert node.outcome is not None
@@ -104,7 +104,7 @@ async def test_a_late_node_learns_the_outcome_where_the_id_is_unique_and_begins_
 ) -> None:
     a = await meeting.node("a", wanted=1, unique_run=unique)
     await all_with(a)
-    a.inner.update(phase=NodePhase.DONE)
+    a.inner.report(a.epochs[-1].number, phase=NodePhase.DONE)
     await a.until(lambda node: node.outcome is not None)
     await a.close()
     late = await meeting.node("late", wanted=1, unique_run=unique)

@@ -340,7 +340,7 @@ def test_a_command_that_is_a_python_program_is_treated_as_one(
         (["--no-python", "python", "nosuch.py"], "There is no script nosuch.py (looked up from"),
         (["--no-python", "no-such-program"], "There is no command no-such-program:"),
         (["--no-python", "./train.py"], "There is no command ./train.py:"),
-        (["-m", "nosuch.module"], "There is no module nosuch (looked up from"),
+        (["-m", "nosuch.module"], "There is no module nosuch.module (looked up from"),
         (["pkg"], "pkg is a folder:"),
     ],
 )

@@ -33,7 +33,7 @@ from torchelastic.rendezvous.ranks import worker_environments
 from torchelastic.rendezvous.session import retry_delay
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Mapping, Sequence
     from types import TracebackType
 
     from torchelastic.agent.workers import StoreServer, WorkerExit, WorkerGroup
@@ -114,6 +114,7 @@ class Agent:
         self._store_server: StoreServer | None = None
         self._pumps: list[asyncio.Task[None]] = []
         self._broken_at: float | None = None
+        self._began_at = 0.0
 
     async def run(self, metrics_port: int = 0) -> Ending:
         """Take part until the run has ended, or this agent is asked to go.
@@ -145,17 +146,17 @@ class Agent:
                 await self._signals.unless_first(stack.enter_async_context(node))
             except StoreError as error:
                 return _ending(ExitCode.STORE, "StoreUnavailable", f"{error}")
-            except StartError as error:
-                return _ending(ExitCode.BAD_INPUT, "CannotStart", f"{error}")
+            except (StartError, SettingsError) as error:
+                return _ending(ExitCode.BAD_INPUT, "BadInput", f"{error}")
             except _SignalledFirst as signalled:
                 return self._left(signalled.number)
             stack.push_async_callback(self._stop_workers, 0.0)
             self._pump(self._pump_events(node))
             try:
                 return await self._live(workers, node)
-            except (StartError, SettingsError) as error:
+            except SettingsError as error:
                 await node.leave()
-                return _ending(ExitCode.BAD_INPUT, "CannotStart", f"{error}")
+                return _ending(ExitCode.BAD_INPUT, "BadInput", f"{error}")
             finally:
                 for pump in self._pumps:
                     pump.cancel()
@@ -196,7 +197,8 @@ class Agent:
             happening = await self._queue.get()
             match happening:
                 case EpochBegan():
-                    await self._begin_epoch(happening, workers, node)
+                    with suppress(_SignalledFirst):  # the signal itself stands in the queue
+                        await self._signals.unless_first(self._begin_epoch(happening, workers, node))
                 case WorkerEnded():
                     await self._worker_ended(happening, node)
                 case StoreServerEnded(epoch):
@@ -224,6 +226,7 @@ class Agent:
             self._broken_at = time.monotonic()
         await self._stop_workers(0.0)
         self._epoch = epoch
+        self._began_at = time.monotonic()
         self._metrics.epoch(epoch.number, epoch.world_size)
         self._metrics.remaining_restarts(
             self._settings.role, max(self._settings.rendezvous.max_restarts - epoch.restarts, 0)
@@ -232,6 +235,7 @@ class Agent:
             if epoch.members:
                 logger.info("epoch %d: not needed now; waiting as a spare", epoch.number)
             self._metrics.worker_state(self._settings.role, "stopped")
+            self._broken_at = None
             return
         environments = worker_environments(
             epoch,
@@ -240,15 +244,11 @@ class Agent:
             run_id=self._settings.rendezvous.run_id,
             max_restarts=self._settings.rendezvous.max_restarts,
         )
-        starts = [WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), env) for env in environments]
-        # Side by side: the store's socket is bound already, so workers that are faster than the store wait there.
-        serving = None if began.store is None else asyncio.ensure_future(workers.serve_store(began.store))
         try:
-            self._group = await workers.start(epoch.number, starts)
-        finally:
-            if serving is not None:
-                self._store_server = await serving
-                self._pump(self._pump_store_server(self._store_server, epoch.number))
+            self._group = await self._start(began, workers, environments)
+        except StartError as error:
+            await self._epoch_failed(node, f"{error}", FailureKind.PROGRAM)
+            return
         self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
         self._metrics.worker_state(self._settings.role, "healthy")
         if self._broken_at is not None:
@@ -264,18 +264,36 @@ class Agent:
         )
         self._pump(self._pump_exits(self._group, epoch.number))
 
+    async def _start(
+        self, began: EpochBegan, workers: Workers, environments: Sequence[Mapping[str, str]]
+    ) -> WorkerGroup:
+        """Start the epoch's workers, and its store where this node serves it.
+
+        Side by side: the store's socket is bound already, so workers that are faster than the store wait there.
+        """
+        epoch = began.record.number
+        starts = [WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), env) for env in environments]
+        serving = None if began.store is None else asyncio.ensure_future(workers.serve_store(began.store))
+        try:
+            self._group = await workers.start(epoch, starts)
+        finally:
+            if serving is not None:
+                self._store_server = await serving
+                self._pump(self._pump_store_server(self._store_server, epoch))
+        return self._group
+
     async def _worker_ended(self, ended: WorkerEnded, node: RendezvousNode) -> None:
         if self._group is None or self._epoch is None or ended.epoch != self._epoch.number:
             return
         if ended.exit.exit_code == 0:
             self._unfinished.discard(ended.exit.local_rank)
             done = not self._unfinished
-            node.update(phase=NodePhase.DONE if done else NodePhase.FINISHING)
+            node.report(ended.epoch, phase=NodePhase.DONE if done else NodePhase.FINISHING)
             if done:
                 self._metrics.worker_state(self._settings.role, "succeeded")
             return
         failure = self._failure(ended.exit, ended.epoch)
-        node.update(failure=failure)
+        node.report(ended.epoch, failure=failure)
         logger.warning("%s", describe(failure))
         self._broken_at = time.monotonic()
         self._metrics.worker_state(self._settings.role, "unhealthy")
@@ -284,19 +302,26 @@ class Agent:
     async def _store_server_ended(self, epoch: int, node: RendezvousNode) -> None:
         if self._epoch is None or epoch != self._epoch.number or self._group is None:
             return
-        rank = min(self._group.pids, default=0)
-        node.update(
-            failure=FailureRecord(
-                epoch=epoch,
-                rank=rank,
-                local_rank=0,
-                node=node.node,
-                exit_code=1,
-                kind=FailureKind.COMMUNICATION,
-                host=self._settings.address,
-                message="the process that serves the epoch's TCPStore died",
-            )
+        await self._epoch_failed(node, "the process that serves the epoch's TCPStore died", FailureKind.COMMUNICATION)
+
+    async def _epoch_failed(self, node: RendezvousNode, message: str, kind: FailureKind) -> None:
+        """Report a failure that is this node's own, and no worker's; it stands for the node's first rank."""
+        epoch = self._epoch
+        if epoch is None or node.node not in epoch.nodes:
+            return
+        failure = FailureRecord(
+            epoch=epoch.number,
+            rank=sum(member.workers for member in epoch.members[: epoch.nodes.index(node.node)]),
+            local_rank=0,
+            node=node.node,
+            exit_code=1,
+            kind=kind,
+            host=self._settings.address,
+            message=message,
+            uptime=round(time.monotonic() - self._began_at, 3),
         )
+        node.report(epoch.number, failure=failure)
+        logger.warning("%s", describe(failure))
         await self._stop_workers(0.0)
 
     def _failure(self, worker: WorkerExit, epoch: int) -> FailureRecord:

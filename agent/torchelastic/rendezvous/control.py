@@ -125,19 +125,17 @@ class Control:
 
     def _set(self, key: str, entry: Entry | None) -> None:
         if key == self._keys.leader:
-            self.leader = self._standing(entry, LeaderRecord, self.leader)
+            self.leader = self._standing(entry, LeaderRecord)
         elif key == self._keys.epoch:
-            self.epoch = self._standing(entry, EpochRecord, self.epoch)
+            self.epoch = self._standing(entry, EpochRecord)
         elif key == self._keys.outcome:
-            self.outcome = self._standing(entry, OutcomeRecord, self.outcome)
+            self.outcome = self._standing(entry, OutcomeRecord)
         elif key == self._keys.size:
-            self.size = self._standing(entry, SizeRecord, self.size)
+            self.size = self._standing(entry, SizeRecord)
 
-    def _standing(self, entry: Entry | None, kind: type[RecordT], before: Standing[RecordT]) -> Standing[RecordT]:
+    def _standing(self, entry: Entry | None, kind: type[RecordT]) -> Standing[RecordT]:
         if entry is None:
             return Standing()
-        if entry.modified == before.modified:
-            return before
         try:
             return Standing(decode(entry.value, kind), entry.modified)
         except MalformedRecord as error:

@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from torchelastic.contract import (
     CONTRACT_VERSION,
     EpochReason,
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 CAUSE_WINDOW: Final = 0.1
 """Seconds for which a failure that looks like a consequence waits for its cause: the death of a peer's worker or agent
 reaches the leader a few milliseconds before or after the broken collective that it causes."""
+
+EPOCH_LIMIT: Final = 10**12
+"""No run has so many epochs; a larger number in a node's record is nonsense."""
 
 LAST_WORD_WINDOW: Final = 1.0
 """Seconds for which a run that is about to fail waits for the members that have not told their failure yet."""
@@ -153,6 +158,11 @@ def decide(view: View, settings: RendezvousSettings) -> Decision:
     if view.remembered is not None and view.remembered.number > view.epoch.number:
         return FormEpoch(view.remembered)  # the store went back to an earlier state of itself
     epoch = view.epoch
+    if _known(view) > epoch.number:
+        return _catch_up(view, epoch)
+    if view.now - view.changed_at >= settings.early_seconds:
+        # It has been healthy: what failed before is no part of a row any more.
+        epoch = msgspec.structs.replace(epoch, early=0)
     if not epoch.members:
         return _resume(view, epoch, settings)
     if all(node in view.done for node in epoch.nodes):
@@ -222,9 +232,25 @@ def _failures(view: View, epoch: EpochRecord) -> list[tuple[int, FailureRecord]]
     ]
 
 
+def _known(view: View) -> int:
+    """The highest epoch that any node knows of; a number that could not be counted on from is nobody's knowledge."""
+    return max((peer.record.epoch for peer in view.peers.values() if peer.record.epoch < EPOCH_LIMIT), default=0)
+
+
+def _catch_up(view: View, epoch: EpochRecord) -> Decision:
+    """Nodes know a later epoch than the store, which lost it: one that is later still brings all together again."""
+    restarts = max(epoch.restarts, *(peer.record.restarts for peer in view.peers.values()))
+    candidates = _candidates(view)
+    before = msgspec.structs.replace(epoch, restarts=restarts)
+    cause = "the store had lost an epoch that nodes still know"
+    if len(candidates.ordered) < view.size.min:
+        return _pause(view, before, candidates, EpochReason.NODE_LOST, cause)
+    return _form(view, before, candidates.chosen, EpochReason.NODE_LOST, cause)
+
+
 def _begin(view: View, settings: RendezvousSettings) -> Decision:
     """No epoch stands in the store: the run is new, or the store lost its data."""
-    known = max((peer.record.epoch for peer in view.peers.values()), default=0)
+    known = _known(view)
     if view.remembered is not None and view.remembered.number >= known:
         return FormEpoch(view.remembered)
     if known == 0:
@@ -275,8 +301,10 @@ def _continue_without(view: View, epoch: EpochRecord, lost: Sequence[str], setti
     reason = EpochReason.NODE_LEFT if all(_left(node, view) for node in lost) else EpochReason.NODE_LOST
     candidates = _candidates(view)
     if not any(peer.id in epoch.nodes for peer in candidates.ordered) and not view.silent.intersection(epoch.nodes):
-        # Nobody of the epoch is left, so nothing is being held up: begin as at the start.
-        return _first(view, epoch, settings)
+        # Nobody of the epoch is left, so nothing is being held up: begin as at the start. Where the id may be used
+        # again, this is another run, which has its whole budget; the numbers go on all the same.
+        restarts = epoch.restarts if settings.unique_run else 0
+        return _first(view, msgspec.structs.replace(epoch, early=0, restarts=restarts), settings)
     if len(candidates.ordered) < view.size.min:
         return _pause(view, epoch, candidates, reason, cause)
     return _form(view, epoch, candidates.chosen, reason, cause)
@@ -380,7 +408,7 @@ def _pause(view: View, before: EpochRecord, candidates: _Candidates, reason: Epo
     """An epoch without members: those that are left stop their workers and wait."""
     return FormEpoch(
         EpochRecord(
-            number=before.number + 1,
+            number=_next_number(view, before),
             restarts=before.restarts,
             early=before.early,
             wanted=view.size.wanted,
@@ -390,17 +418,20 @@ def _pause(view: View, before: EpochRecord, candidates: _Candidates, reason: Epo
     )
 
 
+def _next_number(view: View, before: EpochRecord) -> int:
+    return max(before.number, _known(view)) + 1
+
+
 def _form(view: View, before: EpochRecord, chosen: Sequence[Peer], reason: EpochReason, cause: str) -> Decision:
     """The next epoch with these nodes, its store on the first of them that offers a port that no epoch used."""
-    # Who has said that it knows the last epoch has renewed its offer since.
-    known = max(before.number, *(peer.record.epoch for peer in view.peers.values()))
-    hosts = (peer for peer in chosen if peer.record.store and peer.record.epoch == known)
+    # Who has said that it knows the standing epoch has renewed its offer since.
+    hosts = (peer for peer in chosen if peer.record.store and peer.record.epoch >= before.number)
     host = next(hosts, None)
     if host is None:
         return Hold(why="waiting for a node that can serve the next epoch's store")
     return FormEpoch(
         EpochRecord(
-            number=known + 1,
+            number=_next_number(view, before),
             members=tuple(Member(peer.id, peer.record.address, peer.record.workers) for peer in chosen),
             store=f"{bracketed(host.record.address)}:{host.record.store}",
             restarts=before.restarts,

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MEMBER_PATIENCE = 0.1
+"""Seconds after which a new leader looks at a member of the standing epoch that has not linked to it."""
+
 LINK_PATIENCE = 1.0
 """Seconds after which a node that has not linked counts as alive by its key alone: a network may forbid links."""
 
@@ -52,6 +55,7 @@ class Leadership:
         remembered: gives the last epoch that this node has seen.
         give_way: leaves the lead to others.
         gave_way: whether this node has done that before.
+        has_linked: whether this node has held a link to a leader before it: links work in this network.
         dead: nodes that are known to be dead from the start: the leader before.
     """
 
@@ -67,6 +71,7 @@ class Leadership:
         remembered: Callable[[], EpochRecord | None],
         give_way: Callable[[], Awaitable[None]],
         gave_way: bool,
+        has_linked: bool = False,
         dead: frozenset[str] = frozenset(),
     ) -> None:
         self._node = node
@@ -79,6 +84,7 @@ class Leadership:
         self._changed = control.changed
         self._peers: dict[str, Peer] = {}
         self._linked_once: set[str] = set()
+        self._has_linked = has_linked
         self._give_way = give_way
         self._gave_way = gave_way
         self._dead = set(dead)
@@ -113,6 +119,12 @@ class Leadership:
         peer = self._peers.get(node)
         if peer is not None and self._looks is not None:
             self._looks.create_task(self._look_after_break(peer))
+
+    async def reaches_a_peer(self) -> bool:
+        """Whether one of those that hold a link answers, looked at now."""
+        linked = [peer for peer in self._peers.values() if self._links.holds(peer.id)]
+        verdicts = await asyncio.gather(*(self._probe(peer) for peer in linked))
+        return Verdict.ALIVE in verdicts
 
     # -- watching
 
@@ -192,10 +204,25 @@ class Leadership:
     # -- looking again
 
     async def _wait_for_link(self, node: str) -> None:
-        """A newcomer links to the leader at once; where it can't, its key has to do."""
-        await asyncio.sleep(LINK_PATIENCE)
-        peer = self._peers.get(node)
-        if peer is not None and not peer.answers and node not in self._linked_once:
+        """A node links to the leader at once; where it can't, its key has to do.
+
+        A refusal says that it is dead only where links are known to work: a network may refuse them all.
+        """
+        epoch = self._control.epoch.record
+        for patience in (
+            MEMBER_PATIENCE if epoch is not None and node in epoch.nodes else LINK_PATIENCE,
+            LINK_PATIENCE,
+        ):
+            await asyncio.sleep(patience)
+            peer = self._peers.get(node)
+            if peer is None or peer.answers or node in self._linked_once:
+                return
+            if self._links_work() and await self._probe(peer) is Verdict.DEAD and not self._links.holds(node):
+                logger.info("%s is dead: it refuses a link", node)
+                self._dead.add(node)
+                self._changed.send()
+                return
+        if (peer := self._peers.get(node)) is not None:
             self._peers[node] = _with(peer, answers=True)
             self._changed.send()
 
@@ -204,7 +231,8 @@ class Leadership:
         tries = 0
         while peer.id in self._peers and not self._links.holds(peer.id):
             if await self._probe(peer) is Verdict.DEAD:
-                if self._peers.get(peer.id, peer).record.phase is not NodePhase.LEAVING:
+                ending = self._control.outcome.record is not None or peer.id in self._done
+                if not ending and self._peers.get(peer.id, peer).record.phase is not NodePhase.LEAVING:
                     logger.info("%s is dead: its link broke and it refuses a new one", peer.id)
                 self._dead.add(peer.id)
                 self._changed.send()
@@ -219,6 +247,9 @@ class Leadership:
                 self._changed.send()
                 return
             await asyncio.sleep(SILENT_RECHECK)
+
+    def _links_work(self) -> bool:
+        return self._has_linked or bool(self._linked_once)
 
     async def _probe(self, peer: Peer) -> Verdict:
         address = f"{bracketed(peer.record.address)}:{peer.record.link}"
@@ -238,11 +269,14 @@ class Leadership:
     async def _end_patience(self) -> None:
         seen = None
         while True:
-            if self._control.back_at != seen and self._patience_left() > 0:
+            count = self._changed.count
+            if self._control.back_at == seen:
+                await self._changed.after(count)
+            elif self._patience_left() > 0:
                 await asyncio.sleep(self._patience_left())
+            else:
+                seen = self._control.back_at
                 self._changed.send()
-            seen = self._control.back_at
-            await self._changed.after(self._changed.count)
 
     # -- deciding
 
@@ -275,6 +309,7 @@ class Leadership:
                 logger.info("%s", decision.why)
 
     async def _carry_out(self, decision: Decision) -> None:
+        seen = self._changed.count
         if isinstance(decision, FormEpoch):
             record = decision.record
             expected = self._control.epoch.modified
@@ -284,13 +319,18 @@ class Leadership:
                 self._control.set_epoch(record, revision)
                 return
         elif isinstance(decision, EndRun):
-            if await self._store.swap(self._keys.outcome, encode(decision.record), expected=0) is not None:
+            if (
+                await self._store.swap(
+                    self._keys.outcome, encode(decision.record), expected=self._control.outcome.modified
+                )
+                is not None
+            ):
                 logger.debug("committed the outcome: %s", decision.record.state)
         elif isinstance(decision, GiveWay):
             logger.info("%s", decision.why)
             await self._give_way()
         # Somebody else was faster, or this node's own write is on its way back through the watch.
-        await self._changed.after(self._changed.count, timeout=self._settings.lease)
+        await self._changed.after(seen, timeout=self._settings.lease)
 
     def _view(self) -> View:
         now = self._now()

@@ -79,6 +79,7 @@ class LinkServer:
         self._listener = listen(host)
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
+        self._transports: set[asyncio.WriteTransport] = set()
 
     @property
     def port(self) -> int:
@@ -99,15 +100,18 @@ class LinkServer:
     ) -> None:
         if self._server is not None:
             self._server.close()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        # Their connections are cut, and so they end by themselves: asyncio reports a cancelled handler as a mistake.
+        for transport in list(self._transports):
+            transport.abort()
+        if self._serving:
+            await asyncio.wait(self._serving)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         if task is not None:
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
+        self._transports.add(writer.transport)
         try:
             greeting = await _read_greeting(reader)
             if greeting is None or greeting.run != self._greeting.run:
@@ -117,9 +121,8 @@ class LinkServer:
                 await self._hold(greeting.node, reader)
         except OSError:
             pass  # the other side is gone
-        except asyncio.CancelledError:
-            pass  # the server ends; asyncio would log a cancelled handler as a mistake
         finally:
+            self._transports.discard(writer.transport)
             await _close(writer)
 
     async def _hold(self, node: str, reader: asyncio.StreamReader) -> None:

@@ -116,6 +116,7 @@ class RendezvousNode:
         )
         self._leadership: Leadership | None = None
         self._ended = False
+        self._told = 0
         self._leaving = False
         self._tasks = AsyncExitStack()
         self._running: asyncio.Task[None] | None = None
@@ -155,9 +156,10 @@ class RendezvousNode:
             raise RuntimeError("the node is not open")
         return self._running
 
-    def update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
-        """Change what this node says of itself: its phase, a failure, its metrics port."""
-        self._session.update(**changes)
+    def report(self, epoch: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
+        """Say how this node fares in an epoch: its phase, a failure. What is said of a past epoch is dropped."""
+        if self._session.record.epoch == epoch and not self._leaving:
+            self._session.update(**changes)
 
     async def leave(self, *, timeout: float = 1.0) -> None:  # noqa: ASYNC109 - bounds the wait for an absent store
         """Say that this node goes, so that the others go on at once; it takes part in nothing from here on.
@@ -166,6 +168,7 @@ class RendezvousNode:
             timeout: seconds to wait for the store to take it.
         """
         self._leaving = True
+        self._succession.stop_leading()
         self._session.update(phase=NodePhase.LEAVING)
         try:
             async with asyncio.timeout(timeout):
@@ -241,8 +244,13 @@ class RendezvousNode:
         port = self._offer.getsockname()[1]
         host = self._session.record.address
         store = None
+        before, self._told = self._told, epoch.number
         if epoch.store == f"{bracketed(host)}:{port}":
             store, self._offer = self._offer, listen(host)
+        elif epoch.number != before + 1:
+            # An epoch went by unseen, and may have named the port that this node offered: it is not offered again.
+            self._offer.close()
+            self._offer = listen(host)
         phase = NodePhase.LEAVING if self._leaving else NodePhase.READY
         self._session.update(
             epoch=epoch.number,
@@ -268,6 +276,7 @@ class RendezvousNode:
                 remembered=lambda: self._succession.epoch,
                 give_way=self._succession.give_way,
                 gave_way=self._succession.gave_way,
+                has_linked=self._succession.has_linked,
                 dead=frozenset(() if dead is None else (dead,)),
             )
             leading = asyncio.create_task(self._leadership.run())
@@ -298,9 +307,9 @@ class RendezvousNode:
                 await changed.after(seen, timeout=left)
             elif await self._reaches_a_peer():
                 await changed.after(seen, timeout=self._settings.lease)
-            else:
+            elif self._control.away_since is not None and self._session.record.phase is not NodePhase.DONE:
                 logger.warning("neither the store nor a peer can be reached: stopping the workers")
-                self._session.update(phase=NodePhase.CUT_OFF)
+                self.report(self._session.record.epoch, phase=NodePhase.CUT_OFF)
                 self.events.put_nowait(Isolated())
                 while self._control.away_since is not None:
                     await changed.after(changed.count)
@@ -310,7 +319,6 @@ class RendezvousNode:
         return epoch is not None and self.node in epoch.nodes and len(epoch.members) > 1
 
     async def _reaches_a_peer(self) -> bool:
-        if await self._succession.reaches_leader():
-            return True
-        epoch = self._succession.epoch
-        return epoch is not None and any(self._server.holds(node) for node in epoch.nodes)
+        if self._leadership is not None:
+            return await self._leadership.reaches_a_peer()
+        return await self._succession.reaches_leader()

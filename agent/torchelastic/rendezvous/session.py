@@ -55,6 +55,7 @@ class Session:
         self._ttl = lease
         self._wanted = Pulse()
         self._written = 0
+        self._tries = 0
 
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
         """Change what the node says of itself; it is written as soon as the store takes it."""
@@ -74,7 +75,6 @@ class Session:
         Raises:
             StoreRefused: the store refuses this node for good.
         """
-        tries = 0
         while True:
             try:
                 await self._hold()
@@ -82,12 +82,10 @@ class Session:
                 self.lease = 0
                 logger.info("the lease of this node has ended; taking a new one")
             except StoreUnavailable as error:
-                if tries == 0:
+                if self._tries == 0:
                     logger.warning("%s; going on without it until it is back", error)
-                await asyncio.sleep(retry_delay(tries))
-                tries += 1
-                continue
-            tries = 0
+                await asyncio.sleep(retry_delay(self._tries))
+                self._tries += 1
 
     async def withdraw(self) -> None:
         """Take the node's key away at once; nothing may run that would put it again."""
@@ -107,6 +105,7 @@ class Session:
                 await self._wanted.after(self._written, timeout=self._ttl / 3)
             if self._written == self._wanted.count:
                 await self._store.keep_alive(self.lease)
+                self._tries = 0
             else:
                 await self._put(self.lease)
 
@@ -117,4 +116,5 @@ class Session:
             # Goes along with the next update: until then the key's own creation says the same.
             self.record = msgspec.structs.replace(self.record, joined=revision)
         self._written = count
+        self._tries = 0
         self._changed.send()

@@ -77,7 +77,10 @@ class Succession:
         self._session = session
         self._address = address
         self._node = session.node
-        self._last_leader: str | None = None
+        self.has_linked = False
+        """Whether this node has ever held a link: links work in this network."""
+        self._last_leader: LeaderRecord | None = None
+        self._linked_to: str | None = None
         self._give_way_until = 0.0
         self._out = False
 
@@ -117,7 +120,11 @@ class Succession:
                 vacant_since = None
                 await changed.after(seen)
                 continue
-            vacant_since = now() if vacant_since is None else vacant_since
+            if vacant_since is None:
+                vacant_since = now()
+                if self._expired() and self.linked and not await self.reaches_leader():
+                    self.linked = False  # silence and the end of the lease agree: nobody comes back
+                continue
             left = max(vacant_since + self._turn(), self._give_way_until) - now()
             if left > 0:
                 await changed.after(seen, timeout=left)
@@ -132,14 +139,19 @@ class Succession:
 
     def _turn(self) -> float:
         """Seconds to leave to those who come before this node."""
-        expired = self._control.leader.record is None
-        if self.epoch is None or not self.epoch.members or (expired and self._last_leader == self._node):
+        expired = self._expired()
+        last = self._last_leader.node if self._last_leader is not None else None
+        if self.epoch is None or not self.epoch.members or (expired and last == self._node):
             return 0.0
-        heirs = [node for node in self.epoch.nodes if node != self._last_leader]
+        heirs = [node for node in self.epoch.nodes if node != last]
         heir = self._node in heirs
         wait = min((heirs.index(self._node) if heir else len(heirs)) * STEP, LONGEST_STEP)
         # Where all leases ended at once, the members are on their way back; a newcomer must not go on without them.
         return wait + self._lease if expired and (self.linked or not heir) else wait
+
+    def _expired(self) -> bool:
+        """Whether the lead fell vacant by the end of its lease, or never was taken."""
+        return self._control.leader.record is None
 
     async def _take(self) -> None:
         record = LeaderRecord(node=self._node, address=self._address)
@@ -159,14 +171,18 @@ class Succession:
 
     # -- giving it up
 
+    def stop_leading(self) -> None:
+        """Decide nothing any more, and never lead again."""
+        self._out = True
+        self._control.changed.send()
+
     async def leave(self) -> None:
         """Resign, and never lead again.
 
         Raises:
             StoreError: as the store does.
         """
-        self._out = True
-        self._control.changed.send()
+        self.stop_leading()
         await self._resign()
 
     async def give_way(self) -> None:
@@ -195,32 +211,34 @@ class Succession:
             seen = changed.count
             leader = self._control.leader.record
             if leader is not None and leader.node:
-                self._last_leader = leader.node
+                self._last_leader = leader
             if leader is None or leader.node in ("", self._node, self.dead_leader):
                 tries = 0
                 await changed.after(seen)
                 continue
             verdict = await self._link_to(leader)
-            if verdict is Verdict.DEAD:
-                logger.info("the leader %s is dead: it refuses its link", leader.node)
+            if verdict is Verdict.DEAD and self._linked_to == leader.node:
+                if self._control.outcome.record is None:
+                    logger.info("the leader %s is dead: it refuses its link", leader.node)
                 self.dead_leader = leader.node
                 changed.send()
             elif verdict is not None:
+                # Also where it refuses a link that never stood: the network may refuse them all, so its lease decides.
                 await asyncio.sleep(retry_delay(tries))
                 tries += 1
 
     async def reaches_leader(self) -> bool:
         """Whether the leader answers over its link, looked at now."""
-        leader = self._control.leader.record
+        leader = self._last_leader
         if leader is None or not self.linked:
-            return self.linked
+            return False
         verdict = await probe(leader.address, run=self._run_id, node=self._node, peer=leader.node)
         return verdict is Verdict.ALIVE
 
     def link_came(self, node: str) -> None:
         """The leader answered (called by :func:`~.link.hold_link`)."""
-        del node
-        self.linked = True
+        self.linked = self.has_linked = True
+        self._linked_to = node
 
     def link_broke(self, node: str) -> None:
         """The link is gone."""

@@ -182,7 +182,30 @@ def _known(folder: RunFolder, name: str | None) -> Snapshot | None:
             # It has ended meanwhile, or was killed; the folder knows how it stood last.
             record = folder.read_record() or record
     record["run"]["alive"] = False
+    return record if record["run"].get("ended") is not None else _as_killed(record)
+
+
+def _as_killed(record: Snapshot) -> Snapshot:
+    """What is left of a run that could not say how it ended: its pods ended with it."""
+    status = record.get("status")
+    if isinstance(status, dict):
+        status |= {"ready": 0, "replicas": 0, "readyDesired": f"0/{status.get('desired', 0)}"}
+        status["conditions"] = []
+    record["pods"] = []
+    run = record["run"]
+    message = (
+        f"`elasticjob run` (process {run.get('pid')}) was killed, and its pods and etcd with it; "
+        f"go on with `elasticjob run --resume {run.get('id')} {run.get('manifestPath')}`"
+    )
+    record["events"] = [
+        *record.get("events", []),
+        {"time": _last_sign(record), "reason": "Killed", "message": message, "warning": True},
+    ]
     return record
+
+
+def _last_sign(record: Snapshot) -> float:
+    return max((event.get("time", 0.0) for event in record.get("events", [])), default=0.0)
 
 
 def _is_called(folder: RunFolder, record: Snapshot, name: str) -> bool:

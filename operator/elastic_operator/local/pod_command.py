@@ -106,4 +106,4 @@ class PodCommands:
                 await process.wait()
         if process.returncode != ExitCode.SUCCEEDED:
             lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise BadInput(f"the job cannot run here: {lines[-1].removeprefix('torchelastic-run: ')}")
+            raise BadInput(lines[-1].removeprefix("torchelastic-run: "))

@@ -27,6 +27,9 @@ from elastic_operator.local.pod_command import PodCommands
 from elastic_operator.local.run_folder import create_run, private_folder, reopen_run
 from elastic_operator.local.running import LocalRun, RunParts
 from elastic_operator.pods import problem_of
+from elastic_operator.problem import Problem
+from torchelastic.endpoints import parse_endpoints
+from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from elastic_operator.local.name_claim import NameClaim
     from elastic_operator.local.running import Observer
     from elastic_operator.manifest import ElasticJobManifest
+    from elastic_operator.spec import ElasticJobSpec
 
 _Result = TypeVar("_Result")
 
@@ -129,11 +133,27 @@ async def _prepare(request: RunRequest, parts: RunParts) -> _Etcd:
         parts.folder.write_manifest(request.manifest.source.data)
     except OSError as error:
         raise BadInput(f"cannot write {parts.folder.manifest}: {error.strerror}") from None
-    await parts.commands.check(parts.live.job())
-    if request.manifest.spec.etcd.endpoint is not None:
+    endpoint = request.manifest.spec.etcd.endpoint
+    if endpoint is not None:
+        try:
+            parse_endpoints(endpoint)
+        except SettingsError as error:
+            raise request.manifest.source.bad_input([Problem(("spec", "etcd", "endpoint"), f"{error}")]) from None
+    try:
+        await parts.commands.check(parts.live.job())
+    except BadInput as error:
+        raise request.manifest.source.bad_input([_field_at_fault(request.manifest.spec, f"{error}")]) from None
+    if endpoint is not None:
         return _Etcd(None)
     binary = await find_etcd(request.environ.get("PATH"))
     return _Etcd(EtcdSettings(binary, parts.folder.etcd, parts.folder.etcd_log, request.environ))
+
+
+def _field_at_fault(spec: ElasticJobSpec, sentence: str) -> Problem:
+    """What the agent says of its command line, put to the field of the manifest that it came from."""
+    if sentence.startswith("PET_NPROC_PER_NODE="):
+        return Problem(("spec", "nprocPerNode"), sentence.removeprefix("PET_NPROC_PER_NODE="))
+    return Problem(("spec", "command" if spec.command else "args"), sentence)
 
 
 async def _unless_ended(end: RunEnd, work: Coroutine[None, None, _Result]) -> _Result | None:
