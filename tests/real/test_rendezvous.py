@@ -87,6 +87,19 @@ async def test_a_failed_worker_costs_one_restart_of_the_whole_run(meeting: Meeti
     assert (a.epochs[-1].restarts, a.epochs[-1].cause) == (1, "rank 1 on b: ValueError: bad")
 
 
+async def test_what_is_said_of_a_past_epoch_is_not_taken_for_the_present_one(meeting: Meeting) -> None:
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    past = await all_with(a, b)
+    await b.inner.leave()
+    present = await all_with(a)
+    a.inner.report(past.number, phase=NodePhase.DONE)
+    assert a.inner._session.record.phase is NodePhase.READY
+    a.inner.report(present.number, phase=NodePhase.DONE)
+    await a.until(lambda node: node.outcome is not None)
+    assert a.outcome is not None
+    assert a.outcome.epoch == present.number
+
+
 async def test_when_all_are_done_everybody_learns_of_the_success(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     await all_with(a, b)

@@ -256,3 +256,34 @@ def test_a_node_that_was_cut_off_has_lost_its_epoch_and_is_taken_into_the_next()
     assert members(decision) == ("a", "b")
     assert isinstance(decision, FormEpoch)
     assert (decision.record.cause, decision.record.restarts) == ("b was cut off", 0)
+
+
+def test_nodes_that_know_a_later_epoch_than_the_store_are_brought_together_in_one_that_is_later_still() -> None:
+    here = (peer("a", epoch=1, restarts=1), peer("b", epoch=3, restarts=2))
+    decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b", restarts=1)), SETTINGS)
+    assert members(decision) == ("a", "b")
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.number, decision.record.restarts) == (4, 2)
+
+
+def test_a_number_that_nobody_could_count_on_from_is_not_believed() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=2**53))
+    assert held(decide(view(*here, wanted=2, epoch=epoch(1, "a", "b")), SETTINGS)) == Hold()
+
+
+def test_early_failures_of_long_ago_are_no_part_of_a_row() -> None:
+    here = (peer("a", epoch=3), peer("b", joined=9, arrived=3600.0))
+    healthy = view(*here, wanted=2, now=3600.0, changed_at=0.0, epoch=epoch(3, "a", early=2))
+    decision = decide(healthy, SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert decision.record.early == 0
+
+
+@pytest.mark.parametrize(("unique", "restarts"), [(True, 7), (False, 0)])
+def test_a_run_of_which_nobody_is_left_has_its_whole_budget_again_where_its_id_may_be_used_again(
+    unique: bool, restarts: int
+) -> None:
+    settings = dataclasses.replace(SETTINGS, unique_run=unique)
+    decision = decide(view(peer("n", epoch=4), wanted=1, epoch=epoch(4, "a", restarts=7, early=2)), settings)
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.number, decision.record.restarts, decision.record.early) == (5, restarts, 0)
