@@ -56,6 +56,8 @@ class Leadership:
         give_way: leaves the lead to others.
         gave_way: whether this node has done that before.
         has_linked: whether this node has held a link to a leader before it: links work in this network.
+        took_expired_at: when this node took the lead, if the lease of the leader before had ended: others' leases may
+            have ended with it, and their keys be on their way back.
         dead: nodes that are known to be dead from the start: the leader before.
     """
 
@@ -72,6 +74,7 @@ class Leadership:
         give_way: Callable[[], Awaitable[None]],
         gave_way: bool,
         has_linked: bool = False,
+        took_expired_at: float | None = None,
         dead: frozenset[str] = frozenset(),
     ) -> None:
         self._node = node
@@ -85,6 +88,7 @@ class Leadership:
         self._peers: dict[str, Peer] = {}
         self._linked_once: set[str] = set()
         self._has_linked = has_linked
+        self._took_expired_at = took_expired_at
         self._give_way = give_way
         self._gave_way = gave_way
         self._dead = set(dead)
@@ -263,19 +267,23 @@ class Leadership:
         return frozenset(epoch.nodes) - self._peers.keys() - self._left
 
     def _patience_left(self) -> float:
-        back_at = self._control.back_at
-        return 0.0 if back_at is None else back_at + self._settings.lease - self._now()
+        since = self._patient_since()
+        return 0.0 if since is None else since + self._settings.lease - self._now()
+
+    def _patient_since(self) -> float | None:
+        """When the store came back, or this node took a lead that had expired, whichever was later."""
+        return max((time for time in (self._control.back_at, self._took_expired_at) if time is not None), default=None)
 
     async def _end_patience(self) -> None:
         seen = None
         while True:
             count = self._changed.count
-            if self._control.back_at == seen:
+            if self._patient_since() == seen:
                 await self._changed.after(count)
             elif self._patience_left() > 0:
                 await asyncio.sleep(self._patience_left())
             else:
-                seen = self._control.back_at
+                seen = self._patient_since()
                 self._changed.send()
 
     # -- deciding

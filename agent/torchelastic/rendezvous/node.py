@@ -277,6 +277,7 @@ class RendezvousNode:
                 give_way=self._succession.give_way,
                 gave_way=self._succession.gave_way,
                 has_linked=self._succession.has_linked,
+                took_expired_at=self._succession.took_expired_at,
                 dead=frozenset(() if dead is None else (dead,)),
             )
             leading = asyncio.create_task(self._leadership.run())

@@ -78,6 +78,8 @@ class Session:
         while True:
             try:
                 await self._hold()
+            except TimeoutError:
+                logger.info("the store did not answer in time to keep the lease; asking it again")
             except LeaseLost:
                 self.lease = 0
                 logger.info("the lease of this node has ended; taking a new one")
@@ -104,7 +106,9 @@ class Session:
             if self._written == self._wanted.count:
                 await self._wanted.after(self._written, timeout=self._ttl / 3)
             if self._written == self._wanted.count:
-                await self._store.keep_alive(self.lease)
+                # An etcd that finds its feet again may never answer what it was asked before.
+                async with asyncio.timeout(self._ttl / 2):
+                    await self._store.keep_alive(self.lease)
                 self._tries = 0
             else:
                 await self._put(self.lease)

@@ -77,6 +77,8 @@ class Succession:
         self._session = session
         self._address = address
         self._node = session.node
+        self.took_expired_at: float | None = None
+        """When this node took a lead whose leader answered though its lease had ended; None where it did otherwise."""
         self.has_linked = False
         """Whether this node has ever held a link: links work in this network."""
         self._last_leader: LeaderRecord | None = None
@@ -156,6 +158,7 @@ class Succession:
     async def _take(self) -> None:
         record = LeaderRecord(node=self._node, address=self._address)
         before = self._control.leader.modified
+        answered = self._expired() and self.linked
         seen = self._control.changed.count
         try:
             revision = await self._store.swap(
@@ -165,6 +168,7 @@ class Succession:
             await asyncio.sleep(retry_delay(0))
             return
         if revision is not None:
+            self.took_expired_at = asyncio.get_running_loop().time() if answered else None
             self._control.set_leader(record, revision)
         else:  # somebody was faster; the watch will say who
             await self._control.changed.after(seen, timeout=self._lease)
