@@ -65,6 +65,9 @@ class Pod:
         message: the agent's last words; a plain text where they were not ours, None where there are none.
         failures: how many pods of this index failed in a row before it.
         size: the wanted size that it was started with; None where it is not known.
+        waiting: why its worker container has not started yet, in words; empty where it has, or nobody says.
+        unfit: why its worker container can't have an agent that this operator understands, in words; None where it can.
+        lingers: whether its worker container has ended and another one of its containers still runs.
     """
 
     name: str
@@ -80,6 +83,9 @@ class Pod:
     message: TerminationMessage | str | None = None
     failures: int = 0
     size: SizeRecord | None = None
+    waiting: str = ""
+    unfit: str | None = None
+    lingers: bool = False
 
 
 class EtcdState(enum.StrEnum):
@@ -102,6 +108,10 @@ class Observed:
         epoch: the current epoch.
         outcome: the end of the run.
         size: the wanted size as it stands in the store.
+        refusal: why the cluster will never take the pods (or the etcd) that this spec asks for, in its own words; None
+            where it does.
+        hindrance: why pods could not be made when it was tried last, though later they may be, in words; None where
+            they could.
     """
 
     pods: tuple[Pod, ...] = ()
@@ -110,6 +120,8 @@ class Observed:
     epoch: EpochRecord | None = None
     outcome: OutcomeRecord | None = None
     size: SizeRecord | None = None
+    refusal: str | None = None
+    hindrance: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

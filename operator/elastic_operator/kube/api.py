@@ -1,0 +1,289 @@
+"""The API server, as the operator and ``elasticjob`` talk to it: plain JSON in and out, and errors as sentences.
+
+The official client brings the connection, the credentials and their renewal. Its models are passed by: to read a
+thousand pods into them takes twelve times as long as to read the JSON, and they drop what they do not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import aiohttp
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+
+from elastic_operator.errors import BadInput, ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+    from types import TracebackType
+
+    from elastic_operator.kube.resources import Resource
+    from elastic_operator.spec import Json
+
+_TIMEOUT: Final = 30.0
+_CONNECTIONS: Final = 32
+_NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
+
+MERGE_PATCH: Final = "application/merge-patch+json"
+
+
+class ApiError(ClusterError):
+    """The API server refused.
+
+    Attributes:
+        status: the HTTP status.
+        reason: in one word, such as NotFound, AlreadyExists, Conflict, Invalid.
+        words: the server's own sentence.
+    """
+
+    def __init__(self, status: int, reason: str, words: str) -> None:
+        super().__init__(f"the API server refused ({status} {reason}): {words}")
+        self.status = status
+        self.reason = reason
+        self.words = words
+
+    @property
+    def not_found(self) -> bool:
+        """Whether there is no such object."""
+        return self.status == 404
+
+    @property
+    def conflict(self) -> bool:
+        """Whether the object is there already, or has changed since it was read."""
+        return self.status == 409
+
+    @property
+    def rejects_object(self) -> bool:
+        """Whether the object itself can never be taken, however often it is tried."""
+        return self.status in (400, 413, 415, 422)
+
+
+class Api:
+    """A connection to an API server; an async context manager.
+
+    Attributes:
+        namespace: the one that the kubeconfig's context names, or of the pod that this runs in; "default" where there
+            is none.
+    """
+
+    def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
+        configuration.connection_pool_maxsize = _CONNECTIONS
+        configuration.retries = None  # what fails is tried again where it is known whether that makes sense
+        self._configuration = configuration
+        self._client: ApiClient | None = None
+        self.namespace = namespace
+
+    @classmethod
+    async def from_kubeconfig(cls, path: str | None = None, context: str | None = None) -> Api:
+        """What a kubeconfig says.
+
+        Args:
+            path: the file; None for what KUBECONFIG names, or ``~/.kube/config``.
+            context: which of its contexts; None for the current one.
+
+        Raises:
+            BadInput: it can't be read, or has no such context.
+        """
+        configuration = Configuration()
+        try:
+            loader = await load_kube_config(
+                config_file=path, context=context, client_configuration=configuration, persist_config=False
+            )
+            current = loader.current_context
+        except (ConfigException, OSError, ValueError) as error:
+            what = path or "the kubeconfig"
+            raise BadInput(f"{what} cannot be used: {error}; name one with --kubeconfig and --context") from None
+        return cls(configuration, str(current.get("context", {}).get("namespace") or "default"))
+
+    @classmethod
+    async def in_cluster(cls) -> Api:
+        """What a pod is given.
+
+        Raises:
+            BadInput: this runs in no pod, or its service account's token isn't mounted.
+        """
+        configuration = Configuration()
+        try:
+            load_incluster_config(client_configuration=configuration)
+        except ConfigException as error:
+            raise BadInput(f"this is not a pod with a service account ({error}); use --kubeconfig") from None
+        return cls(configuration)
+
+    async def __aenter__(self) -> Self:
+        self._client = ApiClient(self._configuration)
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.__aexit__(kind, error, trace)
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Json:
+        """One object.
+
+        Raises:
+            ApiError: there is none (404), or it may not be read.
+            ClusterError: the API server can't be reached; so for every method.
+        """
+        return await self._json("GET", resource.path(namespace, name))
+
+    async def list(self, resource: Resource, namespace: str | None, *, labels: str = "") -> tuple[list[Json], str]:
+        """The objects of a namespace (None: of all) with these labels, and the resource version of the listing."""
+        query = {"labelSelector": labels} if labels else {}
+        listing = await self._json("GET", resource.path(namespace), query=query)
+        return list(listing.get("items") or ()), str(listing["metadata"]["resourceVersion"])
+
+    async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
+        """Make an object; unknown and repeated fields are refused (``fieldValidation=Strict``).
+
+        Returns:
+            The object as it was made.
+        """
+        return await self._json("POST", resource.path(namespace), query={"fieldValidation": "Strict"}, body=body)
+
+    async def replace(self, resource: Resource, namespace: str, name: str, body: Json, subresource: str = "") -> Json:
+        """Put an object, or its subresource, in the place of the one with the same resource version."""
+        return await self._json("PUT", resource.path(namespace, name, subresource), body=body)
+
+    async def patch(self, resource: Resource, namespace: str, name: str, body: Json, subresource: str = "") -> Json:
+        """Change an object, or its subresource, by a JSON merge patch; only the resource version that it may name."""
+        return await self._json(
+            "PATCH", resource.path(namespace, name, subresource), body=body, content_type=MERGE_PATCH
+        )
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+    ) -> Json:
+        """Remove an object, and in the background what it owns.
+
+        Args:
+            resource: its kind.
+            namespace: where it is.
+            name: its name.
+            uid: only if it is this very one.
+            grace: seconds that its containers get; None for what the pod says.
+        """
+        body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        return await self._json("DELETE", resource.path(namespace, name), body=body)
+
+    async def logs(
+        self, namespace: str, pod: str, container: str, *, follow: bool = False, tail: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """What a container has printed, and with ``follow`` what it goes on to print, piece by piece."""
+        query = {"container": container}
+        if follow:
+            query["follow"] = "true"
+        if tail is not None:
+            query["tailLines"] = str(tail)
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
+        # A log that is followed is silent as long as the program is.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT) if follow else _TIMEOUT
+        try:
+            response = await self._request("GET", path, query=query, time_limit=timeout)
+            with contextlib.closing(response):
+                if response.status >= 400:
+                    raise _refusal(response.status, await response.read())
+                async for piece in response.content.iter_any():
+                    yield piece
+        except _NETWORK_ERRORS as error:
+            raise _unreachable(error) from None
+
+    async def watch(
+        self, resource: Resource, namespace: str | None, *, start: str, labels: str = "", name: str = ""
+    ) -> AsyncGenerator[tuple[str, Json], None]:
+        """Every change from a resource version on: ADDED, MODIFIED or DELETED, with the object, for some minutes.
+
+        Raises:
+            ApiError: the resource version is no longer kept (410): list again.
+        """
+        query = {"watch": "true", "resourceVersion": start, "timeoutSeconds": "300"}
+        if labels:
+            query["labelSelector"] = labels
+        if name:
+            query["fieldSelector"] = f"metadata.name={name}"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT)
+        try:
+            response = await self._request("GET", resource.path(namespace), query=query, time_limit=timeout)
+            with contextlib.closing(response):
+                if response.status >= 400:
+                    raise _refusal(response.status, await response.read())
+                async for line in response.content:
+                    change = json.loads(line)
+                    if change["type"] == "ERROR":
+                        told = change["object"]
+                        raise ApiError(int(told.get("code", 500)), str(told.get("reason")), str(told.get("message")))
+                    yield change["type"], change["object"]
+        except _NETWORK_ERRORS as error:
+            raise _unreachable(error) from None
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+    ) -> dict[str, Any]:
+        try:
+            response = await self._request(method, path, query=query, body=body, content_type=content_type)
+            with contextlib.closing(response):
+                data = await response.read()
+        except _NETWORK_ERRORS as error:
+            raise _unreachable(error) from None
+        if response.status >= 400:
+            raise _refusal(response.status, data)
+        try:
+            found: dict[str, Any] = json.loads(data)
+        except ValueError:
+            raise ClusterError(f"what answers under {self._configuration.host} is no Kubernetes API server") from None
+        return found
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+        time_limit: float | aiohttp.ClientTimeout = _TIMEOUT,
+    ) -> aiohttp.ClientResponse:
+        if self._client is None:
+            raise RuntimeError("used outside of its `async with` block")
+        request = await self._client.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json", "Content-Type": content_type},
+            auth_settings=["BearerToken"],
+        )
+        method, url, headers, _, _ = request
+        answer = await self._client.call_api(method, url, headers, body=body, _request_timeout=time_limit)
+        response: aiohttp.ClientResponse = answer.response
+        return response
+
+
+def _refusal(status: int, data: bytes) -> ApiError:
+    try:
+        told = json.loads(data)
+        return ApiError(status, str(told.get("reason") or ""), str(told.get("message") or ""))
+    except (ValueError, AttributeError):
+        return ApiError(status, "", data[:500].decode(errors="replace").strip())
+
+
+def _unreachable(error: Exception) -> ClusterError:
+    if isinstance(error, asyncio.TimeoutError):
+        return ClusterError("the API server does not answer in time")
+    return ClusterError(f"the API server cannot be reached: {str(error) or type(error).__name__}")

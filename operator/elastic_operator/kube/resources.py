@@ -1,0 +1,50 @@
+"""The kinds of objects that the operator and ``elasticjob`` deal with, and where the API server has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_operator.spec import GROUP, VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of object.
+
+    Attributes:
+        group: of the API; empty for the core group.
+        version: of the API.
+        plural: its name in a path.
+        kind: its name in an object.
+    """
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+
+    @property
+    def api_version(self) -> str:
+        """As it stands in an object."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
+        """Where the API server has the objects of a namespace (None: of all), one of them, or a part of it."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        parts = [root]
+        if namespace is not None:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(name)
+        if subresource:
+            parts.append(subresource)
+        return "/".join(parts)
+
+
+ELASTIC_JOBS: Final = Resource(GROUP, VERSION, "elasticjobs", "ElasticJob")
+PODS: Final = Resource("", "v1", "pods", "Pod")
+SERVICES: Final = Resource("", "v1", "services", "Service")
+DEPLOYMENTS: Final = Resource("apps", "v1", "deployments", "Deployment")
+EVENTS: Final = Resource("", "v1", "events", "Event")

@@ -1,0 +1,42 @@
+"""Where the test bed keeps what takes long to make: below the user's cache folder, made once, shared by all runs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Missing(Exception):  # noqa: N818 - it says what is not there
+    """A part of the test bed cannot be had on this machine.
+
+    Attributes:
+        part: what is missing, such as "Go 1.26 or later".
+        remedy: what would bring it, as a sentence for a person.
+    """
+
+    def __init__(self, part: str, remedy: str) -> None:
+        super().__init__(f"{part}: {remedy}")
+        self.part = part
+        self.remedy = remedy
+
+
+def cache_folder() -> Path:
+    """The folder, made if it is not there."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(base).expanduser() / "elastic-operator"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold the lock of this name against all other runs on this machine; it ends with the process at the latest."""
+    with (cache_folder() / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
