@@ -12,7 +12,7 @@ export VENV PYTHON
 python := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo install test check lint upgrade clean
+.PHONY: help run demo install test testbed check lint upgrade clean
 
 help: ## say what can be made
 	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -26,8 +26,12 @@ demo: install ## see a job scaled, killed and recovering, by itself
 install: ## make the virtual environment that `make run` needs, and nothing else
 	@scripts/bootstrap.sh local
 
-test: lint ## everything: the checks, and all tests on real processes
+test: lint testbed ## everything: the checks, and all tests on real processes and a real Kubernetes
 	$(python) -m pytest tests $(ARGS)
+
+testbed: ## build the Kubernetes and the images that the tests run on, once, into the user's cache folder
+	@scripts/bootstrap.sh dev
+	$(python) -m tests.support.testbed prepare
 
 check: lint ## format, lint, types, layers and unit tests (under two minutes)
 	$(python) -m pytest tests/unit $(ARGS)

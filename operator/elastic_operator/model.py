@@ -47,6 +47,28 @@ class PodPhase(enum.StrEnum):
         return self in (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
 
+class Misfit(enum.StrEnum):
+    """Why no agent that this operator understands can run in a pod; equal to the reasons of the condition Failed."""
+
+    NO_AGENT = "NoAgent"
+    """The image carries no agent."""
+    CONTRACT_MISMATCH = "ContractMismatch"
+    """Its agent speaks another version of the contract."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """That a pod's worker container can't have an agent that this operator understands.
+
+    Attributes:
+        reason: in a word.
+        message: in a sentence that names the image and says what to do.
+    """
+
+    reason: Misfit
+    message: str
+
+
 @dataclass(frozen=True, slots=True)
 class Pod:
     """A worker pod as it was observed.
@@ -66,7 +88,7 @@ class Pod:
         failures: how many pods of this index failed in a row before it.
         size: the wanted size that it was started with; None where it is not known.
         waiting: why its worker container has not started yet, in words; empty where it has, or nobody says.
-        unfit: why its worker container can't have an agent that this operator understands, in words; None where it can.
+        unfit: why its worker container can't have an agent that this operator understands; None where it can.
         lingers: whether its worker container has ended and another one of its containers still runs.
     """
 
@@ -84,7 +106,7 @@ class Pod:
     failures: int = 0
     size: SizeRecord | None = None
     waiting: str = ""
-    unfit: str | None = None
+    unfit: Unfit | None = None
     lingers: bool = False
 
 

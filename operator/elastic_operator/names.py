@@ -24,6 +24,11 @@ ANNOTATION_FAILURES: Final = f"{GROUP}/failures"
 """On worker pods: how many pods of this index failed in a row before it."""
 ANNOTATION_SIZE: Final = f"{GROUP}/size"
 """On worker pods: the wanted size that it was started with, as in TORCHELASTIC_SIZE."""
+ANNOTATION_CONTRACT: Final = f"{GROUP}/contract-version"
+"""On worker pods: the version of the contract that the operator which made it speaks."""
+
+OWN_PREFIX: Final = f"{GROUP}/"
+"""What the labels and annotations begin with that are the operator's alone."""
 
 
 class ConditionType(enum.StrEnum):
@@ -58,6 +63,10 @@ class Reason(enum.StrEnum):
     ALL_PODS = "AllPods"
     BAD_SPEC = "BadSpec"
     GOOD_SPEC = "GoodSpec"
+    REFUSED = "Refused"
+    """The cluster will never take the pods, or the etcd, that the spec asks for; the message has its words."""
+    HINDERED = "Hindered"
+    """The cluster does not take pods for now: a quota, a policy, a missing right; the message has its words."""
     RUN_SUCCEEDED = "RunSucceeded"
     RUN_FAILED = "RunFailed"
     """The agents have ended the run: a program that fails too often, or nodes that did not come."""
@@ -65,6 +74,10 @@ class Reason(enum.StrEnum):
     """An agent cannot honour what it was started with."""
     POD_FAILURES = "PodFailures"
     """More pods died by themselves than may."""
+    NO_AGENT = "NoAgent"
+    """The image of the pods has no ``torchelastic-run``."""
+    CONTRACT_MISMATCH = "ContractMismatch"
+    """The agent in the image speaks another version of the contract than this operator."""
 
 
 class EventReason(enum.StrEnum):
@@ -79,6 +92,11 @@ class EventReason(enum.StrEnum):
     POD_DIED = "PodDied"
     POD_LEFT = "PodLeft"
     POD_DELETED = "PodDeleted"
+    """Somebody else has deleted a pod; the message has its last words."""
+    REFUSED = "Refused"
+    """The cluster will never take what the spec asks for; see :attr:`Reason.REFUSED`."""
+    HINDERED = "Hindered"
+    """The cluster does not take pods for now; see :attr:`Reason.HINDERED`."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 

@@ -1,0 +1,171 @@
+"""A user's story on a real kubelet, from ``helm install`` to ``helm uninstall``, with the images of the Dockerfiles."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from tests.support.cluster_user import ROOT, User, job
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.testbed.node import Node
+
+pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+RELEASE = "elastic-operator"
+SYSTEM = "elastic-system"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def cluster(node: Node) -> AsyncIterator[Node]:
+    """A cluster with the operator, as the README installs it."""
+    await node.run(
+        "helm", "install", RELEASE, str(ROOT / "charts"), "--namespace", SYSTEM, "--create-namespace", "--wait",
+        timeout=180,
+    )  # fmt: skip
+    yield node
+    await node.run("helm", "uninstall", RELEASE, "--namespace", SYSTEM, "--wait", timeout=120)
+    await node.kubectl("delete", "crd", "elasticjobs.elastic.pytorch.org", "--ignore-not-found")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def user(cluster: Node, request: pytest.FixtureRequest) -> AsyncIterator[User]:
+    """Somebody with a namespace that lets only restricted pods in."""
+    namespace = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
+    await cluster.kubectl("create", "namespace", namespace)
+    await cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    yield User(cluster, namespace)
+    await cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: User) -> None:
+    await user.apply(ROOT / "examples" / "digits.yaml")
+    await user.wait("elasticjob/digits", "condition=Running")
+    first = await user.pods("digits")
+    assert len(first) == 2
+
+    refused = await user.kubectl("scale", "elasticjob/digits", "--replicas=4", check=False)
+    assert refused.returncode != 0
+    assert "between minReplicas and maxReplicas" in refused.stderr
+
+    await user.kubectl("scale", "elasticjob/digits", "--replicas=3")
+    await user.wait("elasticjob/digits", "jsonpath={.status.worldSize}=3")
+    now = await user.pods("digits")
+    assert len(now) == 3
+    for name, pod in first.items():
+        assert now[name]["metadata"]["uid"] == pod["metadata"]["uid"], "those that stay are not made anew"
+
+    shown = (await user.kubectl("get", "elasticjobs")).stdout.splitlines()
+    assert shown[0].split() == ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
+    assert shown[1].split()[:6] == ["digits", "Running", "3/3", "1", "3", "0"]
+
+    await user.wait("elasticjob/digits", "condition=Succeeded", limit="600s")
+    await user.wait("elasticjob/digits", "condition=Finished")
+    # What the pods have printed can still be read.
+    printed = (await user.elasticjob("logs", "digits")).stdout
+    assert re.search(r"test accuracy 0\.9\d\d", printed)
+    told = await user.events("digits")
+    assert "training started with 2 pods" in told
+    assert "scaled from 2 to 3 pods" in told
+    assert "Succeeded" in told
+
+    await user.kubectl("delete", "elasticjob/digits", "--cascade=foreground")
+    assert await user.leftovers() == []
+
+
+async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: User) -> None:
+    node = user.node
+    await user.apply(job("rounds", replicas=2))
+    await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
+
+    # A worker dies: the same pods go on, and it is charged.
+    before = await user.pods("rounds")
+    await node.run("pkill", "-KILL", "-n", "-f", "finish.exists")
+    await user.wait("elasticjob/rounds", "jsonpath={.status.restarts}=1")
+    await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
+    assert (await user.pods("rounds")).keys() == before.keys()
+
+    # A pod is deleted: another takes its place, that is free, and its last words are told.
+    victim = min(before)
+    await user.kubectl("delete", "pod", victim)
+    await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=2/2")
+    await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
+    status = (await user.get("elasticjob/rounds"))["status"]
+    assert status["podFailures"] == 0
+    assert status["restarts"] == 1
+
+    # An agent dies: its pod stays for its log, and another takes its place.
+    victim = max(await user.pods("rounds"))
+    uid = (await user.pods("rounds"))[victim]["metadata"]["uid"]
+    await node.run("pkill", "-KILL", "-o", "-f", "torchelastic-run", "--cgroup", uid, check=False)
+    await user.wait(f"pod/{victim}", "jsonpath={.status.phase}=Failed")
+    await user.wait("elasticjob/rounds", "jsonpath={.status.podFailures}=1")
+    await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=2/2")
+    assert "round" in (await user.kubectl("logs", victim, "-c", "worker")).stdout
+
+    # etcd dies: nobody stops training, and changes are possible again once it is back.
+    epoch = (await user.get("elasticjob/rounds"))["status"]["epoch"]
+    etcd = "-l=elastic.pytorch.org/job=rounds,elastic.pytorch.org/role=etcd"
+    await user.kubectl("delete", "pod", etcd, "--grace-period=0", "--force")
+    await user.wait("deployment/rounds-etcd", "condition=Available")
+    assert (await user.get("elasticjob/rounds"))["status"]["epoch"] == epoch
+    await user.kubectl("scale", "elasticjob/rounds", "--replicas=1")
+    await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=1")
+
+    told = await user.events("rounds")
+    assert f"{victim} " in told
+    assert "killed by SIGKILL" in told
+    await user.finish("rounds")
+    await user.wait("elasticjob/rounds", "condition=Succeeded")
+    await user.kubectl("delete", "elasticjob/rounds", "--cascade=foreground")
+    assert await user.leftovers() == []
+
+
+async def test_an_upgrade_of_the_operator_disturbs_no_job(user: User) -> None:
+    await user.apply(job("steady", replicas=1))
+    await user.wait("elasticjob/steady", "condition=Running")
+    before = await user.pods("steady")
+    await user.node.run(
+        "helm", "upgrade", RELEASE, str(ROOT / "charts"), "--namespace", SYSTEM, "--wait",
+        "--set", "podLabels.upgraded=yes", timeout=180,
+    )  # fmt: skip
+    await user.kubectl("scale", "elasticjob/steady", "--replicas=2")
+    await user.wait("elasticjob/steady", "jsonpath={.status.worldSize}=2")
+    after = await user.pods("steady")
+    assert {name: pod["metadata"]["uid"] for name, pod in before.items()}.items() <= {
+        name: pod["metadata"]["uid"] for name, pod in after.items()
+    }.items()
+
+
+async def test_an_image_without_the_agent_is_called_that(user: User) -> None:
+    await user.apply(job("bare", image="quay.io/coreos/etcd:v3.7.3", command=["etcd"], args=["--version"]))
+    await user.wait("elasticjob/bare", "condition=Finished")
+    told = await user.events("bare")
+    assert re.search(r"image quay.io/coreos/etcd:v3.7.3 has no\s+torchelastic-run", told)
+
+
+async def test_a_mistake_in_the_template_is_said_in_the_servers_words_and_mended_by_an_edit(user: User) -> None:
+    await user.apply(job("typo", template={"spec": {"nodeSelektor": {"gpu": "yes"}}}))
+    await user.wait("elasticjob/typo", "condition=Invalid")
+    assert "nodeSelektor" in await user.events("typo")
+    assert await user.pods("typo") == {}
+    await user.apply(job("typo", replicas=1))
+    await user.wait("elasticjob/typo", "condition=Running")
+
+
+async def test_what_elasticjob_says_of_a_cluster(user: User) -> None:
+    await user.apply(job("seen", replicas=2))
+    await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=2")
+    table = (await user.elasticjob("get")).stdout.splitlines()
+    assert table[1].split()[:3] == ["seen", "Running", "2/2"]
+    assert "training started with 2 pods" in (await user.elasticjob("describe", "seen")).stdout
+    assert "of 2 workers" in (await user.elasticjob("logs", "seen", "--rank", "0")).stdout
+    await user.elasticjob("scale", "seen", "--replicas", "1")
+    await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=1")
+    await user.elasticjob("delete", "seen")
+    assert await user.leftovers() == []

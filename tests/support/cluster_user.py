@@ -1,0 +1,111 @@
+"""A person at a cluster: types kubectl, helm and elasticjob, waits for what they promise, and reads what they print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from tests.support.testbed.node import Node
+
+ROOT = Path(__file__).resolve().parents[2]
+ELASTICJOB = Path(sys.executable).with_name("elasticjob")
+PATIENCE = "180s"
+"""How long a person waits for anything; nothing here should take a tenth of it, but machines may be busy."""
+
+ROUNDS = """\
+import os, pathlib, signal, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+finish = pathlib.Path("/tmp/finish")
+number = 0
+while True:
+    votes = torch.tensor([float(finish.exists()), 1.0])
+    dist.all_reduce(votes)
+    number += 1
+    if number == 1 or number % 50 == 0:
+        print(f"round {number} of {int(votes[1])} workers", flush=True)
+    if votes[0]:
+        print("finished by request", flush=True)
+        break
+    time.sleep(0.02)
+"""
+"""Trains nothing, but as all training does: all workers go through each round together. It ends when it is asked to."""
+
+
+def job(name: str, **spec: Any) -> dict[str, Any]:
+    """A job of one or more pods in which every worker goes through rounds until ``/tmp/finish`` is there in one pod."""
+    return {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": name},
+        "spec": {
+            "maxReplicas": 3,
+            "image": "elastic-agent:dev",
+            "command": ["python3", "-c", ROUNDS],
+            "template": {"spec": {"securityContext": {"runAsNonRoot": True}}},
+            **spec,
+        },
+    }
+
+
+class User:
+    """Works in one namespace of a node's cluster."""
+
+    def __init__(self, node: Node, namespace: str) -> None:
+        self.node = node
+        self.namespace = namespace
+
+    async def kubectl(self, *words: str, check: bool = True, stdin: str | None = None, limit: float = 240) -> Any:
+        """Type kubectl in this namespace; gives back its result."""
+        return await self.node.run("kubectl", "-n", self.namespace, *words, check=check, stdin=stdin, timeout=limit)
+
+    async def elasticjob(self, *words: str, check: bool = True) -> Any:
+        """Type elasticjob for this namespace."""
+        return await self.node.run(str(ELASTICJOB), *words, "-n", self.namespace, check=check, timeout=240)
+
+    async def apply(self, manifest: dict[str, Any] | Path) -> None:
+        """``kubectl apply`` a file, or an object."""
+        if isinstance(manifest, Path):
+            await self.kubectl("apply", "-f", str(manifest))
+        else:
+            await self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+
+    async def wait(self, what: str, condition: str, *, limit: str = PATIENCE) -> None:
+        """``kubectl wait`` for a condition, such as ``condition=Running`` or ``jsonpath={.status.worldSize}=3``."""
+        await self.kubectl("wait", what, f"--for={condition}", f"--timeout={limit}")
+
+    async def get(self, what: str, *more: str) -> dict[str, Any]:
+        """An object, or a list of them."""
+        found: dict[str, Any] = json.loads((await self.kubectl("get", what, *more, "-o", "json")).stdout)
+        return found
+
+    async def pods(self, name: str) -> dict[str, dict[str, Any]]:
+        """The worker pods of a job that neither have ended nor are going, by name."""
+        listing = await self.get("pods", "-l", f"elastic.pytorch.org/job={name},elastic.pytorch.org/role=worker")
+        return {
+            pod["metadata"]["name"]: pod
+            for pod in listing["items"]
+            if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
+        }
+
+    async def events(self, name: str) -> str:
+        """What ``kubectl describe`` tells of a job."""
+        return str((await self.kubectl("describe", f"elasticjob/{name}")).stdout)
+
+    async def finish(self, name: str) -> None:
+        """Ask the program of a job that :func:`job` made to end."""
+        pod = next(iter(await self.pods(name)))
+        await self.kubectl("exec", pod, "-c", "worker", "--", "touch", "/tmp/finish")
+
+    async def leftovers(self) -> list[str]:
+        """All objects in the namespace but what Kubernetes itself puts into each, and events."""
+        kinds = (await self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name")).stdout.split()
+        wanted = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics"))]
+        names = (await self.kubectl("get", ",".join(wanted), "-o", "name", "--ignore-not-found")).stdout.split()
+        return [name for name in names if name not in ("configmap/kube-root-ca.crt", "serviceaccount/default")]
