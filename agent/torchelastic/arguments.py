@@ -61,8 +61,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         SettingsError: it cannot be honoured; the message says what to change.
         SystemExit: after ``--help`` or ``--version``.
     """
+    _check_contract(environ)  # before the flags, among which may be some that only the other version knows
     line = flags.read(argv, environ)
-    _check_contract(environ)
     size = read_size(line, environ)
     store = _store(line, size)
     rendezvous = read_rendezvous(line, environ, size=size, conf=read_conf(line))

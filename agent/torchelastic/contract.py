@@ -17,13 +17,23 @@ key             written by                   what it says
 
 A node watches ``c/`` alone; only the leader watches ``n/``. So a change of membership costs O(N) messages.
 
+What a node says of itself hangs on that node's own lease. The epoch, the outcome, the size and the word of a leader
+that has resigned outlive whoever wrote them: they hang on the run's lease (:func:`run_lease`), which the leader and the
+operator renew. So of a run that was abandoned nothing is left a day later.
+
 The records are JSON, decoded into typed structures with bounds on every field: nothing that is read from a store is
 trusted. Field names on the wire are short because an epoch's record goes to every node of it.
+
+Every record but the outcome says which version of the contract its writer speaks, also where that is the reader's own:
+a field that was left out would be read as whatever version the reader takes for granted. Two things keep their place
+and their meaning in all versions, so that nodes of different ones at least stop in order: the number and the version of
+an epoch (:func:`decode_epoch`), and the whole outcome.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
@@ -34,6 +44,12 @@ from torchelastic.errors import MalformedRecord
 CONTRACT_VERSION: Final = 1
 """Raised when a record or a rule changes so that two agents, or an agent and an operator, would not understand each
 other. Nodes share an epoch only if theirs is equal."""
+
+RUN_LEASE_TTL: Final = 86_400.0
+"""Seconds after which the keys of a run that nobody renews are gone."""
+
+RUN_LEASE_RENEWALS: Final = 24
+"""So often is the run's lease renewed within its time: every hour."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """No record is larger; etcd itself refuses requests above 1.5 MiB by default."""
@@ -97,6 +113,26 @@ class RunKeys:
         return f"{self.nodes}{node_id}"
 
 
+def run_lease(run_id: str) -> int:
+    """The id of the lease on which the run's lasting keys hang: whoever grants it first, all others find the same one.
+
+    etcd's own ids are as long, so that a run meets one of them, or another run's, no more often than those meet.
+
+    Args:
+        run_id: the run's id.
+
+    Returns:
+        A positive number of at most 63 bits.
+    """
+    name = f"{RunKeys.of(run_id).root}lease".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 1 or 1
+
+
+def _ours() -> int:
+    """What a record says of its version by default. A function and no constant: constants are left out on the wire."""
+    return CONTRACT_VERSION
+
+
 class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many nodes the job should have; the highest generation wins, also over what a pod was started with.
 
@@ -106,6 +142,7 @@ class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         max: more than this never train.
         wanted: an epoch forms as soon as so many are there; None where nobody knows how many are coming.
         going: names of the nodes that are about to be taken away: the next epoch does without them.
+        contract: the version of the contract that its writer speaks; a reader of another one leaves it alone.
     """
 
     min: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = msgspec.field(name="n")
@@ -113,6 +150,7 @@ class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     generation: _Number = msgspec.field(name="g", default=0)
     wanted: _Count | None = msgspec.field(name="w", default=None)
     going: tuple[_Name, ...] = msgspec.field(name="go", default=())
+    contract: _Count = msgspec.field(name="v", default_factory=_ours)
 
     @property
     def target(self) -> int:
@@ -156,6 +194,7 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         wanted: the size that was wanted when this epoch was made, None where none was known.
         reason: in one word, why this epoch took the place of the one before.
         cause: the same in a sentence.
+        contract: the version of the contract that its leader speaks.
     """
 
     number: _Number = msgspec.field(name="e")
@@ -166,6 +205,7 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     wanted: _Count | None = msgspec.field(name="w", default=None)
     reason: EpochReason = msgspec.field(name="k", default=EpochReason.NODE_JOINED)
     cause: _Sentence = msgspec.field(name="c", default="")
+    contract: _Count = msgspec.field(name="v", default_factory=_ours)
 
     @property
     def world_size(self) -> int:
@@ -225,7 +265,7 @@ class OutcomeState(enum.StrEnum):
 
 
 class OutcomeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the run ended; written once.
+    """How the run ended; written once. For nodes of every version the run is over then, so its fields never change.
 
     Attributes:
         state: succeeded or failed.
@@ -283,7 +323,7 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     link: _Count = msgspec.field(name="l", default=0)
     store: _Count = msgspec.field(name="s", default=0)
     joined: _Number = msgspec.field(name="j", default=0)
-    contract: _Count = msgspec.field(name="v", default=CONTRACT_VERSION)
+    contract: _Count = msgspec.field(name="v", default_factory=_ours)
     phase: NodePhase = msgspec.field(name="p", default=NodePhase.READY)
     epoch: _Number = msgspec.field(name="e", default=0)
     restarts: _Count = msgspec.field(name="r", default=0)
@@ -297,10 +337,12 @@ class LeaderRecord(msgspec.Struct, frozen=True):
     Attributes:
         node: the leader's id; empty where it has resigned, so that nobody waits for it to come back.
         address: host:port of its link server.
+        contract: the version of the contract that it speaks.
     """
 
     node: _Name = msgspec.field(name="n")
     address: _Address = msgspec.field(name="a")
+    contract: _Count = msgspec.field(name="v", default_factory=_ours)
 
 
 def bracketed(host: str) -> str:
@@ -328,6 +370,48 @@ def decode(data: bytes, kind: type[Record]) -> Record:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedRecord(f"not a {kind.__name__}: {error}") from None
+
+
+class _AnyEpoch(msgspec.Struct, frozen=True):
+    """What every version can read of every other one's epoch."""
+
+    number: _Number = msgspec.field(name="e")
+    contract: _Count = msgspec.field(name="v", default=CONTRACT_VERSION)
+
+
+def decode_epoch(data: bytes) -> EpochRecord:
+    """An epoch from the bytes that stand in the store, also from one that a leader of another version has committed.
+
+    Of that one only the number is believed. It has no members, for nobody of ours is in it; and the cause says so.
+
+    Raises:
+        MalformedRecord: it is no epoch.
+    """
+    header = decode(data, _AnyEpoch)
+    if header.contract == CONTRACT_VERSION:
+        return decode(data, EpochRecord)
+    cause = f"this node cannot train with those that lead the run: {other_version(header.contract)}"
+    return EpochRecord(number=header.number, cause=cause, contract=header.contract)
+
+
+def decode_size(data: bytes) -> SizeRecord:
+    """A wanted size from the bytes that stand in the store.
+
+    Raises:
+        MalformedRecord: it is none, or whoever wrote it speaks another version of the contract.
+    """
+    size = decode(data, SizeRecord)
+    if size.contract != CONTRACT_VERSION:
+        raise MalformedRecord(f"not a SizeRecord for us: {other_version(size.contract)}")
+    return size
+
+
+def other_version(theirs: int) -> str:
+    """That another version of the contract is spoken elsewhere, and what to do about it."""
+    return (
+        f"another version of torchelastic's protocol is installed there ({theirs}, and {CONTRACT_VERSION} here); "
+        "use the same release everywhere"
+    )
 
 
 class Env:
@@ -384,7 +468,7 @@ class TerminationMessage(msgspec.Struct, frozen=True, omit_defaults=True, rename
 
     reason: Annotated[str, msgspec.Meta(max_length=64)]
     message: _Sentence = ""
-    contract: _Count = CONTRACT_VERSION
+    contract: _Count = msgspec.field(default_factory=_ours)
     epoch: _Number = 0
     failure: FailureRecord | None = None
 

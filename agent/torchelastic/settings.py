@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torchelastic.contract import RUN_LEASE_TTL
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -91,6 +93,7 @@ class RendezvousSettings:
         gather: seconds for which joins are gathered, so that nodes that arrive together join in one change.
         join_timeout: seconds for which too few nodes wait for more before the run fails.
         lease: seconds after which a silent node counts as lost.
+        run_lease: seconds after which nothing is left in the store of a run that everybody has abandoned.
         early_failures: failures in a row, each within ``early_seconds`` of its start, after which the run fails.
         early_seconds: see ``early_failures``.
     """
@@ -103,6 +106,7 @@ class RendezvousSettings:
     gather: float = 0.05
     join_timeout: float = 600.0
     lease: float = 5.0
+    run_lease: float = RUN_LEASE_TTL
     early_failures: int = 3
     early_seconds: float = 10.0
 

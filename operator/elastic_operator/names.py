@@ -17,6 +17,8 @@ LABEL_ROLE: Final = f"{GROUP}/role"
 """On pods: :data:`ROLE_WORKER` or :data:`ROLE_ETCD`; the scale subresource selects the workers alone."""
 LABEL_INDEX: Final = f"{GROUP}/index"
 """On worker pods: which of the job's places it fills."""
+LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
+"""On a job's own etcd: the job's UID, so that the service of a new job never leads to the etcd of an old one."""
 ROLE_WORKER: Final = "worker"
 ROLE_ETCD: Final = "etcd"
 
@@ -29,6 +31,13 @@ ANNOTATION_CONTRACT: Final = f"{GROUP}/contract-version"
 
 OWN_PREFIX: Final = f"{GROUP}/"
 """What the labels and annotations begin with that are the operator's alone."""
+
+MANAGED_BY: Final = "elastic-operator"
+"""How the operator calls itself in labels and events."""
+METRICS_PORT: Final = "metrics"
+"""The name of the port of worker pods where the agent serves /metrics."""
+CHECKPOINT_FOLDER: Final = "/checkpoints"
+"""Where worker pods find the volume of ``spec.checkpoint``."""
 
 
 class ConditionType(enum.StrEnum):

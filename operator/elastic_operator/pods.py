@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.template import WORKER, template_problem, worker_container
+from elastic_operator.unchecked import listing, mappings
 from torchelastic.contract import CONTRACT_VERSION, Env, encode
 
 if TYPE_CHECKING:
@@ -18,8 +20,20 @@ if TYPE_CHECKING:
     from elastic_operator.model import Job, NewPod
     from elastic_operator.spec import ElasticJobSpec, Json
 
-WORKER: Final = "worker"
-"""The container that is ours."""
+__all__ = [
+    "LAUNCHER",
+    "RESERVED",
+    "WORKER",
+    "AgentCommand",
+    "Pet",
+    "Surroundings",
+    "agent_command",
+    "problem_of",
+    "program_of",
+    "resolved",
+    "user_env",
+    "worker_container",
+]
 
 LAUNCHER: Final = ("torchelastic-run",)
 """The agent, as it is called in an image."""
@@ -132,19 +146,15 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
 def program_of(spec: ElasticJobSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The command and the arguments, from the spec or from the template's container ``worker``."""
     container = worker_container(spec)
-    return spec.command or _strings(container.get("command")), spec.args or _strings(container.get("args"))
+    return (
+        spec.command or tuple(str(item) for item in listing(container, "command")),
+        spec.args or tuple(str(item) for item in listing(container, "args")),
+    )
 
 
 def user_env(spec: ElasticJobSpec) -> tuple[Json, ...]:
     """The user's environment variables, each as in a container's spec: the template's, then the spec's."""
-    return (*_entries(worker_container(spec).get("env")), *spec.env)
-
-
-def worker_container(spec: ElasticJobSpec) -> Json:
-    """The template's container ``worker``; an empty one where the template has none."""
-    pod_spec = spec.template.get("spec")
-    containers = pod_spec.get("containers") if isinstance(pod_spec, dict) else None
-    return next((container for container in _entries(containers) if container.get("name") == WORKER), {})
+    return (*mappings(worker_container(spec), "env"), *spec.env)
 
 
 def resolved(command: AgentCommand, entries: Iterable[Json]) -> AgentCommand:
@@ -165,7 +175,7 @@ def resolved(command: AgentCommand, entries: Iterable[Json]) -> AgentCommand:
 
 
 def problem_of(spec: ElasticJobSpec) -> str | None:
-    """What a spec says twice, and so can't mean, though each part of it is fine; None where there is nothing."""
+    """What a spec says twice, or its template must not say, in a sentence; None where there is nothing."""
     if not 1 <= spec.min_replicas <= spec.max_replicas:
         return "spec.minReplicas must be at least 1 and not larger than spec.maxReplicas"
     container = worker_container(spec)
@@ -181,7 +191,7 @@ def problem_of(spec: ElasticJobSpec) -> str | None:
         if name in seen:
             return f"the environment variable {name} is given twice; remove one of the two"
         seen.add(name)
-    return None
+    return template_problem(spec)
 
 
 def _expand(text: str, env: Mapping[str, str]) -> str:
@@ -189,11 +199,3 @@ def _expand(text: str, env: Mapping[str, str]) -> str:
         return "$" if match[0] == "$$" else env.get(match[1], match[0])
 
     return _REFERENCE.sub(value, text)
-
-
-def _entries(value: object) -> tuple[Json, ...]:
-    return tuple(entry for entry in value if isinstance(entry, dict)) if isinstance(value, list) else ()
-
-
-def _strings(value: object) -> tuple[str, ...]:
-    return tuple(str(item) for item in value) if isinstance(value, list) else ()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import pytest
 
+from elastic_operator.store_mirror import StoreMirror
 from tests.support.nodes import Meeting, all_with
-from torchelastic.contract import FailureRecord, NodePhase, OutcomeState, RunKeys, SizeRecord, encode
+from tests.support.store_conformance import confirmed, seen
+from torchelastic.contract import FailureRecord, NodePhase, OutcomeState, RunKeys, SizeRecord, encode, run_lease
 from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:
@@ -182,6 +185,67 @@ async def test_a_pause_of_etcd_that_ends_all_leases_is_no_loss(own_etcd: EtcdSer
     epoch = await all_with(a, b, c)
     assert epoch.nodes[:2] == first.nodes
     assert [record.number for record in a.epochs] == [1, 2]
+
+
+RUN_LEASE = 1.0
+
+
+async def time_goes_by(store: Store, seconds: float) -> None:
+    """Return when etcd says that so much time has passed."""
+    key = f"/clock/{uuid.uuid4()}"
+    last = await store.put(key, b"", lease=await store.grant(seconds))
+    async with aclosing(store.watch(key, last + 1)) as watch:
+        await confirmed(watch)
+        await seen(watch, 1)
+
+
+async def test_the_keys_of_a_run_stay_while_an_agent_or_the_operator_lives_and_go_when_all_have_abandoned_it(
+    own_etcd: EtcdServer, run_id: str
+) -> None:
+    async def reach() -> Store:
+        return await connect(own_etcd.settings)
+
+    store, keys = await reach(), RunKeys.of(run_id)
+    readable = asyncio.Event()
+    mirror = StoreMirror(run_id, changed=readable.set, away=pytest.fail, run_lease=RUN_LEASE)
+    following = asyncio.create_task(mirror.run(lambda: own_etcd.settings.endpoints, None))
+    await readable.wait()
+    await mirror.write_size(SizeRecord(min=1, max=8, wanted=2, generation=1))
+    lasting = {keys.epoch, keys.leader, keys.size}
+    async with Meeting(reach, run_id, lease=1.0, run_lease=RUN_LEASE) as meeting:
+        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+        await all_with(a, b)
+        following.cancel()
+        await time_goes_by(store, 2 * RUN_LEASE)
+        assert {entry.key for entry in (await store.list(keys.control)).entries} == lasting, "agents keep them"
+
+        following = asyncio.create_task(mirror.run(lambda: own_etcd.settings.endpoints, None))
+        for node in (a, b):
+            await node.crash()
+        await time_goes_by(store, 2 * RUN_LEASE)
+        assert {entry.key for entry in (await store.list(keys.root)).entries} == lasting - {keys.leader}
+
+        following.cancel()
+        await time_goes_by(store, 2 * RUN_LEASE)
+        assert (await store.list(keys.root)).entries == ()
+    await store.close()
+
+
+async def test_a_run_whose_lease_was_lost_goes_on_and_its_nodes_keep_their_own_leases(
+    own_etcd: EtcdServer, meeting: Meeting, run_id: str
+) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    first = await all_with(a, b)
+    store = await connect(own_etcd.settings)
+    own_leases = {node.inner._session.lease for node in (a, b)}
+    await store.revoke(run_lease(run_id))
+    c = await meeting.node("c")
+    epoch = await all_with(a, b, c)
+    assert epoch.nodes[:2] == first.nodes
+    assert [record.number for record in a.epochs] == [1, 2]
+    assert own_leases == {node.inner._session.lease for node in (a, b)}
+    await store.keep_alive(run_lease(run_id))
+    await store.close()
 
 
 async def test_records_that_are_nonsense_are_ignored(own_etcd: EtcdServer, meeting: Meeting, run_id: str) -> None:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from torchelastic.contract import run_lease
 from torchelastic.errors import HistoryCompacted, LeaseLost, StoreUnavailable
+from torchelastic.store.lasting import LastingKeys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -169,6 +171,70 @@ class StoreBehaviour:
             await store.keep_alive(kept)
             assert [change.key for change in await seen(watch, 1)] == [prefix + "left"]
         await store.keep_alive(kept)
+
+    async def test_a_lease_may_have_an_id_of_the_callers_choice_under_which_all_find_the_same_one(
+        self, store: Store, other: Store, prefix: str
+    ) -> None:
+        chosen = run_lease(prefix)
+        assert await store.grant(60, lease=chosen) == chosen
+        await store.put(prefix + "mine", b"", lease=chosen)
+        assert await other.grant(60, lease=chosen) == chosen
+        await other.put(prefix + "theirs", b"", lease=chosen)
+        assert len((await store.list(prefix)).entries) == 2
+        await other.revoke(chosen)
+        assert (await store.list(prefix)).entries == ()
+        assert await store.grant(60, lease=chosen) == chosen
+        await store.keep_alive(chosen)
+
+    async def test_granting_a_lease_that_is_there_keeps_it_alive(
+        self, store: Store, prefix: str, second: float
+    ) -> None:
+        chosen = run_lease(prefix)
+        left, clock = await store.grant(3 * second), await store.grant(second)
+        await store.grant(3 * second, lease=chosen)
+        last = 0
+        for name, lease in (("kept", chosen), ("left", left), ("clock", clock)):
+            last = await store.put(prefix + name, b"", lease=lease)
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "clock"]
+            await store.grant(3 * second, lease=chosen)
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "left"]
+        await store.keep_alive(chosen)
+
+    async def test_lasting_keys_are_written_before_and_after_their_lease_was_lost(
+        self, store: Store, prefix: str
+    ) -> None:
+        lasting = LastingKeys(store, prefix)
+        first = await lasting.swap(prefix + "a", b"one", expected=0)
+        await store.revoke(run_lease(prefix))
+        assert first is not None
+        assert await lasting.swap(prefix + "a", b"two", expected=first) is None
+        second = await lasting.swap(prefix + "a", b"two", expected=0)
+        assert second is not None
+        await store.put(prefix + "free", b"")
+        await store.revoke(run_lease(prefix))
+        await lasting.put(prefix + "b", b"")
+        await lasting.end()
+        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "free"]
+
+    async def test_lasting_keys_stay_as_long_as_one_of_many_keeps_them_and_no_longer(
+        self, store: Store, other: Store, prefix: str, second: float
+    ) -> None:
+        keepers = [LastingKeys(client, prefix, ttl=2 * second) for client in (store, other)]
+        keeping = [asyncio.create_task(keeper.keep()) for keeper in keepers]
+        last = await keepers[0].put(prefix + "lasting", b"")
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            keeping[0].cancel()
+            clock = await store.grant(5 * second)
+            await store.put(prefix + "clock", b"", lease=clock)
+            assert [change.key for change in await seen(watch, 2)] == [prefix + "clock"] * 2
+            assert await store.get(prefix + "lasting") is not None
+            keeping[1].cancel()
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "lasting"]
+        for task in await asyncio.gather(*keeping, return_exceptions=True):
+            assert isinstance(task, asyncio.CancelledError)
 
     async def test_revoking_a_lease_deletes_its_keys_at_once(self, store: Store, prefix: str) -> None:
         lease = await store.grant(60)

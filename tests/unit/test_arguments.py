@@ -13,10 +13,11 @@ import pytest
 
 from torchelastic import machine
 from torchelastic.arguments import parse
-from torchelastic.contract import Env, SizeRecord, encode
+from torchelastic.contract import CONTRACT_VERSION, Env, ExitCode, SizeRecord, TerminationMessage, decode, encode
 from torchelastic.endpoints import parse_endpoints, split_endpoint
 from torchelastic.errors import SettingsError
 from torchelastic.flags import FLAGS
+from torchelastic.run import main
 from torchelastic.settings import AgentSettings, Program, ProgramKind, StartMethod, Streams
 
 SEVERAL = ("--rdzv-endpoint=127.0.0.1:2379", "--rdzv-id=run")
@@ -463,6 +464,22 @@ def test_the_operators_size_wins_over_nnodes_and_says_so(caplog: pytest.LogCaptu
 )
 def test_an_environment_that_cannot_be_honoured_is_explained(environ: dict[str, str], expected: str) -> None:
     assert sentence(environ=environ).startswith(expected)
+
+
+def test_under_an_operator_of_another_version_the_agent_says_so_where_that_operator_reads_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last_words = folder / "last-words"
+    monkeypatch.setenv(Env.CONTRACT, "7")
+    monkeypatch.setenv(Env.TERMINATION_LOG, str(last_words))
+    code = main(["--a-flag-that-only-version-7-knows", "--no-python", "--", "train.sh"])
+
+    assert code == ExitCode.BAD_INPUT
+    said = decode(last_words.read_bytes(), TerminationMessage)
+    assert said.reason == "BadInput"
+    assert "The operator speaks version 7" in said.message
+    assert f'"contract":{CONTRACT_VERSION}' in last_words.read_text()
+    assert said.message in capsys.readouterr().err
 
 
 def test_torchruns_fixed_ranks_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import yaml
 from elastic_operator import cli
 from elastic_operator.commands.describe import description
 from elastic_operator.commands.get import table
-from elastic_operator.local.shown import Shown
+from elastic_operator.showing.shown import Shown
 from tests.support.snapshots import FOLDER, RUN, START, pod, snapshot
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import pytest
 
 from elastic_operator.commands.logs import chosen
 from elastic_operator.errors import NotFound
-from elastic_operator.local.log_files import LogReader, Wanted, follow, log_files, tail_offset
+from elastic_operator.local.log_files import LogReader, follow, log_files, tail_offset
+from elastic_operator.showing.wanted_logs import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

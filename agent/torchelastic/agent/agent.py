@@ -30,7 +30,7 @@ from torchelastic.errors import SettingsError, StoreError, StoreUnavailable
 from torchelastic.rendezvous.decide import describe
 from torchelastic.rendezvous.node import EpochBegan, Event, Isolated, RendezvousNode, RunEnded
 from torchelastic.rendezvous.ranks import worker_environments
-from torchelastic.rendezvous.session import retry_delay
+from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence

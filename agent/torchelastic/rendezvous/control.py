@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from torchelastic.contract import EpochRecord, LeaderRecord, OutcomeRecord, SizeRecord, decode
-from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreUnavailable
+from torchelastic.contract import LeaderRecord, OutcomeRecord, decode, decode_epoch, decode_size
+from torchelastic.errors import MalformedRecord
 from torchelastic.rendezvous.pulse import Pulse
-from torchelastic.rendezvous.session import retry_delay
 from torchelastic.store.api import Listing
-from torchelastic.store.following import follow
+from torchelastic.store.following import follow_for_good
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from torchelastic.contract import RunKeys
+    from torchelastic.contract import EpochRecord, RunKeys, SizeRecord
+    from torchelastic.errors import StoreUnavailable
     from torchelastic.store.api import Entry, Store
 
 logger = logging.getLogger(__name__)
@@ -71,30 +71,16 @@ class Control:
         Raises:
             StoreRefused: the store refuses this node for good.
         """
-        tries = 0
-        while True:
-            try:
-                async with aclosing(follow(self._store, self._keys.control)) as news:
-                    async for batch in news:
-                        tries = 0
-                        if isinstance(batch, Listing):
-                            self._replace(batch.entries)
-                            continue
-                        for change in batch:
-                            if change.revision > self._modified(change.key):  # else this node noted it already
-                                self._set(change.key, change.entry)
-                        if batch:
-                            self.changed.send()
-            except HistoryCompacted:
-                continue
-            except StoreUnavailable as error:
-                if self.away_since is None:
-                    logger.warning("lost sight of the run's keys: %s", error)
-                    self._lost = True
-                    self.away_since = asyncio.get_running_loop().time()
+        async with aclosing(follow_for_good(self._store, self._keys.control, lost=self._lose)) as news:
+            async for batch in news:
+                if isinstance(batch, Listing):
+                    self._replace(batch.entries)
+                    continue
+                for change in batch:
+                    if change.revision > self._modified(change.key):  # else this node noted it already
+                        self._set(change.key, change.entry)
+                if batch:
                     self.changed.send()
-                await asyncio.sleep(retry_delay(tries))
-                tries += 1
 
     def set_epoch(self, record: EpochRecord, revision: int) -> None:
         """Take note of an epoch that this node has just committed, ahead of the watch."""
@@ -106,6 +92,13 @@ class Control:
         """Take note of a leader that this node has just made itself, ahead of the watch."""
         if revision > self.leader.modified:
             self.leader = Standing(record, revision)
+            self.changed.send()
+
+    def _lose(self, error: StoreUnavailable) -> None:
+        if self.away_since is None:
+            logger.warning("lost sight of the run's keys: %s", error)
+            self._lost = True
+            self.away_since = asyncio.get_running_loop().time()
             self.changed.send()
 
     def _replace(self, entries: Iterable[Entry]) -> None:
@@ -125,21 +118,29 @@ class Control:
 
     def _set(self, key: str, entry: Entry | None) -> None:
         if key == self._keys.leader:
-            self.leader = self._standing(entry, LeaderRecord)
+            self.leader = self._standing(entry, _leader)
         elif key == self._keys.epoch:
-            self.epoch = self._standing(entry, EpochRecord)
+            self.epoch = self._standing(entry, decode_epoch)
         elif key == self._keys.outcome:
-            self.outcome = self._standing(entry, OutcomeRecord)
+            self.outcome = self._standing(entry, _outcome)
         elif key == self._keys.size:
-            self.size = self._standing(entry, SizeRecord)
+            self.size = self._standing(entry, decode_size)
 
-    def _standing(self, entry: Entry | None, kind: type[RecordT]) -> Standing[RecordT]:
+    def _standing(self, entry: Entry | None, read: Callable[[bytes], RecordT]) -> Standing[RecordT]:
         if entry is None:
             return Standing()
         try:
-            return Standing(decode(entry.value, kind), entry.modified)
+            return Standing(read(entry.value), entry.modified)
         except MalformedRecord as error:
             if entry.key not in self._warned:
                 self._warned.add(entry.key)
                 logger.warning("ignoring %s: %s", entry.key, error)
             return Standing(None, entry.modified)
+
+
+def _leader(data: bytes) -> LeaderRecord:
+    return decode(data, LeaderRecord)
+
+
+def _outcome(data: bytes) -> OutcomeRecord:
+    return decode(data, OutcomeRecord)

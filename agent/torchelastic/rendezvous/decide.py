@@ -33,6 +33,7 @@ from torchelastic.contract import (
     OutcomeRecord,
     OutcomeState,
     bracketed,
+    other_version,
 )
 
 if TYPE_CHECKING:
@@ -479,7 +480,7 @@ def _waiting_for(view: View, candidates: _Candidates) -> str:
     strangers = [peer for peer in view.peers.values() if peer.record.contract != CONTRACT_VERSION]
     other = (
         f"; {_and(name_of(peer.id) for peer in strangers)} cannot take part: "
-        f"another version of torchelastic's protocol is installed there"
+        f"{other_version(strangers[0].record.contract)}"
         if strangers
         else ""
     )

@@ -7,13 +7,13 @@ import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
-from torchelastic.contract import EpochRecord, NodePhase, NodeRecord, bracketed, decode, encode
-from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreUnavailable
+from torchelastic.contract import CONTRACT_VERSION, EpochRecord, NodePhase, NodeRecord, bracketed, decode, encode
+from torchelastic.errors import MalformedRecord, StoreUnavailable
 from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, GiveWay, Hold, Peer, View, decide
 from torchelastic.rendezvous.link import Verdict, probe
-from torchelastic.rendezvous.session import retry_delay
 from torchelastic.store.api import Listing
-from torchelastic.store.following import follow
+from torchelastic.store.following import follow_for_good
+from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.control import Control
     from torchelastic.settings import RendezvousSettings
     from torchelastic.store.api import Entry, Store
+    from torchelastic.store.lasting import LastingKeys
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Leadership:
         node: this node's id.
         store: where.
         keys: the run's keys.
+        lasting: writes those of them that outlive this node; kept for as long as it leads.
         settings: the rules.
         control: the view of the keys that everybody watches.
         links: who holds a link.
@@ -67,6 +69,7 @@ class Leadership:
         node: str,
         store: Store,
         keys: RunKeys,
+        lasting: LastingKeys,
         settings: RendezvousSettings,
         control: Control,
         links: Links,
@@ -80,6 +83,7 @@ class Leadership:
         self._node = node
         self._store = store
         self._keys = keys
+        self._lasting = lasting
         self._settings = settings
         self._control = control
         self._links = links
@@ -105,6 +109,7 @@ class Leadership:
         """Lead, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._looks = tasks
+            tasks.create_task(self._lasting.keep())
             tasks.create_task(self._watch_nodes())
             tasks.create_task(self._decide())
             tasks.create_task(self._end_patience())
@@ -133,27 +138,19 @@ class Leadership:
     # -- watching
 
     async def _watch_nodes(self) -> None:
-        tries = 0
-        while True:
-            try:
-                async with aclosing(follow(self._store, self._keys.nodes)) as news:
-                    async for batch in news:
-                        tries = 0
-                        if isinstance(batch, Listing):
-                            self._relist(batch)
-                            continue
-                        for change in batch:
-                            if change.entry is not None:
-                                self._saw(change.entry)
-                            else:
-                                self._gone(change.key.removeprefix(self._keys.nodes))
-                        if batch:
-                            self._changed.send()
-            except HistoryCompacted:
-                continue
-            except StoreUnavailable:  # said already by whoever watches the run's keys
-                await asyncio.sleep(retry_delay(tries))
-                tries += 1
+        # That the store is away is said by whoever watches the run's keys.
+        async with aclosing(follow_for_good(self._store, self._keys.nodes, lost=lambda _: None)) as news:
+            async for batch in news:
+                if isinstance(batch, Listing):
+                    self._relist(batch)
+                    continue
+                for change in batch:
+                    if change.entry is not None:
+                        self._saw(change.entry)
+                    else:
+                        self._gone(change.key.removeprefix(self._keys.nodes))
+                if batch:
+                    self._changed.send()
 
     def _relist(self, listing: Listing) -> None:
         present = {entry.key for entry in listing.entries}
@@ -321,18 +318,14 @@ class Leadership:
         if isinstance(decision, FormEpoch):
             record = decision.record
             expected = self._control.epoch.modified
-            revision = await self._store.swap(self._keys.epoch, encode(record), expected=expected)
+            revision = await self._lasting.swap(self._keys.epoch, encode(record), expected=expected)
             if revision is not None:
                 logger.debug("committed epoch %d: %s", record.number, record.cause)
                 self._control.set_epoch(record, revision)
                 return
         elif isinstance(decision, EndRun):
-            if (
-                await self._store.swap(
-                    self._keys.outcome, encode(decision.record), expected=self._control.outcome.modified
-                )
-                is not None
-            ):
+            expected = self._control.outcome.modified
+            if await self._lasting.swap(self._keys.outcome, encode(decision.record), expected=expected) is not None:
                 logger.debug("committed the outcome: %s", decision.record.state)
         elif isinstance(decision, GiveWay):
             logger.info("%s", decision.why)
@@ -377,7 +370,7 @@ class Leadership:
 
     def _size(self) -> SizeRecord:
         """The size of the highest generation: in the store, or brought along by a node."""
-        sizes = [peer.record.size for peer in self._peers.values()]
+        sizes = [peer.record.size for peer in self._peers.values() if peer.record.contract == CONTRACT_VERSION]
         if self._control.size.record is not None:
             sizes.append(self._control.size.record)
         return max(sizes, key=lambda size: size.generation, default=self._settings.size)

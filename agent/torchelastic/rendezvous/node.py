@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from torchelastic.contract import (
+    CONTRACT_VERSION,
     EpochRecord,
     NodePhase,
     NodeRecord,
@@ -20,12 +21,14 @@ from torchelastic.contract import (
     RunKeys,
     bracketed,
 )
-from torchelastic.errors import LeaseLost, StoreError, StoreUnavailable
+from torchelastic.errors import StoreError, StoreUnavailable
 from torchelastic.rendezvous.control import Control
 from torchelastic.rendezvous.leader import Leadership
 from torchelastic.rendezvous.link import LinkServer, listen
-from torchelastic.rendezvous.session import Session, retry_delay
+from torchelastic.rendezvous.session import Session
 from torchelastic.rendezvous.succession import Succession
+from torchelastic.store.lasting import LastingKeys
+from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
     import socket
@@ -86,6 +89,7 @@ class RendezvousNode:
         """What happened, in order."""
         self._store = store
         self._settings = settings
+        self._lasting = LastingKeys(store, settings.run_id, ttl=settings.run_lease)
         self._control = Control(store, self.keys)
         self._server = LinkServer(run=settings.run_id, node=node, host=record.address, observer=self)
         self._offer = listen(record.address)
@@ -110,6 +114,7 @@ class RendezvousNode:
             lease=settings.lease,
             store=store,
             keys=self.keys,
+            lasting=self._lasting,
             control=self._control,
             session=self._session,
             address=f"{bracketed(record.address)}:{self._server.port}",
@@ -143,8 +148,7 @@ class RendezvousNode:
                 event.store.close()
         try:
             async with asyncio.timeout(GOODBYE_LIMIT):
-                with suppress(LeaseLost):
-                    await self._succession.leave()
+                await self._succession.leave()
                 await self._session.withdraw()
         except (StoreError, TimeoutError):
             logger.info("the store is away: this node's key goes when its lease ends")
@@ -270,10 +274,11 @@ class RendezvousNode:
                 node=self.node,
                 store=self._store,
                 keys=self.keys,
+                lasting=self._lasting,
                 settings=self._settings,
                 control=self._control,
                 links=self._server,
-                remembered=lambda: self._succession.epoch,
+                remembered=self._remembered,
                 give_way=self._succession.give_way,
                 gave_way=self._succession.gave_way,
                 has_linked=self._succession.has_linked,
@@ -314,6 +319,11 @@ class RendezvousNode:
                 self.events.put_nowait(Isolated())
                 while self._control.away_since is not None:
                     await changed.after(changed.count)
+
+    def _remembered(self) -> EpochRecord | None:
+        """The last epoch that this node was told of, where it can answer for it."""
+        epoch = self._succession.epoch
+        return epoch if epoch is not None and epoch.contract == CONTRACT_VERSION else None
 
     def _has_peers(self) -> bool:
         epoch = self._succession.epoch

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from torchelastic.contract import NodeRecord, encode
 from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.rendezvous.pulse import Pulse
+from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
     from torchelastic.contract import RunKeys
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
-
-RETRY_MIN: Final = 0.1
-RETRY_MAX: Final = 1.0
-"""Seconds between tries while the store is away; with jitter, so that a thousand nodes don't come back in step."""
-
-
-def retry_delay(tries: int) -> float:
-    """Seconds to wait before the next try, growing with the number of tries that failed."""
-    longest: float = min(RETRY_MIN * 2 ** min(tries, 10), RETRY_MAX)
-    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
 
 
 class Session:

@@ -7,6 +7,9 @@ The lead is one leased key. It falls vacant in four ways, and each has its own w
 - the leader died, which its link has shown: the next in rank, at once;
 - its lease ended though it answers: it was the store that was away, so the leader may come back for a lease's time.
   A newcomer, who has no link to tell by, waits as long.
+
+A node of another version of the contract cannot train with those who lead: it comes last, and takes the lead only where
+none of them is left.
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.contract import LeaderRecord, encode
+from torchelastic.contract import CONTRACT_VERSION, LeaderRecord, encode, other_version
 from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.rendezvous.link import Verdict, hold_link, probe
-from torchelastic.rendezvous.session import retry_delay
+from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
     from torchelastic.contract import EpochRecord, RunKeys
     from torchelastic.rendezvous.control import Control
     from torchelastic.rendezvous.session import Session
     from torchelastic.store.api import Store
+    from torchelastic.store.lasting import LastingKeys
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,7 @@ class Succession:
         lease: seconds that a leader whose lease ended may take to come back.
         store: where the lead is taken.
         keys: the run's keys.
+        lasting: writes those of them that outlive this node.
         control: the view of the keys that everybody watches.
         session: this node's presence; the lead hangs on its lease.
         address: host:port of this node's link server.
@@ -57,6 +62,7 @@ class Succession:
         lease: float,
         store: Store,
         keys: RunKeys,
+        lasting: LastingKeys,
         control: Control,
         session: Session,
         address: str,
@@ -73,6 +79,7 @@ class Succession:
         self._lease = lease
         self._store = store
         self._keys = keys
+        self._lasting = lasting
         self._control = control
         self._session = session
         self._address = address
@@ -141,6 +148,8 @@ class Succession:
 
     def _turn(self) -> float:
         """Seconds to leave to those who come before this node."""
+        if self.epoch is not None and self.epoch.contract != CONTRACT_VERSION:
+            return LONGEST_STEP + self._lease
         expired = self._expired()
         last = self._last_leader.node if self._last_leader is not None else None
         if self.epoch is None or not self.epoch.members or (expired and last == self._node):
@@ -202,8 +211,8 @@ class Succession:
     async def _resign(self) -> None:
         leader = self._control.leader
         if leader.record is not None and leader.record.node == self._node:
-            # Under no lease: whoever comes later sees that the lead was given up, and not lost with its leader.
-            await self._store.swap(self._keys.leader, encode(_VACANT), expected=leader.modified)
+            # Not under this node's lease: whoever comes later sees that the lead was given up, and not lost.
+            await self._lasting.swap(self._keys.leader, encode(_VACANT), expected=leader.modified)
 
     # -- following
 
@@ -215,7 +224,7 @@ class Succession:
             seen = changed.count
             leader = self._control.leader.record
             if leader is not None and leader.node:
-                self._last_leader = leader
+                self._meet(leader)
             if leader is None or leader.node in ("", self._node, self.dead_leader):
                 tries = 0
                 await changed.after(seen)
@@ -230,6 +239,12 @@ class Succession:
                 # Also where it refuses a link that never stood: the network may refuse them all, so its lease decides.
                 await asyncio.sleep(retry_delay(tries))
                 tries += 1
+
+    def _meet(self, leader: LeaderRecord) -> None:
+        """Remember who leads; where this node cannot train with it, say so, for its epochs go by without this node."""
+        before, self._last_leader = self._last_leader, leader
+        if leader.contract != CONTRACT_VERSION and (before is None or before.node != leader.node):
+            logger.warning("%s leads, and this node cannot take part: %s", leader.node, other_version(leader.contract))
 
     async def reaches_leader(self) -> bool:
         """Whether the leader answers over its link, looked at now."""

@@ -128,10 +128,15 @@ class Store(Protocol):
     async def delete_prefix(self, prefix: str) -> None:
         """Remove all keys below the prefix."""
 
-    async def grant(self, ttl: float) -> int:
-        """A new lease that ends ``ttl`` seconds after it was last kept alive; gives back its id.
+    async def grant(self, ttl: float, *, lease: int = 0) -> int:
+        """A lease that ends ``ttl`` seconds after it was last kept alive; gives back its id.
 
         etcd counts in whole seconds and may raise a short one to its own minimum.
+
+        Args:
+            ttl: seconds.
+            lease: the id that it is to have, a positive number of at most 63 bits; 0 for a new one. A lease that is
+                there already under this id is kept alive, with the seconds that it was granted for.
         """
 
     async def keep_alive(self, lease: int) -> None:

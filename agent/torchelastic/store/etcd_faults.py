@@ -38,6 +38,10 @@ class NoGateway(StoreRefused):
     """The server answers, but not as etcd's JSON gateway does."""
 
 
+class LeaseExists(StoreRefused):
+    """There is a lease of this id already."""
+
+
 class NotAuthorized(StoreRefused):
     """The server knows who asks, and won't."""
 
@@ -71,6 +75,8 @@ def meaning(where: str, said: str, *, code: int = 0, transient: bool = False) ->
     said = said.removeprefix("etcdserver: ")
     if "requested lease not found" in said:
         return LeaseLost(f"{where} knows no such lease any more")
+    if "lease already exists" in said:
+        return LeaseExists(f"{where} has a lease of this id already")
     if any(sign in said for sign in _TOKEN_REFUSED):
         return TokenRefused(f"{where} wants a user name and a password: {said}")
     if "authentication failed" in said:

@@ -14,13 +14,14 @@ broken one is found within the silence limit:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.errors import HistoryCompacted, LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_faults import NoGateway, NotAuthorized, meaning
+from torchelastic.store.etcd_faults import LeaseExists, NoGateway, NotAuthorized, meaning
 from torchelastic.store.etcd_gateway import Gateway
 from torchelastic.store.etcd_messages import (
     Answer,
@@ -119,11 +120,17 @@ class EtcdV3Store:
         """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
         await self._gateway.call("/v3/kv/deleterange", _below(prefix), Answer)
 
-    async def grant(self, ttl: float) -> int:
+    async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
-        # Repeatable: a lease whose id got lost ends by itself.
-        message = {"TTL": max(math.ceil(ttl), 1)}
-        return (await self._gateway.call("/v3/lease/grant", message, LeaseAnswer, repeatable=True)).id
+        message = {"TTL": max(math.ceil(ttl), 1), "ID": lease}
+        while True:
+            try:
+                # Repeatable: a lease whose id got lost ends by itself.
+                return (await self._gateway.call("/v3/lease/grant", message, LeaseAnswer, repeatable=True)).id
+            except LeaseExists:
+                with contextlib.suppress(LeaseLost):  # it has just ended: then it can be granted
+                    await self.keep_alive(lease)
+                    return lease
 
     async def keep_alive(self, lease: int) -> None:
         """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""

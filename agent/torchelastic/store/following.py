@@ -7,11 +7,15 @@ each start.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from torchelastic.errors import HistoryCompacted, StoreUnavailable
+from torchelastic.store.retrying import retry_delay
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from torchelastic.store.api import Change, Listing, Store
 
@@ -36,3 +40,31 @@ async def follow(store: Store, prefix: str) -> AsyncGenerator[Listing | tuple[Ch
             news = tuple(change for change in batch if change.revision > read)
             if news or not batch:
                 yield news
+
+
+async def follow_for_good(
+    store: Store, prefix: str, *, lost: Callable[[StoreUnavailable], None]
+) -> AsyncGenerator[Listing | tuple[Change, ...], None]:
+    """The same without an end: begun anew, with a listing, whenever the store is back or has forgotten its history.
+
+    Args:
+        store: where.
+        prefix: below which.
+        lost: is told each time that the store is not reached.
+
+    Raises:
+        StoreRefused: trying again is no use.
+    """
+    tries = 0
+    while True:
+        try:
+            async with aclosing(follow(store, prefix)) as news:
+                async for each in news:
+                    tries = 0
+                    yield each
+        except HistoryCompacted:
+            continue
+        except StoreUnavailable as error:
+            lost(error)
+            await asyncio.sleep(retry_delay(tries))
+            tries += 1

@@ -95,9 +95,9 @@ class MemoryStore:
         if keys:
             data.write(dict.fromkeys(keys, None))
 
-    async def grant(self, ttl: float) -> int:
+    async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
-        return (await self._reached()).grant(ttl)
+        return (await self._reached()).grant(ttl, lease)
 
     async def keep_alive(self, lease: int) -> None:
         """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""

@@ -126,10 +126,10 @@ class MemoryData:
         """The keys below a prefix, in order."""
         return sorted(key for key in self.entries if key.startswith(prefix))
 
-    def grant(self, ttl: float) -> int:
-        """A new lease."""
-        lease = next(self._lease_ids)
-        self.leases[lease] = Lease(ttl, 0.0)
+    def grant(self, ttl: float, lease: int = 0) -> int:
+        """A new lease, or the one of this id, which may be there already."""
+        lease = lease or next(self._lease_ids)
+        self.leases.setdefault(lease, Lease(ttl, 0.0))
         self.renew(lease)
         return lease
 

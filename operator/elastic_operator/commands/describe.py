@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from elastic_operator.local.shown import Shown, ShownPod
+    from elastic_operator.showing.shown import Shown, ShownPod
 
 _EXAMPLES = """\
 examples:
@@ -56,7 +56,7 @@ def _sections(facts: Iterator[tuple[str, str]]) -> list[str]:
 
 
 def _facts(shown: Shown, now: float) -> Iterator[tuple[str, str]]:
-    from elastic_operator.local.words import count, duration
+    from elastic_operator.showing.words import count, duration
 
     status, run, metadata = shown.status, shown.run, shown.manifest.get("metadata") or {}
     yield "Name", shown.name
@@ -89,9 +89,9 @@ def _tree(value: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _conditions(shown: Shown, now: float) -> list[str]:
-    from elastic_operator.local.columns import columns
-    from elastic_operator.local.shown import seconds
-    from elastic_operator.local.words import duration
+    from elastic_operator.showing.columns import columns
+    from elastic_operator.showing.shown import seconds
+    from elastic_operator.showing.words import duration
 
     if not shown.status.conditions:
         return []
@@ -111,7 +111,7 @@ def _pods(shown: Shown, now: float) -> list[str]:
 
 
 def _pod(pod: ShownPod, now: float) -> Iterator[tuple[str, str]]:
-    from elastic_operator.local.words import doing, duration, ranks
+    from elastic_operator.showing.words import doing, duration, ranks
 
     word = doing(pod).word
     yield "State", word if pod.exit_code is None or str(pod.exit_code) in word else f"{word}, exit code {pod.exit_code}"
@@ -124,8 +124,8 @@ def _pod(pod: ShownPod, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _events(shown: Shown, now: float) -> list[str]:
-    from elastic_operator.local.columns import columns
-    from elastic_operator.local.words import duration, printed
+    from elastic_operator.showing.columns import columns
+    from elastic_operator.showing.words import duration, printed
 
     if not shown.events:
         return ["Events: none"]
@@ -138,7 +138,7 @@ def _events(shown: Shown, now: float) -> list[str]:
 
 def _execute(arguments: argparse.Namespace) -> int:
     from elastic_operator.local.client import find_job
-    from elastic_operator.local.shown import Shown
+    from elastic_operator.showing.shown import Shown
 
     shown = Shown.of(find_job(arguments.name))
     sys.stdout.write("\n".join(description(shown, time.time())) + "\n")

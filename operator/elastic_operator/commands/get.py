@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elastic_operator.local.shown import Shown
+    from elastic_operator.showing.shown import Shown
 
 _EXAMPLES = """\
 examples:
@@ -45,8 +45,8 @@ def table(jobs: Iterable[Shown], now: float, *, wide: bool = False) -> list[str]
         now: seconds since the Unix epoch.
         wide: more columns.
     """
-    from elastic_operator.local.columns import columns
-    from elastic_operator.local.words import duration
+    from elastic_operator.showing.columns import columns
+    from elastic_operator.showing.words import duration
 
     header = ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
     rows = [[*header, *(["EPOCH", "WORLD", "RUN", "FOLDER"] if wide else [])]]
@@ -86,7 +86,7 @@ def _as_text(snapshots: Sequence[Mapping[str, Any]], form: str, *, single: bool)
 
 def _execute(arguments: argparse.Namespace) -> int:
     from elastic_operator.local.client import known_jobs
-    from elastic_operator.local.shown import Shown
+    from elastic_operator.showing.shown import Shown
 
     snapshots = known_jobs(arguments.name, every=arguments.all)
     if arguments.output in ("json", "yaml"):

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     import threading
     from pathlib import Path
 
-    from elastic_operator.local.log_files import LogFile, LogReader, Wanted
-    from elastic_operator.local.shown import Shown
+    from elastic_operator.local.log_files import LogFile, LogReader
+    from elastic_operator.showing.shown import Shown
+    from elastic_operator.showing.wanted_logs import Wanted
 
 _EXAMPLES = """\
 examples:
@@ -59,7 +60,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     from elastic_operator.errors import BadInput
     from elastic_operator.local.client import find_job
     from elastic_operator.local.log_files import LogReader, Wanted
-    from elastic_operator.local.shown import Shown
+    from elastic_operator.showing.shown import Shown
 
     if arguments.agent and (arguments.rank is not None or arguments.epoch is not None):
         raise BadInput("an agent speaks for all ranks and epochs: leave out --agent, or --rank and --epoch")
@@ -139,6 +140,6 @@ def chosen(logs: Path, wanted: Wanted, epoch: int | None) -> list[LogFile]:
 
 
 def _list(numbers: list[int]) -> str:
-    from elastic_operator.local.words import ranks
+    from elastic_operator.showing.words import ranks
 
     return ranks(tuple(numbers))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
@@ -18,7 +20,7 @@ from kubernetes.aio.config import ConfigException, load_incluster_config, load_k
 from elastic_operator.errors import BadInput, ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
     from types import TracebackType
 
     from elastic_operator.kube.resources import Resource
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 _TIMEOUT: Final = 30.0
 _CONNECTIONS: Final = 32
+_PAGE: Final = 500
+"""So many objects are read at once: all pods of a large cluster at once would fill the memory."""
+_OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_USER_AGENT: Final = "elastic-operator"
 _NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
 
 MERGE_PATCH: Final = "application/merge-patch+json"
@@ -62,12 +68,38 @@ class ApiError(ClusterError):
         return self.status in (400, 413, 415, 422)
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Where an API server is and how it is reached, for whoever has a connection of his own.
+
+    Attributes:
+        server: its URL.
+        authority_file: with the certificate that vouches for it; None for what the system trusts.
+        authority: the certificate itself.
+        certificate_file: the client's; None where it has none.
+        key_file: of the client's certificate.
+        insecure: whether nobody has to vouch for the server.
+        authorization: the header of that name; None where there is none. A secret.
+        proxy: URL of a proxy; None where there is none.
+    """
+
+    server: str
+    authority_file: str | None = None
+    authority: str | bytes | None = None
+    certificate_file: str | None = None
+    key_file: str | None = None
+    insecure: bool = False
+    authorization: str | None = field(default=None, repr=False)
+    proxy: str | None = None
+
+
 class Api:
     """A connection to an API server; an async context manager.
 
     Attributes:
         namespace: the one that the kubeconfig's context names, or of the pod that this runs in; "default" where there
             is none.
+        asked: called after each request with its verb and the HTTP status of the answer, 0 where there was none.
     """
 
     def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
@@ -76,6 +108,7 @@ class Api:
         self._configuration = configuration
         self._client: ApiClient | None = None
         self.namespace = namespace
+        self.asked: Callable[[str, int], None] = lambda _verb, _status: None
 
     @classmethod
     async def from_kubeconfig(cls, path: str | None = None, context: str | None = None) -> Api:
@@ -111,10 +144,15 @@ class Api:
             load_incluster_config(client_configuration=configuration)
         except ConfigException as error:
             raise BadInput(f"this is not a pod with a service account ({error}); use --kubeconfig") from None
-        return cls(configuration)
+        try:
+            namespace = _OWN_NAMESPACE.read_text().strip()
+        except OSError:
+            namespace = ""
+        return cls(configuration, namespace or "default")
 
     async def __aenter__(self) -> Self:
         self._client = ApiClient(self._configuration)
+        self._client.user_agent = _USER_AGENT
         await self._client.__aenter__()
         return self
 
@@ -125,6 +163,20 @@ class Api:
         if client is not None:
             await client.__aexit__(kind, error, trace)
 
+    async def access(self) -> Access:
+        """What another client needs to reach the same API server; a token that expires is a fresh one."""
+        configuration = self._configuration
+        return Access(
+            server=configuration.host,
+            authority_file=configuration.ssl_ca_cert or None,
+            authority=configuration.ca_cert_data or None,
+            certificate_file=configuration.cert_file or None,
+            key_file=configuration.key_file or None,
+            insecure=not configuration.verify_ssl,
+            authorization=await configuration.get_api_key_with_prefix("BearerToken", alias="authorization"),
+            proxy=configuration.proxy or None,
+        )
+
     async def get(self, resource: Resource, namespace: str, name: str) -> Json:
         """One object.
 
@@ -134,11 +186,37 @@ class Api:
         """
         return await self._json("GET", resource.path(namespace, name))
 
-    async def list(self, resource: Resource, namespace: str | None, *, labels: str = "") -> tuple[list[Json], str]:
-        """The objects of a namespace (None: of all) with these labels, and the resource version of the listing."""
-        query = {"labelSelector": labels} if labels else {}
-        listing = await self._json("GET", resource.path(namespace), query=query)
+    async def list(
+        self, resource: Resource, namespace: str | None, *, labels: str = "", name: str = ""
+    ) -> tuple[list[Json], str]:
+        """The objects of a namespace (None: of all) with these labels, and the resource version of the listing.
+
+        Args:
+            resource: their kind.
+            namespace: where.
+            labels: a label selector.
+            name: only the one of this name.
+        """
+        query = _selection(labels, name)
+        listing = await self._json("GET", resource.path(namespace), query=query, verb="LIST")
         return list(listing.get("items") or ()), str(listing["metadata"]["resourceVersion"])
+
+    async def pages(
+        self, resource: Resource, namespace: str | None, *, labels: str = ""
+    ) -> AsyncGenerator[tuple[Sequence[Json], str], None]:
+        """What :meth:`list` gives, some hundred objects at a time; the resource version is the same for all of them.
+
+        Raises:
+            ApiError: also where reading took so long that the listing is no longer kept (410): begin again.
+        """
+        query = {**_selection(labels), "limit": str(_PAGE)}
+        while True:
+            listing = await self._json("GET", resource.path(namespace), query=query, verb="LIST")
+            about = listing["metadata"]
+            yield listing.get("items") or (), str(about["resourceVersion"])
+            if not about.get("continue"):
+                return
+            query["continue"] = about["continue"]
 
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
         """Make an object; unknown and repeated fields are refused (``fieldValidation=Strict``).
@@ -207,14 +285,12 @@ class Api:
         Raises:
             ApiError: the resource version is no longer kept (410): list again.
         """
-        query = {"watch": "true", "resourceVersion": start, "timeoutSeconds": "300"}
-        if labels:
-            query["labelSelector"] = labels
-        if name:
-            query["fieldSelector"] = f"metadata.name={name}"
+        query = {**_selection(labels, name), "watch": "true", "resourceVersion": start, "timeoutSeconds": "300"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT)
         try:
-            response = await self._request("GET", resource.path(namespace), query=query, time_limit=timeout)
+            response = await self._request(
+                "GET", resource.path(namespace), query=query, time_limit=timeout, verb="WATCH"
+            )
             with contextlib.closing(response):
                 if response.status >= 400:
                     raise _refusal(response.status, await response.read())
@@ -235,9 +311,10 @@ class Api:
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
         content_type: str = "application/json",
+        verb: str = "",
     ) -> dict[str, Any]:
         try:
-            response = await self._request(method, path, query=query, body=body, content_type=content_type)
+            response = await self._request(method, path, query=query, body=body, content_type=content_type, verb=verb)
             with contextlib.closing(response):
                 data = await response.read()
         except _NETWORK_ERRORS as error:
@@ -259,6 +336,7 @@ class Api:
         body: Json | None = None,
         content_type: str = "application/json",
         time_limit: float | aiohttp.ClientTimeout = _TIMEOUT,
+        verb: str = "",
     ) -> aiohttp.ClientResponse:
         if self._client is None:
             raise RuntimeError("used outside of its `async with` block")
@@ -270,9 +348,23 @@ class Api:
             auth_settings=["BearerToken"],
         )
         method, url, headers, _, _ = request
-        answer = await self._client.call_api(method, url, headers, body=body, _request_timeout=time_limit)
-        response: aiohttp.ClientResponse = answer.response
+        status = 0
+        try:
+            answer = await self._client.call_api(method, url, headers, body=body, _request_timeout=time_limit)
+            response: aiohttp.ClientResponse = answer.response
+            status = response.status
+        finally:
+            self.asked(verb or method, status)
         return response
+
+
+def _selection(labels: str = "", name: str = "") -> dict[str, str]:
+    query = {}
+    if labels:
+        query["labelSelector"] = labels
+    if name:
+        query["fieldSelector"] = f"metadata.name={name}"
+    return query
 
 
 def _refusal(status: int, data: bytes) -> ApiError:

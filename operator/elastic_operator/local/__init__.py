@@ -13,7 +13,6 @@ module              question
 ``etcd_process``    how does the job's etcd live as a process?
 ``etcd_binary``     which etcd is started?
 ``tether``          why does nothing outlive ``elasticjob run``, however it ends?
-``store_mirror``    what do the agents say in the store?
 ``follow``          has a file changed?
 ``not_honoured``    what of a manifest can a process not honour?
 ``run_folder``      where does a run keep what belongs to it?
@@ -23,11 +22,8 @@ module              question
 ``control``         how do other terminals reach a run? (the side that serves)
 ``client``          how do other terminals reach a run? (the side that asks)
 ``log_files``       where is a rank's output, and how is it followed across epochs?
-``shown``           what does a snapshot say, typed?
 ``view``            what does ``elasticjob run`` show while the job goes on?
 ``render``          how does the live picture look?
-``words``           how are durations and states said to people?
-``columns``         how are tables of plain text laid out?
 ``hints``           what can be tried in a second terminal, and how is it spelled there?
 ``demo``            which acts does the demo play?
 ``demo_stage``      what does the demo wait for, and whom does it kill?

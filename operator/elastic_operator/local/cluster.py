@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, Self
 from elastic_operator.errors import ClusterError, ElasticJobError
 from elastic_operator.local.etcd_process import EtcdProcess
 from elastic_operator.local.pod_process import PodProcess
-from elastic_operator.local.store_mirror import StoreMirror
 from elastic_operator.model import EtcdState, JobEvent, Observed, Plan
 from elastic_operator.names import LocalReason
+from elastic_operator.store_mirror import StoreMirror
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from elastic_operator.errors import ElasticJobError
-from elastic_operator.local import words
+from elastic_operator.showing import words
 from elastic_operator.local.ending import How
-from elastic_operator.local.log_files import LogFile, Wanted, log_files
-from elastic_operator.local.shown import Shown, ShownPod
+from elastic_operator.local.log_files import LogFile, log_files
+from elastic_operator.showing.shown import Shown, ShownPod
+from elastic_operator.showing.wanted_logs import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -98,7 +99,7 @@ class Stage:
     @property
     def training_pods(self) -> list[ShownPod]:
         """The pods whose workers are part of the current epoch, in rank order."""
-        return sorted((pod for pod in self.shown.living_pods if pod.ranks), key=lambda pod: pod.ranks)
+        return sorted((pod for pod in self.shown.living_pods if pod.ranks), key=lambda pod: pod.ranks or ())
 
     def rank_file(self, rank: int, *, after: int = 0) -> LogFile | None:
         """Where a rank prints, in the latest epoch that it has had; None if that is not later than ``after``."""

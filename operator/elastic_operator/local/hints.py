@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_operator.local import words
+from elastic_operator.showing import words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from elastic_operator.local.shown import Shown
+    from elastic_operator.showing.shown import Shown
 
 
 @dataclass(frozen=True, slots=True)

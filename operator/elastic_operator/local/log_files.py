@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.showing.wanted_logs import Wanted
+
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterable
@@ -42,26 +44,6 @@ class LogFile:
         """A whole line of output with whose it is in front; agents say most of the time who they are."""
         label = (f"[{self.pod}] " if self.rank < 0 else f"[rank {self.rank}] ").encode()
         return (line if self.rank < 0 and label in line else label + line) + b"\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which logs are asked for.
-
-    Attributes:
-        rank: of this rank only.
-        pod: of this pod only.
-        agents: the agents' own logs, not those of the workers.
-    """
-
-    rank: int | None = None
-    pod: str | None = None
-    agents: bool = False
-
-    @property
-    def one_speaker(self) -> bool:
-        """Whether all lines come from one place, so that it need not be said."""
-        return self.rank is not None or (self.agents and self.pod is not None)
 
 
 def log_files(logs: Path, wanted: Wanted) -> list[LogFile]:

@@ -10,10 +10,10 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TextIO
 
-from elastic_operator.local import words
+from elastic_operator.showing import words
 from elastic_operator.local.act import NOW
 from elastic_operator.local.hints import suggestions
-from elastic_operator.local.shown import Shown
+from elastic_operator.showing.shown import Shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.local.act import Act
     from elastic_operator.local.hints import Hints
-    from elastic_operator.local.shown import ShownEvent
+    from elastic_operator.showing.shown import ShownEvent
 
 PROGRESS_EVERY: Final = 5.0
 """Seconds; in plain lines the training's own progress is said no more often."""

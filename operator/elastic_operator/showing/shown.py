@@ -1,7 +1,8 @@
-"""A snapshot of a job as the view and the commands read it: typed, every field with a default.
+"""What is known of a job, as the view and the commands read it: typed, every field with a default.
 
-What comes over the control socket or out of a run's folder is JSON that another version of ``elasticjob`` may have
-written, so that unknown fields are passed over and absent ones are filled in.
+It comes as JSON of one shape from either place: over the control socket or out of a run's folder
+(:mod:`elastic_operator.local.snapshot`), or made of what an API server says (:mod:`elastic_operator.kube.snapshot`).
+Another version may have written it, so that unknown fields are passed over and absent ones are filled in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from elastic_operator.errors import ElasticJobError
 
 
 class ShownPod(msgspec.Struct, frozen=True, rename="camel"):
-    """One pod: a process on this machine.
+    """One pod: on this machine a process.
 
     Attributes:
         name: ``<job>-<index>-<suffix>``.
@@ -31,9 +32,12 @@ class ShownPod(msgspec.Struct, frozen=True, rename="camel"):
         exit_code: of the agent, 128 + n for a signal.
         message: the agent's last words.
         group_rank: its place among the nodes of the current epoch.
-        ranks: of its workers in the current epoch.
+        ranks: of its workers in the current epoch; None where nobody knows them.
         log_dir: where its workers' output stands.
         metrics_url: where its agent shows metrics.
+        node: the machine on which it runs; empty on this machine.
+        address: its own.
+        note: what else is to be said of it, such as why it has not started; empty where there is nothing.
     """
 
     name: str
@@ -48,9 +52,12 @@ class ShownPod(msgspec.Struct, frozen=True, rename="camel"):
     exit_code: int | None = None
     message: str | dict[str, Any] | None = None
     group_rank: int | None = None
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] | None = ()
     log_dir: str | None = None
     metrics_url: str | None = None
+    node: str = ""
+    address: str = ""
+    note: str = ""
 
     @property
     def over(self) -> bool:
@@ -73,12 +80,14 @@ class ShownEvent(msgspec.Struct, frozen=True):
         reason: one word in CamelCase.
         message: a sentence.
         warning: whether it is bad news.
+        count: how often it happened.
     """
 
     time: float
     reason: str = ""
     message: str = ""
     warning: bool = False
+    count: int = 1
 
 
 class ShownCondition(msgspec.Struct, frozen=True, rename="camel"):
@@ -103,6 +112,7 @@ class ShownStatus(msgspec.Struct, frozen=True, rename="camel"):
     """What the reconciler says of the job; the names are those of the CRD's status."""
 
     state: str = "Pending"
+    observed_generation: int = 0
     replicas: int = 0
     ready: int = 0
     desired: int = 0
@@ -138,7 +148,7 @@ class ShownEnd(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ShownRun(msgspec.Struct, frozen=True, rename="camel"):
-    """The run that the job lives in: one ``elasticjob run``.
+    """The run that the job lives in: one ``elasticjob run``. On a cluster there is none, and all but ``alive`` is empty.
 
     Attributes:
         id: names its folder.
@@ -168,11 +178,13 @@ class ShownEtcd(msgspec.Struct, frozen=True, rename="camel"):
         pid: of its process; None where it is not ours.
         endpoint: host:port; None while it has none.
         restarts: how often it had to be started again.
+        state: where it stands; empty where that is not known, or not ours to know.
     """
 
     pid: int | None = None
     endpoint: str | None = None
     restarts: int = 0
+    state: str = ""
 
 
 class ShownProgress(msgspec.Struct, frozen=True):
@@ -219,13 +231,23 @@ class Shown(msgspec.Struct, frozen=True):
             return msgspec.convert(snapshot, cls)
         except msgspec.ValidationError as error:
             raise ElasticJobError(
-                f"what is known of this run cannot be read ({error}); was it made by another version?"
+                f"what is known of this job cannot be read ({error}); was it made by another version?"
             ) from None
 
     @property
     def name(self) -> str:
         """The job's name."""
         return str((self.manifest.get("metadata") or {}).get("name") or "?")
+
+    @property
+    def namespace(self) -> str:
+        """The job's namespace."""
+        return str((self.manifest.get("metadata") or {}).get("namespace") or "")
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether it lives on a cluster, and not in a run on this machine."""
+        return self.run.alive and not self.run.id
 
     @property
     def spec(self) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """What the agents say in the store, mirrored: listed, then watched; listed again when the store was away.
 
 The mirror never decides anything. While the store is away it keeps what it knew last and says that it cannot be read.
+As long as it follows a run it also renews the lease on which the run's lasting keys hang, as the leading agent does.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from torchelastic.contract import EpochRecord, NodeRecord, OutcomeRecord, RunKeys, SizeRecord, decode, encode
+from torchelastic.contract import (
+    RUN_LEASE_TTL,
+    EpochRecord,
+    NodeRecord,
+    OutcomeRecord,
+    RunKeys,
+    SizeRecord,
+    decode,
+    encode,
+)
 from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreError
 from torchelastic.store import Listing, StoreSettings, connect, follow
+from torchelastic.store.lasting import LastingKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +46,12 @@ class StoreMirror:
     It calls ``changed()`` whenever an attribute has changed, and ``away(sentence)`` whenever the store could not be
     reached or the connection broke.
 
+    Args:
+        run_id: the run's id.
+        changed: see above.
+        away: see above.
+        run_lease: seconds after which nothing is left in the store of a run that everybody has abandoned.
+
     Attributes:
         readable: whether what follows is what stands in the store now.
         epoch: the current epoch.
@@ -44,11 +61,21 @@ class StoreMirror:
         names: by node id, the pod of every node that ever was there.
     """
 
-    def __init__(self, run_id: str, *, changed: Callable[[], None], away: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        changed: Callable[[], None],
+        away: Callable[[str], None],
+        run_lease: float = RUN_LEASE_TTL,
+    ) -> None:
+        self._run_id = run_id
+        self._run_lease = run_lease
         self._keys = RunKeys.of(run_id)
         self._changed = changed
         self._away = away
         self._store: Store | None = None
+        self._lasting: LastingKeys | None = None
         self.readable = False
         self.epoch: EpochRecord | None = None
         self.outcome: OutcomeRecord | None = None
@@ -72,14 +99,17 @@ class StoreMirror:
                     store = await connect(StoreSettings(endpoints=endpoints()))
                     stack.push_async_callback(store.close)
                     self._store = store
-                    while True:
-                        await self._follow(store)
-                        delay = _FIRST_DELAY
-            except StoreError as error:
-                self._away(str(error))
+                    self._lasting = LastingKeys(store, self._run_id, ttl=self._run_lease)
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(self._lasting.keep())
+                        while True:
+                            await self._follow(store)
+            except* StoreError as errors:
+                self._away(str(errors.exceptions[0]))
             finally:
-                self._store = None
+                self._store = self._lasting = None
                 if self.readable:
+                    delay = _FIRST_DELAY
                     self.readable = False
                     self._changed()
             await asyncio.sleep(delay)
@@ -91,9 +121,9 @@ class StoreMirror:
         Raises:
             StoreError: the store is away, or refused.
         """
-        if self._store is None:
+        if self._lasting is None:
             raise StoreError("the store cannot be reached just now")
-        await self._store.put(self._keys.size, encode(size))
+        await self._lasting.put(self._keys.size, encode(size))
 
     async def forget_run(self) -> None:
         """Remove the run's keys from a store that outlives it.
@@ -101,7 +131,8 @@ class StoreMirror:
         Raises:
             StoreError: the store is away, or refused.
         """
-        if self._store is not None:
+        if self._store is not None and self._lasting is not None:
+            await self._lasting.end()
             await self._store.delete_prefix(self._keys.root)
 
     async def _follow(self, store: Store) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from elastic_operator.local.shown import ShownPod
+    from elastic_operator.showing.shown import ShownPod
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
@@ -73,6 +73,8 @@ def doing(pod: ShownPod) -> Doing:
         return Doing("leaving", good=None)
     if pod.phase == "Pending" or not pod.ready:
         return Doing("starting", good=None)
+    if pod.ranks is None:
+        return Doing("running", good=True)
     return Doing("training", good=True) if pod.ranks else Doing("joining", good=None)
 
 
@@ -93,8 +95,8 @@ def signal_name(exit_code: int | None) -> str:
         return ""
 
 
-def ranks(numbers: tuple[int, ...]) -> str:
-    """Ranks as a person writes them: 0-3, 7; a dash for none."""
+def ranks(numbers: tuple[int, ...] | None) -> str:
+    """Ranks as a person writes them: 0-3, 7; a dash for none, and where nobody knows them."""
     if not numbers:
         return "-"
     parts: list[str] = []

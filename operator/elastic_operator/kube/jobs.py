@@ -1,0 +1,209 @@
+"""What ``elasticjob`` asks of a cluster: which jobs there are, all that is known of one, another size, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.errors import BadInput, ClusterError
+from elastic_operator.kube.api import ApiError
+from elastic_operator.kube.etcd_objects import etcd_name
+from elastic_operator.kube.observation import etcd_state
+from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from elastic_operator.kube.snapshot import object_of, snapshot_of
+from elastic_operator.kube.user_api import in_words
+from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kube.user_api import UserApi
+    from elastic_operator.spec import Json
+
+    Tell = Callable[[str], object]
+    """Gets a sentence for the user that is no part of the answer."""
+
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_OVER: Final = ("Succeeded", "Failed")
+_LONG: Final = 10.0
+"""Seconds after which somebody who waits is told for what."""
+_NAMES_TOLD: Final = 5
+
+
+class ClusterJobs:
+    """The jobs of one namespace.
+
+    Args:
+        api: the connection, open.
+        tell: for what is no part of an answer.
+    """
+
+    def __init__(self, api: UserApi, tell: Tell) -> None:
+        self._api = api
+        self._tell = tell
+        self.namespace = api.namespace
+
+    async def objects(self, *, all_namespaces: bool = False) -> list[Json]:
+        """All jobs, of this namespace or of all, by namespace and name, as ``kubectl get -o json`` has them.
+
+        Raises:
+            ElasticJobError: it could not be done; the message says why. So for every method.
+        """
+        with in_words("there are no ElasticJobs"):
+            found, _ = await self._api.list(ELASTIC_JOBS, None if all_namespaces else self.namespace)
+        found.sort(key=lambda job: (job["metadata"]["namespace"], job["metadata"]["name"]))
+        # In a list, objects come without these two.
+        head = {"apiVersion": ELASTIC_JOBS.api_version, "kind": ELASTIC_JOBS.kind}
+        return [object_of({**head, **job}) for job in found]
+
+    async def object(self, name: str) -> Json:
+        """One job, as ``kubectl get -o json`` has it.
+
+        Raises:
+            NotFound: there is none of this name.
+        """
+        if not _NAME.fullmatch(name):
+            raise BadInput(f"no job can be called {name!r}; `elasticjob get -n {self.namespace}` lists what there is")
+        with self._in_words(name):
+            return object_of(await self._api.get(ELASTIC_JOBS, self.namespace, name))
+
+    async def snapshot(self, name: str) -> Json:
+        """All that is known of one job.
+
+        Raises:
+            NotFound: there is none of this name.
+        """
+        job = await self.object(name)
+        uid = job["metadata"]["uid"]
+        pods = await self._as_far_as_allowed("pods", self._workers(name))
+        told = self._api.select(EVENTS, self.namespace, f"involvedObject.uid={uid}")
+        events = await self._as_far_as_allowed("events", told)
+        return snapshot_of(job, pods, events, await self._etcd(job))
+
+    async def scale(self, name: str, replicas: int) -> None:
+        """Ask for another number of pods.
+
+        Raises:
+            BadInput: that number can't be, or the job is over; the message says why.
+            NotFound: there is no such job.
+        """
+        job = await self.object(name)
+        state = (job.get("status") or {}).get("state")
+        if state in _OVER:
+            raise BadInput(f"the job {name} is over ({state}) and does not change any more")
+        with self._in_words(name):
+            await self._api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": {"replicas": replicas}}, "scale")
+
+    async def delete(self, name: str, *, wait: bool) -> None:
+        """End a job and remove it with all that belongs to it.
+
+        Args:
+            name: the job's name.
+            wait: come back only when all of that is gone.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        uid = (await self.object(name))["metadata"]["uid"]
+        with self._in_words(name):
+            try:
+                await self._api.delete(ELASTIC_JOBS, self.namespace, name, uid=uid)
+            except ApiError as error:
+                if error.conflict:
+                    raise ClusterError(f"another job {name} has taken the place of this one; try again") from None
+                raise
+        if not wait:
+            return
+        with self._in_words(name):
+            await self._gone(ELASTIC_JOBS, name, {uid})
+            for kind in (PODS, SERVICES, DEPLOYMENTS):  # what else there is goes with these
+                await self._dependents_gone(kind, name, uid)
+
+    async def _workers(self, name: str) -> tuple[list[Json], str]:
+        return await self._api.list(PODS, self.namespace, labels=worker_labels(name))
+
+    async def _etcd(self, job: Json) -> Json | None:
+        """Where the job's store is, and how it stands, as far as that can be seen."""
+        given = ((job.get("spec") or {}).get("etcd") or {}).get("endpoint")
+        if given:
+            return {"endpoint": given}
+        name = etcd_name(job["metadata"]["name"])
+        service = await self._if_there(SERVICES, name)
+        address = ((service or {}).get("spec") or {}).get("clusterIP")
+        if not address:
+            return None
+        deployment = await self._if_there(DEPLOYMENTS, name)
+        return {"endpoint": f"{address}:2379", "state": f"service {name}, {etcd_state(service, deployment).lower()}"}
+
+    async def _if_there(self, kind: Resource, name: str) -> Json | None:
+        try:
+            return await self._api.get(kind, self.namespace, name)
+        except ApiError:  # it is gone, or none of our business
+            return None
+
+    async def _as_far_as_allowed(self, what: str, listing: Awaitable[tuple[list[Json], str]]) -> list[Json]:
+        try:
+            found, _ = await listing
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            self._tell(f"you may not see the {what} of this namespace, so none are shown")
+            return []
+        return found
+
+    async def _dependents_gone(self, kind: Resource, name: str, uid: str) -> None:
+        labels = f"{LABEL_JOB}={name}"
+        try:
+            found, _ = await self._api.list(kind, self.namespace, labels=labels)
+            # A job that is made anew with the same name has pods of its own.
+            of_ours = {each["metadata"]["uid"] for each in found if _belongs(each, uid)}
+            await self._gone(kind, name, of_ours, labels=labels)
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            if kind is PODS:
+                self._tell("you may not see the pods of this namespace, so whether they are gone is not known")
+
+    async def _gone(self, kind: Resource, name: str, uids: set[str], *, labels: str = "") -> None:
+        """Wait until none of these is there any more."""
+        states = self._api.states(kind, self.namespace, labels=labels, name="" if labels else name)
+        left: list[str] = []
+
+        async def all_gone() -> None:
+            async for state in states:
+                left[:] = [each["metadata"]["name"] for uid, each in state.items() if uid in uids]
+                if not left:
+                    return
+
+        async with contextlib.aclosing(states):
+            waiting = asyncio.ensure_future(all_gone())
+            try:
+                done, _ = await asyncio.wait([waiting], timeout=_LONG)
+                if not done:
+                    more = f" and {len(left) - _NAMES_TOLD} more" if len(left) > _NAMES_TOLD else ""
+                    self._tell(f"still there: {kind.kind} {', '.join(left[:_NAMES_TOLD])}{more}; waiting for its end")
+                await waiting
+            finally:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+
+    def _in_words(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return in_words(
+            f"there is no job {name} in the namespace {self.namespace}; "
+            f"`elasticjob get -n {self.namespace}` lists what there is"
+        )
+
+
+def worker_labels(job: str) -> str:
+    """Selects the worker pods of a job."""
+    return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
+
+
+def _belongs(dependent: dict[str, Any], uid: str) -> bool:
+    """Whether it is this job's, by itself or by what another one of its objects has made."""
+    owners = dependent["metadata"].get("ownerReferences") or ()
+    ours = [owner for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind]
+    return not ours or any(owner.get("uid") == uid for owner in ours)

@@ -1,0 +1,96 @@
+"""Which kubeconfig a person means, looked at before it is used: what is wrong with it is said in a sentence.
+
+As kubectl has it: ``--kubeconfig`` names one file; else KUBECONFIG names files, with colons between them, of which those
+that are not there are passed over; else it is ``~/.kube/config``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from elastic_operator.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_SECTIONS = ("contexts", "clusters", "users")
+
+
+def find(given: str | None, environ: Mapping[str, str]) -> list[Path]:
+    """The files that are there.
+
+    Args:
+        given: the file that the command line names; None where it names none.
+        environ: has KUBECONFIG and HOME.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if given is not None:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise BadInput(f"there is no kubeconfig {given}; check the path after --kubeconfig")
+        return [path]
+    named = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
+    there = [path for path in named or [Path("~/.kube/config").expanduser()] if path.is_file()]
+    if not there:
+        where = f"KUBECONFIG names {os.pathsep.join(map(str, named))}" if named else "~/.kube/config is not there"
+        raise BadInput(f"there is no kubeconfig ({where}); name one with --kubeconfig")
+    return there
+
+
+def check(files: Iterable[Path], context: str | None) -> None:
+    """See that there is such a context, and what it names.
+
+    Args:
+        files: they count together; of two entries with the same name, the first counts.
+        context: None for the current one.
+
+    Raises:
+        BadInput: not so; the message says what there is.
+    """
+    names = " and ".join(map(str, files := list(files)))
+    known: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    current = ""
+    for path in files:
+        read = _read(path)
+        current = current or str(read.get("current-context") or "")
+        for section in _SECTIONS:
+            for name, value in _entries(read.get(section), section.removesuffix("s")):
+                known[section].setdefault(name, value)
+    chosen = context if context is not None else current
+    contexts = ", ".join(known["contexts"]) or "none"
+    if not chosen:
+        raise BadInput(f"{names} has no current context; choose one with --context (there are: {contexts})")
+    if chosen not in known["contexts"]:
+        raise BadInput(f"{names} has no context {chosen}; choose another with --context (there are: {contexts})")
+    for section in ("clusters", "users"):
+        kind = section.removesuffix("s")
+        name = known["contexts"][chosen].get(kind)
+        if not isinstance(name, str) or name not in known[section]:
+            raise BadInput(f"{names} has no {kind} {name or ''}, which its context {chosen} names; correct the file")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        read = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"the kubeconfig {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" in line {where.line + 1}" if where else ""
+        raise BadInput(f"the kubeconfig {path} is no YAML{line}; correct it, or name another") from None
+    if not isinstance(read, dict):
+        raise BadInput(f"{path} is no kubeconfig; name another with --kubeconfig")
+    return read
+
+
+def _entries(section: object, kind: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    for entry in section if isinstance(section, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str):
+            value = entry.get(kind)
+            yield entry["name"], value if isinstance(value, dict) else {}

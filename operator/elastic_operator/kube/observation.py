@@ -1,0 +1,254 @@
+"""What the objects of the API server say, in the words of the plan.
+
+The state of the container ``worker`` decides where a pod stands, not the phase of the pod: a sidecar may go on running.
+Only where a pod is over as a whole (evicted, refused by its node, its node lost) it has ended, whatever is said of
+``worker``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from elastic_operator.errors import BadInput
+from elastic_operator.kube.container_state import ContainerState, container_states, is_over, seconds
+from elastic_operator.kube.pod_words import last_message, why_unfit, why_waiting
+from elastic_operator.model import EtcdState, Job, Pod, PodPhase
+from elastic_operator.names import ANNOTATION_FAILURES, ANNOTATION_SIZE, LABEL_INDEX, OWN_PREFIX
+from elastic_operator.plan import words
+from elastic_operator.pods import Pet
+from elastic_operator.spec import ElasticJobSpec
+from elastic_operator.status_json import status_from_json
+from elastic_operator.template import WORKER
+from elastic_operator.unchecked import integer, mapping, mappings, text
+from torchelastic.contract import SizeRecord, decode
+from torchelastic.errors import MalformedRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elastic_operator.spec import Json
+
+_LARGEST: Final = 1_000_000
+_METADATA_KEPT: Final = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "ownerReferences",
+)
+
+
+def pod_of(obj: Json) -> Pod:
+    """A pod, whatever its object says."""
+    worker = _worker(obj)
+    phase = _phase(obj, worker)
+    annotations = mapping(obj, "metadata", "annotations")
+    return Pod(
+        name=text(obj, "metadata", "name"),
+        uid=text(obj, "metadata", "uid"),
+        index=_index(obj),
+        phase=phase,
+        ready=worker.ready,
+        terminating=bool(text(obj, "metadata", "deletionTimestamp")),
+        created=seconds(mapping(obj, "metadata").get("creationTimestamp")) or 0.0,
+        started=worker.started,
+        ended=_ended(obj, worker) if phase.ended else None,
+        exit_code=worker.exit_code,
+        message=last_message(obj, worker) if phase.ended else None,
+        failures=_number(text(annotations, ANNOTATION_FAILURES)) or 0,
+        size=_size(text(annotations, ANNOTATION_SIZE)),
+        waiting=why_waiting(obj) if phase is PodPhase.PENDING else "",
+        unfit=why_unfit(obj, worker),
+        lingers=phase.ended and _others_run(obj),
+    )
+
+
+def last_words(obj: Json) -> str:
+    """How a pod's worker container came to its end, and what it said last; empty where it has not ended."""
+    pod = pod_of(obj)
+    return words.death(pod) if pod.phase.ended else ""
+
+
+def job_of(obj: Json) -> Job:
+    """A job.
+
+    Raises:
+        BadInput: it was stored under another definition than this operator's, or its status is not one that it writes.
+    """
+    metadata = mapping(obj, "metadata")
+    name = text(metadata, "name")
+    try:
+        msgspec.convert(obj.get("spec"), _SpecShape)
+    except msgspec.ValidationError as error:
+        raise BadInput(
+            f"the spec of the job {name} is not as this operator's definition has it ({error}); update the definition "
+            "(crds/elasticjob.yaml), or the job"
+        ) from None
+    return Job(
+        name=name,
+        namespace=text(metadata, "namespace"),
+        uid=text(metadata, "uid"),
+        generation=integer(metadata, "generation") or 0,
+        spec=ElasticJobSpec.of(obj["spec"]),
+        status=status_from_json(obj.get("status")),
+        created=seconds(metadata.get("creationTimestamp")) or 0.0,
+        deleting=bool(metadata.get("deletionTimestamp")),
+    )
+
+
+def etcd_state(service: Json | None, deployment: Json | None) -> EtcdState:
+    """Where a job's own etcd stands; one whose deletion has begun, or of which a part is missing, is absent.
+
+    Args:
+        service: its service; None where there is none.
+        deployment: its deployment; None where there is none.
+    """
+    for obj in (service, deployment):
+        if obj is None or mapping(obj, "metadata").get("deletionTimestamp"):
+            return EtcdState.ABSENT
+    seen = (integer(deployment, "status", "observedGeneration") or 0) >= (
+        integer(deployment, "metadata", "generation") or 0
+    )
+    ready = (integer(deployment, "status", "readyReplicas") or 0) > 0
+    return EtcdState.READY if seen and ready else EtcdState.STARTING
+
+
+def etcd_hindrance(deployment: Json | None) -> str | None:
+    """Why the pod of a job's etcd can't be made for now, in the cluster's words: a quota, a policy; None where it can."""
+    for condition in mappings(deployment, "status", "conditions"):
+        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
+            return text(condition, "message") or text(condition, "reason") or None
+    return None
+
+
+def told_cluster_ip(obj: Json) -> str | None:
+    """The address at which a pod looks for the etcd of its own job; None where it was told none."""
+    for container in mappings(obj, "spec", "containers"):
+        for entry in mappings(container, "env"):
+            endpoint = text(entry, "value")
+            if container.get("name") == WORKER and entry.get("name") == Pet.RDZV_ENDPOINT and ":" in endpoint:
+                return endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]") or None
+    return None
+
+
+def trimmed_pod(obj: Json) -> dict[str, Any]:
+    """As much of a pod's object as is read of it here, some tenth of the whole."""
+    metadata = mapping(obj, "metadata")
+    return {
+        "metadata": {
+            **_only(metadata, _METADATA_KEPT),
+            "labels": _ours(mapping(metadata, "labels")),
+            "annotations": _ours(mapping(metadata, "annotations")),
+        },
+        "spec": {
+            "containers": [_trimmed_container(container) for container in mappings(obj, "spec", "containers")],
+            "initContainers": [
+                _only(container, ("name", "image", "restartPolicy"))
+                for container in mappings(obj, "spec", "initContainers")
+            ],
+        },
+        "status": {
+            **_only(mapping(obj, "status"), ("phase", "reason", "message")),
+            "conditions": [
+                _only(entry, ("type", "status", "reason", "message", "lastTransitionTime"))
+                for entry in mappings(obj, "status", "conditions")
+            ],
+            **{
+                kind: [_only(entry, ("name", "state", "lastState", "ready")) for entry in mappings(obj, "status", kind)]
+                for kind in ("containerStatuses", "initContainerStatuses")
+            },
+        },
+    }
+
+
+def _trimmed_container(container: Json) -> dict[str, Any]:
+    told = [entry for entry in mappings(container, "env") if entry.get("name") == Pet.RDZV_ENDPOINT]
+    return {**_only(container, ("name", "image")), **({"env": told} if told else {})}
+
+
+def _only(obj: Json, keys: Iterable[str]) -> dict[str, Any]:
+    return {key: obj[key] for key in keys if key in obj}
+
+
+def _ours(notes: Json) -> dict[str, Any]:
+    return {key: value for key, value in notes.items() if str(key).startswith(OWN_PREFIX)}
+
+
+class _EtcdShape(msgspec.Struct, rename="camel"):
+    endpoint: str | None = None
+    image: str | None = None
+    resources: dict[str, Any] | None = None
+    storage: dict[str, Any] | None = None
+
+
+class _CheckpointShape(msgspec.Struct):
+    volume: dict[str, Any] | None = None
+
+
+class _SpecShape(msgspec.Struct, rename="camel"):
+    """What the API server has checked, as far as types go."""
+
+    min_replicas: int
+    max_replicas: int
+    replicas: int | None = None
+    image: str | None = None
+    command: list[str] | None = None
+    args: list[str] | None = None
+    env: list[dict[str, Any]] | None = None
+    nproc_per_node: int | str = 1
+    max_restarts: int = 100
+    etcd: _EtcdShape | None = None
+    checkpoint: _CheckpointShape | None = None
+    template: dict[str, Any] | None = None
+
+
+def _worker(obj: Json) -> ContainerState:
+    states = container_states(obj)
+    return next((state for state in states if state.name == WORKER), ContainerState(WORKER, waiting={}))
+
+
+def _phase(obj: Json, worker: ContainerState) -> PodPhase:
+    if worker.terminated is not None:
+        return PodPhase.SUCCEEDED if worker.exit_code == 0 else PodPhase.FAILED
+    if is_over(obj):
+        # Also where the pod is called succeeded: that the run has succeeded is for its agent to say.
+        return PodPhase.FAILED
+    return PodPhase.PENDING if worker.running is None else PodPhase.RUNNING
+
+
+def _ended(obj: Json, worker: ContainerState) -> float | None:
+    """When the worker container ended; where it doesn't say, when the pod's conditions last changed."""
+    if worker.ended is not None:
+        return worker.ended
+    changes = (seconds(entry.get("lastTransitionTime")) for entry in mappings(obj, "status", "conditions"))
+    return max((time for time in changes if time is not None), default=None)
+
+
+def _others_run(obj: Json) -> bool:
+    states = (*container_states(obj), *container_states(obj, "initContainerStatuses"))
+    return any(state.running is not None and state.name != WORKER for state in states)
+
+
+def _index(obj: Json) -> int:
+    """The pod's place, from its label; from its name, where somebody has changed the label."""
+    index = _number(text(obj, "metadata", "labels", LABEL_INDEX))
+    if index is None:
+        index = _number(text(obj, "metadata", "name").rpartition("-")[0].rpartition("-")[2])
+    return index or 0
+
+
+def _number(digits: str) -> int | None:
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(_LARGEST))):
+        return None
+    return min(int(digits), _LARGEST)
+
+
+def _size(record: str) -> SizeRecord | None:
+    try:
+        return decode(record.encode(errors="replace"), SizeRecord)
+    except MalformedRecord:
+        return None

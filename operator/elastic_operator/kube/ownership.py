@@ -1,0 +1,34 @@
+"""What ties an object to its job: the reference by which Kubernetes removes it with the job, and the labels.
+
+The reference does not say ``blockOwnerDeletion``: where that is enforced, it needs a right on the job's finalizers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elastic_operator.names import LABEL_JOB, LABEL_ROLE, MANAGED_BY
+from elastic_operator.spec import GROUP, KIND, VERSION
+
+if TYPE_CHECKING:
+    from elastic_operator.model import Job
+
+
+def owner_reference(job: Job) -> dict[str, Any]:
+    """Says that the job controls an object."""
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": job.name, "uid": job.uid, "controller": True}
+
+
+def own_labels(job: Job, role: str) -> dict[str, str]:
+    """The labels by which an object is found."""
+    return {LABEL_JOB: job.name, LABEL_ROLE: role}
+
+
+def common_labels(job: Job, role: str) -> dict[str, str]:
+    """The labels by which tools group what they show; the user may give them other values."""
+    return {
+        "app.kubernetes.io/name": "elasticjob",
+        "app.kubernetes.io/instance": job.name,
+        "app.kubernetes.io/component": role,
+        "app.kubernetes.io/managed-by": MANAGED_BY,
+    }

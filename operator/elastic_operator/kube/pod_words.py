@@ -1,0 +1,179 @@
+"""What a pod's status says, in words: why it does not start, how it ended, and whether it can have an agent at all."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from elastic_operator.kube.container_state import ContainerState, container_states, is_over
+from elastic_operator.model import Misfit, Unfit
+from elastic_operator.pods import LAUNCHER
+from elastic_operator.template import WORKER
+from elastic_operator.unchecked import mapping, mappings, text
+from torchelastic.contract import CONTRACT_VERSION, TerminationMessage, decode, shorten
+from torchelastic.errors import MalformedRecord
+
+if TYPE_CHECKING:
+    from elastic_operator.spec import Json
+
+OWN_IMAGE_GUIDE: Final = "docs/own-image.md"
+
+_LIMIT: Final = 400
+_UNDERWAY: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
+_PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
+_BACK_OFF: Final = re.compile(r'Back-off pulling image "[^"]*"(: ErrImagePull)?(: |$)')
+_REMOTE: Final = re.compile(r"rpc error: code = \w+ desc = ")
+_COULD_NOT_START: Final = frozenset(
+    {"StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError", "CrashLoopBackOff"}
+)
+"""What container runtimes, through the kubelet, call it when the command of a container can't be executed."""
+_NO_SUCH_FILE: Final = re.compile(r"not found|no such file|ENOENT|error finding", re.IGNORECASE)
+_SELF_EVIDENT: Final = frozenset({"", "Completed", "Error"})
+
+
+def why_waiting(pod: Json) -> str:
+    """What keeps the worker container from starting, as a clause; empty where nothing is known to."""
+    if is_over(pod):
+        return ""
+    for condition in mappings(pod, "status", "conditions"):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            said = _clean(text(condition, "message")) or text(condition, "reason")
+            return f"no node takes it{f': {said}' if said else ''}"
+    init_containers = container_states(pod, "initContainerStatuses")
+    sidecars = {entry.get("name") for entry in _specs(pod, "initContainers") if entry.get("restartPolicy") == "Always"}
+    for container in init_containers:
+        if (obstacle := _obstacle(pod, container, "initContainers")) is not None:
+            return f"its init container {container.name}: {obstacle}"
+        if container.running is not None and container.name not in sidecars:
+            return f"its init container {container.name} still runs"
+    for container in container_states(pod):
+        if container.name == WORKER:
+            return _obstacle(pod, container, "containers") or ""
+    return ""
+
+
+def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str | None:
+    """The agent's last words; what is known instead where it left none of its own; None where nothing is.
+
+    Args:
+        pod: a pod whose worker container has ended.
+        worker: this container.
+    """
+    said = text(worker.terminated, "message").strip()
+    try:
+        return decode(said.encode(errors="replace"), TerminationMessage)
+    except MalformedRecord:
+        pass
+    # What the cluster says comes last: of a plain text, the last line is what is shown.
+    parts = [said, _end_in_words(worker), _end_of_pod(pod)]
+    if worker.terminated is None:
+        parts.append(_failed_init_container(pod))
+    return "\n".join(part for part in parts if part) or None
+
+
+def why_unfit(pod: Json, worker: ContainerState) -> Unfit | None:
+    """Why no agent that this operator understands can run in the pod; None where nothing says so."""
+    image = _image(pod, WORKER, "containers")
+    state = worker.terminated or worker.waiting or {}
+    if text(state, "reason") in _COULD_NOT_START:
+        message = text(state, "message")
+        if LAUNCHER[0] in message and _NO_SUCH_FILE.search(message):
+            return Unfit(
+                Misfit.NO_AGENT,
+                f"the image {image} has no {LAUNCHER[0]}, with which every worker pod starts: install the agent in it, "
+                f"as {OWN_IMAGE_GUIDE} shows, or name an image that has it",
+            )
+    spoken = _contract_of(text(worker.terminated, "message"))
+    if spoken is not None and spoken != CONTRACT_VERSION:
+        return Unfit(
+            Misfit.CONTRACT_MISMATCH,
+            f"the agent in the image {image} speaks version {spoken} of the contract between operator and agents, this "
+            f"operator version {CONTRACT_VERSION}: use an image with an agent of the operator's release, or an operator of "
+            "the agent's",
+        )
+    return None
+
+
+class _Speaker(msgspec.Struct):
+    """What termination messages of all versions have."""
+
+    reason: str
+    contract: int
+
+
+def _contract_of(message: str) -> int | None:
+    """The version of the contract that an agent speaks, by its last words; None where they aren't an agent's."""
+    try:
+        return msgspec.json.decode(message.encode(errors="replace"), type=_Speaker).contract
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
+    """What a container waits for, in words; None where it does not, or is being started."""
+    if container.waiting is None or (reason := text(container.waiting, "reason")) in _UNDERWAY:
+        return None
+    image = _image(pod, container.name, kind)
+    said = _clean(text(container.waiting, "message"))
+    if reason in _PULL:
+        # Pulling and backing off take turns; what is said of both is the same.
+        cause = _BACK_OFF.sub("", said)
+        return f"the image {image} cannot be pulled{f': {cause}' if cause else ''}"
+    if reason == "InvalidImageName":
+        return f'"{image}" is no name of an image'
+    if reason == "ErrImageNeverPull":
+        return f"the image {image} is not on its node, and imagePullPolicy is Never"
+    if reason.startswith(("CreateContainer", "RunContainer", "PreCreateHook", "PreStartHook", "PostStartHook")):
+        return f"its container cannot be started: {said or reason}"
+    return f"{reason}: {said}" if said else reason
+
+
+def _end_in_words(worker: ContainerState) -> str:
+    """What the kubelet says of the end of a container, beside its exit code."""
+    reason = text(worker.terminated, "reason")
+    if worker.exit_code == 0 or reason in _SELF_EVIDENT or reason in _COULD_NOT_START:
+        return ""
+    return "OOMKilled: it needed more memory than it may have" if reason == "OOMKilled" else reason
+
+
+def _end_of_pod(pod: Json) -> str:
+    """What is said of the end of the whole pod: evicted, preempted, its node lost."""
+    status = mapping(pod, "status")
+    told = _joined(text(status, "reason"), text(status, "message"))
+    if told:
+        return told
+    for condition in mappings(status, "conditions"):
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            return _joined(text(condition, "reason"), text(condition, "message"))
+    return ""
+
+
+def _failed_init_container(pod: Json) -> str:
+    for container in container_states(pod, "initContainerStatuses"):
+        if container.terminated is not None and container.exit_code != 0:
+            lines = text(container.terminated, "message").strip().splitlines()
+            code = (
+                "came to an unknown end" if container.exit_code is None else f"exited with code {container.exit_code}"
+            )
+            return f"its init container {container.name} {code}{f': {_clean(lines[-1])}' if lines else ''}"
+    return ""
+
+
+def _joined(reason: str, message: str) -> str:
+    return ": ".join(part for part in (reason, _clean(message)) if part)
+
+
+def _clean(message: str) -> str:
+    """A message in one line, without what only programmers need, and not longer than anybody reads."""
+    return shorten(" ".join(_REMOTE.sub("", message).split()), _LIMIT)
+
+
+def _image(pod: Json, name: str, kind: str) -> str:
+    """The image of a container, as it was asked for."""
+    return next((text(entry, "image") for entry in _specs(pod, kind) if entry.get("name") == name), "")
+
+
+def _specs(pod: Json, kind: str) -> tuple[Json, ...]:
+    return mappings(pod, "spec", kind)

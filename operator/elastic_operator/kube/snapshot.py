@@ -1,0 +1,96 @@
+"""What is shown of a job on a cluster, made of what its API server says: in the same shape as on one machine.
+
+See :mod:`elastic_operator.local.snapshot` for that shape. Which ranks a pod has is known to the agents alone, so it is
+left open here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from elastic_operator.kube.observation import pod_of
+from elastic_operator.showing.shown import seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elastic_operator.model import Pod
+    from elastic_operator.spec import Json
+
+_LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def snapshot_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = (), etcd: Json | None = None) -> Json:
+    """What is known of a job.
+
+    Args:
+        job: the object.
+        pods: its worker pods.
+        events: what was told of it.
+        etcd: its store: endpoint and state.
+    """
+    shown = object_of(job)
+    status = shown.pop("status", {})
+    return {
+        "manifest": shown,
+        "status": status,
+        "pods": [_pod(pod) for pod in pods],
+        "events": sorted((_event(event) for event in events), key=lambda event: float(event["time"])),
+        "run": {"alive": True},
+        "etcd": etcd,
+    }
+
+
+def object_of(job: Json) -> dict[str, Any]:
+    """The object without what servers and tools keep in it for themselves."""
+    metadata = {key: value for key, value in job["metadata"].items() if key != "managedFields"}
+    return {**job, "metadata": metadata}
+
+
+def _pod(obj: Json) -> Json:
+    pod = pod_of(obj)
+    status = obj.get("status") or {}
+    return {
+        "name": pod.name,
+        "index": pod.index,
+        "uid": pod.uid,
+        "phase": pod.phase.value,
+        "ready": pod.ready,
+        "terminating": pod.terminating,
+        "created": pod.created,
+        "ended": pod.ended,
+        "exitCode": pod.exit_code,
+        "message": msgspec.to_builtins(pod.message),
+        "ranks": None,
+        "node": (obj.get("spec") or {}).get("nodeName") or "",
+        "address": status.get("podIP") or "",
+        "note": _note(pod),
+    }
+
+
+def _note(pod: Pod) -> str:
+    if pod.unfit is not None:
+        return pod.unfit.message
+    if pod.lingers:
+        return "another container of it still runs"
+    return pod.waiting
+
+
+def _event(obj: Json) -> Json:
+    series = obj.get("series") or {}
+    times = (
+        series.get("lastObservedTime"),
+        obj.get("lastTimestamp"),
+        obj.get("eventTime"),
+        obj.get("firstTimestamp"),
+        (obj.get("metadata") or {}).get("creationTimestamp"),
+    )
+    return {
+        "time": next((at for time in times if (at := seconds(time)) is not None), 0.0),
+        "reason": obj.get("reason") or "",
+        "message": obj.get("message") or "",
+        "warning": obj.get("type") == "Warning",
+        "count": series.get("count") or obj.get("count") or 1,
+    }

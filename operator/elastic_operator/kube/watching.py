@@ -1,0 +1,207 @@
+"""The watches, by kopf: every change of what the operator looks at, as it happens.
+
+kopf is used for this alone. Its handlers are of the kind that only looks on; each hands the object over and returns
+nothing, since what it returned would be written into the object. Nothing else of kopf is on: no events, no peering, no
+finalizers, no annotations, no look at namespaces and definitions. Which pods are watched, the API server selects.
+
+kopf runs in a thread with an event loop of its own: when it stops, for whatever reason, it cancels every task of its
+loop that it does not know. So it may stop, and be started anew, while all else goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import kopf
+
+from elastic_operator.kube.listing import LOOKED_AT
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+
+    from elastic_operator.kube.api import Access
+    from elastic_operator.kube.resources import Resource
+    from elastic_operator.spec import Json
+
+_log: Final = logging.getLogger(__name__)
+
+_PAGE: Final = 500
+_PATIENCE: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
+"""Seconds between tries of a request; then the watches end, and are begun anew."""
+_FIRST_DELAY: Final = 1.0
+_LONGEST_DELAY: Final = 15.0
+_HEALTHY: Final = 60.0
+"""Seconds after which watches that end count as the first to end."""
+
+
+class Watches:
+    """Watches of all that the operator looks at.
+
+    Args:
+        access: gives the way to the API server, with a fresh token.
+        hear: called, in the loop in which :meth:`run` runs, with an object's kind, what has happened (ADDED, MODIFIED,
+            DELETED; None: it is there, as a watch begins) and the object.
+        began: called when the watches begin, and begin anew.
+        namespaces: which ones; empty for all.
+    """
+
+    def __init__(
+        self,
+        *,
+        access: Callable[[], Awaitable[Access]],
+        hear: Callable[[Resource, str | None, Json], None],
+        began: Callable[[], None],
+        namespaces: Sequence[str] = (),
+    ) -> None:
+        self._access = access
+        self._hear = hear
+        self._began = began
+        self._namespaces = tuple(namespaces)
+
+    async def run(self) -> NoReturn:
+        """Watch until cancelled."""
+        loop = asyncio.get_running_loop()
+        delay = _FIRST_DELAY
+        while True:
+            begun = loop.time()
+            self._began()
+            why = await _in_a_thread(self._watch(loop))
+            if loop.time() - begun >= _HEALTHY:
+                delay = _FIRST_DELAY
+            _log.warning("the watches have ended%s; they begin anew in %.0f s", why and f" ({why})", delay)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, _LONGEST_DELAY)
+
+    def _watch(self, home: asyncio.AbstractEventLoop) -> Callable[[asyncio.Event], Coroutine[Any, Any, None]]:
+        """What is to run in a loop of its own, until the event that it is given is set."""
+
+        async def watch(stop: asyncio.Event) -> None:
+            await kopf.operator(
+                registry=self._registry(home),
+                settings=_settings(),
+                standalone=True,
+                clusterwide=not self._namespaces,
+                namespaces=self._namespaces,
+                stop_flag=stop,
+            )
+
+        return watch
+
+    def _registry(self, home: asyncio.AbstractEventLoop) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+
+        async def login(**_: object) -> kopf.ConnectionInfo:
+            asked = asyncio.run_coroutine_threadsafe(_awaited(self._access), home)
+            return _connection(await asyncio.wrap_future(asked))
+
+        kopf.on.login(id="login", registry=registry)(login)
+        for resource in LOOKED_AT:
+            kopf.on.event(
+                group=resource.group,
+                version=resource.version,
+                plural=resource.plural,
+                id=resource.plural,
+                registry=registry,
+            )(self._handler(resource, home))
+        return registry
+
+    def _handler(self, resource: Resource, home: asyncio.AbstractEventLoop) -> Callable[..., Awaitable[None]]:
+        async def handle(event: Mapping[str, Any], **_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # it is over, and the loop is closed
+                home.call_soon_threadsafe(self._hear, resource, event["type"], event["object"])
+
+        return handle
+
+
+class _NoMemory(kopf.DiffBaseStorage):
+    """kopf compares objects with what it has noted in them; here nothing is noted, and nothing compared."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
+        """Nothing of an object is compared."""
+        del body, extra_fields
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> None:
+        """Nothing was noted."""
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Nothing is noted."""
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.process.ultimate_exiting_timeout = None
+    settings.networking.error_backoffs = _PATIENCE
+    settings.watching.chunk_size = _PAGE
+    settings.persistence.diffbase_storage = _NoMemory()
+    for resource, labels in LOOKED_AT.items():
+        if labels:
+            settings.watching.label_selectors[resource.group, resource.version, resource.plural] = labels
+    return settings
+
+
+def _connection(access: Access) -> kopf.ConnectionInfo:
+    scheme, _, token = (access.authorization or "").rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=access.server,
+        ca_path=access.authority_file,
+        ca_data=access.authority,
+        insecure=access.insecure,
+        certificate_path=access.certificate_file,
+        private_key_path=access.key_file,
+        scheme=scheme or "Bearer",
+        token=token or None,
+        proxy_url=access.proxy,
+    )
+
+
+async def _awaited(make: Callable[[], Awaitable[Access]]) -> Access:
+    return await make()
+
+
+async def _in_a_thread(make: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> str:
+    """Run a coroutine in a thread with an event loop of its own.
+
+    When this is cancelled, the event that the coroutine was given is set; this returns when the thread has ended.
+
+    Returns:
+        Why it ended, in words; empty where it ended by itself.
+    """
+    home = asyncio.get_running_loop()
+    ended: asyncio.Future[str] = home.create_future()
+    inside: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    ready = threading.Event()
+
+    async def within() -> None:
+        stop = asyncio.Event()
+        inside.append((asyncio.get_running_loop(), stop))
+        ready.set()
+        await make(stop)
+
+    def thread() -> None:
+        why = ""
+        try:
+            asyncio.run(within())
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and all else goes on
+            why = str(error) or type(error).__name__
+        finally:
+            ready.set()
+            with contextlib.suppress(RuntimeError):
+                home.call_soon_threadsafe(ended.set_result, why)
+
+    threading.Thread(target=thread, name="watches", daemon=True).start()
+    try:
+        return await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        await asyncio.to_thread(ready.wait)
+        for loop, stop in inside:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(stop.set)
+        await asyncio.wait([ended])
+        raise

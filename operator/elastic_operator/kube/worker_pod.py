@@ -1,0 +1,200 @@
+"""A worker's pod: the job's template, completed with the agent, its environment, and defaults that it may override.
+
+What the template says comes first. Then come image, program, variables and number of workers, none of which is said
+twice (:func:`elastic_operator.pods.problem_of`), then these defaults:
+
+* Memory on /dev/shm, where data loaders and NCCL pass tensors on: a container gets 64 MiB otherwise. Without a limit of
+  its own it is bounded by the pod's memory limit, and counts as such. An empty folder on /tmp, so that the root file
+  system may be read-only, and on the checkpoints' folder. A volume that the template has there takes
+  its place.
+* No environment variables for each service of the namespace: a job needs none, and in a namespace of thousands their
+  number alone keeps containers from starting. No token for the API server, to which no agent ever talks.
+* No rights beyond those of an ordinary process.
+* No probe. Whether the agent serves is told by the store, at once and without polling; and no service sends
+  anything to these pods that would have to wait until they are ready.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.kube.ownership import common_labels, own_labels, owner_reference
+from elastic_operator.kube.pod_template import (
+    SECCOMP,
+    Folder,
+    completed,
+    completed_mapping,
+    extended,
+    restricted,
+    with_folders,
+)
+from elastic_operator.names import (
+    ANNOTATION_CONTRACT,
+    ANNOTATION_FAILURES,
+    ANNOTATION_SIZE,
+    CHECKPOINT_FOLDER,
+    LABEL_INDEX,
+    METRICS_PORT,
+    ROLE_WORKER,
+    hostname,
+)
+from elastic_operator.pods import Surroundings, agent_command, program_of, user_env
+from elastic_operator.template import NEVER, WORKER
+from elastic_operator.unchecked import mapping, mappings, text
+from torchelastic.contract import CONTRACT_VERSION, Env, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elastic_operator.kube.settings import PodSettings
+    from elastic_operator.model import Job, NewPod
+    from elastic_operator.spec import ElasticJobSpec, Json
+
+WORKERS_GRACE: Final = 5.0
+"""Seconds that an agent gives its workers between SIGTERM and SIGKILL where nobody says otherwise."""
+
+GRACE_AROUND: Final = 25.0
+"""Seconds that a pod gets beyond its workers' grace: for saying goodbye, for a store that is slow, for last words."""
+
+_TERMINATION_LOG: Final = "/dev/termination-log"
+_DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
+_LONGEST_GRACE: Final = 7 * 24 * 3600.0
+_STOP_GRACE_FLAG: Final = re.compile(r"--?stop[-_]grace(?:=(?P<seconds>.*))?")
+_STOP_GRACE_VARIABLE: Final = "PET_STOP_GRACE"
+
+
+def worker_pod(job: Job, new: NewPod, settings: PodSettings, *, store: str) -> dict[str, Any]:
+    """The pod, ready to be created; nothing of it is shared with the job.
+
+    Args:
+        job: to which it belongs.
+        new: what the plan asks for.
+        settings: what the job does not say.
+        store: host:port of the store, several with commas.
+    """
+    template = copy.deepcopy(dict(job.spec.template))
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(job, new, template.get("metadata")),
+        "spec": _spec(job, new, settings, store, template.get("spec")),
+    }
+
+
+def _metadata(job: Job, new: NewPod, given: object) -> object:
+    metadata = completed(
+        given, {"labels": common_labels(job, ROLE_WORKER), "annotations": {_DEFAULT_CONTAINER: WORKER}}
+    )
+    if not isinstance(metadata, dict):
+        return metadata
+    own = {**own_labels(job, ROLE_WORKER), LABEL_INDEX: str(new.index)}
+    notes = {
+        ANNOTATION_CONTRACT: str(CONTRACT_VERSION),
+        ANNOTATION_FAILURES: str(new.failures),
+        ANNOTATION_SIZE: encode(new.size).decode(),
+    }
+    for key, ours in (("labels", own), ("annotations", notes)):
+        if isinstance(metadata[key], dict):
+            metadata[key] |= ours
+    return {
+        **metadata,
+        "name": new.name,
+        "namespace": job.namespace,
+        "ownerReferences": extended(metadata.get("ownerReferences"), [owner_reference(job)]),
+    }
+
+
+def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: object) -> object:
+    defaults = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": SECCOMP,
+        "terminationGracePeriodSeconds": math.ceil(_workers_grace(job.spec) + GRACE_AROUND),
+    }
+    pod = completed(given, defaults)
+    if not isinstance(pod, dict):
+        return pod
+    pod |= {"restartPolicy": NEVER, "hostname": hostname(job.name, new.index)}
+    containers = pod.get("containers")
+    if containers is None or isinstance(containers, list):
+        pod["containers"] = _containers(containers or [], _worker_in(pod, job, new, settings, store))
+    return pod
+
+
+def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
+    """The template's containers with ours in its place; as the first, where the template has none of that name."""
+    for position, container in enumerate(given):
+        if mapping(container).get("name") == WORKER:
+            return [*given[:position], worker, *given[position + 1 :]]
+    return [worker, *given]
+
+
+def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings, store: str) -> dict[str, Any]:
+    """Our container; the volumes that it needs are added to the pod."""
+    given: Json = next((entry for entry in mappings(pod, "containers") if entry.get("name") == WORKER), {})
+    container = completed_mapping(
+        given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
+    )
+    # Whoever is on the host's network shares its ports with others of the kind.
+    metrics_port = 0 if pod.get("hostNetwork") is True else settings.agent_metrics_port
+    surroundings = Surroundings(
+        store=store,
+        checkpoints=f"{CHECKPOINT_FOLDER}/{job.name}/{new.index}",
+        termination_log=str(container["terminationMessagePath"]),
+        metrics_port=metrics_port,
+    )
+    started = agent_command(job, new, surroundings)
+    container |= {
+        "name": WORKER,
+        "image": job.spec.image or given.get("image"),
+        "command": [started.argv[0]],
+        "args": list(started.argv[1:]),
+        # The user's come last, so that they may refer to ours.
+        "env": [
+            *({"name": name, "value": value} for name, value in started.env.items()),
+            {"name": Env.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            *copy.deepcopy([dict(entry) for entry in user_env(job.spec)]),
+        ],
+        "securityContext": restricted(given.get("securityContext")),
+    }
+    if metrics_port:
+        port = {"name": METRICS_PORT, "containerPort": metrics_port, "protocol": "TCP"}
+        container["ports"] = extended(given.get("ports"), [port])
+    with_folders(pod, container, _folders(job.spec))
+    return container
+
+
+def _folders(spec: ElasticJobSpec) -> tuple[Folder, ...]:
+    checkpoints: Json = spec.checkpoint_volume or {"emptyDir": {}}
+    return (
+        Folder("/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}}),  # noqa: S108 - this is where it is in a container
+        Folder("/tmp", "tmp", {"emptyDir": {}}),  # noqa: S108
+        Folder(CHECKPOINT_FOLDER, "checkpoints", copy.deepcopy(dict(checkpoints))),
+    )
+
+
+def _workers_grace(spec: ElasticJobSpec) -> float:
+    """The longest grace that the agent may be asked to give its workers.
+
+    A flag of the program's own that is called the same only makes it longer, and a pod ends as soon as its agent does.
+    """
+    return max([WORKERS_GRACE, *_graces(spec)])
+
+
+def _graces(spec: ElasticJobSpec) -> Iterator[float]:
+    said = [text(entry, "value") for entry in user_env(spec) if entry.get("name") == _STOP_GRACE_VARIABLE]
+    command, args = program_of(spec)
+    if not command:
+        for word, following in zip(args, (*args[1:], ""), strict=True):
+            if (flag := _STOP_GRACE_FLAG.fullmatch(word)) is not None:
+                said.append(following if flag["seconds"] is None else flag["seconds"])
+    for seconds in said:
+        try:
+            grace = float(seconds)
+        except ValueError:
+            continue  # the agent will refuse it, in its own words
+        if math.isfinite(grace):
+            yield min(grace, _LONGEST_GRACE)

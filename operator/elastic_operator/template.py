@@ -1,0 +1,115 @@
+"""The template of a job's pods: what it says of the container ``worker``, and what it may not say.
+
+The CRD leaves it opaque, so it may be anything. What the operator itself reads of it is checked here, as is what would
+be said twice; on everything else the API server has the word, when pods are made.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from typing import TYPE_CHECKING, Final
+
+from elastic_operator.names import CHECKPOINT_FOLDER, METRICS_PORT, OWN_PREFIX
+from elastic_operator.problem import shown
+from elastic_operator.unchecked import at, listing, mapping, mappings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elastic_operator.spec import ElasticJobSpec, Json
+
+WORKER: Final = "worker"
+"""The container that is ours."""
+
+NEVER: Final = "Never"
+"""The restart policy of every pod: only the operator replaces."""
+
+_EACH_ITS_OWN: Final = {
+    "name": "each pod has a name of its own",
+    "generateName": "each pod has a name of its own",
+    "namespace": "pods live in the namespace of their job",
+}
+
+
+def worker_container(spec: ElasticJobSpec) -> Json:
+    """The template's container ``worker``; an empty one where the template has none."""
+    containers = mappings(spec.template, "spec", "containers")
+    return next((container for container in containers if container.get("name") == WORKER), {})
+
+
+def mounted_folders(container: Json) -> frozenset[str]:
+    """The folders where a container has volumes."""
+    paths = (mount.get("mountPath") for mount in mappings(container, "volumeMounts"))
+    return frozenset(posixpath.normpath(path) for path in paths if isinstance(path, str) and path)
+
+
+def template_problem(spec: ElasticJobSpec) -> str | None:
+    """What the template must not say, or lacks, in a sentence; None where all is well."""
+    if not spec.template:
+        return None
+    return next(_problems(spec, worker_container(spec)), None)
+
+
+def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
+    yield from _shapes(spec, worker)
+    yield from _of_metadata(mapping(spec.template, "metadata"))
+    pod = mapping(spec.template, "spec")
+    for where, restarts in (("template", pod), (f"template's container {WORKER}", worker)):
+        if restarts.get("restartPolicy") not in (None, NEVER):
+            yield (
+                f"restartPolicy of the {where} is {shown(restarts['restartPolicy'])}, but pods are never restarted, they "
+                "are replaced; remove it"
+            )
+    if pod.get("hostname") is not None:
+        yield "hostname of the template is given, but each pod has one of its own, <job>-<index>; remove it"
+    if any(port.get("name") == METRICS_PORT for port in mappings(worker, "ports")):
+        yield (
+            f"the template's container {WORKER} has a port named {METRICS_PORT}, which is the agent's own; give it "
+            "another name"
+        )
+    if spec.checkpoint_volume and CHECKPOINT_FOLDER in mounted_folders(worker):
+        yield (
+            f"spec.checkpoint.volume and a mount of the template's container {WORKER} at {CHECKPOINT_FOLDER} are both "
+            "given; remove one of the two"
+        )
+    if not (spec.image or worker.get("image")):
+        yield f"neither spec.image nor the template's container {WORKER} names an image; give one of the two"
+    if not (spec.command or spec.args or worker.get("command") or worker.get("args")):
+        yield f"neither spec.args nor the template's container {WORKER} names a program; give args in one of the two"
+
+
+def _shapes(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
+    """Where something else stands than what the operator reads."""
+    containers = at(spec.template, "spec", "containers")
+    if not _is_list_of(containers, dict):
+        yield f"containers of the template's spec must be a list of containers, and not {shown(containers)}"
+    if not _is_list_of(worker.get("env"), dict):
+        yield (
+            f"env of the template's container {WORKER} must be a list of names with values, and not "
+            f"{shown(worker['env'])}"
+        )
+    for name in ("command", "args"):
+        value = worker.get(name)
+        if not _is_list_of(value, object):
+            yield f"{name} of the template's container {WORKER} must be a list of texts, and not {shown(value)}"
+        for position, item in enumerate(listing(value)):
+            if not isinstance(item, str):
+                yield (
+                    f"{name}[{position}] of the template's container {WORKER} is {shown(item)} and not a text; put it "
+                    "in quotes"
+                )
+
+
+def _of_metadata(metadata: Json) -> Iterator[str]:
+    for field, why in _EACH_ITS_OWN.items():
+        if metadata.get(field):
+            yield f"metadata.{field} of the template is given, but {why}; remove it"
+    for kind in ("labels", "annotations"):
+        for key in mapping(metadata, kind):
+            if str(key).startswith(OWN_PREFIX):
+                yield f"{kind} of the template name {key}, which only the operator sets; remove it"
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    """Whether it is a list of such things; what is not there counts as one."""
+    return value is None or (isinstance(value, list) and all(isinstance(item, kind) for item in value))

@@ -1,0 +1,332 @@
+"""What helm makes of the chart, on a real API server: installed, upgraded, removed, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from tests.support.testbed.control_plane import ControlPlane
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.testbed.commands import Result
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="module")]
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts"
+CRD = "elasticjobs.elastic.pytorch.org"
+RELEASE = "elastic-operator"
+Right = tuple[str, str, str, str]
+"""A group, a kind of resource, a verb, and the names of the objects that may be dealt with."""
+
+
+class Helm:
+    """Somebody who types helm and kubectl, for one namespace that lets only restricted pods in."""
+
+    def __init__(self, cluster: ControlPlane, namespace: str) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+
+    async def __call__(self, *words: str, check: bool = True) -> Result:
+        """Type helm."""
+        return await self.cluster.run("helm", "--namespace", self.namespace, *words, check=check)
+
+    async def kubectl(self, *words: str, check: bool = True, stdin: str | None = None) -> Result:
+        """Type kubectl."""
+        return await self.cluster.kubectl("--namespace", self.namespace, *words, check=check, stdin=stdin)
+
+    async def get(self, *what: str) -> dict[str, Any]:
+        """An object, or a list of them."""
+        found: dict[str, Any] = json.loads((await self.kubectl("get", *what, "-o", "json")).stdout)
+        return found
+
+    async def rights(self, *, of: str, namespace: str) -> set[Right]:
+        """What a service account of this namespace may do in a namespace, more than everybody may."""
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectRulesReview",
+            "spec": {"namespace": namespace},
+        }
+        who = f"system:serviceaccount:{self.namespace}:{of}"
+        # Validation here would need a right that it has not; the server validates too.
+        words = ("create", "-f", "-", "-o", "json", "--validate=false", f"--as={who}")
+        answer = await self.kubectl(*words, stdin=json.dumps(review))
+        return {
+            (group, resource, verb, name)
+            for rule in json.loads(answer.stdout)["status"]["resourceRules"]
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+            for name in rule.get("resourceNames", [""])
+            if group not in ("authorization.k8s.io", "authentication.k8s.io")
+        }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlPlane]:
+    """A control plane for these tests alone: they install and remove what a cluster has only once."""
+    async with ControlPlane(tmp_path_factory.mktemp("control-plane")) as control_plane:
+        yield control_plane
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def helm(cluster: ControlPlane) -> AsyncIterator[Helm]:
+    """Helm in a namespace of its own; whatever it has installed is gone afterwards."""
+    async with cluster.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
+        helm = Helm(cluster, namespace)
+        yield helm
+        for release in (await helm("list", "--short")).stdout.split():
+            await helm("uninstall", release)
+        await cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
+
+
+@pytest.fixture
+def own_chart(tmp_path: Path) -> Path:
+    """A copy of the chart that may be changed, with the definition itself in the place of the link."""
+    return Path(shutil.copytree(CHART, tmp_path / "chart"))
+
+
+async def rendered(helm: Helm, *words: str, chart: Path = CHART) -> list[dict[str, Any]]:
+    """All objects of the chart."""
+    text = (await helm("template", RELEASE, str(chart), "--kube-version=1.30.0", *words)).stdout
+    return [found for found in yaml.safe_load_all(text) if found]
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Those of a kind."""
+    return [found for found in objects if found["kind"] == kind]
+
+
+async def test_helm_has_nothing_to_complain_about(helm: Helm) -> None:
+    told = await helm("lint", "--strict", str(CHART))
+    assert "0 chart(s) failed" in told.stdout
+    assert "WARNING" not in told.stdout
+
+
+async def test_a_cluster_that_is_too_old_is_refused(helm: Helm) -> None:
+    told = await helm("template", str(CHART), "--kube-version=1.29.9", check=False)
+    assert told.returncode != 0
+    assert "requires kubeVersion: >=1.30.0-0" in told.stderr
+    assert await rendered(helm, "--kube-version=1.30.0-gke.1")
+
+
+async def test_the_definition_is_the_one_in_crds_also_in_a_packaged_chart(helm: Helm, tmp_path: Path) -> None:
+    source = yaml.safe_load((ROOT / "crds" / "elasticjob.yaml").read_text())
+    await helm("package", str(CHART), "--destination", str(tmp_path))
+    for chart in (CHART, *tmp_path.glob("*.tgz")):
+        [definition] = of_kind(await rendered(helm, chart=chart), "CustomResourceDefinition")
+        assert definition["spec"] == source["spec"]
+        assert definition["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+        assert definition["metadata"].pop("labels")["app.kubernetes.io/managed-by"] == "Helm"
+        assert definition["metadata"] == source["metadata"]
+
+
+async def test_a_chart_whose_link_was_lost_says_so(helm: Helm, own_chart: Path) -> None:
+    (own_chart / "crd" / "elasticjob.yaml").write_text("../../crds/elasticjob.yaml")  # as on a system without links
+    told = await helm("template", str(own_chart), "--kube-version=1.30.0", check=False)
+    assert told.returncode != 0
+    assert "it is a symbolic link, which was lost on the way here. Use a packaged chart" in told.stderr
+    assert await rendered(helm, "--set=crds.install=false", chart=own_chart)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("replica=2", "additional properties 'replica' not allowed"),
+        ("replicas=two", "/replicas.*got string, want integer"),
+        ("logging.level=verbose", "/logging/level.*'debug', 'info', 'warning', 'error'"),
+        ("podLabels.a=1", "/podLabels/a.*got number, want string"),
+        ("replicas=2,leaderElection=false", "all copies would act at once: set leaderElection=true or replicas=1"),
+        ("serviceAccount.create=false", "serviceAccount.name must say which one the operator runs as"),
+    ],
+)
+async def test_values_that_make_no_sense_are_refused_in_words(helm: Helm, setting: str, words: str) -> None:
+    told = await helm("install", RELEASE, str(CHART), f"--set={setting}", check=False)
+    assert told.returncode != 0
+    assert re.search(words, told.stderr)
+    assert (await helm("list", "--short")).stdout == ""
+
+
+async def test_every_value_is_where_it_belongs(helm: Helm) -> None:
+    words = (
+        "image.repository=registry.example.org/operator,image.tag=1.2,image.pullPolicy=Always,imagePullSecrets[0].name=key,"
+        "replicas=2,etcd.image=etcd:1,agent.metricsPort=9999,logging.level=debug,logging.format=json,"
+        "serviceAccount.name=me,serviceAccount.annotations.a=b,runAsUser=1000650000,podLabels.c=d,podAnnotations.e=f,"
+        "nodeSelector.g=h,tolerations[0].operator=Exists,priorityClassName=high,resources.limits.cpu=2,"
+        "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions=null"
+    )
+    objects = await rendered(helm, f"--set={words}")
+    [account] = of_kind(objects, "ServiceAccount")
+    assert account["metadata"]["name"] == "me"
+    assert account["metadata"]["annotations"] == {"a": "b"}
+    for binding in (*of_kind(objects, "ClusterRoleBinding"), *of_kind(objects, "RoleBinding")):
+        [subject] = binding["subjects"]
+        assert subject == {"kind": "ServiceAccount", "name": "me", "namespace": helm.namespace}
+    [deployment] = of_kind(objects, "Deployment")
+    assert deployment["spec"]["replicas"] == 2
+    template = deployment["spec"]["template"]
+    assert template["metadata"]["labels"].items() >= {
+        ("c", "d"),
+        *deployment["spec"]["selector"]["matchLabels"].items(),
+    }
+    assert template["metadata"]["annotations"] == {"e": "f"}
+    pod = template["spec"]
+    [container] = pod["containers"]
+    assert container["image"] == "registry.example.org/operator:1.2"
+    assert container["imagePullPolicy"] == "Always"
+    assert {"--etcd-image=etcd:1", "--agent-metrics-port=9999", "--log-level=debug", "--log-format=json"} <= {
+        *container["args"]
+    }
+    assert container["resources"]["limits"] == {"memory": "512Mi", "cpu": 2}
+    assert pod["serviceAccountName"] == "me"
+    assert pod["imagePullSecrets"] == [{"name": "key"}]
+    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["runAsGroup"] == 1000650000
+    assert pod["nodeSelector"] == {"g": "h"}
+    assert pod["tolerations"] == [{"operator": "Exists"}]
+    assert pod["priorityClassName"] == "high"
+    assert "nodeAffinity" in pod["affinity"]
+
+    [deployment] = of_kind(await rendered(helm, "--set=runAsUser=null"), "Deployment")
+    assert not deployment["spec"]["template"]["spec"]["securityContext"].keys() & {"runAsUser", "runAsGroup"}
+
+
+async def test_a_release_image_is_called_as_the_version_and_a_clones_dev(helm: Helm, own_chart: Path) -> None:
+    about = own_chart / "Chart.yaml"
+    for version, tag in (("0.1.0.dev0", "dev"), ("0.1.0rc1", "0.1.0rc1"), ("0.1.0", "0.1.0")):
+        about.write_text(re.sub(r"appVersion: .*", f"appVersion: {version}", about.read_text()))
+        [deployment] = of_kind(await rendered(helm, chart=own_chart), "Deployment")
+        [container] = deployment["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == f"elastic-operator:{tag}"
+
+
+async def test_from_install_to_uninstall_and_again(helm: Helm) -> None:
+    told = (await helm("install", RELEASE, str(CHART))).stdout
+    assert "kubectl apply -f examples/digits.yaml" in told
+    assert "kind load docker-image elastic-operator:dev elastic-agent:dev" in told
+    # Its pod is made, in a namespace that lets only restricted ones in.
+    await helm.kubectl("wait", f"deployment/{RELEASE}", "--for=jsonpath={.status.replicas}=1", "--timeout=60s")
+    await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
+    await helm.kubectl("apply", "-f", str(ROOT / "examples" / "digits.yaml"))
+
+    await helm("upgrade", RELEASE, str(CHART), "--set=podLabels.upgraded=yes")
+    template = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]
+    assert template["metadata"]["labels"]["upgraded"] == "yes"
+    # To an operator without a Lease, and back.
+    for election, strategy in (("false", "Recreate"), ("true", "RollingUpdate")):
+        await helm("upgrade", RELEASE, str(CHART), f"--set=leaderElection={election}")
+        assert (await helm.get(f"deployment/{RELEASE}"))["spec"]["strategy"]["type"] == strategy
+
+    told = (await helm("uninstall", RELEASE)).stdout
+    assert f"[CustomResourceDefinition] {CRD}" in told
+    assert (await helm.get("elasticjob/digits"))["spec"]["replicas"] == 2
+    left = await helm.kubectl(
+        "get", "deployments,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings", "-o", "name",
+        "-l", f"app.kubernetes.io/name={RELEASE}",
+    )  # fmt: skip
+    assert left.stdout == ""
+
+    # The definition that stayed is taken up again by the release of the same name, and by no other.
+    refused = await helm("install", "other", str(CHART), check=False)
+    assert refused.returncode != 0
+    assert f'CustomResourceDefinition "{CRD}" in namespace "" exists and cannot be imported' in refused.stderr
+    await helm("install", RELEASE, str(CHART))
+    await helm("uninstall", RELEASE)
+    await helm("install", "other", str(CHART), "--take-ownership")
+    assert (await helm.get("elasticjob/digits"))["spec"]["replicas"] == 2
+
+
+async def test_an_upgrade_brings_the_new_definition(helm: Helm, own_chart: Path) -> None:
+    await helm("install", RELEASE, str(CHART))
+    file = own_chart / "crd" / "elasticjob.yaml"
+    file.write_text(file.read_text().replace("shortNames: [ej]", "shortNames: [ej, elastic]"))
+    await helm("upgrade", RELEASE, str(own_chart))
+    assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
+
+    # No longer part of the release, it stays all the same.
+    await helm("upgrade", RELEASE, str(own_chart), "--set=crds.install=false")
+    assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
+
+
+async def test_the_definition_and_all_jobs_go_with_the_release_if_that_is_wanted(helm: Helm) -> None:
+    await helm("install", RELEASE, str(CHART))
+    await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
+    await helm.kubectl("apply", "-f", str(ROOT / "examples" / "digits.yaml"))
+    await helm("upgrade", RELEASE, str(CHART), "--set=crds.keep=false")
+    await helm("uninstall", RELEASE, "--wait")
+    assert (await helm.kubectl("get", "crd", "-o", "name")).stdout == ""
+
+
+async def test_a_definition_that_somebody_else_applied_is_left_to_them(helm: Helm) -> None:
+    await helm.kubectl("apply", "-f", str(ROOT / "crds"))
+    await helm("install", RELEASE, str(CHART), "--set=crds.install=false")
+    await helm("uninstall", RELEASE)
+    assert (
+        "annotations" not in (await helm.get("crd", CRD))["metadata"]
+        or "meta.helm.sh/release-name" not in ((await helm.get("crd", CRD))["metadata"]["annotations"])
+    )
+
+
+def jobs_rights() -> set[Right]:
+    """What the operator needs where it looks after jobs."""
+    group = "elastic.pytorch.org"
+    owned = [("", "pods"), ("", "services"), ("apps", "deployments")]
+    return {
+        *((group, "elasticjobs", verb, "") for verb in ("get", "list", "watch")),
+        (group, "elasticjobs/status", "update", ""),
+        (group, "elasticjobs/scale", "patch", ""),
+        *((*what, verb, "") for what in owned for verb in ("list", "watch", "create", "delete")),
+        ("", "events", "create", ""),
+    }
+
+
+def lease_rights() -> set[Right]:
+    """What it needs in its own namespace to lead."""
+    group = "coordination.k8s.io"
+    return {(group, "leases", "create", ""), *((group, "leases", verb, RELEASE) for verb in ("get", "update"))}
+
+
+async def test_the_operator_may_do_what_it_does_in_all_namespaces(helm: Helm) -> None:
+    await helm("install", RELEASE, str(CHART))
+    assert await helm.rights(of=RELEASE, namespace="default") == jobs_rights()
+    assert await helm.rights(of=RELEASE, namespace=helm.namespace) == jobs_rights() | lease_rights()
+
+
+async def test_the_operator_may_do_what_it_does_in_the_namespaces_that_are_named_alone(helm: Helm) -> None:
+    async with helm.cluster.namespace() as one, helm.cluster.namespace() as other:
+        await helm("install", RELEASE, str(CHART), f"--set=namespaces={{{one},{other}}}")
+        assert await helm.rights(of=RELEASE, namespace=one) == jobs_rights()
+        assert await helm.rights(of=RELEASE, namespace=other) == jobs_rights()
+        assert await helm.rights(of=RELEASE, namespace="default") == set()
+        assert await helm.rights(of=RELEASE, namespace=helm.namespace) == lease_rights()
+        told = (await helm("get", "notes", RELEASE)).stdout
+        assert f"looks after the namespaces {one}, {other}." in told
+        assert f"kubectl -n {one} apply -f examples/digits.yaml" in told
+
+
+async def test_without_its_roles_the_operator_may_nothing(helm: Helm) -> None:
+    await helm("install", RELEASE, str(CHART), "--set=rbac.create=false,leaderElection=false")
+    assert await helm.rights(of=RELEASE, namespace=helm.namespace) == set()
+
+
+async def test_who_may_view_or_edit_a_namespace_may_do_so_with_its_jobs(helm: Helm) -> None:
+    await helm("install", RELEASE, str(CHART))
+    for role, sign in (("view", "elasticjobs"), ("edit", "elasticjobs/scale"), ("admin", "elasticjobs/scale")):
+        # The cluster adds them in its own time.
+        added = f"jsonpath={{.rules[?(@.resources[0]=='{sign}')].verbs}}"
+        await helm.kubectl("wait", f"clusterrole/{role}", f"--for={added}", "--timeout=60s")
+        account = f"{helm.namespace}:{role}"
+        await helm.kubectl("create", "rolebinding", role, f"--clusterrole={role}", f"--serviceaccount={account}")
+        rights = {right[1:3] for right in await helm.rights(of=role, namespace=helm.namespace)}
+        assert ("elasticjobs", "watch" if role == "view" else "deletecollection") in rights
+        assert (("elasticjobs", "delete") in rights) == (("elasticjobs/scale", "patch") in rights) == (role != "view")
+        assert {("pods/log", "get"), ("events", "list")} <= rights, "for `elasticjob logs` and `elasticjob describe`"
+        assert ("elasticjobs/status", "update") not in rights

@@ -1,0 +1,137 @@
+"""The control plane of the test bed: that it is a Kubernetes, harms nobody, and ends with the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.local_runs import gone
+from tests.support.testbed.control_plane import ControlPlane
+from tests.support.testbed.daemons import DaemonDied
+from tests.support.testbed.user_cluster import DEFINITION, ClusterInUse, UserCluster
+
+if TYPE_CHECKING:
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = pytest.mark.control_plane
+
+REPOSITORY = Path(__file__).parents[2]
+
+SERVE = """
+import asyncio, pathlib, sys
+from tests.support.testbed.control_plane import ControlPlane
+
+async def main():
+    async with ControlPlane(pathlib.Path(sys.argv[1])) as control_plane:
+        print(*(daemon.pid for daemon in control_plane.daemons.values()), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Where a process serves TCP; an IPv6 address as it stands in /proc."""
+    sockets = {str(descriptor.readlink()) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    served = {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+    return {socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else one for one in served}
+
+
+async def test_objects_are_kept_owned_and_collected(control_plane: Cluster, namespace: str) -> None:
+    at = f"--namespace={namespace}"
+    await control_plane.kubectl("create", "deployment", "web", "--image=none", "--replicas=2", at)
+    await control_plane.kubectl("rollout", "status", "deployment/web", "--timeout=1s", at, check=False)
+    await control_plane.kubectl("wait", "--for=jsonpath={.status.replicas}=2", "deployment/web", "--timeout=30s", at)
+    pods = json.loads((await control_plane.kubectl("get", "pods", "--output=json", at)).stdout)["items"]
+    assert [pod["status"]["phase"] for pod in pods] == ["Pending", "Pending"]
+    await control_plane.kubectl("delete", "deployment", "web", "--cascade=foreground", "--timeout=30s", at)
+    assert (await control_plane.kubectl("get", "pods", "--output=name", at)).stdout == ""
+
+
+async def test_a_service_account_may_only_do_what_it_was_given(control_plane: Cluster, namespace: str) -> None:
+    at = f"--namespace={namespace}"
+    await control_plane.kubectl("create", "role", "reader", "--verb=get,list", "--resource=pods", at)
+    await control_plane.kubectl(
+        "create", "rolebinding", "reader", "--role=reader", f"--serviceaccount={namespace}:default", at
+    )
+    kubeconfig = {"KUBECONFIG": str(await control_plane.kubeconfig_for(namespace, "default"))}
+    await control_plane.run("kubectl", "get", "pods", env=kubeconfig)
+    refused = await control_plane.run("kubectl", "get", "pods", "--all-namespaces", env=kubeconfig, check=False)
+    assert f"system:serviceaccount:{namespace}:default" in refused.stderr
+    assert "Forbidden" in refused.stderr
+
+
+async def test_the_files_of_the_user_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, folder = tmp_path / "home", tmp_path / "plane"
+    (home / ".kube").mkdir(parents=True)
+    folder.mkdir()
+    users = home / ".kube" / "config"
+    users.write_text("not even YAML: [")
+    monkeypatch.setenv("KUBECONFIG", str(users))
+    for variable in [name for name in os.environ if name.startswith("XDG_")]:
+        monkeypatch.delenv(variable)
+    async with ControlPlane(folder) as control_plane:
+        monkeypatch.setenv("HOME", str(home))
+        environ = {"XDG_CACHE_HOME": str(home / "cache")}
+        await control_plane.run("kubectl", "get", "namespaces", env=environ)
+        await control_plane.run("helm", "list", "--all-namespaces", env=environ)
+        monkeypatch.undo()
+    assert [file.relative_to(home) for file in home.rglob("*")] == [Path(".kube"), Path(".kube/config")]
+    assert users.read_text() == "not even YAML: ["
+
+
+async def test_it_serves_this_machine_alone_and_killing_the_tests_ends_all_of_it(tmp_path: Path) -> None:
+    tests = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVE, tmp_path, cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert tests.stdout is not None
+    try:
+        pids = [int(pid) for pid in (await tests.stdout.readline()).split()]
+        listening = {address for pid in pids for address in listening_addresses(pid)}
+    finally:
+        tests.kill()
+        await tests.wait()
+    assert len(pids) == 4
+    assert listening == {"127.0.0.1"}
+    assert await gone(pids, within=10)
+
+
+async def test_a_part_that_falls_down_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    async with ControlPlane(tmp_path) as control_plane:
+        daemon = control_plane.daemons["kube-apiserver"]
+        os.kill(daemon.pid, signal.SIGKILL)
+        assert await gone([daemon.pid], within=10)
+        with pytest.raises(DaemonDied, match=r"kube-apiserver ended by itself with -9; the end of its log:\n.+"):
+            await control_plane.kubectl("get", "namespaces")
+
+
+async def test_a_cluster_of_the_users_is_used_below_a_namespace_of_the_tests_own(tmp_path: Path) -> None:
+    folder, users = tmp_path / "plane", tmp_path / "users"
+    folder.mkdir()
+    users.mkdir()
+    async with ControlPlane(folder) as real:
+        before = real.kubeconfig.read_bytes()
+        async with UserCluster(users, real.kubeconfig) as cluster:
+            own = json.loads(cluster.kubeconfig.read_text())["contexts"][0]["context"]["namespace"]
+            await cluster.kubectl("create", "configmap", "made")
+            assert (await real.kubectl("get", "configmap/made", f"--namespace={own}", "--output=name")).stdout
+            account = {"KUBECONFIG": str(await cluster.kubeconfig_for(own, "default"))}
+            whoami = await cluster.run("kubectl", "auth", "whoami", env=account)
+            assert f"system:serviceaccount:{own}:default" in whoami.stdout
+        left = await real.kubectl("get", f"namespace/{own}", "--ignore-not-found", "--output=jsonpath={.status.phase}")
+        assert left.stdout in {"", "Terminating"}
+        await real.kubectl("create", "--filename", str(REPOSITORY / "crds" / "elasticjob.yaml"))
+        with pytest.raises(ClusterInUse, match=f"kubectl delete crd {DEFINITION}"):
+            await UserCluster(users, real.kubeconfig).__aenter__()
+        assert real.kubeconfig.read_bytes() == before

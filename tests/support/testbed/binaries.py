@@ -1,0 +1,279 @@
+"""Where the programs of a Kubernetes come from: the user's own, or built once from their Go modules.
+
+Nothing is downloaded as a program. ``go/`` beside this file has one module for each project (go.mod names the version,
+go.sum what exactly that is), and Go builds the programs from their sources, into the user's cache folder. What
+``KUBEBUILDER_ASSETS`` names, the convention for such binaries, is taken instead where it is new enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tests.support.testbed.cache import Missing, cache_folder, locked
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+GO_MODULES: Final = Path(__file__).parent / "go"
+ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
+OLDEST: Final = {"kubectl": (1, 31), "etcd": (3, 5)}
+"""What a user's own program must be: with `kubectl wait --for=create`, and for the API server's watches."""
+OLDEST_KUBERNETES: Final = (1, 30)
+"""What all others must be: with ``optionalOldSelf``, which the CRD needs."""
+OLDEST_GO: Final = "1.26"
+_HEARTBEAT: Final = 30.0
+"""Seconds between two lines that say that a build goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """Programs that are built together.
+
+    Attributes:
+        name: its folder below ``go/``.
+        module: the Go module that they are in.
+        packages: the package of each program, by the program's name.
+        variables: what is written into the programs while they are linked; {version} is the module's, such as v1.36.3.
+        minutes: how long the first build takes on two cores.
+    """
+
+    name: str
+    module: str
+    packages: Mapping[str, str]
+    variables: Mapping[str, str]
+    minutes: float
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its go.mod."""
+        return GO_MODULES / self.name
+
+    @property
+    def version(self) -> str:
+        """The module's version, with its v, as go.mod has it."""
+        found = re.search(
+            rf"^require {re.escape(self.module)} (v\S+)$", (self.folder / "go.mod").read_text(), re.MULTILINE
+        )
+        if found is None:
+            raise ValueError(f"{self.folder}/go.mod has no line `require {self.module} v…`")
+        return found[1]
+
+
+_KUBERNETES_VERSION = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+
+PROJECTS: Final = (
+    Project(
+        name="kubernetes",
+        module="k8s.io/kubernetes",
+        packages={
+            name: f"k8s.io/kubernetes/cmd/{name}"
+            for name in (
+                "kube-apiserver",
+                "kube-controller-manager",
+                "kube-scheduler",
+                "kubectl",
+                "kubelet",
+                "kube-proxy",
+            )
+        },
+        variables={
+            f"{package}.{name}": value
+            for package in _KUBERNETES_VERSION
+            for name, value in {
+                "gitVersion": "{version}",
+                "gitMajor": "{major}",
+                "gitMinor": "{minor}",
+                "gitTreeState": "clean",
+            }.items()
+        },
+        minutes=8,
+    ),
+    Project(
+        name="etcd",
+        module="go.etcd.io/etcd/server/v3",
+        packages={"etcd": "go.etcd.io/etcd/server/v3"},
+        variables={},
+        minutes=0.5,
+    ),
+    Project(
+        name="helm",
+        module="helm.sh/helm/v3",
+        packages={"helm": "helm.sh/helm/v3/cmd/helm"},
+        # `helm template` and `helm lint` judge a chart's kubeVersion by these; without them it is 1.20.
+        variables={
+            "helm.sh/helm/v3/internal/version.version": "{version}",
+            **{
+                f"helm.sh/helm/v3/pkg/{package}.k8sVersion{part}": value
+                for package in ("chartutil", "lint/rules")
+                for part, value in {"Major": "1", "Minor": "37"}.items()
+            },
+        },
+        minutes=2.5,
+    ),
+    Project(
+        name="coredns",
+        module="github.com/coredns/coredns",
+        packages={"coredns": "github.com/coredns/coredns"},
+        variables={},
+        minutes=2.5,
+    ),
+)
+
+
+@cache
+def binary(name: str) -> Path:
+    """A program: the user's own if it will do, else the one in the cache, which is built if it is not there.
+
+    Args:
+        name: such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns.
+
+    Raises:
+        Missing: it is not there and cannot be built.
+    """
+    if own := _of_the_user(name):
+        return own
+    project = project_of(name)
+    folder = built_folder(project)
+    if not (folder / name).exists():
+        with locked(f"bin-{project.name}"):
+            if not (folder / name).exists():
+                _build(project, folder)
+    return folder / name
+
+
+def project_of(name: str) -> Project:
+    """The project whose program this is."""
+    return next(project for project in PROJECTS if name in project.packages)
+
+
+def is_ready(name: str) -> bool:
+    """Whether :func:`binary` will find the program without building it."""
+    return _of_the_user(name) is not None or (built_folder(project_of(name)) / name).exists()
+
+
+def built_folder(project: Project) -> Path:
+    """Where what is built of a project stands: another one for each version and each way to build it."""
+    inputs = [(project.folder / file).read_bytes() for file in ("go.mod", "go.sum")]
+    inputs += [" ".join(_linked(project)).encode(), *(package.encode() for package in project.packages.values())]
+    digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:8]
+    return cache_folder() / "bin" / f"{project.name}-{project.version}-{digest}"
+
+
+@cache
+def _of_the_user(name: str) -> Path | None:
+    """The program in $KUBEBUILDER_ASSETS, if it is there and new enough; what was decided is told."""
+    assets = os.environ.get(ASSETS_VARIABLE)
+    if not assets or project_of(name).name not in {"kubernetes", "etcd"}:
+        return None
+    path = Path(assets).expanduser() / name
+    if not os.access(path, os.X_OK):
+        return None
+    oldest = OLDEST.get(name, OLDEST_KUBERNETES)
+    version = version_of(path)
+    if version < oldest:
+        what = ".".join(map(str, version)) if version else "of a version that it doesn't say"
+        needed = ".".join(map(str, oldest))
+        _say(f"{path} is {what}, and {needed} or later is needed: one of our own is used instead.")
+        return None
+    _say(f"{name} {'.'.join(map(str, version))} is taken from {ASSETS_VARIABLE}.")
+    return path
+
+
+def version_of(path: Path) -> tuple[int, ...]:
+    """Major and minor version that a program of Kubernetes or etcd says of itself; empty if it says none."""
+    arguments = ("version", "--client") if path.name == "kubectl" else ("--version",)
+    try:
+        answer = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"(?:Kubernetes|Client Version:|etcd Version:) v?(\d+)\.(\d+)", answer)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _build(project: Project, folder: Path) -> None:
+    """Build a project's programs into the folder, which appears when all of them are there."""
+    go = _go(project)
+    programs = ", ".join(project.packages)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for killed in folder.parent.glob(f".{project.name}-*"):
+        shutil.rmtree(killed)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unfinished:
+        out = Path(unfinished) / "out"
+        out.mkdir()
+        target = f"{out}/" if len(project.packages) > 1 else str(out / next(iter(project.packages)))
+        command = [go, "build", "-v", "-mod=readonly", "-trimpath", "-buildvcs=false"]
+        command += ["-ldflags", " ".join(_linked(project)), "-o", target, *project.packages.values()]
+        said = _run_and_say_that_it_goes_on(command, project)
+        if said is not None:
+            raise Missing(
+                f"{programs} {project.version}",
+                "Go could not build them. The first time, Go's module proxy must be reachable and some 5 GB be free "
+                f"in the folders that `go env GOMODCACHE GOCACHE` names. Go said:\n{said}",
+            )
+        if folder.exists():  # of a build that lacked something
+            shutil.rmtree(folder)
+        out.rename(folder)
+
+
+def _go(project: Project) -> str:
+    """The Go command, if it can build the project."""
+    wanted = f"Go {OLDEST_GO} or later"
+    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    if go is None:
+        raise Missing(wanted, f"install it (https://go.dev/dl/) so that `go` is on the PATH; it builds {project.name}")
+    # Asked inside the module, since there Go fetches the version that go.mod wants, if it is allowed to.
+    asked = subprocess.run(
+        [go, "env", "GOVERSION"], cwd=project.folder, env=_environ(), capture_output=True, text=True, check=False
+    )
+    found = re.match(r"go(\d+)\.(\d+)", asked.stdout)
+    if found is None or tuple(map(int, found.groups())) < tuple(map(int, OLDEST_GO.split("."))):
+        version = asked.stdout.strip() or asked.stderr.strip()
+        raise Missing(wanted, f"{go} is too old ({version}); install a newer one (https://go.dev/dl/)")
+    return go
+
+
+def _run_and_say_that_it_goes_on(command: list[str], project: Project) -> str | None:
+    """Run a `go build -v`; None if it succeeds, else the end of what it said."""
+    lines: list[str] = []
+    told = time.monotonic()
+    with subprocess.Popen(
+        command, cwd=project.folder, env=_environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if time.monotonic() - told > _HEARTBEAT:
+                told = time.monotonic()
+                _say(f"  … {project.name}: {len(lines)} packages compiled")
+    return None if process.returncode == 0 else "".join(lines[-20:])
+
+
+def _linked(project: Project) -> list[str]:
+    """The linker's flags: no debug information, and the version."""
+    major, minor = project.version.removeprefix("v").split(".")[:2]
+    values = {"version": project.version, "major": major, "minor": minor}
+    return ["-s", "-w", *(f"-X={name}={value.format(**values)}" for name, value in project.variables.items())]
+
+
+def _environ() -> dict[str, str]:
+    """For Go: programs for this machine that need no library of it, whatever the user's shell is set up for."""
+    dropped = {"GOOS", "GOARCH", "GOWORK", "GO111MODULE"}
+    return {name: value for name, value in os.environ.items() if name not in dropped} | {
+        "CGO_ENABLED": "0",
+        "GOWORK": "off",
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

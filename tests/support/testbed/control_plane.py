@@ -1,0 +1,182 @@
+"""A real Kubernetes without nodes: etcd, API server, controller manager and scheduler, on loopback, without root.
+
+It is up in seconds. Objects are validated, stored, watched, garbage-collected and given service accounts as in any
+cluster; pods stay Pending, since nobody runs them.
+
+Everything of it lies in one folder: its certificates, its kubeconfig, its logs. The user's kubeconfig is neither read
+nor written. The data are thrown away at the end, so etcd writes them without ``fsync``, and all processes are killed;
+with ``kill -9`` of the tests they end too (:mod:`elastic_operator.local.tether`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import ssl
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+
+from tests.support.etcd import _free_ports as free_ports
+from tests.support.testbed.cluster import Cluster
+from tests.support.testbed.daemons import Daemon, DaemonDied, kill_all
+from tests.support.testbed.installation import (
+    Site,
+    api_server_command,
+    controller_manager_command,
+    environment,
+    etcd_command,
+    kubeconfig,
+    scheduler_command,
+    write_credentials,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+START_LIMIT = 90.0
+"""Seconds within which a part is ready, even on a machine that is busy."""
+
+_POLL = 0.05
+"""Seconds between two questions whether a part is ready; there is nothing that tells."""
+
+_ATTEMPTS = 5
+"""How often ports are chosen anew when somebody else has taken one before it was used."""
+
+
+class ControlPlane(Cluster):
+    """One control plane; within ``async with`` it runs.
+
+    It belongs to no event loop: a fixture may start it in one, and a test use it in another.
+
+    Args:
+        folder: where all its files go; must be there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._site: Site | None = None
+        self.daemons: dict[str, Daemon] = {}
+        """Its parts by name: etcd, kube-apiserver, kube-scheduler, kube-controller-manager."""
+
+    async def __aenter__(self) -> Self:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                await self._start()
+                return self
+            except DaemonDied as error:
+                if "address already in use" not in error.log or attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    @property
+    def site(self) -> Site:
+        """Where it stands."""
+        if self._site is None:
+            raise RuntimeError("this control plane does not run")
+        return self._site
+
+    @property
+    def server(self) -> str:
+        """The API server's URL."""
+        return self.site.server
+
+    @property
+    def etcd_endpoint(self) -> str:
+        """Where its etcd serves: host:port. An external etcd for jobs, too."""
+        return f"127.0.0.1:{self.site.etcd_port}"
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Of somebody who may do everything."""
+        return self.site.kubeconfig
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """In which kubectl, helm and elasticjob reach it."""
+        return environment(self._folder, self.kubeconfig, programs=("kubectl", "helm"))
+
+    def check(self) -> None:
+        """See that all its parts run.
+
+        Raises:
+            DaemonDied: one has ended by itself.
+        """
+        for daemon in self.daemons.values():
+            daemon.check()
+
+    def kubeconfig_with(self, token: str, namespace: str) -> str:
+        """The text of a kubeconfig for whoever has this token."""
+        return kubeconfig(self.site, token=token, namespace=namespace)
+
+    async def _start(self) -> None:
+        port, etcd_port, peer_port = free_ports(3)
+        site = self._site = Site(
+            folder=self._folder, port=port, etcd_port=etcd_port, peer_port=peer_port, token=secrets.token_hex(16)
+        )
+        write_credentials(site)
+        commands = (etcd_command, api_server_command, scheduler_command, controller_manager_command)
+        self.daemons = {
+            daemon.name: daemon
+            for daemon in (Daemon(command(site), folder=self._folder, environ=os.environ) for command in commands)
+        }
+        etcd, api_server, scheduler, controller_manager = self.daemons.values()
+        try:
+            etcd.start()
+            await _until_answered(site, f"http://{self.etcd_endpoint}/readyz", etcd)
+            api_server.start()
+            await _until_answered(site, f"{site.server}/readyz", etcd, api_server)
+            scheduler.start()
+            controller_manager.start()
+            # Pods are forbidden in a namespace until it has this one.
+            account = f"{site.server}/api/v1/namespaces/default/serviceaccounts/default"
+            await _until_answered(site, account, *self.daemons.values())
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        kill_all(self.daemons.values())
+        shutil.rmtree(self._folder / "etcd-data", ignore_errors=True)  # it allocates much more than it needs
+
+
+async def _until_answered(site: Site, url: str, *daemons: Daemon) -> None:
+    """Wait until a GET is answered with 200.
+
+    Args:
+        site: whose authority and token are used.
+        url: what is asked for.
+        daemons: who must run meanwhile and at the end, since else somebody else has answered; it is the last one's
+            fault if it takes too long.
+
+    Raises:
+        DaemonDied: one of them ended, or it took too long.
+    """
+    verified = ssl.create_default_context(cafile=site.authority)
+    headers = {"Authorization": f"Bearer {site.token}"}
+    limit = aiohttp.ClientTimeout(total=5)
+    answered = False
+    try:
+        async with asyncio.timeout(START_LIMIT), aiohttp.ClientSession(headers=headers, timeout=limit) as session:
+            while not answered:
+                answered = await _answers(session, url, verified)
+                for daemon in daemons:
+                    daemon.check()
+                if not answered:
+                    await asyncio.sleep(_POLL)
+    except TimeoutError:
+        raise daemons[-1].died(f"is not ready after {START_LIMIT:.0f} s") from None
+
+
+async def _answers(session: aiohttp.ClientSession, url: str, verified: ssl.SSLContext) -> bool:
+    try:
+        async with session.get(url, ssl=verified) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False

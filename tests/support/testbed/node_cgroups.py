@@ -1,0 +1,238 @@
+"""The control groups of a node: one folder of its own in each hierarchy, made before it starts and removed after it.
+
+A node's processes live below that folder, and in a cgroup namespace they see nothing else, so kubelet and runc make
+theirs there as if the machine were their own.
+
+**Version 1** (a hierarchy for each controller): the folder is made below the group of whoever runs the tests.
+**Version 2** (one hierarchy): it is made at the top, since a group that has processes can give its children no
+controllers. What the machine has not yet given to groups at the top is switched on for the time of the run. The node's
+first process moves itself into a group below (``init``) once it is in its namespaces, since the same holds for its own.
+Where both are mounted, version 1 has the controllers, and is used.
+
+What is made is first written down, so that who comes later can remove it after a ``kill -9``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tests.support.testbed.cache import Missing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NEEDED_V1: Final = frozenset({"cpu", "cpuacct", "cpuset", "memory", "devices", "pids"})
+NEEDED_V2: Final = frozenset({"cpu", "memory", "pids"})
+"""Controllers without which kubelet or runc fail."""
+
+INIT: Final = "init"
+"""With version 2, the group of the node's own processes, below the folder."""
+
+_PATIENCE: Final = 10.0
+"""Seconds that the kernel gets to let go of a group whose processes have been killed; it usually takes milliseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hierarchy:
+    """A hierarchy of control groups as this machine has it mounted.
+
+    Attributes:
+        mount: where.
+        own: the folder of the group in which the calling process is.
+        options: how it is mounted once more: its controllers, or ``none,name=…``; empty for version 2.
+    """
+
+    mount: Path
+    own: Path
+    options: str
+
+    @property
+    def version(self) -> int:
+        """1 or 2."""
+        return 1 if self.options else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """What a node has of control groups, as it is written down.
+
+    Attributes:
+        folders: its folder in each hierarchy.
+        enabled: the controllers that were switched on for it at the top of version 2.
+    """
+
+    folders: tuple[str, ...]
+    enabled: tuple[str, ...] = ()
+
+
+def hierarchies(mountinfo: str, groups: str) -> list[Hierarchy]:
+    """The hierarchies in use.
+
+    Args:
+        mountinfo: content of /proc/self/mountinfo.
+        groups: content of /proc/self/cgroup.
+
+    Returns:
+        All of version 1; the one of version 2 where there is none of those.
+    """
+    own = dict(_own_groups(groups))
+    known = frozenset().union(*own)
+    found: dict[str, Hierarchy] = {}
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        root, mounted = (_unescaped(field) for field in before.split()[3:5])
+        kind, _, super_options = after.split()
+        if kind == "cgroup":
+            key = frozenset(super_options.split(",")) & known
+            to_mount = ",".join(sorted(key))
+            if to_mount.startswith("name="):
+                to_mount = f"none,{to_mount}"
+        elif kind == "cgroup2":
+            key, to_mount = frozenset({""}), ""
+        else:
+            continue
+        if key in own and to_mount not in found:
+            found[to_mount] = Hierarchy(mount=Path(mounted), own=_below(mounted, root, own[key]), options=to_mount)
+    return [hierarchy for hierarchy in found.values() if hierarchy.version == 1] or list(found.values())
+
+
+def of_this_machine() -> list[Hierarchy]:
+    """The hierarchies that a node can use here.
+
+    Raises:
+        Missing: it cannot.
+    """
+    found = hierarchies(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    if not found:
+        raise Missing("control groups", "mount them at /sys/fs/cgroup, as every distribution does")
+    if found[0].version == 1:
+        have = {name for hierarchy in found for name in hierarchy.options.split(",")}
+        needed, places = NEEDED_V1, [hierarchy.own for hierarchy in found]
+    else:
+        top = found[0].mount
+        have = set((top / "cgroup.controllers").read_text().split())
+        needed, places = NEEDED_V2, [top]
+        if (top / "cgroup.type").exists() and (top / "cgroup.procs").read_text().strip():
+            raise Missing(
+                "the top of the control groups",
+                "inside a container there is none: run the tests on the machine itself, or in a virtual one",
+            )
+    if lacking := needed - have:
+        raise Missing(f"the control group controllers {', '.join(sorted(lacking))}", "use a kernel that has them")
+    for place in places:
+        if not os.access(place, os.W_OK):
+            raise Missing(
+                f"the right to make control groups in {place}",
+                "inside a container, it must be privileged: run the tests on the machine itself",
+            )
+    return found
+
+
+def plan(found: list[Hierarchy], name: str) -> Groups:
+    """What a node of this name will have; nothing is made yet."""
+    if found[0].version == 1:
+        return Groups(folders=tuple(str(hierarchy.own / name) for hierarchy in found))
+    top = found[0].mount
+    given = set((top / "cgroup.subtree_control").read_text().split())
+    return Groups(folders=(str(top / name),), enabled=tuple(sorted(NEEDED_V2 - given)))
+
+
+def make(groups: Groups) -> None:
+    """Make the folders, and switch the controllers on.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    for name in groups.enabled:
+        (Path(groups.folders[0]).parent / "cgroup.subtree_control").write_text(f"+{name}")
+    for folder in map(Path, groups.folders):
+        folder.mkdir()
+        if (folder / "cpuset.cpus").exists() and not (folder / "cgroup.controllers").exists():
+            # Version 1: a new group has no processors until it is told.
+            for file in ("cpuset.cpus", "cpuset.mems"):
+                (folder / file).write_text((folder.parent / file).read_text())
+            (folder / "cgroup.clone_children").write_text("1")
+
+
+def join(groups: Groups) -> None:
+    """Move the calling process into the folders."""
+    for folder in groups.folders:
+        with open(f"{folder}/cgroup.procs", "w") as file:  # noqa: PTH123 - this runs between fork and exec
+            file.write("0")
+
+
+def remove(groups: Groups) -> list[str]:
+    """Kill what still runs in the folders, remove them with all below, and switch the controllers off again.
+
+    Returns:
+        What could not be removed.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    left = [folder for folder in map(Path, groups.folders) if not _remove(folder, deadline)]
+    for name in groups.enabled:
+        # Refused where somebody else has come to use it meanwhile; then it stays on.
+        with contextlib.suppress(OSError):
+            (Path(groups.folders[0]).parent / "cgroup.subtree_control").write_text(f"-{name}")
+    return [str(folder) for folder in left]
+
+
+def written(groups: Groups) -> str:
+    """The text from which :func:`read` makes the groups again."""
+    return json.dumps(asdict(groups))
+
+
+def read(text: str) -> Groups:
+    """The groups that were written down."""
+    fields = json.loads(text)
+    return Groups(folders=tuple(fields["folders"]), enabled=tuple(fields["enabled"]))
+
+
+def processes(folder: Path) -> Iterator[int]:
+    """The ids of all processes in a group and below."""
+    for file in folder.rglob("cgroup.procs"):
+        with contextlib.suppress(OSError):
+            yield from map(int, file.read_text().split())
+
+
+def _remove(folder: Path, deadline: float) -> bool:
+    while folder.exists():
+        for pid in processes(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for group, _, _ in os.walk(folder, topdown=False):
+            with contextlib.suppress(OSError):
+                # Version 1: what it has cached of files keeps a removed group alive in the kernel.
+                Path(group, "memory.force_empty").write_text("0")
+            with contextlib.suppress(OSError):
+                os.rmdir(group)
+        if folder.exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+    return True
+
+
+def _own_groups(groups: str) -> Iterator[tuple[frozenset[str], str]]:
+    """Controllers and group of each line of /proc/self/cgroup; version 2 has the one controller ''."""
+    for line in groups.splitlines():
+        _, controllers, group = line.split(":", 2)
+        yield frozenset(controllers.split(",")), group
+
+
+def _below(mounted: str, root: str, group: str) -> Path:
+    """The folder of a group, where the hierarchy is mounted from this root on."""
+    relative = os.path.relpath(group, root)
+    return Path(mounted) if relative.startswith("..") else Path(mounted, relative)
+
+
+def _unescaped(field: str) -> str:
+    """A path of mountinfo, where blanks and the like stand as \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)

@@ -1,0 +1,271 @@
+"""What a node's parts are told: their command lines, files and environment. Nothing here touches the machine.
+
+Inside, what is the node's alone stands below one folder (:data:`INSIDE`), wherever it lies outside; the folder that
+tests were given, for logs and configuration, has the same path on both sides.
+
+The network, in a namespace of its own, so that its addresses cannot meet others:
+
+==================  =========================================================
+10.88.255.1         the node, on ``lo``: API server, kubelet, CoreDNS
+10.88.0.0/16        pods, each on a link to the node (CNI plug-in ``ptp``)
+10.96.0.0/16        services
+==================  =========================================================
+
+Pods are not on a bridge: on one, what goes from pod to pod would pass iptables, and so services, only on machines where
+``br_netfilter`` is loaded. CoreDNS is a process of the node rather than a pod: it is ready sooner, and needs no image.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.support.testbed import installation, packages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.support.testbed.installation import Site
+
+NAME: Final = "node1"
+ADDRESS: Final = "10.88.255.1"
+PODS: Final = "10.88.0.0/16"
+SERVICES: Final = "10.96.0.0/16"
+DOMAIN: Final = "cluster.local"
+API_PORT, ETCD_PORT, PEER_PORT = 6443, 2379, 2380
+KUBELET_HEALTH, PROXY_HEALTH, DNS_READY = 10248, 10256, 8181
+
+INSIDE: Final = Path("/run/elastic-operator-node")
+CONTAINERD: Final = INSIDE / "containerd"
+"""containerd's root: kept from run to run, on a disk."""
+KUBELET: Final = INSIDE / "kubelet"
+"""The kubelet's root with the pods' volumes: on the same disk."""
+SOCKET: Final = Path("/run/containerd/containerd.sock")
+
+KERNEL_VALUES: Final[Mapping[str, str]] = {
+    "kernel/keys/root_maxbytes": "25000000",
+    "kernel/keys/root_maxkeys": "1000000",
+    "kernel/panic": "10",
+    "kernel/panic_on_oops": "1",
+    "vm/overcommit_memory": "1",
+    "vm/panic_on_oom": "0",
+}
+"""What the kubelet wants of /proc/sys, which is the whole machine's; it is shown files with these values instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bed:
+    """All that the processes which make and run a node are told.
+
+    Attributes:
+        folder: for logs and configuration.
+        cache: the cache folder, where programs and images lie.
+        tools: the root of the unpacked packages.
+        commands: the command line of each part, by its name.
+        server: the API server's URL.
+        token: whoever shows it there may do everything.
+        authority: the certificate of who has signed the API server's.
+    """
+
+    folder: str
+    cache: str
+    tools: str
+    commands: Mapping[str, list[str]]
+    server: str
+    token: str
+    authority: str
+
+    def written(self) -> str:
+        """The text from which :meth:`read` makes it again."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Bed:
+        """What was written."""
+        return cls(**json.loads(text))
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The whole environment of the node's parts."""
+        return packages.environment(Path(self.tools)) | {
+            "HOME": str(INSIDE / "home"),
+            "TMPDIR": str(INSIDE / "tmp"),
+            "LC_ALL": "C.UTF-8",
+        }
+
+
+def audit_log(site: Site) -> Path:
+    """Where the API server writes what it was asked."""
+    return site.folder / "audit.log"
+
+
+def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str, list[str]]:
+    """The command lines of all parts, by name.
+
+    Args:
+        site: where the control plane stands.
+        programs: where kubelet, kube-proxy and coredns are.
+        tools: the root of the unpacked packages.
+    """
+    config = site.folder / "config"
+    return {
+        "etcd": installation.etcd_command(site),
+        "kube-apiserver": [
+            *installation.api_server_command(site),
+            "--kubelet-preferred-address-types=InternalIP",
+            f"--audit-policy-file={config / 'audit-policy.json'}",
+            f"--audit-log-path={audit_log(site)}",
+        ],
+        "kube-controller-manager": installation.controller_manager_command(site),
+        "kube-scheduler": installation.scheduler_command(site),
+        "containerd": [str(tools / "usr/bin/containerd"), f"--config={config / 'containerd.toml'}"],
+        "kubelet": [
+            str(programs["kubelet"]),
+            f"--config={config / 'kubelet.json'}",
+            f"--kubeconfig={site.kubeconfig}",
+            f"--root-dir={KUBELET}",
+            f"--cert-dir={KUBELET / 'pki'}",
+            f"--node-ip={ADDRESS}",
+            f"--hostname-override={NAME}",
+        ],
+        "kube-proxy": [str(programs["kube-proxy"]), f"--config={config / 'proxy.json'}"],
+        "coredns": [str(programs["coredns"]), "-conf", str(config / "Corefile")],
+    }
+
+
+def files(site: Site, tools: Path, pause_image: str) -> dict[str, str]:
+    """The files that the parts read, by their path below the folder ``config``.
+
+    Args:
+        site: where the control plane stands.
+        tools: the root of the unpacked packages.
+        pause_image: the name of the image whose program holds a pod's namespaces.
+    """
+    containerd = _containerd(site, tools, pause_image)
+    return {
+        "audit-policy.json": json.dumps(_AUDIT_POLICY),
+        "kubelet.json": json.dumps(_kubelet(site)),
+        "proxy.json": json.dumps(_proxy(site)),
+        "cni/node.conflist": json.dumps(_CNI),
+        "containerd.toml": containerd,
+        # While what an earlier run has left is removed, nobody must take it up again.
+        "containerd-without-pods.toml": f'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n{containerd}',
+        "Corefile": _corefile(site),
+    }
+
+
+_AUDIT_POLICY: Final[Mapping[str, Any]] = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [{"level": "Metadata"}],
+}
+
+
+def _kubelet(site: Site) -> Mapping[str, Any]:
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "containerRuntimeEndpoint": f"unix://{SOCKET}",
+        "address": ADDRESS,
+        "healthzPort": KUBELET_HEALTH,
+        "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+        "authorization": {"mode": "AlwaysAllow"},
+        "clusterDNS": [ADDRESS],
+        "clusterDomain": DOMAIN,
+        "resolvConf": "",
+        "podLogsDir": str(site.folder / "pods"),
+        "volumePluginDir": str(INSIDE / "volume-plugins"),
+        # The machine is somebody's: it may have swap or cgroup v1, and may not let us change limits of the kernel's.
+        "cgroupDriver": "cgroupfs",
+        "enforceNodeAllocatable": [],
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "featureGates": {"KubeletInUserNamespace": True},
+        "oomScoreAdj": 0,
+        # Its disk may be nearly full. Nothing is evicted for that, nor are images, which are kept for the next run.
+        "evictionHard": {"memory.available": "50Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
+        "imageGCHighThresholdPercent": 100,
+    }
+
+
+def _proxy(site: Site) -> Mapping[str, Any]:
+    return {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": "iptables",
+        "bindAddress": ADDRESS,
+        "clientConnection": {"kubeconfig": str(site.kubeconfig)},
+        "clusterCIDR": PODS,
+        "conntrack": {"maxPerCore": 0},  # another limit of the whole machine
+        "healthzBindAddress": f"127.0.0.1:{PROXY_HEALTH}",
+        "hostnameOverride": NAME,
+    }
+
+
+_CNI: Final[Mapping[str, Any]] = {
+    "cniVersion": "1.0.0",
+    "name": "pods",
+    "plugins": [
+        {
+            "type": "ptp",
+            "ipMasq": True,
+            "ipam": {
+                "type": "host-local",
+                "dataDir": str(INSIDE / "addresses"),
+                "ranges": [[{"subnet": PODS, "rangeStart": "10.88.0.2", "rangeEnd": "10.88.250.254"}]],
+                "routes": [{"dst": "0.0.0.0/0"}],
+            },
+        },
+        {"type": "portmap", "capabilities": {"portMappings": True}},
+    ],
+}
+
+
+def _containerd(site: Site, tools: Path, pause_image: str) -> str:
+    return f"""\
+version = 2
+root = "{CONTAINERD}"
+state = "{SOCKET.parent}"
+oom_score = 0
+[grpc]
+  address = "{SOCKET}"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{INSIDE}/opt"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{pause_image}"
+  restrict_oom_score_adj = true
+  disable_apparmor = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{tools}/usr/lib/cni"
+    conf_dir = "{site.folder}/config/cni"
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    snapshotter = "overlayfs"
+    default_runtime_name = "runc"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+        SystemdCgroup = false
+"""
+
+
+def _corefile(site: Site) -> str:
+    # Two blocks: in one, the answer for all other names would come before that for services.
+    return f"""\
+{DOMAIN}:53 in-addr.arpa:53 {{
+  bind {ADDRESS}
+  errors
+  ready 127.0.0.1:{DNS_READY}
+  kubernetes {DOMAIN} in-addr.arpa {{
+    kubeconfig {site.kubeconfig}
+  }}
+}}
+.:53 {{
+  bind {ADDRESS}
+  template ANY ANY . {{
+    rcode NXDOMAIN
+  }}
+}}
+"""

@@ -1,0 +1,144 @@
+"""The first process of a node: arranges its namespaces, has the parts started, and takes in orphans.
+
+It runs in new namespaces (mount, network, PID, IPC, UTS, cgroup), which nobody outside sees, and which vanish with it:
+so nothing that is mounted, addressed or routed here needs to be undone. What reaches beyond namespaces is covered:
+
+- **/proc/sys**, apart from the network's part, is read-only, and shows the values that the kubelet would set.
+- **/var** and **/etc** take what is written there into memory; **/run** is empty.
+- **control groups** are seen from the node's own on (:mod:`node_cgroups`).
+
+The cache and the folder for logs show through wherever they lie.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.support.testbed import node_cgroups, node_config, node_parts
+from tests.support.testbed.node_config import Bed
+from tests.support.testbed.node_syscalls import Mount, mount
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_NO_PROGRAMS = Mount.NO_SUID | Mount.NO_DEVICES | Mount.NO_EXEC
+_COVERED = ("/var", "/etc")
+_PROGRAM_FAILED = 1
+
+
+def main(folder: str, place: str) -> int:
+    """Be the node until killed.
+
+    Args:
+        folder: where the node's :class:`Bed` is written down.
+        place: the folder for what lies on a disk.
+    """
+    bed = Bed.read(Path(folder, "bed.json").read_text())
+    try:
+        arrange(bed, Path(place))
+    except (OSError, subprocess.CalledProcessError) as error:
+        words = getattr(error, "stderr", None) or str(error)
+        print(json.dumps({"event": "failed", "words": f"the node's namespaces cannot be arranged: {words}"}), flush=True)
+        return _PROGRAM_FAILED
+    child = os.fork()
+    if child == 0:
+        os._exit(node_parts.main(bed))
+    while True:  # whose parent has died becomes a child of this process
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def arrange(bed: Bed, place: Path) -> None:
+    """Make the namespaces a machine of the node's own.
+
+    Raises:
+        OSError: the kernel refuses something.
+        CalledProcessError: so does `ip`.
+    """
+    mount("none", "/", flags=Mount.RECURSIVE | Mount.PRIVATE)
+    socket.sethostname(node_config.NAME)
+    hierarchies = node_cgroups.of_this_machine()
+    shown = {path: os.open(path, os.O_PATH) for path in (bed.cache, bed.folder)}
+    kept = {folder: os.open(place / folder.name, os.O_PATH) for folder in (node_config.CONTAINERD, node_config.KUBELET)}
+
+    mount("proc", "/proc", "proc", _NO_PROGRAMS)
+    mount("sysfs", "/sys", "sysfs", _NO_PROGRAMS)
+    _mount_cgroups(hierarchies)
+    mount("tmpfs", "/run", "tmpfs", Mount.NO_SUID | Mount.NO_DEVICES, "mode=755")
+    for folder in ("home", "tmp", "values"):
+        (node_config.INSIDE / folder).mkdir(parents=True)
+    for covered in _COVERED:
+        _cover(covered)
+    for path, opened in {**shown, **kept}.items():
+        Path(path).mkdir(parents=True, exist_ok=True)
+        mount(f"/proc/self/fd/{opened}", path, flags=Mount.BIND | Mount.RECURSIVE)
+        os.close(opened)
+
+    _connect(bed.environ)
+    _cover_kernel_values(node_config.KERNEL_VALUES)
+
+
+def _mount_cgroups(hierarchies: Iterable[node_cgroups.Hierarchy]) -> None:
+    top = Path("/sys/fs/cgroup")
+    for hierarchy in hierarchies:
+        if hierarchy.version == 2:
+            mount("cgroup2", top, "cgroup2", _NO_PROGRAMS)
+            init = top / node_cgroups.INIT
+            init.mkdir()
+            (init / "cgroup.procs").write_text("0")
+            available = (top / "cgroup.controllers").read_text().split()
+            (top / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in available))
+            return
+    mount("tmpfs", top, "tmpfs", _NO_PROGRAMS, "mode=755")
+    for hierarchy in hierarchies:
+        folder = top / hierarchy.mount.name
+        folder.mkdir()
+        mount("cgroup", folder, "cgroup", _NO_PROGRAMS, hierarchy.options)
+        for controller in hierarchy.options.split(","):
+            if "," in hierarchy.mount.name and controller != folder.name:
+                (top / controller).symlink_to(folder.name)
+
+
+def _cover(folder: str) -> None:
+    """Take into memory what is written below the folder."""
+    over = node_config.INSIDE / "over" / folder.strip("/")
+    for name in ("upper", "work"):
+        (over / name).mkdir(parents=True)
+    mount("overlay", folder, "overlay", options=f"lowerdir={folder},upperdir={over}/upper,workdir={over}/work")
+
+
+def _connect(environ: Mapping[str, str]) -> None:
+    """Give the node its address, and a way from it to services; have it pass on what pods send."""
+    for command in (
+        "ip link set lo up",
+        f"ip address add {node_config.ADDRESS}/32 dev lo",
+        f"ip route add {node_config.SERVICES} dev lo src {node_config.ADDRESS}",
+    ):
+        subprocess.run(command.split(), env=environ, check=True, capture_output=True, text=True, timeout=30)
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+
+
+def _cover_kernel_values(values: Mapping[str, str]) -> None:
+    top = Path("/proc/sys")
+    mount(top, top, flags=Mount.BIND)
+    mount("none", top, flags=Mount.BIND | Mount.REMOUNT | Mount.READ_ONLY | _NO_PROGRAMS)
+    mount("/proc/sys/net", "/proc/sys/net", flags=Mount.BIND)
+    mount("none", "/proc/sys/net", flags=Mount.BIND | Mount.REMOUNT | _NO_PROGRAMS)
+    for name, value in values.items():
+        file = node_config.INSIDE / "values" / name.replace("/", ".")
+        file.write_text(f"{value}\n")
+        if (top / name).exists():
+            mount(file, top / name, flags=Mount.BIND)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who ends the node is its keeper
+    sys.exit(main(*sys.argv[1:]))

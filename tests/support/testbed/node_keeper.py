@@ -1,0 +1,167 @@
+"""Keeps a node: makes it, and removes it when whoever wanted it closes a pipe or dies.
+
+It is a process of its own in a session of its own, so that it outlives ``kill -9`` and Ctrl-C of the tests; the node's
+first process in turn dies with it. So a node has always somebody who cleans up, up to the moment in which somebody
+kills all of them at once; what is left then (empty control groups, and files below the cache folder: processes, mounts
+and links die with their namespaces) is removed by the next one that starts.
+
+A node stands in a *place*: a folder below the cache folder, with a lock that says whether it is taken. The first one
+keeps containerd's root from run to run, and with it the images that were imported; others are for nodes beside it, and
+are removed with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.support.testbed import node_cgroups
+from tests.support.testbed.node_config import CONTAINERD, KUBELET, Bed
+from tests.support.testbed.node_syscalls import Namespace, die_with_parent, unshare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_GROUPS = "groups.json"
+_ROOT = Path(__file__).parents[3]
+
+
+def main(folder: str) -> int:
+    """Keep the node that is written down in this folder; returns the exit code."""
+    bed = Bed.read(Path(folder, "bed.json").read_text())
+    asked_to_end = _asked_to_end()
+    with _place(Path(bed.cache)) as place:
+        name = f"elastic-operator-node-{os.getpid()}"
+        groups = node_cgroups.plan(node_cgroups.of_this_machine(), name)
+        (place / _GROUPS).write_text(node_cgroups.written(groups))
+        left: list[str] = []
+        try:
+            node_cgroups.make(groups)
+            process = _started(folder, place, groups)
+            say("started", pid=process.pid, place=str(place))
+            try:
+                select.select([*asked_to_end, os.pidfd_open(process.pid)], [], [])
+            finally:
+                process.kill()
+                process.wait()  # the kernel ends it only after all others in its PID namespace
+        finally:
+            left = tidy(place)
+        for what in left:
+            print(f"could not be removed: {what}", file=sys.stderr)
+        return 1 if left else 0
+
+
+def say(event: str, **more: Any) -> None:
+    """Tell who wanted the node; nobody may be there any more."""
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps({"event": event, **more}), flush=True)
+
+
+def sweep(cache: Path) -> None:
+    """Remove what nodes have left that ended without a keeper."""
+    for lock in sorted(_places(cache).glob("*.lock")):
+        place = lock.with_suffix("")
+        with _lock(lock) as taken:
+            if taken:
+                tidy(place)
+                _remove_unless_kept(place)
+
+
+def tidy(place: Path) -> list[str]:
+    """Remove all that a node had but images; returns what could not be removed."""
+    left = []
+    if (place / _GROUPS).exists():
+        left = node_cgroups.remove(node_cgroups.read((place / _GROUPS).read_text()))
+        if not left:
+            (place / _GROUPS).unlink()
+    shutil.rmtree(place / KUBELET.name, ignore_errors=True)
+    if (place / KUBELET.name).exists():
+        left.append(str(place / KUBELET.name))
+    return left
+
+
+@contextlib.contextmanager
+def _place(cache: Path) -> Iterator[Path]:
+    """The first place that is not taken, tidied; it is taken until the end."""
+    sweep(cache)
+    for number in count(1):
+        place = _places(cache) / str(number)
+        with _lock(place.with_suffix(".lock")) as taken:
+            if taken:
+                for folder in (CONTAINERD, KUBELET):
+                    (place / folder.name).mkdir(parents=True, exist_ok=True)
+                try:
+                    yield place
+                finally:
+                    _remove_unless_kept(place)
+                return
+
+
+def _places(cache: Path) -> Path:
+    folder = cache / "nodes"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _remove_unless_kept(place: Path) -> None:
+    if place.name != "1":
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Whether the lock was free; if so, it is held. The file stays: another one of its name would be another lock."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _started(folder: str, place: Path, groups: node_cgroups.Groups) -> subprocess.Popen[bytes]:
+    """The node's first process, in its groups and in namespaces of its own."""
+    unshare(Namespace.PID)  # for the child
+    others = Namespace.MOUNT | Namespace.NET | Namespace.IPC | Namespace.UTS | Namespace.CGROUP
+
+    def become_the_node() -> None:
+        die_with_parent()
+        node_cgroups.join(groups)
+        unshare(others)
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.testbed.node_inside", folder, str(place)],
+        stdin=subprocess.DEVNULL,
+        preexec_fn=become_the_node,  # noqa: PLW1509 - this process has one thread
+        cwd=_ROOT,
+    )
+
+
+def _asked_to_end() -> list[int]:
+    """File descriptors of which one becomes readable when the node is wanted no longer."""
+    by_signal, signalled = os.pipe()
+    os.set_blocking(signalled, False)
+    signal.set_wakeup_fd(signalled)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    parent = os.getppid()
+    descriptors = [sys.stdin.fileno(), by_signal]
+    # The pipe alone may be held open by another child of the tests.
+    with contextlib.suppress(ProcessLookupError):
+        descriptors.append(os.pidfd_open(parent))
+    return descriptors
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,74 @@
+"""The few calls of the kernel that a node in namespaces of its own needs and Python 3.11 does not have."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_SIGKILL = 9
+
+
+class Namespace(enum.IntFlag):
+    """Kinds of namespaces, as unshare(2) and setns(2) take them."""
+
+    MOUNT = 0x00020000
+    CGROUP = 0x02000000
+    UTS = 0x04000000
+    IPC = 0x08000000
+    PID = 0x20000000
+    NET = 0x40000000
+
+
+class Mount(enum.IntFlag):
+    """Flags of mount(2)."""
+
+    NONE = 0
+    READ_ONLY = 0x1
+    NO_SUID = 0x2
+    NO_DEVICES = 0x4
+    NO_EXEC = 0x8
+    REMOUNT = 0x20
+    BIND = 0x1000
+    RECURSIVE = 0x4000
+    PRIVATE = 0x40000
+
+
+def unshare(namespaces: Namespace) -> None:
+    """Move the calling process to new namespaces; a new PID namespace is for its children only."""
+    _succeeded(_libc.unshare(int(namespaces)), "unshare", str(namespaces))
+
+
+def mount(source: Path | str, target: Path | str, kind: str = "", flags: Mount = Mount.NONE, options: str = "") -> None:
+    """Mount something.
+
+    Args:
+        source: a folder or file for a bind mount; for others a mere word.
+        target: the folder (or file) over which it is mounted.
+        kind: of file system; empty where a mount that is there is bound or changed.
+        flags: of mount(2).
+        options: what this kind of file system is told.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    # Bytes from os.fsencode, since paths need not be UTF-8.
+    arguments = [os.fsencode(value) for value in (source, target, kind)]
+    _succeeded(_libc.mount(*arguments, ctypes.c_ulong(int(flags)), os.fsencode(options)), "mount", str(target))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill the calling process with SIGKILL when the thread that started it ends."""
+    _succeeded(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl", "PR_SET_PDEATHSIG")
+
+
+def _succeeded(result: int, call: str, about: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}", about)

@@ -1,0 +1,219 @@
+"""How Debian's packages are used without being installed: apt fetches them, dpkg unpacks them below the cache folder.
+
+A set is what it names and all that those packages depend on but every Debian has not. apt decides both, as if this
+machine had nothing installed, and with lists, caches and locks of its own: of the machine only its sources, keys and
+proxy are used, and nothing is changed. Root is not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import urllib.parse
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from tests.support.testbed.cache import Missing, cache_folder, locked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SetName = Literal["node", "build"]
+
+SETS: Final[dict[SetName, tuple[str, ...]]] = {
+    "node": ("containerd", "runc", "containernetworking-plugins", "iptables", "conntrack", "iproute2", "kmod", "mount"),
+    "build": (
+        "buildah",
+        "golang-github-containers-common",
+        "golang-github-containers-image",
+        "debootstrap",
+        "debian-archive-keyring",
+        "gpgv",
+    ),
+}
+"""What a node needs to run pods, and what makes an image out of a Dockerfile."""
+
+_ON_EVERY_DEBIAN: Final = ("?essential", "apt")
+"""What is not unpacked, with all that it needs: the C library above all, of which a process can have only one."""
+
+_MERGED: Final = ("bin", "sbin", "lib", "lib64")
+"""Folders that are one with those of the same name below usr/, as on any Debian since 2023."""
+
+_ALTERNATIVES: Final = {
+    "xtables-nft-multi": tuple(
+        f"{family}tables{what}" for family in ("ip", "ip6") for what in ("", "-save", "-restore")
+    )
+}
+"""Names below usr/sbin that an installation would have made, by the program that they stand for."""
+
+_LAYOUT: Final = 2
+"""Raised when a set of the same packages comes to be unpacked in another way."""
+
+_REMEDY: Final = "the tests on a real kubelet need Debian or Ubuntu, whose packages they unpack below the cache folder"
+
+
+def unpacked(name: SetName) -> Path:
+    """The root folder of a set; fetched and unpacked if it is not there.
+
+    Raises:
+        Missing: this is no Debian or Ubuntu, or apt cannot get the packages.
+    """
+    root = _root(name)
+    if not root.exists():
+        with locked("packages"):
+            if not root.exists():
+                _make(name, root)
+    return root
+
+
+def is_ready(name: SetName) -> bool:
+    """Whether :func:`unpacked` will find the set without fetching it."""
+    return _root(name).exists()
+
+
+def environment(root: Path) -> dict[str, str]:
+    """What a process needs in its environment so that it uses the programs and libraries of a set before all others."""
+    programs = [root / "usr" / folder for folder in ("sbin", "bin")]
+    libraries = list((root / "usr/lib").glob("*-linux-gnu*"))
+    return {
+        "PATH": os.pathsep.join([*map(str, programs), "/usr/sbin", "/usr/bin", "/sbin", "/bin"]),
+        "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
+        "XTABLES_LIBDIR": os.pathsep.join(str(library / "xtables") for library in libraries),
+    }
+
+
+def _root(name: SetName) -> Path:
+    """Where a set stands: another place for each content and each release of the distribution."""
+    try:
+        release = platform.freedesktop_os_release()
+    except OSError:
+        release = {}
+    inputs = (release.get("ID"), release.get("VERSION_ID"), platform.machine(), SETS[name], _LAYOUT)
+    digest = hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]
+    return cache_folder() / "packages" / f"{name}-{digest}"
+
+
+def _make(name: SetName, root: Path) -> None:
+    """Fetch and unpack a set; the folder appears when it is complete."""
+    for tool in ("apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            raise Missing(f"`{tool}`, which gets Debian's packages", _REMEDY)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root.parent, prefix="tmp-", ignore_cleanup_errors=True) as scratch:
+        apt = _Apt(Path(scratch) / "apt")
+        everywhere = apt.closure(_ON_EVERY_DEBIAN)
+        needed = [p for p in apt.closure(SETS[name]) if p not in everywhere or p.partition("=")[0] in SETS[name]]
+        archives = apt.fetched(sorted(needed))
+        made = Path(scratch) / "root"
+        for folder in _MERGED:
+            (made / "usr" / folder).mkdir(parents=True)
+            (made / folder).symlink_to(f"usr/{folder}")
+        for archive in archives:
+            _unpack(archive, made)
+        _point_links_inside(made)
+        _add_alternatives(made)
+        made.chmod(0o755)
+        made.rename(root)
+    _remove_others(root, name)
+
+
+class _Apt:
+    """The machine's apt with its own sources, and with a state of our own in which nothing is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._archives = folder / "archives"
+        for needed in ("state/lists/partial", "cache/archives/partial", "archives"):
+            (folder / needed).mkdir(parents=True)
+        (folder / "status").touch()
+        self._configuration = folder / "apt.conf"
+        self._configuration.write_text(
+            # What a machine's configuration does after each update is for the machine's own lists and caches.
+            "#clear APT::Update::Post-Invoke;\n#clear APT::Update::Post-Invoke-Success;\n#clear DPkg::Post-Invoke;\n"
+            f'Dir::State "{folder}/state";\nDir::State::status "{folder}/status";\nDir::Cache "{folder}/cache";\n'
+            # Without this, root's apt fetches as a user who may not look into the cache folder.
+            'APT::Sandbox::User "root";\n'
+            'APT::Install-Recommends "false";\nAPT::Install-Suggests "false";\nDebug::NoLocking "true";\n'
+            'Acquire::Languages "none";\nAcquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";\n'
+            'Acquire::Retries "3";\n'
+        )
+        # A source that cannot be reached need not be one of those that matter here.
+        self._complaints = self._answer("update").stderr
+
+    def closure(self, packages: Sequence[str]) -> set[str]:
+        """The packages and all that they depend on, as name=version."""
+        output = self._run("--print-uris", "install", *packages)
+        files = re.findall(r"^'\S+' (\S+)\.deb ", output, re.MULTILINE)
+        return {"{}={}".format(*urllib.parse.unquote(file).split("_")[:2]) for file in files}
+
+    def fetched(self, packages: Sequence[str]) -> list[Path]:
+        """The files of the packages, their hashes compared with the signed lists."""
+        self._run("download", *packages)
+        return sorted(self._archives.glob("*.deb"))
+
+    def _run(self, *arguments: str) -> str:
+        done = self._answer(*arguments)
+        if done.returncode:
+            words = " ".join((self._complaints + done.stderr).split()) or f"exit code {done.returncode}"
+            raise Missing(f"Debian's packages (`apt-get {arguments[0]}` said: {words})", _REMEDY)
+        return done.stdout
+
+    def _answer(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["apt-get", "-c", str(self._configuration), "-qq", "-y", *arguments]
+        environment = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
+        try:
+            return subprocess.run(
+                command,
+                cwd=self._archives,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=900,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Missing("Debian's packages (apt-get took longer than 15 minutes)", _REMEDY) from error
+
+
+def _unpack(archive: Path, root: Path) -> None:
+    """Lay a package's files below the root; none keeps a right that goes beyond its owner's."""
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", archive], stdout=subprocess.PIPE) as contents:
+        subprocess.run(
+            ["tar", "-x", "--keep-directory-symlink", "--no-same-owner", "--no-same-permissions", "-C", root],
+            stdin=contents.stdout,
+            check=True,
+        )
+    if contents.returncode:
+        raise Missing(f"{archive.name}, which dpkg-deb cannot read", "try again: the file may have come damaged")
+
+
+def _point_links_inside(root: Path) -> None:
+    """Turn each link to /… into one to what the set has there, if it has it; else it would show the machine's own."""
+    for folder, folders, files in os.walk(root):
+        for link in (Path(folder, name) for name in [*folders, *files]):
+            if not link.is_symlink() or not (target := link.readlink()).is_absolute():
+                continue
+            inside = root / target.relative_to("/")
+            if inside.exists():
+                link.unlink()
+                link.symlink_to(os.path.relpath(inside.resolve(), link.parent))
+
+
+def _add_alternatives(root: Path) -> None:
+    """Give programs the names by which they are called."""
+    for program, names in _ALTERNATIVES.items():
+        for name in names:
+            if (root / "usr/sbin" / program).exists():
+                (root / "usr/sbin" / name).symlink_to(program)
+
+
+def _remove_others(root: Path, name: SetName) -> None:
+    """Free the disk of what this set was before its content changed."""
+    for other in root.parent.glob(f"{name}-*"):
+        if other != root:
+            shutil.rmtree(other, ignore_errors=True)

@@ -1,0 +1,219 @@
+"""The Helm chart, as far as its texts say it: the definition it carries, its values, its rights, its flags.
+
+What helm makes of it is tested on a real API server, in tests/kubernetes/test_chart.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+import yaml
+from packaging.version import Version
+
+from elastic_operator.kube.options import LogFormat, LogLevel, OperatorSettings, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts"
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+ABOUT: dict[str, Any] = yaml.safe_load((CHART / "Chart.yaml").read_text())
+
+
+def template(name: str) -> str:
+    """The text of a template."""
+    return (CHART / "templates" / name).read_text()
+
+
+def objects(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every value that the schema describes, by its path, with what is said of it."""
+    for name, below in schema.get("properties", {}).items():
+        place = f"{path}.{name}" if path else name
+        yield place, below
+        yield from objects(below, place)
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """The path of every value that can be set; an empty mapping counts as one."""
+    for name, value in values.items():
+        place = f"{path}.{name}" if path else name
+        if isinstance(value, dict) and value and place != "resources":
+            yield from leaves(value, place)
+        else:
+            yield place
+
+
+def refusal(path: str, value: object) -> str:
+    """What the schema says to the default values with this one changed."""
+    values = copy.deepcopy(VALUES)
+    *parents, name = path.split(".")
+    place = values
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    with pytest.raises(jsonschema.ValidationError) as refused:
+        jsonschema.validate(values, SCHEMA)
+    return refused.value.message
+
+
+def test_the_chart_carries_the_definition_itself_and_no_copy_of_it() -> None:
+    link = CHART / "crd" / "elasticjob.yaml"
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / "crds" / "elasticjob.yaml"
+    assert not (CHART / "crds").exists(), "helm installs what is there, and never upgrades it"
+    assert '.Files.Get "crd/elasticjob.yaml"' in template("crd.yaml")
+
+
+def test_the_versions_of_chart_and_program_are_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = Version(project["version"])
+    semantic = version.base_version
+    if version.pre:
+        semantic += f"-{'.'.join(map(str, version.pre))}"
+    if version.dev is not None:
+        semantic += f"{'.' if version.pre else '-'}dev.{version.dev}"
+    assert ABOUT["name"] == project["name"]
+    assert ABOUT["version"] == semantic
+    assert ABOUT["appVersion"] == project["version"]
+
+
+def test_the_default_values_are_good_and_each_is_described_in_a_sentence() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    jsonschema.validate(VALUES, SCHEMA)
+    for path, schema in objects(SCHEMA):
+        assert re.fullmatch(r"[A-Z].{10,}\.", schema["description"]), path
+        assert schema.get("additionalProperties", True) is False or "properties" not in schema, path
+
+
+def test_schema_and_values_name_the_same() -> None:
+    described = {path for path, schema in objects(SCHEMA) if "properties" not in schema}
+    assert described - {"global"} == set(leaves(VALUES))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("replica", 2, "'replica' was unexpected"),
+        ("image.name", "x", "'name' was unexpected"),
+        ("image.repository", "", "too short|non-empty"),
+        ("image.pullPolicy", "Sometimes", "is not one of"),
+        ("image.tag", 1.2, "is not of type 'string'"),
+        ("replicas", -1, "less than the minimum"),
+        ("leaderElection", "no", "is not of type 'boolean'"),
+        ("namespaces", ["Team_A"], "does not match"),
+        ("namespaces", ["a", "a"], "non-unique"),
+        ("agent.metricsPort", 80, "less than the minimum"),
+        ("logging.level", "verbose", "is not one of"),
+        ("runAsUser", 0, "less than the minimum"),
+        ("podLabels", {"upgraded": True}, "is not of type 'string'"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(path: str, value: object, words: str) -> None:
+    assert re.search(words, refusal(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("runAsUser", None), ("replicas", 0), ("image.tag", "1@sha256:00"), ("namespaces", ["a", "b-2"])],
+)
+def test_values_that_make_sense_are_taken(path: str, value: object) -> None:
+    values = copy.deepcopy(VALUES)
+    *parents, name = path.split(".")
+    place = values
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    jsonschema.validate(values, SCHEMA)
+
+
+def arguments(**values: str) -> list[str]:
+    """The arguments that the deployment gives the operator, with these texts in the place of what is filled in."""
+    found = re.findall(r"^ +- (?:{{ printf \")?(--.+?)(?:\" \.Values.*)?$", template("deployment.yaml"), re.MULTILINE)
+    assert len(found) > 5
+    return [re.sub(r"{{.*}}|%s", lambda _: values.get(each.split("=")[0], "team"), each) for each in found]
+
+
+def test_the_deployment_gives_the_operator_only_arguments_that_it_knows() -> None:
+    words = {"--etcd-image": "etcd:1", "--agent-metrics-port": "9000", "--log-level": "error", "--log-format": "json"}
+    given = arguments(**words)
+    assert {"--leader-elect", "--no-leader-elect"} <= set(given)
+    settings = parse([each for each in given if each != "--no-leader-elect"], {})
+    assert settings == OperatorSettings(
+        namespaces=("team",),
+        etcd_image="etcd:1",
+        agent_metrics_port=9000,
+        leader_elect=True,
+        lease_namespace="team",
+        lease_name="team",
+        log_level=LogLevel.ERROR,
+        log_format=LogFormat.JSON,
+        identity=settings.identity,
+        listen=settings.listen,
+    )
+    assert f"containerPort: {settings.listen.port}\n" in template("deployment.yaml")
+
+
+def test_the_defaults_are_those_of_the_operator() -> None:
+    operator = OperatorSettings()
+    assert VALUES["etcd"]["image"] == operator.etcd_image
+    assert VALUES["agent"]["metricsPort"] == operator.agent_metrics_port
+    assert VALUES["leaderElection"] is operator.leader_elect
+    assert VALUES["logging"] == {"level": operator.log_level.value, "format": operator.log_format.value}
+    logging = SCHEMA["properties"]["logging"]["properties"]
+    assert logging["level"]["enum"] == [level.value for level in LogLevel]
+    assert set(logging["format"]["enum"]) == {form.value for form in LogFormat}
+
+
+def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:
+    found = re.search(r'define "elastic-operator.rules" -}}\n(.*?){{- end', template("_helpers.tpl"), re.DOTALL)
+    assert found
+    rights = {
+        (group, resource): set(rule["verbs"])
+        for rule in yaml.safe_load(found[1])
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    owned = {"list", "watch", "create", "delete"}
+    assert rights == {
+        ("elastic.pytorch.org", "elasticjobs"): {"get", "list", "watch"},
+        ("elastic.pytorch.org", "elasticjobs/status"): {"update"},
+        ("elastic.pytorch.org", "elasticjobs/scale"): {"patch"},
+        ("", "pods"): owned,
+        ("", "services"): owned,
+        ("apps", "deployments"): owned,
+        ("", "events"): {"create"},
+    }
+
+
+def test_no_right_is_given_for_everything() -> None:
+    texts = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
+    assert not re.search(r"""["'\[ ]\*["'\] ,]""", re.sub(r"/\*.*?\*/", "", texts, flags=re.DOTALL))
+
+
+def test_the_pages_about_the_cluster_tell_every_value_and_its_default() -> None:
+    rows = dict(
+        re.findall(r"^\| `([\w.]+)` \| (.*?) \| .+ \|$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
+    )
+    assert rows.keys() == set(leaves(VALUES))
+    for path, told in rows.items():
+        value: Any = VALUES
+        for name in path.split("."):
+            value = value[name]
+        if path != "resources":
+            assert told == f"`{value if value and isinstance(value, str) else json.dumps(value)}`", path
+
+
+def test_what_the_notes_tell_people_to_type_is_there() -> None:
+    notes = template("NOTES.txt")
+    for file in ("examples/digits.yaml", "Dockerfile.operator", "Dockerfile.agent", "docs/cluster.md"):
+        assert file in notes
+        assert (ROOT / file).is_file(), file

@@ -1,0 +1,71 @@
+"""What stands in the store and in last words can be told apart by version, and a run's lease is found by its id."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from torchelastic.contract import (
+    CONTRACT_VERSION,
+    EpochRecord,
+    LeaderRecord,
+    Member,
+    NodeRecord,
+    SizeRecord,
+    TerminationMessage,
+    decode,
+    decode_epoch,
+    decode_size,
+    encode,
+    encode_termination_message,
+    run_lease,
+)
+from torchelastic.errors import MalformedRecord
+
+OTHER = CONTRACT_VERSION + 1
+SIZE = SizeRecord(min=1, max=2)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        SIZE,
+        EpochRecord(number=1),
+        LeaderRecord(node="a", address="b:1"),
+        NodeRecord(name="a", address="b", workers=1, size=SIZE),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_every_record_says_its_version_so_that_a_reader_of_another_one_can_tell(record: msgspec.Struct) -> None:
+    assert msgspec.json.decode(encode(record))["v"] == CONTRACT_VERSION
+
+
+def test_last_words_say_their_version_too() -> None:
+    words = encode_termination_message(TerminationMessage(reason="BadInput", message="x" * 10_000))
+    assert msgspec.json.decode(words)["contract"] == CONTRACT_VERSION
+
+
+def test_an_epoch_of_our_own_version_is_read_in_full() -> None:
+    epoch = EpochRecord(number=7, members=(Member("a.1", "10.0.0.1", 2),), store="10.0.0.1:4000", restarts=3)
+    assert decode_epoch(encode(epoch)) == epoch
+
+
+def test_of_an_epoch_of_another_version_the_number_is_believed_and_nothing_else() -> None:
+    epoch = decode_epoch(b'{"e":7,"v":%d,"m":"in a form that nobody here knows","s":4}' % OTHER)
+    assert (epoch.number, epoch.members, epoch.contract) == (7, (), OTHER)
+    assert f"({OTHER}, and {CONTRACT_VERSION} here); use the same release everywhere" in epoch.cause
+
+
+def test_a_size_of_another_version_is_left_alone() -> None:
+    assert decode_size(encode(SIZE)) == SIZE
+    with pytest.raises(MalformedRecord, match="another version of torchelastic's protocol"):
+        decode_size(encode(msgspec.structs.replace(SIZE, contract=OTHER)))
+    with pytest.raises(MalformedRecord, match="not a SizeRecord"):
+        decode(b"[]", SizeRecord)
+
+
+def test_the_lease_of_a_run_has_an_id_that_all_can_work_out_and_etcd_takes() -> None:
+    leases = {run_lease(run) for run in ("a", "b", "a/b", "a%2Fb", "", "ключ", "\udcff")}
+    assert len(leases) == 7
+    assert all(0 < lease < 2**63 for lease in leases)
+    assert run_lease("0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11") == 383779628911130922

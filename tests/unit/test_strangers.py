@@ -1,0 +1,62 @@
+"""A node among others of another version stands aside, says so, and takes over only where none of them is left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tests.support.nodes import Meeting
+from torchelastic.contract import CONTRACT_VERSION, LeaderRecord, NodeRecord, RunKeys, SizeRecord, encode
+from torchelastic.store import MemoryStore
+
+if TYPE_CHECKING:
+    import pytest
+
+    from torchelastic.store import Store
+
+LEASE = 0.3
+OTHER = CONTRACT_VERSION + 1
+KEYS = RunKeys.of("run")
+
+
+async def test_it_waits_aside_until_the_others_are_gone_and_then_counts_on_from_their_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = MemoryStore()
+    theirs = await data.grant(60)
+    record = NodeRecord(name="old", address="127.0.0.1", workers=1, size=SizeRecord(min=1, max=8), contract=OTHER)
+    await data.put(KEYS.node("old.1"), encode(msgspec.structs.replace(record, epoch=4)), lease=theirs)
+    leader = LeaderRecord(node="old.1", address="127.0.0.1:1", contract=OTHER)
+    await data.put(KEYS.leader, encode(leader), lease=theirs)
+    await data.put(KEYS.epoch, b'{"e":4,"m":"in another form","v":%d}' % OTHER)
+
+    async def connect() -> Store:
+        return data.another()
+
+    async with Meeting(connect, "run", lease=LEASE, joining_window=0.1, gather=0.0) as meeting:
+        new = await meeting.node("new")
+        await new.until(lambda node: bool(node.epochs))
+        assert (new.epochs[-1].number, new.epochs[-1].members) == (4, ())
+        assert f"({OTHER}, and {CONTRACT_VERSION} here)" in new.epochs[-1].cause
+
+        await data.revoke(theirs)
+        epoch = await new.until_with("new")
+        assert (epoch.number, epoch.contract) == (5, CONTRACT_VERSION)
+    assert "old.1 leads, and this node cannot take part" in caplog.text
+
+
+async def test_a_size_that_an_operator_of_another_version_wrote_is_not_followed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = MemoryStore()
+    size = SizeRecord(min=2, max=2, wanted=2, generation=9, contract=OTHER)
+    await data.put(KEYS.size, encode(size))
+
+    async def connect() -> Store:
+        return data.another()
+
+    async with Meeting(connect, "run", lease=LEASE) as meeting:
+        alone = await meeting.node("alone", wanted=1)
+        assert (await alone.until_with("alone")).number == 1
+    assert f"ignoring {KEYS.size}: not a SizeRecord for us: another version" in caplog.text
