@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torchelastic.arguments import parse
 from torchelastic.contract import (
@@ -20,6 +21,7 @@ from torchelastic.contract import (
     encode_termination_message,
 )
 from torchelastic.errors import SettingsError
+from torchelastic.output import TIME_FORMAT, log_format
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,
-        format=f"%(asctime)s [{settings.node_name}] %(message)s",
-        datefmt="%H:%M:%S",
+        format=log_format(settings.node_name),
+        datefmt=TIME_FORMAT,
     )
+    signal.signal(signal.SIGTERM, _leave)
     try:
         ending = asyncio.run(_run(settings))
     except KeyboardInterrupt:  # before the agent listened to signals
@@ -89,6 +92,11 @@ async def _run(settings: AgentSettings) -> Ending:
                 return Ending(ExitCode.BAD_INPUT, TerminationMessage(reason="BadInput", message=f"{error}"))
             port = server.port
         return await Agent(settings, metrics).run(port)
+
+
+def _leave(*_: object) -> NoReturn:
+    """Go before the agent listens to signals: as the first process of a container it would not even be ended by one."""
+    raise SystemExit(ExitCode.LEFT)
 
 
 def _log_path(text: str | None) -> Path | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchelastic.contract import RUN_LEASE_TTL
+from torchelastic.output import DEFAULT_ROLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,7 +136,7 @@ class AgentSettings:
     address: str
     program: Program
     workers: int = 1
-    role: str = "default"
+    role: str = DEFAULT_ROLE
     logs: LogSettings = field(default_factory=LogSettings)
     stop_grace: float = 5.0
     metrics_port: int | None = None

@@ -10,7 +10,7 @@
 {{/* By what the deployment knows its pods; never changes in the life of a release. */}}
 {{- define "elastic-operator.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* The labels of everything in the release. */}}

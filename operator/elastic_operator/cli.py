@@ -20,7 +20,10 @@ BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
-_DESCRIPTION = "Run elastic PyTorch training jobs on this machine, from the manifests that Kubernetes takes."
+_DESCRIPTION = """\
+Run elastic PyTorch training jobs on this machine, from the manifests that Kubernetes takes; see and steer jobs here or,
+with -n, --context or --kubeconfig, on a cluster.
+"""
 _EXAMPLES = """\
 examples:
   elasticjob run examples/digits.yaml      train; Ctrl-C ends it
@@ -28,6 +31,7 @@ examples:
   elasticjob scale digits --replicas 3     change its size while it trains
   elasticjob logs digits --rank 0 -f       follow what one rank prints
   elasticjob demo                          see it scaled, killed and recovering by itself
+  elasticjob get -n team                   jobs on a cluster; so for describe, scale, logs and delete
 
 `elasticjob COMMAND --help` says more of each.
 """
@@ -80,17 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    from elastic_operator.commands.place import is_on_cluster
     from elastic_operator.errors import BadInput, ElasticJobError
 
-    if sys.platform != "linux":
-        return _complain(
-            "jobs can be run on Linux only; on another system, use a Linux machine or container", BAD_INPUT
-        )
     top = parser()
     arguments = top.parse_args(argv)
     if not hasattr(arguments, "execute"):
         top.print_help()
         return 0
+    if sys.platform != "linux" and not is_on_cluster(arguments):
+        why = "jobs can be run on Linux only; on another system, use a Linux machine or container, or name a cluster"
+        return _complain(why, BAD_INPUT)
     try:
         return int(arguments.execute(arguments))
     except BadInput as error:

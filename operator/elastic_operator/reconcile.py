@@ -2,7 +2,7 @@
 
 Wake-ups are gathered in a queue by job: however many come while a job waits or is worked on, it is looked at once more.
 One job is worked on by one task at a time, several jobs side by side. What fails is tried again, later and later, and
-keeps no other job from its turn.
+keeps no other job from its turn. Nor does a job that is woken without end: it has to rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
 from elastic_operator.errors import ElasticJobError
 from elastic_operator.plan import plan
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
+_RESTLESS: Final = 600
+"""So often in a row must a job have been made to rest before that is told."""
+
+Outcome = Literal["done", "failed", "defect"]
+"""How a reconcile went: ``failed`` is tried again; so is what met a defect of ours."""
+
 
 class WorkQueue:
     """Keys that want attention, each at most once and not before its time; the one that is due longest comes first.
@@ -37,6 +43,7 @@ class WorkQueue:
         self._due: dict[str, float] = {}
         self._heap: list[tuple[float, int, str]] = []
         self._busy: set[str] = set()
+        self._resting: dict[str, float] = {}
         self._order = itertools.count()
         self._changed = asyncio.Event()
 
@@ -47,11 +54,9 @@ class WorkQueue:
             key: of the job.
             delay: seconds until then; where it is to be looked at earlier already, that holds.
         """
-        due = time.monotonic() + max(delay, 0.0)
+        due = self._rested(key, time.monotonic() + max(delay, 0.0))
         if due < self._due.get(key, float("inf")):
-            self._due[key] = due
-            heapq.heappush(self._heap, (due, next(self._order), key))
-            self._changed.set()
+            self._schedule(key, due)
 
     async def take(self) -> str:
         """The next key, as soon as one is due."""
@@ -70,12 +75,36 @@ class WorkQueue:
             except TimeoutError:
                 continue
 
-    def done(self, key: str) -> None:
-        """The key that was taken may be handed out again."""
+    def done(self, key: str, rest: float = 0.0) -> None:
+        """The key that was taken may be handed out again.
+
+        Args:
+            key: of the job.
+            rest: seconds in which it may not.
+        """
         self._busy.discard(key)
+        if rest > 0:
+            self._resting[key] = time.monotonic() + rest
         if (due := self._due.get(key)) is not None:
-            heapq.heappush(self._heap, (due, next(self._order), key))
-            self._changed.set()
+            self._schedule(key, self._rested(key, due))
+
+    @property
+    def depth(self) -> int:
+        """How many keys want attention now."""
+        now = time.monotonic()
+        return sum(due <= now for due in self._due.values())
+
+    def _rested(self, key: str, due: float) -> float:
+        """When a key can be handed out that wants to be at this time."""
+        rested = self._resting.get(key, 0.0)
+        if rested <= time.monotonic():
+            self._resting.pop(key, None)
+        return max(due, rested)
+
+    def _schedule(self, key: str, due: float) -> None:
+        self._due[key] = due
+        heapq.heappush(self._heap, (due, next(self._order), key))
+        self._changed.set()
 
     def _next_wait(self) -> float | None:
         """Seconds until a key can be handed out, that one on top of the heap; None where there is none."""
@@ -97,12 +126,42 @@ class ReconcileSettings:
         longest_retry: seconds that lie at most between two tries.
         relist_every: seconds after which all jobs are looked at though nothing seems to have happened: watches can fall
             silent.
+        burst: so often in a row may a job be looked at without a rest.
+        per_second: so often it may be looked at in the long run.
     """
 
     side_by_side: int = 16
     first_retry: float = 0.1
     longest_retry: float = 60.0
     relist_every: float = 300.0
+    burst: int = 30
+    per_second: float = 20.0
+
+
+class _Pace:
+    """How often one job is looked at."""
+
+    def __init__(self, burst: int, per_second: float) -> None:
+        self._burst = self._left = float(burst)
+        self._per_second = per_second
+        self._last = time.monotonic()
+        self._tired = 0
+
+    def rest(self) -> float:
+        """It was looked at once more; gives back the seconds that it has to rest now."""
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._last) * self._per_second) - 1
+        self._last = now
+        if self._left >= 0:
+            self._tired = 0
+            return 0.0
+        self._tired += 1
+        return -self._left / self._per_second
+
+    @property
+    def restless(self) -> bool:
+        """Whether that has gone on for so long now that somebody should know; true once each time."""
+        return self._tired == _RESTLESS
 
 
 class Reconciler:
@@ -114,6 +173,7 @@ class Reconciler:
         queue: the keys that want attention; a cluster that needs it before there is a reconciler shares its own.
         list_keys: gives the keys of all jobs, now and then; None where the cluster's word is enough.
         settings: see there.
+        reconciled: called after each reconcile with the seconds that it took and how it went.
     """
 
     def __init__(
@@ -124,13 +184,22 @@ class Reconciler:
         queue: WorkQueue | None = None,
         list_keys: Callable[[], Awaitable[Iterable[str]]] | None = None,
         settings: ReconcileSettings | None = None,
+        reconciled: Callable[[float, Outcome], None] = lambda _seconds, _outcome: None,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
         self._queue = queue if queue is not None else WorkQueue()
         self._list_keys = list_keys
         self._settings = settings if settings is not None else ReconcileSettings()
+        self._reconciled = reconciled
         self._failures: dict[str, int] = {}
+        self._paces: dict[str, _Pace] = {}
+        self._begun: dict[str, float] = {}
+
+    @property
+    def longest(self) -> float:
+        """For how many seconds the job has been worked on that is worked on longest now; 0 where none is."""
+        return time.monotonic() - min(self._begun.values()) if self._begun else 0.0
 
     def wake(self, key: str) -> None:
         """Say that something about this job may have changed."""
@@ -147,28 +216,44 @@ class Reconciler:
     async def _work(self) -> NoReturn:
         while True:
             key = await self._queue.take()
+            begun = self._begun[key] = time.monotonic()
             try:
-                await self._reconcile(key)
+                outcome = await self._reconcile(key)
+                self._reconciled(time.monotonic() - begun, outcome)
             finally:
-                self._queue.done(key)
+                del self._begun[key]
+                self._queue.done(key, self._rest(key))
 
-    async def _reconcile(self, key: str) -> None:
+    async def _reconcile(self, key: str) -> Outcome:
         try:
             seen = await self._cluster.observe(key)
             if seen is None:
                 self._failures.pop(key, None)
-                return
+                self._paces.pop(key, None)
+                return "done"
+            self._paces.setdefault(key, _Pace(self._settings.burst, self._settings.per_second))
             job, observed = seen
             todo = plan(job, observed, self._clock())
             await self._cluster.apply(job, todo)
         except (ElasticJobError, StoreError) as error:
             _log.warning("%s: %s; trying again in %.1f s", key, error, self._retry(key))
+            return "failed"
         except Exception:  # noqa: BLE001 - a defect met by one job must not stop the others
             _log.exception("%s: an unexpected error; trying again in %.1f s", key, self._retry(key))
-        else:
-            self._failures.pop(key, None)
-            if todo.wake_at is not None:
-                self._queue.put(key, todo.wake_at - self._clock())
+            return "defect"
+        self._failures.pop(key, None)
+        if todo.wake_at is not None:
+            self._queue.put(key, todo.wake_at - self._clock())
+        return "done"
+
+    def _rest(self, key: str) -> float:
+        """Seconds that a job has to rest after it was looked at; most often none."""
+        if (pace := self._paces.get(key)) is None:
+            return 0.0
+        rest = pace.rest()
+        if pace.restless:
+            _log.warning("%s: something changes without end, and wakes the operator each time", key)
+        return rest
 
     def _retry(self, key: str) -> float:
         """Have the key looked at again, later than the last time; gives back the seconds until then."""

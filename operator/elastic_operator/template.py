@@ -57,8 +57,8 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     for where, restarts in (("template", pod), (f"template's container {WORKER}", worker)):
         if restarts.get("restartPolicy") not in (None, NEVER):
             yield (
-                f"restartPolicy of the {where} is {shown(restarts['restartPolicy'])}, but pods are never restarted, they "
-                "are replaced; remove it"
+                f"restartPolicy of the {where} is {shown(restarts['restartPolicy'])}, but pods are replaced and never "
+                "restarted; remove it"
             )
     if pod.get("hostname") is not None:
         yield "hostname of the template is given, but each pod has one of its own, <job>-<index>; remove it"

@@ -60,6 +60,7 @@ async def namespace(control_plane: Cluster) -> AsyncIterator[str]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> AsyncIterator[Node]:
     """A Kubernetes with one node, where pods run: keep to namespaces of your own, and leave it running."""
+    from tests.support.testbed import images
     from tests.support.testbed.node import Node
 
     async with contextlib.AsyncExitStack() as running:
@@ -68,6 +69,8 @@ async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
         except Missing as why:  # only now it is known; then each of its tests is told as skipped
             pytestconfig.stash[MISSING]["node"] = why
             pytest.skip(str(why))
+        for name in images.IMAGES:
+            await cluster.load_image(images.archive(name))
         yield cluster
 
 

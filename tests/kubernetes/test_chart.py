@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +15,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from elastic_operator.names import LABEL_INDEX, LABEL_JOB, LABEL_ROLE, ROLE_WORKER, pod_name
+from tests.support.cluster_user import job
 from tests.support.testbed.control_plane import ControlPlane
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts"
 CRD = "elasticjobs.elastic.pytorch.org"
 RELEASE = "elastic-operator"
+OPERATOR = Path(sys.executable).with_name("elastic-operator")
 Right = tuple[str, str, str, str]
 """A group, a kind of resource, a verb, and the names of the objects that may be dealt with."""
 
@@ -208,6 +214,19 @@ async def test_a_release_image_is_called_as_the_version_and_a_clones_dev(helm: H
         assert container["image"] == f"elastic-operator:{tag}"
 
 
+async def test_names_that_yaml_takes_for_something_else_stay_names(helm: Helm) -> None:
+    words = ("--kube-version=1.30.0", "--namespace=1234", "--set-string=namespaces={5678,on}")
+    text = (await helm("template", "y", str(CHART), *words, "--set-string=serviceAccount.name=90")).stdout
+    objects = [found for found in yaml.safe_load_all(text) if found]
+    assert {found["metadata"].get("namespace") for found in objects} == {None, "1234", "5678", "on"}
+    assert {found["metadata"]["labels"]["app.kubernetes.io/instance"] for found in objects} == {"y"}
+    [deployment] = of_kind(objects, "Deployment")
+    assert deployment["spec"]["selector"]["matchLabels"]["app.kubernetes.io/instance"] == "y"
+    assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == "90"
+    for binding in of_kind(objects, "RoleBinding"):
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "90", "namespace": "1234"}]
+
+
 async def test_from_install_to_uninstall_and_again(helm: Helm) -> None:
     told = (await helm("install", RELEASE, str(CHART))).stdout
     assert "kubectl apply -f examples/digits.yaml" in told
@@ -312,6 +331,58 @@ async def test_the_operator_may_do_what_it_does_in_the_namespaces_that_are_named
         assert f"kubectl -n {one} apply -f examples/digits.yaml" in told
 
 
+@contextlib.asynccontextmanager
+async def running_operator(helm: Helm, log: Path) -> AsyncIterator[None]:
+    """The operator as the release's deployment would run it, with the rights of its service account."""
+    [container] = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]["spec"]["containers"]
+    kubeconfig = await helm.cluster.kubeconfig_for(helm.namespace, RELEASE)
+    arguments = [*container["args"], "--listen=127.0.0.1:0", f"--kubeconfig={kubeconfig}", "--log-level=debug"]
+    with log.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(OPERATOR, *arguments, stdout=file, stderr=file)
+    try:
+        yield
+        assert process.returncode is None, log.read_text()
+        process.terminate()
+        async with asyncio.timeout(60):
+            assert await process.wait() == 0, log.read_text()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["in all namespaces", "in one"])
+async def test_these_rights_are_all_that_the_operator_needs(helm: Helm, tmp_path: Path, everywhere: bool) -> None:
+    await helm("install", RELEASE, str(CHART), *([] if everywhere else [f"--set=namespaces={{{helm.namespace}}}"]))
+    await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
+    log = tmp_path / "operator.log"
+    async with running_operator(helm, log):
+        await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("rounds", maxReplicas=2)))
+
+        async def until(condition: str) -> None:
+            await helm.kubectl("wait", "elasticjob/rounds", f"--for=jsonpath={condition}", "--timeout=60s")
+
+        await until("{.spec.replicas}=2")
+        await until("{.status.replicas}=2")
+        await helm.kubectl("wait", "deployment/rounds-etcd", "--for=create", "--timeout=60s")
+        gone, stays = (await helm.get("pods", "-l", f"{LABEL_JOB}=rounds,{LABEL_ROLE}={ROLE_WORKER}"))["items"]
+        if gone["metadata"]["labels"][LABEL_INDEX] == "1":
+            gone, stays = stays, gone
+        await helm.kubectl("delete", "pod", gone["metadata"]["name"])
+        uid = (await helm.get("elasticjob/rounds"))["metadata"]["uid"]
+        another = pod_name("rounds", uid, 0, gone["metadata"]["uid"])
+        await helm.kubectl("wait", f"pod/{another}", "--for=create", "--timeout=60s")
+
+        await helm.kubectl("scale", "elasticjob/rounds", "--replicas=1")
+        await until("{.status.replicas}=1")
+        await helm.kubectl("wait", f"pod/{stays['metadata']['name']}", "--for=delete", "--timeout=60s")
+        told = (await helm.kubectl("describe", "elasticjob/rounds")).stdout
+        assert "was deleted" in told
+        assert "scaled from 2 to 1 pod" in told
+        await helm.kubectl("delete", "elasticjob/rounds")
+    assert "forbidden" not in log.read_text().lower()
+
+
 async def test_without_its_roles_the_operator_may_nothing(helm: Helm) -> None:
     await helm("install", RELEASE, str(CHART), "--set=rbac.create=false,leaderElection=false")
     assert await helm.rights(of=RELEASE, namespace=helm.namespace) == set()
@@ -330,3 +401,11 @@ async def test_who_may_view_or_edit_a_namespace_may_do_so_with_its_jobs(helm: He
         assert (("elasticjobs", "delete") in rights) == (("elasticjobs/scale", "patch") in rights) == (role != "view")
         assert {("pods/log", "get"), ("events", "list")} <= rights, "for `elasticjob logs` and `elasticjob describe`"
         assert ("elasticjobs/status", "update") not in rights
+
+
+async def test_the_network_policies_of_the_documentation_are_ones(helm: Helm) -> None:
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    [policies] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    told = await helm.kubectl("apply", "--dry-run=server", "-f", "-", stdin=policies)
+    assert told.stdout.count("created (server dry run)") == 2
+    assert {LABEL_ROLE, "app.kubernetes.io/name"} == set(re.findall(r"[{](?!kubernetes)([\w./]+): ", policies))

@@ -1,11 +1,13 @@
 """A small cluster in memory: what is true, what an observer may see of it, and what no plan may do to it.
 
-Pods that start, die in all ways and are deleted; agents that form epochs and end the run; a store that cannot be read
-or loses its keys. The model-based tests of the plan drive it.
+Pods that start, die in all ways, linger and are deleted; agents that form epochs and end the run; a store that cannot
+be read or loses its keys; an API server that refuses what the spec asks for, or has no room for it. The model-based
+tests of the plan drive it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 class OperatorKilledError(Exception):
     """The operator died between two writes."""
+
+
+class NotTakenError(Exception):
+    """The API server did not take a pod."""
 
 
 class ConflictError(Exception):
@@ -54,6 +60,11 @@ class SimulatedCluster:
         self.etcd = False
         self.run_ended: OutcomeState | None = None
         self.refused_input = False
+        self.no_agent = False
+        self.refuses = False
+        self.full = False
+        self.refusal: tuple[int, str] | None = None
+        self.hindrance: str | None = None
         self.deaths_seen: set[str] = set()
         self.sent_away: set[str] = set()
         self.seen: list[tuple[Job, Observed]] = []
@@ -73,6 +84,8 @@ class SimulatedCluster:
             epoch=store.epoch if readable else None,
             outcome=store.outcome if readable else None,
             size=store.size if readable else None,
+            refusal=self.refusal[1] if self.refusal is not None and self.refusal[0] == self.job.generation else None,
+            hindrance=self.hindrance,
         )
         self.seen.append((self.job, observed))
 
@@ -109,14 +122,17 @@ class SimulatedCluster:
             *(partial(self._remove, removal) for removal in todo.remove),
             *(partial(self._create, job, observed, new) for new in todo.create),
         ]
-        if writes < len(steps):
+        with contextlib.suppress(NotTakenError):
             for step in steps[:writes]:
                 step()
+        if writes < len(steps):
             raise OperatorKilledError
-        for step in steps:
-            step()
         self.look()
         self.seen = self.seen[-1:]  # what it wrote itself, the operator sees
+
+    def forget(self) -> None:
+        """Another operator begins, which has not asked the API server for anything yet."""
+        self.refusal = self.hindrance = None
 
     def _write_replicas(self, replicas: int | None) -> None:
         if replicas is not None:
@@ -154,10 +170,18 @@ class SimulatedCluster:
         live = [pod for pod in self.pods.values() if is_live(pod)]
         assert all(pod.index != new.index for pod in live), "two live pods in one place"
         assert len(live) < job.spec.max_replicas, "more live pods than the maximum"
+        assert observed.refusal is None, "what was refused is asked for again"
+        self._ask_for_room()
         uid = f"uid-{next(self._uids)}"
         made = float(int(self.now))  # no cluster counts in less than seconds
         pod = Pod(new.name, uid, new.index, PodPhase.PENDING, created=made, failures=new.failures, size=new.size)
         self.pods[uid] = pod
+
+    def _ask_for_room(self) -> None:
+        self.refusal = (self.job.generation, "the spec asks for what is not there") if self.refuses else None
+        self.hindrance = f"exceeded quota at {self.now}" if self.full and not self.refuses else None
+        if self.refuses or self.full:
+            raise NotTakenError
 
     def _check_charges(self, job: Job, observed: Observed, todo: Plan, status: JobStatus) -> None:
         dead = {
@@ -181,13 +205,13 @@ class SimulatedCluster:
     def change(self, pod: Pod, **fields: object) -> None:
         self.pods[pod.uid] = replace(pod, **fields)  # type: ignore[arg-type]
 
-    def end(self, pod: Pod, code: int | None, message: str = "") -> None:
+    def end(self, pod: Pod, code: int | None, message: str = "", **more: object) -> None:
         phase = PodPhase.SUCCEEDED if code == 0 else PodPhase.FAILED
         words = says(message) if message else None
-        self.change(pod, phase=phase, ready=False, exit_code=code, message=words, ended=float(int(self.now)))
+        self.change(pod, phase=phase, ready=False, exit_code=code, message=words, ended=float(int(self.now)), **more)
 
     def delete(self, pod: Pod) -> None:
-        if pod.phase.ended:
+        if pod.phase.ended and not pod.lingers:
             del self.pods[pod.uid]
         else:
             self.change(pod, terminating=True, ready=False)
@@ -219,8 +243,8 @@ class SimulatedCluster:
                 self.run_ended = state
                 self.store.outcome = success() if state is OutcomeState.SUCCEEDED else failure("no restart is left")
 
-    def agents_hear_of_the_end(self, pod: Pod) -> None:
+    def agents_hear_of_the_end(self, pod: Pod, *, lingers: bool) -> None:
         if self.run_ended is OutcomeState.SUCCEEDED:
-            self.end(pod, ExitCode.SUCCEEDED)
+            self.end(pod, ExitCode.SUCCEEDED, lingers=lingers)
         elif self.run_ended is OutcomeState.FAILED:
-            self.end(pod, ExitCode.FAILED, "no restart is left")
+            self.end(pod, ExitCode.FAILED, "no restart is left", lingers=lingers)

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from elastic_operator.kube.options import LogFormat, LogLevel, OperatorSettings, parse
+from elastic_operator.kube.options import Address, LogFormat, LogLevel, OperatorSettings, parse
+from elastic_operator.kube.settings import PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,7 +63,8 @@ def refusal(path: str, value: object) -> str:
     place[name] = value
     with pytest.raises(jsonschema.ValidationError) as refused:
         jsonschema.validate(values, SCHEMA)
-    return refused.value.message
+    message: str = refused.value.message
+    return message
 
 
 def test_the_chart_carries_the_definition_itself_and_no_copy_of_it() -> None:
@@ -135,42 +137,41 @@ def test_values_that_make_sense_are_taken(path: str, value: object) -> None:
     jsonschema.validate(values, SCHEMA)
 
 
-def arguments(**values: str) -> list[str]:
+def arguments(values: Mapping[str, str]) -> list[str]:
     """The arguments that the deployment gives the operator, with these texts in the place of what is filled in."""
     found = re.findall(r"^ +- (?:{{ printf \")?(--.+?)(?:\" \.Values.*)?$", template("deployment.yaml"), re.MULTILINE)
     assert len(found) > 5
-    return [re.sub(r"{{.*}}|%s", lambda _: values.get(each.split("=")[0], "team"), each) for each in found]
+    return [re.sub(r"{{.*}}|%s", values.get(each.split("=")[0], "team"), each) for each in found]
 
 
 def test_the_deployment_gives_the_operator_only_arguments_that_it_knows() -> None:
     words = {"--etcd-image": "etcd:1", "--agent-metrics-port": "9000", "--log-level": "error", "--log-format": "json"}
-    given = arguments(**words)
+    given = arguments(words)
     assert {"--leader-elect", "--no-leader-elect"} <= set(given)
     settings = parse([each for each in given if each != "--no-leader-elect"], {})
     assert settings == OperatorSettings(
         namespaces=("team",),
-        etcd_image="etcd:1",
-        agent_metrics_port=9000,
+        pods=PodSettings(etcd_image="etcd:1", agent_metrics_port=9000),
         leader_elect=True,
         lease_namespace="team",
         lease_name="team",
         log_level=LogLevel.ERROR,
         log_format=LogFormat.JSON,
         identity=settings.identity,
-        listen=settings.listen,
+        listen=Address("", 8080),
     )
-    assert f"containerPort: {settings.listen.port}\n" in template("deployment.yaml")
+    assert "containerPort: 8080\n" in template("deployment.yaml")
 
 
 def test_the_defaults_are_those_of_the_operator() -> None:
     operator = OperatorSettings()
-    assert VALUES["etcd"]["image"] == operator.etcd_image
-    assert VALUES["agent"]["metricsPort"] == operator.agent_metrics_port
+    assert VALUES["etcd"]["image"] == operator.pods.etcd_image
+    assert VALUES["agent"]["metricsPort"] == operator.pods.agent_metrics_port
     assert VALUES["leaderElection"] is operator.leader_elect
     assert VALUES["logging"] == {"level": operator.log_level.value, "format": operator.log_format.value}
     logging = SCHEMA["properties"]["logging"]["properties"]
-    assert logging["level"]["enum"] == [level.value for level in LogLevel]
-    assert set(logging["format"]["enum"]) == {form.value for form in LogFormat}
+    assert logging["level"]["enum"] == list(LogLevel)
+    assert logging["format"]["enum"] == list(LogFormat)
 
 
 def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:

@@ -162,6 +162,27 @@ def test_what_is_honoured_is_not_warned_of() -> None:
     assert warning_of({"image": "i", "env": [{"name": "B", "value": "2"}], "template": template}) is None
 
 
+def test_what_takes_rights_away_from_a_container_is_not_warned_of_but_what_gives_them_is() -> None:
+    restricted = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    containers = [{"name": "worker", "securityContext": restricted}]
+    pod = {"automountServiceAccountToken": False, "securityContext": restricted, "containers": containers}
+    assert warning_of({"image": "i", "template": {"spec": pod}}) is None
+
+    mighty = {"privileged": True, "capabilities": {"add": ["SYS_PTRACE"]}}
+    pod = {"hostNetwork": True, "containers": [{"name": "worker", "securityContext": mighty}]}
+    assert list(not_honoured({"template": {"spec": pod}})) == [
+        "template.spec.hostNetwork",
+        "template.spec.containers[worker].securityContext.privileged",
+        "template.spec.containers[worker].securityContext.capabilities",
+    ]
+
+
 def test_each_field_that_has_no_effect_is_named() -> None:
     reference = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
     worker = {"name": "worker", "resources": {}, "volumeMounts": [], "env": [reference]}
@@ -169,7 +190,13 @@ def test_each_field_that_has_no_effect_is_named() -> None:
         "env": [reference],
         "etcd": {"image": "e", "storage": {}},
         "checkpoint": {"volume": {"emptyDir": {}}},
-        "template": {"spec": {"nodeSelector": {}, "securityContext": {}, "containers": [{"name": "log"}, worker]}},
+        "template": {
+            "spec": {
+                "nodeSelector": {},
+                "securityContext": {"runAsUser": 0, "runAsNonRoot": True},
+                "containers": [{"name": "log"}, worker],
+            }
+        },
     }
     hint = "valueFrom (set TOKEN where you type elasticjob)"
     assert list(not_honoured(spec)) == [
@@ -178,7 +205,7 @@ def test_each_field_that_has_no_effect_is_named() -> None:
         "etcd.storage",
         "checkpoint.volume (checkpoints are in the run's folder)",
         "template.spec.nodeSelector",
-        "template.spec.securityContext",
+        "template.spec.securityContext.runAsUser",
         "the container 'log' of template.spec.containers",
         "template.spec.containers[worker].resources",
         "template.spec.containers[worker].volumeMounts",

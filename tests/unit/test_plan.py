@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.model import JobState, Plan
+from elastic_operator.model import EtcdState, JobState, Misfit, Plan, Unfit
 from elastic_operator.names import ConditionType, EventReason, Reason, pod_name
 from elastic_operator.plan import plan
 from elastic_operator.plan.ending import FAREWELL
 from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
+from elastic_operator.plan.standing import MESSAGE_LIMIT
 from tests.support.builders import (
     NAME,
     NOW,
@@ -65,6 +66,9 @@ class Case:
     etcd: bool = True
     replicas: int | None = None
 
+
+NO_AGENT = Unfit(Misfit.NO_AGENT, "the image busybox has no torchelastic-run")
+STRANGER = Unfit(Misfit.CONTRACT_MISMATCH, "the agent in the image speaks version 7")
 
 FRESH = a_job(replicas=2)
 TRAINED = that_trained(FRESH)
@@ -218,6 +222,74 @@ CASES = {
     "and then its store": Case(replace(TRAINED, deleting=True), a_world(succeeded(0)), etcd=False),
     "a spec that says something twice is left alone": Case(
         that_trained(a_job(env=({"name": "A"}, {"name": "A"}))), a_world(running(0)), state=JobState.RUNNING
+    ),
+    "and gets no store for nobody": Case(
+        a_job(env=({"name": "A"}, {"name": "A"})),
+        replace(a_world(), etcd=EtcdState.ABSENT),
+        state=JobState.PENDING,
+        etcd=False,
+    ),
+    "where the cluster refuses what the spec asks for, nothing is made until the spec is another": Case(
+        FRESH, a_world(died(1, failures=3), refusal="no such volume"), state=JobState.PENDING
+    ),
+    "no store either": Case(
+        FRESH,
+        replace(a_world(store_read=False, refusal="no such volume"), etcd=EtcdState.ABSENT),
+        state=JobState.PENDING,
+        etcd=False,
+    ),
+    "but pods that live keep theirs": Case(
+        TRAINED,
+        replace(a_world(running(0), store_read=False, refusal="no"), etcd=EtcdState.ABSENT),
+        state=JobState.RUNNING,
+    ),
+    "and there can still be fewer of them": Case(
+        that_trained(a_job(replicas=1, generation=2)),
+        a_world(running(0), running(1), refusal="no such volume"),
+        removes=[1],
+        tells=size(1, generation=2, going=(running(1).name,)),
+        state=JobState.RUNNING,
+    ),
+    "what could not be made for now is planned all the same": Case(
+        TRAINED, a_world(running(0), hindrance="exceeded quota"), creates=[1], state=JobState.RUNNING
+    ),
+    "an image without an agent ends the job": Case(
+        TRAINED,
+        a_world(running(0), died(1, 128, unfit=NO_AGENT)),
+        removes=[0],
+        wakes_in=FAREWELL,
+        state=JobState.FAILED,
+    ),
+    "also where that is known before the container has run": Case(
+        FRESH, a_world(pending(0, unfit=NO_AGENT), pending(1)), removes=[0, 1], wakes_in=FAREWELL, state=JobState.FAILED
+    ),
+    "an agent of another version that leaves, or knows how the run ended, is understood": Case(
+        TRAINED, a_world(running(0), left(1, unfit=STRANGER)), creates=[1], state=JobState.RUNNING
+    ),
+    "one that succeeded, too": Case(
+        TRAINED, a_world(succeeded(0, unfit=STRANGER)), etcd=False, state=JobState.SUCCEEDED
+    ),
+    "a dead pod that lingers keeps its place's patience until another takes the place": Case(
+        TRAINED, a_world(running(0), died(1, failures=1, lingers=True)), wakes_in=1, state=JobState.RUNNING
+    ),
+    "and then goes, log or no log": Case(
+        that_trained(a_job(replicas=2), accounted=frozenset({died(1).uid})),
+        a_world(running(0), died(1, lingers=True), running(1, after=died(1))),
+        removes=[1],
+        state=JobState.RUNNING,
+    ),
+    "a finished job's pods go where another container still runs": Case(
+        FINISHED, a_world(succeeded(0), succeeded(1, lingers=True)), removes=[1], etcd=False
+    ),
+    "so do those of a job that has just finished": Case(
+        TRAINED,
+        a_world(succeeded(0, lingers=True), running(1), outcome=success()),
+        removes=[0],
+        wakes_in=FAREWELL,
+        state=JobState.SUCCEEDED,
+    ),
+    "and those of a job that is being deleted": Case(
+        replace(TRAINED, deleting=True), a_world(died(0, lingers=True), died(1)), removes=[0], etcd=False
     ),
 }
 
@@ -528,6 +600,106 @@ def test_a_condition_keeps_the_time_since_which_it_holds() -> None:
     assert condition(later, ConditionType.RUNNING).since == NOW
     assert condition(later, ConditionType.RUNNING).message == "epoch 2 with world size 2"
     assert condition(broken, ConditionType.RUNNING).since == NOW + 5
+
+
+def test_waiting_tells_the_causes_that_the_cluster_gives() -> None:
+    job = that_had_pods(a_job(minimum=4, replicas=5, maximum=5))
+    pull = "the image cannot be pulled: not found."
+    world = a_world(pending(0, waiting=pull), pending(1, waiting="unschedulable"), pending(2, waiting=pull), unready(3))
+    waiting = condition(plan(job, world, NOW).status, ConditionType.WAITING)
+
+    new = pod_name(NAME, UID, 4, "")
+    assert waiting.message == (
+        f"0 of at least 4 pods are ready; {pending(0).name} and {pending(2).name} are not ready yet: the image cannot "
+        f"be pulled: not found; {pending(1).name} is not ready yet: unschedulable; {unready(3).name} and {new} are not "
+        "ready yet"
+    )
+
+
+def test_many_causes_are_not_all_told_but_all_pods_are() -> None:
+    job = that_had_pods(a_job(minimum=6, replicas=6, maximum=6))
+    world = a_world(*(pending(index, waiting=f"cause {index}" * 1000) for index in range(6)))
+    message = condition(plan(job, world, NOW).status, ConditionType.WAITING).message
+
+    assert all(pending(index).name in message for index in range(6))
+    assert [f"cause {index}" in message for index in range(6)] == [True] * 3 + [False] * 3
+    assert len(message) <= MESSAGE_LIMIT
+
+
+def test_what_hinders_new_pods_is_said_and_told_once() -> None:
+    job = that_trained(a_job(minimum=2))
+    world = a_world(running(0), hindrance="exceeded quota: pods.")
+    made = plan(job, world, NOW)
+    waiting, degraded = (condition(made.status, kind) for kind in (ConditionType.WAITING, ConditionType.DEGRADED))
+
+    hindered = f"{pod_name(NAME, UID, 1, '')} cannot be made for now: exceeded quota: pods"
+    assert waiting.message == f"1 of at least 2 pods is ready; {hindered}"
+    assert degraded.message == f"1 of 2 pods ready; {hindered}"
+    assert waiting.reason == degraded.reason == Reason.HINDERED
+    assert told(made) == {EventReason.HINDERED: "pods cannot be made for now: exceeded quota: pods"}
+    assert made.status is not None
+    assert made.status.replicas == 1
+
+    again = plan(replace(job, status=made.status), replace(world, hindrance="exceeded quota: pods, again"), NOW)
+    assert again.events == ()
+    free = plan(replace(job, status=made.status), replace(world, hindrance=None), NOW).status
+    assert free is not None
+    assert (free.replicas, condition(free, ConditionType.WAITING).reason) == (2, Reason.BELOW_MINIMUM)
+
+
+def test_what_the_cluster_refuses_is_said_and_told_once_and_no_successor_is_promised() -> None:
+    made = plan(TRAINED, a_world(running(0), died(1), refusal="Pod is invalid: spec.volumes: no such volume."), NOW)
+
+    invalid = condition(made.status, ConditionType.INVALID)
+    words = "Pod is invalid: spec.volumes: no such volume"
+    assert (invalid.status, invalid.reason, invalid.message) == (True, Reason.REFUSED, words)
+    assert condition(made.status, ConditionType.DEGRADED).message == (
+        "1 of 2 pods ready; no more pods are made of this spec, which the cluster refuses"
+    )
+    assert told(made) == {
+        EventReason.POD_DIED: f"{died(1).name} was killed by SIGKILL",
+        EventReason.REFUSED: f"the spec cannot be honoured, and no pod is made of it: {words}",
+    }
+    assert made.status is not None
+    same = plan(replace(TRAINED, status=made.status), a_world(running(0), died(1), refusal=f"{words}."), NOW)
+    assert (same.status, same.events, same.create) == (None, (), ())
+
+
+def test_a_refusal_stands_until_the_spec_is_another_or_a_pod_was_taken() -> None:
+    refused = plan(TRAINED, a_world(running(0), refusal="no such volume"), NOW).status
+    assert refused is not None
+    job = replace(TRAINED, status=refused)
+
+    asked_again = plan(job, a_world(running(0)), NOW)
+    assert [pod.index for pod in asked_again.create] == [1]
+    assert asked_again.events == ()
+    assert condition(asked_again.status, ConditionType.INVALID).status is True
+
+    taken = plan(job, a_world(running(0), pending(1)), NOW).status
+    mended = plan(replace(job, generation=2), a_world(running(0)), NOW).status
+    hindered = plan(job, a_world(running(0), hindrance="exceeded quota"), NOW).status
+    for status in (taken, mended, hindered):
+        invalid = condition(status, ConditionType.INVALID)
+        assert (invalid.status, invalid.reason, invalid.message) == (False, Reason.GOOD_SPEC, "")
+
+
+@pytest.mark.parametrize("unfit", [NO_AGENT, STRANGER], ids=["no agent", "another version"])
+def test_why_no_agent_can_run_is_the_reason_of_the_failure(unfit: Unfit) -> None:
+    made = plan(TRAINED, a_world(died(0, 2, unfit=unfit), died(1)), NOW)
+    failed = condition(made.status, ConditionType.FAILED)
+
+    assert (failed.reason, failed.message) == (Reason(unfit.reason.value), unfit.message)
+    assert told(made) == {EventReason.FAILED: f"failed: {unfit.message}"}
+    assert made.status is not None
+    assert made.status.pod_failures == 0
+
+
+def test_however_much_a_pod_has_to_say_the_status_stays_within_its_bounds() -> None:
+    made = plan(TRAINED, a_world(running(0), outcome=failure("x" * 16_384)), NOW)
+
+    assert made.status is not None
+    assert len(made.status.last_failure) == MESSAGE_LIMIT
+    assert all(len(condition.message) <= MESSAGE_LIMIT for condition in made.status.conditions)
 
 
 def test_a_spec_that_cannot_be_meant_is_said_to_be_invalid_until_it_is_mended() -> None:

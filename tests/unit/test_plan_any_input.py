@@ -5,8 +5,19 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.model import EtcdState, Job, JobState, JobStatus, Observed, Pod, PodPhase
-from elastic_operator.names import pod_name
+from elastic_operator.model import (
+    Condition,
+    EtcdState,
+    Job,
+    JobState,
+    JobStatus,
+    Misfit,
+    Observed,
+    Pod,
+    PodPhase,
+    Unfit,
+)
+from elastic_operator.names import ConditionType, Reason, pod_name
 from elastic_operator.plan import plan
 from elastic_operator.spec import ElasticJobSpec
 from tests.support.builders import NAME, NOW, UID
@@ -54,6 +65,9 @@ PODS = st.builds(
     | st.builds(TerminationMessage, reason=TEXTS, message=TEXTS, failure=st.none() | FAILURES),
     failures=NUMBERS,
     size=st.none() | SIZES,
+    waiting=TEXTS,
+    unfit=st.none() | st.builds(Unfit, reason=st.sampled_from(Misfit), message=TEXTS),
+    lingers=st.booleans(),
 )
 EPOCHS = st.builds(
     EpochRecord,
@@ -71,6 +85,8 @@ WORLDS = st.builds(
     outcome=st.none()
     | st.builds(OutcomeRecord, state=st.sampled_from(OutcomeState), message=TEXTS, failure=st.none() | FAILURES),
     size=st.none() | SIZES,
+    refusal=st.none() | TEXTS,
+    hindrance=st.none() | TEXTS,
 )
 SPECS = st.builds(
     ElasticJobSpec,
@@ -91,6 +107,19 @@ STATUSES = st.builds(
     size_generation=NUMBERS,
     started=st.none() | SECONDS,
     completed=st.none() | SECONDS,
+    observed_generation=NUMBERS,
+    conditions=st.lists(
+        st.builds(
+            Condition,
+            type=st.sampled_from(ConditionType),
+            status=st.booleans(),
+            reason=st.sampled_from(Reason),
+            message=TEXTS,
+            since=SECONDS,
+        ),
+        max_size=4,
+        unique_by=lambda condition: condition.type,
+    ).map(tuple),
 )
 JOBS = st.builds(
     Job,
@@ -116,5 +145,7 @@ def test_whatever_it_is_given_the_plan_never_raises_and_never_asks_for_too_much(
     assert not made.create or len(made.create) + len(staying) <= job.spec.desired
     assert len({pod.name for pod in made.create}) == len(made.create)
     assert len({pod.index for pod in made.create}) == len(made.create)
+    if observed.refusal is not None:
+        assert made.create == ()
     if job.status.state.finished or job.deleting:
         assert (made.create, made.replicas, made.size) == ((), None, None)

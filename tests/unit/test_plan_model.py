@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_operator.model import Job, Observed, Plan, Pod, PodPhase
+from elastic_operator.model import Job, Misfit, Observed, Plan, Pod, PodPhase, Unfit
 from elastic_operator.names import ConditionType, Reason
 from elastic_operator.plan import plan
 from elastic_operator.plan.ending import FAREWELL
@@ -48,6 +48,7 @@ class AnyLife(RuleBasedStateMachine):
         try:
             self.cluster.apply(job, observed, todo, writes)
         except OperatorKilledError:
+            self.cluster.forget()
             self.cluster.look()
             self.cluster.seen = self.cluster.seen[-1:]  # the next operator begins with a list of its own
         except ConflictError:
@@ -77,11 +78,19 @@ class AnyLife(RuleBasedStateMachine):
     @rule()
     def a_second_plan_does_nothing(self) -> None:
         self.cluster.look()
-        had_store = self.cluster.etcd
+        had_store, was_troubled = self.cluster.etcd, self._is_troubled()
         self._reconcile()
         if self.cluster.etcd and not had_store and not any(map(is_live, self.cluster.pods.values())):
             self._reconcile()  # a store that has just come up says what was waited for
+        if was_troubled or self._is_troubled():
+            self._reconcile()  # what the API server has answered is told
         self._assert_nothing_is_left_to_do()
+
+    def _is_troubled(self) -> bool:
+        """Whether pods could not be made when that was tried last, or the status says so."""
+        cluster = self.cluster
+        said = {condition.reason for condition in cluster.job.status.conditions if condition.status}
+        return bool(cluster.refusal or cluster.hindrance or said & {Reason.REFUSED, Reason.HINDERED})
 
     def _reconcile(self, lateness: int = 0) -> None:
         job, observed = self.cluster.observe(lateness)
@@ -96,7 +105,11 @@ class AnyLife(RuleBasedStateMachine):
             self._carry_out(job, observed, again)
             job, observed = self.cluster.observe()
             again = plan(job, observed, self.cluster.now)
-        assert again == Plan(etcd=self.cluster.etcd, wake_at=again.wake_at)
+        assert again == Plan(
+            etcd=self.cluster.etcd,
+            wake_at=again.wake_at,
+            create=again.create if self.cluster.full and not self.cluster.refuses else (),
+        )
         if not job.status.state.finished:
             empty = job.spec.desired - sum(is_live(pod) for pod in observed.pods)
             remains = [pod for pod in observed.pods if pod.phase.ended and not pod.terminating]
@@ -121,16 +134,30 @@ class AnyLife(RuleBasedStateMachine):
                 self.cluster.change(pod, phase=PodPhase.RUNNING, ready=True, started=self.cluster.now)
         self.cluster.look()
 
-    @rule(data=st.data(), code=ACCIDENTS)
-    def a_pod_dies(self, data: st.DataObject, code: int | None) -> None:
+    @rule(data=st.data(), code=ACCIDENTS, lingers=st.booleans())
+    def a_pod_dies(self, data: st.DataObject, code: int | None, lingers: bool) -> None:
         if (pod := self._pick(data, [pod for pod in self.cluster.pods.values() if not pod.phase.ended])) is not None:
-            self.cluster.end(pod, code)
+            self.cluster.end(pod, code, lingers=lingers)
             self.cluster.look()
 
-    @rule(data=st.data(), code=LEAVES)
-    def a_pod_leaves(self, data: st.DataObject, code: int) -> None:
+    @rule(data=st.data(), code=LEAVES, lingers=st.booleans())
+    def a_pod_leaves(self, data: st.DataObject, code: int, lingers: bool) -> None:
         if (pod := self._pick(data, self.cluster.serving())) is not None:
-            self.cluster.end(pod, code)
+            self.cluster.end(pod, code, lingers=lingers)
+            self.cluster.look()
+
+    @rule(data=st.data())
+    def what_lingers_ends(self, data: st.DataObject) -> None:
+        if (pod := self._pick(data, [pod for pod in self.cluster.pods.values() if pod.lingers])) is not None:
+            self.cluster.change(pod, lingers=False)
+            self.cluster.look()
+
+    @rule(data=st.data(), dice=st.integers(0, 4))
+    def a_pod_has_no_agent(self, data: st.DataObject, dice: int) -> None:
+        pods = [pod for pod in self.cluster.pods.values() if pod.phase is PodPhase.PENDING]
+        if dice == 0 and (pod := self._pick(data, pods)) is not None:
+            self.cluster.end(pod, 128, unfit=Unfit(Misfit.NO_AGENT, "the image has no torchelastic-run"))
+            self.cluster.no_agent = True
             self.cluster.look()
 
     @rule(data=st.data())
@@ -163,10 +190,10 @@ class AnyLife(RuleBasedStateMachine):
         self.cluster.look()
 
     @precondition(lambda self: self.cluster.run_ended is not None)
-    @rule(data=st.data())
-    def an_agent_hears_of_the_end(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), lingers=st.booleans())
+    def an_agent_hears_of_the_end(self, data: st.DataObject, lingers: bool) -> None:
         if (pod := self._pick(data, self.cluster.serving())) is not None:
-            self.cluster.agents_hear_of_the_end(pod)
+            self.cluster.agents_hear_of_the_end(pod, lingers=lingers)
             self.cluster.look()
 
     @precondition(lambda self: self.cluster.run_ended is None)
@@ -177,7 +204,26 @@ class AnyLife(RuleBasedStateMachine):
             self.cluster.refused_input = True
             self.cluster.look()
 
-    # -- store, user, time
+    # -- API server, store, user, time
+
+    @rule()
+    def the_spec_asks_for_what_is_not_there(self) -> None:
+        job = self.cluster.job
+        self.cluster.refuses = True
+        self.cluster.job = replace(job, generation=job.generation + 1)
+        self.cluster.look()
+
+    @precondition(lambda self: self.cluster.refuses)
+    @rule()
+    def the_spec_is_mended(self) -> None:
+        job = self.cluster.job
+        self.cluster.refuses = False
+        self.cluster.job = replace(job, generation=job.generation + 1)
+        self.cluster.look()
+
+    @rule(full=st.booleans())
+    def room_comes_and_goes(self, full: bool) -> None:
+        self.cluster.full = full
 
     @rule(readable=st.booleans())
     def the_store_comes_and_goes(self, readable: bool) -> None:
@@ -219,6 +265,8 @@ class AnyLife(RuleBasedStateMachine):
             return
         cluster = self.cluster
         cluster.store.readable = True
+        self.the_spec_is_mended()
+        cluster.full = False
         truth = None
         for _ in range(20):
             self.deletions_come_to_their_end()
@@ -247,6 +295,8 @@ class AnyLife(RuleBasedStateMachine):
                 assert cluster.run_ended is OutcomeState.SUCCEEDED
             case Reason.RUN_FAILED:
                 assert cluster.run_ended is OutcomeState.FAILED
+            case Reason.NO_AGENT:
+                assert cluster.no_agent
             case Reason.BAD_INPUT:
                 assert cluster.refused_input
             case _:
@@ -255,7 +305,9 @@ class AnyLife(RuleBasedStateMachine):
         self.a_second_plan_does_nothing()
         self.deletions_come_to_their_end()
         self.a_second_plan_does_nothing()
-        assert not [pod for pod in cluster.pods.values() if not pod.phase.ended], "a pod outlives its job"
+        assert not [pod for pod in cluster.pods.values() if not pod.phase.ended or pod.lingers], (
+            "a pod outlives its job"
+        )
         assert not cluster.etcd, "the store outlives its job"
 
 

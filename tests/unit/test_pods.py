@@ -109,6 +109,10 @@ def template(**container: object) -> dict[str, object]:
     return {"spec": {"containers": containers}}
 
 
+def pod_template(**fields: object) -> dict[str, object]:
+    return {"spec": fields}
+
+
 def test_the_template_may_name_the_program_and_more_variables() -> None:
     job = a_job(
         template=template(command=["python"], args=["x.py"], env=[{"name": "A", "value": "1"}]),
@@ -119,9 +123,9 @@ def test_the_template_may_name_the_program_and_more_variables() -> None:
     assert [entry["name"] for entry in user_env(job.spec)] == ["A", "B"]
 
 
-@pytest.mark.parametrize("shape", [{}, {"spec": None}, {"spec": {"containers": None}}, {"spec": {"containers": [7]}}])
-def test_a_template_of_any_shape_is_read(shape: dict[str, object]) -> None:
-    job = a_job(template=shape, args=("x.py",))
+@pytest.mark.parametrize("shape", [{}, {"spec": None}, {"spec": {"containers": None}}, {"spec": {"containers": []}}])
+def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
+    job = a_job(template=shape, image="i", args=("x.py",))
 
     assert program_of(job.spec) == ((), ("x.py",))
     assert problem_of(job.spec) is None
@@ -156,10 +160,103 @@ def test_a_template_of_any_shape_is_read(shape: dict[str, object]) -> None:
             {"image": "a", "template": template(image="b")},
             "spec.image and image of the template's container worker are both given; remove one of the two",
         ),
+        (
+            {
+                "checkpoint_volume": {"emptyDir": {}},
+                "template": template(volumeMounts=[{"name": "mine", "mountPath": "/checkpoints/"}]),
+            },
+            (
+                "spec.checkpoint.volume and a mount of the template's container worker at /checkpoints are both given; "
+                "remove one of the two"
+            ),
+        ),
     ],
 )
 def test_what_is_said_twice_is_a_problem_that_is_put_into_words(fields: dict[str, object], words: str) -> None:
     assert problem_of(a_job(**fields).spec) == words  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            pod_template(restartPolicy="OnFailure"),
+            'restartPolicy of the template is "OnFailure", but pods are replaced and never restarted; remove it',
+        ),
+        (
+            template(restartPolicy="Always"),
+            (
+                'restartPolicy of the template\'s container worker is "Always", but pods are replaced and never '
+                "restarted; remove it"
+            ),
+        ),
+        (
+            pod_template(hostname="me"),
+            "hostname of the template is given, but each pod has one of its own, <job>-<index>; remove it",
+        ),
+        (
+            template(ports=[{"name": "web", "containerPort": 80}, {"name": "metrics", "containerPort": 81}]),
+            "the template's container worker has a port named metrics, which is the agent's own; give it another name",
+        ),
+        (
+            {"metadata": {"name": "me"}},
+            "metadata.name of the template is given, but each pod has a name of its own; remove it",
+        ),
+        (
+            {"metadata": {"namespace": "here"}},
+            "metadata.namespace of the template is given, but pods live in the namespace of their job; remove it",
+        ),
+        (
+            {"metadata": {"labels": {"elastic.pytorch.org/job": "x"}}},
+            "labels of the template name elastic.pytorch.org/job, which only the operator sets; remove it",
+        ),
+        (
+            {"metadata": {"annotations": {"elastic.pytorch.org/new": "x"}}},
+            "annotations of the template name elastic.pytorch.org/new, which only the operator sets; remove it",
+        ),
+        (
+            pod_template(containers={"name": "worker"}),
+            'containers of the template\'s spec must be a list of containers, and not {"name": "worker"}',
+        ),
+        (
+            template(env={"A": "1"}),
+            'env of the template\'s container worker must be a list of names with values, and not {"A": "1"}',
+        ),
+        (
+            template(args="train.py"),
+            'args of the template\'s container worker must be a list of texts, and not "train.py"',
+        ),
+        (
+            template(command=["sleep", 1]),
+            "command[1] of the template's container worker is 1 and not a text; put it in quotes",
+        ),
+    ],
+)
+def test_what_a_template_must_not_say_is_a_problem_that_is_put_into_words(given: dict[str, object], words: str) -> None:
+    assert problem_of(a_job(image="i", template=given).spec) == words
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"args": ("x.py",), "template": template()},
+            "neither spec.image nor the template's container worker names an image; give one of the two",
+        ),
+        (
+            {"template": template(image="i")},
+            "neither spec.args nor the template's container worker names a program; give args in one of the two",
+        ),
+    ],
+)
+def test_what_neither_spec_nor_template_says_is_a_problem(fields: dict[str, object], words: str) -> None:
+    assert problem_of(a_job(**fields).spec) == words  # type: ignore[arg-type]
+
+
+def test_what_only_repeats_the_rule_is_no_problem() -> None:
+    given = {"metadata": {"name": "", "labels": None}, "spec": {"restartPolicy": "Never", "hostname": None}}
+
+    assert problem_of(a_job(image="i", args=("x.py",), template=given).spec) is None
 
 
 def test_what_is_said_once_is_no_problem() -> None:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from elastic_operator.showing import words
 from elastic_operator.local.act import Act
 from elastic_operator.local.hints import Hints, own_hints
 from elastic_operator.local.render import render
-from elastic_operator.showing.shown import Shown
 from elastic_operator.local.view import LiveView, PlainView, choose_view, outcome
+from elastic_operator.showing import words
+from elastic_operator.showing.shown import Shown
 from tests.support.snapshots import FOLDER, KILLED, RUN, START, event, pod, snapshot
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from torchelastic.contract import (
     TerminationMessage,
 )
 from torchelastic.errors import SettingsError, StoreError, StoreUnavailable
+from torchelastic.output import started
 from torchelastic.rendezvous.decide import describe
 from torchelastic.rendezvous.node import EpochBegan, Event, Isolated, RendezvousNode, RunEnded
 from torchelastic.rendezvous.ranks import worker_environments
@@ -125,17 +126,17 @@ class Agent:
         settings = self._settings
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
-            # First of all: the fork server imports torch while the rest goes on.
-            workers = await stack.enter_async_context(
-                Workers(
-                    settings.program,
-                    settings.logs,
-                    role=settings.role,
-                    local_world_size=settings.workers,
-                    alone=True,
-                )
-            )
             try:
+                # First of all: the fork server imports torch while the rest goes on.
+                workers = await stack.enter_async_context(
+                    Workers(
+                        settings.program,
+                        settings.logs,
+                        role=settings.role,
+                        local_world_size=settings.workers,
+                        alone=True,
+                    )
+                )
                 store = await self._signals.unless_first(self._connect())
                 stack.push_async_callback(store.close)
                 node = RendezvousNode(
@@ -254,14 +255,7 @@ class Agent:
         if self._broken_at is not None:
             self._metrics.recovered(time.monotonic() - self._broken_at, epoch.reason)
             self._broken_at = None
-        ranks = [env["RANK"] for env in environments]
-        logger.info(
-            "epoch %d: started rank%s %s of a world of %d",
-            epoch.number,
-            "" if len(ranks) == 1 else "s",
-            ", ".join(ranks),
-            epoch.world_size,
-        )
+        logger.info("%s", started(epoch.number, [int(env["RANK"]) for env in environments], epoch.world_size))
         self._pump(self._pump_exits(self._group, epoch.number))
 
     async def _start(

@@ -163,7 +163,7 @@ class WorkerOutput:
 
 
 def open_output(
-    settings: LogSettings, console: Console, scratch: Path, *, epoch: int, rank: int, local_rank: int, label: str
+    settings: LogSettings, console: Console, scratch: Path, *, epoch: int, rank: int, local_rank: int, prefix: str
 ) -> WorkerOutput:
     """Make a worker's files and pipes.
 
@@ -174,7 +174,7 @@ def open_output(
         epoch: the epoch in which the worker runs.
         rank: its rank.
         local_rank: its rank on this node.
-        label: what stands before each line that is passed on.
+        prefix: what stands before each line that is passed on.
 
     Raises:
         SettingsError: a file cannot be made.
@@ -182,14 +182,13 @@ def open_output(
     folder = (settings.directory or scratch) / f"epoch_{epoch}" / f"rank_{rank}"
     redirected = settings.redirects.get(local_rank, Streams.NONE)
     teed = settings.tee.get(local_rank, Streams.NONE)
-    prefix = f"[{label}] ".encode()
 
     def stream(which: Streams, name: str) -> LogPipe | LogFile:
         to_file = settings.directory is not None and which in redirected | teed
         if to_file and which not in teed:
             return LogFile(folder / name)
         file = open_log(folder / name) if to_file else None
-        return LogPipe(prefix=prefix, console=console, descriptor=which.value, file=file)
+        return LogPipe(prefix=prefix.encode(), console=console, descriptor=which.value, file=file)
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,9 +199,26 @@ def open_output(
         out = stream(Streams.OUT, "stdout.log")
         return WorkerOutput(out, stream(Streams.ERR, "stderr.log"), error_file)
     except OSError as error:
-        raise SettingsError(
-            f"workers' output cannot be written below {folder}: {error.strerror}. Choose another --log-dir."
-        ) from None
+        raise _unwritable(folder, error) from None
+
+
+def make_folder(settings: LogSettings) -> None:
+    """Make the folder in which workers' output goes, if one is named, before there are workers.
+
+    Raises:
+        SettingsError: it cannot be made.
+    """
+    if settings.directory is not None:
+        try:
+            settings.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(settings.directory, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"workers' output cannot be written below {folder}: {error.strerror}. Choose another --log-dir."
+    )
 
 
 def open_log(path: Path) -> int:

@@ -25,7 +25,9 @@ from torchelastic.agent.launcher import Launcher
 from torchelastic.agent.processes import Reaper
 from torchelastic.agent.store_main import READY
 from torchelastic.agent.worker_group import GroupEnded, WorkerExit, WorkerGroup, WorkerStart
-from torchelastic.agent.worker_logs import open_output
+from torchelastic.agent.worker_logs import make_folder, open_output
+from torchelastic.errors import SettingsError
+from torchelastic.output import DEFAULT_ROLE, worker_prefix
 
 if TYPE_CHECKING:
     import socket
@@ -65,7 +67,8 @@ class StoreServer:
 class Workers:
     """What starts the workers of all epochs; an async context manager, which ends all of them with their trees.
 
-    The processes that it needs are started when it is entered, and torch is imported in one of them meanwhile.
+    The processes that it needs are started when it is entered, and torch is imported in one of them meanwhile. Entering
+    it raises SettingsError where there is no place for what has to be written.
 
     Args:
         program: what each worker runs.
@@ -85,7 +88,7 @@ class Workers:
         program: Program,
         logs: LogSettings,
         *,
-        role: str = "default",
+        role: str = DEFAULT_ROLE,
         local_world_size: int = 1,
         alone: bool = False,
     ) -> None:
@@ -106,7 +109,8 @@ class Workers:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            self.scratch = Path(tempfile.mkdtemp(prefix="torchelastic-"))
+            make_folder(self._logs)
+            self.scratch = _scratch()
             stack.callback(shutil.rmtree, self.scratch, ignore_errors=True)
             stack.enter_context(self._reaper)
             self._console = Console()
@@ -205,7 +209,7 @@ class Workers:
                     epoch=epoch,
                     rank=worker.rank,
                     local_rank=worker.local_rank,
-                    label=f"rank {worker.rank}" if self._role == "default" else f"{self._role} rank {worker.rank}",
+                    prefix=worker_prefix(worker.rank, self._role),
                 )
                 stack.callback(output.close)
                 outputs.append(output)
@@ -223,3 +227,13 @@ class Workers:
             mark=self._mark,
         )
         return self._group
+
+
+def _scratch() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="torchelastic-"))
+    except OSError as error:
+        raise SettingsError(
+            f"there is no folder for temporary files: {error.strerror}. Mount one that can be written at /tmp, or name "
+            "one in TMPDIR."
+        ) from None

@@ -7,16 +7,24 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from elastic_operator.commands import place
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from elastic_operator.kube.user_api import UserApi
     from elastic_operator.showing.shown import Shown, ShownPod
+    from elastic_operator.spec import Json
 
 _EXAMPLES = """\
 examples:
   elasticjob describe digits
   elasticjob describe digits-20260102-101500-3fa2    an earlier run, by its id
+  elasticjob describe digits -n team                 a job on a cluster
 """
+
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+"""kubectl's own note of the whole manifest."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +36,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help="the job's name, or a run's id")
+    parser.add_argument("name", metavar="NAME", help="the job's name; on this machine also a run's id")
+    place.add_flags(parser)
     parser.set_defaults(execute=_execute)
 
 
@@ -60,11 +69,12 @@ def _facts(shown: Shown, now: float) -> Iterator[tuple[str, str]]:
 
     status, run, metadata = shown.status, shown.run, shown.manifest.get("metadata") or {}
     yield "Name", shown.name
+    yield "Namespace", shown.namespace if shown.on_cluster else ""
     yield "Run", run.id + (f" (process {run.pid})" if run.alive and run.pid else "")
     yield "UID", str(metadata.get("uid") or "")
     for label, values in (("Labels", metadata.get("labels")), ("Annotations", metadata.get("annotations"))):
-        yield label, ", ".join(f"{key}={value}" for key, value in (values or {}).items())
-    yield "State", shown.state
+        yield label, ", ".join(f"{key}={value}" for key, value in (values or {}).items() if key != _LAST_APPLIED)
+    yield "State", shown.state + _behind(shown)
     yield "Age", duration(now - shown.created) if shown.created else ""
     yield "Took", duration(shown.age(now)) if shown.completed else ""
     yield "Pods", f"{status.ready} ready of {status.desired} wanted, {status.replicas} there"
@@ -77,7 +87,18 @@ def _facts(shown: Shown, now: float) -> Iterator[tuple[str, str]]:
     yield "Checkpoints", run.checkpoints
     if shown.etcd and shown.etcd.endpoint:
         again = f", started again {count(shown.etcd.restarts, 'time')}" if shown.etcd.restarts else ""
-        yield "Etcd", shown.etcd.endpoint + (f" (process {shown.etcd.pid}{again})" if shown.etcd.pid else "")
+        state = f"process {shown.etcd.pid}{again}" if shown.etcd.pid else shown.etcd.state
+        yield "Etcd", shown.etcd.endpoint + (f" ({state})" if state else "")
+
+
+def _behind(shown: Shown) -> str:
+    """What to know where the status does not speak of the spec as it is."""
+    generation = (shown.manifest.get("metadata") or {}).get("generation")
+    if not shown.on_cluster or not isinstance(generation, int) or shown.status.observed_generation >= generation:
+        return ""
+    if shown.status.observed_generation:
+        return " (the operator has not seen the latest change of the spec yet)"
+    return " (no operator has taken it up yet; is one installed that watches this namespace?)"
 
 
 def _tree(value: Mapping[str, Any], indent: str) -> Iterator[str]:
@@ -116,8 +137,10 @@ def _pod(pod: ShownPod, now: float) -> Iterator[tuple[str, str]]:
     word = doing(pod).word
     yield "State", word if pod.exit_code is None or str(pod.exit_code) in word else f"{word}, exit code {pod.exit_code}"
     yield "Age", duration((pod.ended or now) - pod.created)
+    yield "Node", pod.node + (f" (pod address {pod.address})" if pod.address else "")
     yield "Agent", f"process {pod.pid}" if pod.pid and not pod.over else ""
     yield "Ranks", ranks(pod.ranks) if pod.ranks else ""
+    yield "Note", pod.note.replace("\n", "\n      ")
     yield "Last Words", pod.words.replace("\n", "\n      ")
     yield "Logs", pod.log_dir or ""
     yield "Metrics", pod.metrics_url or ""
@@ -132,14 +155,26 @@ def _events(shown: Shown, now: float) -> list[str]:
     rows = [("TYPE", "AGE", "REASON", "MESSAGE")]
     for event in shown.events:
         kind = "Warning" if event.warning else "Normal"
-        rows.append((kind, duration(now - event.time), event.reason, printed(event.message.replace("\n", " "))))
+        message = printed(event.message.replace("\n", " "))
+        often = f" ({event.count} times)" if event.count > 1 else ""
+        rows.append((kind, duration(now - event.time), event.reason, message + often))
     return ["Events:", *columns(rows, "  ")]
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    from elastic_operator.local.client import find_job
     from elastic_operator.showing.shown import Shown
 
-    shown = Shown.of(find_job(arguments.name))
-    sys.stdout.write("\n".join(description(shown, time.time())) + "\n")
+    if place.is_on_cluster(arguments):
+        snapshot = place.on_cluster(arguments, lambda api: _ask(api, arguments.name))
+    else:
+        from elastic_operator.local.client import find_job
+
+        snapshot = find_job(arguments.name)
+    sys.stdout.write("\n".join(description(Shown.of(snapshot), time.time())) + "\n")
     return 0
+
+
+async def _ask(api: UserApi, name: str) -> Json:
+    from elastic_operator.kube.jobs import ClusterJobs
+
+    return await ClusterJobs(api, place.tell).snapshot(name)

@@ -1,4 +1,4 @@
-"""``elasticjob get``: the jobs on this machine, those that live and those that have ended."""
+"""``elasticjob get``: the jobs on this machine, those that live and those that have ended, or those on a cluster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from elastic_operator.commands import place
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from elastic_operator.kube.user_api import UserApi
     from elastic_operator.showing.shown import Shown
 
 _EXAMPLES = """\
@@ -17,6 +20,8 @@ examples:
   elasticjob get                   all that live, and the latest run of those that have ended
   elasticjob get digits -o yaml    one job as kubectl would show it
   elasticjob get --all -o wide     every run that left a folder, with its id and place
+  elasticjob get -n team           the jobs in a namespace of the cluster that kubectl would ask, too
+  elasticjob get -A                the jobs in all its namespaces
 """
 
 
@@ -25,7 +30,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "get",
         help="list jobs",
-        description="List the jobs on this machine: those that live, and the latest run of those that have ended.",
+        description="List the jobs on this machine: those that live, and the latest run of those that have ended;\n"
+        "or the jobs on a cluster.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -33,26 +39,33 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "name", nargs="?", metavar="NAME", help="a job's name or a run's id; all jobs where none is given"
     )
     parser.add_argument("-o", "--output", choices=("wide", "json", "yaml"), help="more columns, or the whole objects")
-    parser.add_argument("--all", action="store_true", help="every run that left a folder, not just each job's latest")
+    parser.add_argument(
+        "--all", action="store_true", help="on this machine every run that left a folder, not just each job's latest"
+    )
+    place.add_flags(parser, all_namespaces=True)
     parser.set_defaults(execute=_execute)
 
 
-def table(jobs: Iterable[Shown], now: float, *, wide: bool = False) -> list[str]:
+def table(jobs: Sequence[Shown], now: float, *, wide: bool = False, namespaces: bool = False) -> list[str]:
     """The jobs in columns, as ``kubectl get elasticjobs`` has them.
 
     Args:
         jobs: in the order in which to list them.
         now: seconds since the Unix epoch.
         wide: more columns.
+        namespaces: say the namespace of each.
     """
     from elastic_operator.showing.columns import columns
     from elastic_operator.showing.words import duration
 
+    runs = wide and any(job.run.id for job in jobs)
     header = ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
-    rows = [[*header, *(["EPOCH", "WORLD", "RUN", "FOLDER"] if wide else [])]]
+    header = [*(["NAMESPACE"] if namespaces else []), *header, *(["EPOCH", "WORLD"] if wide else [])]
+    rows = [[*header, *(["RUN", "FOLDER"] if runs else [])]]
     for job in jobs:
         start = job.created
         row = [
+            *([job.namespace] if namespaces else []),
             job.name,
             job.state,
             f"{job.status.ready}/{job.status.desired}",
@@ -62,7 +75,9 @@ def table(jobs: Iterable[Shown], now: float, *, wide: bool = False) -> list[str]
             duration(now - start) if start else "-",
         ]
         if wide:
-            row += [str(job.status.epoch), str(job.status.world_size), job.run.id, job.run.directory]
+            row += [str(job.status.epoch), str(job.status.world_size)]
+        if runs:
+            row += [job.run.id, job.run.directory]
         rows.append(row)
     return columns(rows)
 
@@ -72,9 +87,8 @@ def as_object(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     return {**snapshot.get("manifest", {}), "status": snapshot.get("status", {})}
 
 
-def _as_text(snapshots: Sequence[Mapping[str, Any]], form: str, *, single: bool) -> str:
-    objects = [as_object(snapshot) for snapshot in snapshots]
-    whole = objects[0] if single else {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": objects}
+def _as_text(objects: Sequence[Mapping[str, Any]], form: str, *, single: bool) -> str:
+    whole = dict(objects[0]) if single else {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": [*objects]}
     if form == "json":
         import json
 
@@ -85,16 +99,53 @@ def _as_text(snapshots: Sequence[Mapping[str, Any]], form: str, *, single: bool)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
+    if place.is_on_cluster(arguments):
+        return _of_cluster(arguments)
     from elastic_operator.local.client import known_jobs
     from elastic_operator.showing.shown import Shown
 
     snapshots = known_jobs(arguments.name, every=arguments.all)
     if arguments.output in ("json", "yaml"):
-        sys.stdout.write(_as_text(snapshots, arguments.output, single=arguments.name is not None))
+        objects = [as_object(snapshot) for snapshot in snapshots]
+        sys.stdout.write(_as_text(objects, arguments.output, single=arguments.name is not None))
         return 0
     if not snapshots:
-        sys.stderr.write("elasticjob: no jobs here; start one with `elasticjob run FILE`\n")
+        place.tell("no jobs here; start one with `elasticjob run FILE`")
         return 0
     lines = table([Shown.of(each) for each in snapshots], time.time(), wide=arguments.output == "wide")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _of_cluster(arguments: argparse.Namespace) -> int:
+    from elastic_operator.errors import BadInput
+
+    if arguments.all:
+        raise BadInput("--all is about the runs on this machine; -A lists the jobs of all namespaces of a cluster")
+    if arguments.name is not None and arguments.all_namespaces:
+        raise BadInput("a job has one namespace: name it with -n instead of -A, or leave out the job's name")
+    objects, where = place.on_cluster(arguments, lambda api: _ask(api, arguments))
+    if arguments.output in ("json", "yaml"):
+        sys.stdout.write(_as_text(objects, arguments.output, single=arguments.name is not None))
+        return 0
+    if not objects:
+        place.tell(f"no jobs in {where}; start one with `kubectl apply -f FILE`")
+        return 0
+    from elastic_operator.kube.snapshot import snapshot_of
+    from elastic_operator.showing.shown import Shown
+
+    jobs = [Shown.of(snapshot_of(each)) for each in objects]
+    lines = table(jobs, time.time(), wide=arguments.output == "wide", namespaces=arguments.all_namespaces)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+async def _ask(api: UserApi, arguments: argparse.Namespace) -> tuple[list[Mapping[str, Any]], str]:
+    """The jobs, and where they were looked for."""
+    from elastic_operator.kube.jobs import ClusterJobs
+
+    jobs = ClusterJobs(api, place.tell)
+    if arguments.name is not None:
+        return [await jobs.object(arguments.name)], ""
+    where = "any namespace" if arguments.all_namespaces else f"the namespace {jobs.namespace}"
+    return [*await jobs.objects(all_namespaces=arguments.all_namespaces)], where

@@ -196,7 +196,10 @@ def owner_of(body: Json) -> Owner | None:
 def _trimmed(resource: Resource, body: Json) -> Json:
     """Without what nobody here reads and much memory goes to."""
     if resource == PODS:
-        return trimmed_pod(body)
+        pod = trimmed_pod(body)
+        if (grace := body["metadata"].get("deletionGracePeriodSeconds")) is not None:
+            pod["metadata"]["deletionGracePeriodSeconds"] = grace
+        return pod
     about: dict[str, Any] = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     if _LAST_APPLIED in about.get("annotations", {}):
         about["annotations"] = {k: v for k, v in about["annotations"].items() if k != _LAST_APPLIED}

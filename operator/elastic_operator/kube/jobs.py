@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kube.api import ApiError
-from elastic_operator.kube.etcd_objects import etcd_name
+from elastic_operator.kube.etcd_objects import etcd_endpoint, etcd_name
 from elastic_operator.kube.observation import etcd_state
 from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
 from elastic_operator.kube.snapshot import object_of, snapshot_of
 from elastic_operator.kube.user_api import in_words
 from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from elastic_operator.unchecked import mappings, text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     """Gets a sentence for the user that is no part of the answer."""
 
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_OVER: Final = ("Succeeded", "Failed")
+OVER: Final = ("Succeeded", "Failed")
+"""States in which nothing more will happen to a job."""
+_WHAT_THERE_IS: Final = "`elasticjob get` with the same flags lists what there is"
 _LONG: Final = 10.0
 """Seconds after which somebody who waits is told for what."""
 _NAMES_TOLD: Final = 5
@@ -66,7 +69,7 @@ class ClusterJobs:
             NotFound: there is none of this name.
         """
         if not _NAME.fullmatch(name):
-            raise BadInput(f"no job can be called {name!r}; `elasticjob get -n {self.namespace}` lists what there is")
+            raise BadInput(f"no job can be called {name!r}; {_WHAT_THERE_IS}")
         with self._in_words(name):
             return object_of(await self._api.get(ELASTIC_JOBS, self.namespace, name))
 
@@ -91,8 +94,8 @@ class ClusterJobs:
             NotFound: there is no such job.
         """
         job = await self.object(name)
-        state = (job.get("status") or {}).get("state")
-        if state in _OVER:
+        state = text(job, "status", "state")
+        if state in OVER:
             raise BadInput(f"the job {name} is over ({state}) and does not change any more")
         with self._in_words(name):
             await self._api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": {"replicas": replicas}}, "scale")
@@ -127,16 +130,17 @@ class ClusterJobs:
 
     async def _etcd(self, job: Json) -> Json | None:
         """Where the job's store is, and how it stands, as far as that can be seen."""
-        given = ((job.get("spec") or {}).get("etcd") or {}).get("endpoint")
+        given = text(job, "spec", "etcd", "endpoint")
         if given:
             return {"endpoint": given}
         name = etcd_name(job["metadata"]["name"])
         service = await self._if_there(SERVICES, name)
-        address = ((service or {}).get("spec") or {}).get("clusterIP")
+        address = text(service, "spec", "clusterIP")
         if not address:
             return None
         deployment = await self._if_there(DEPLOYMENTS, name)
-        return {"endpoint": f"{address}:2379", "state": f"service {name}, {etcd_state(service, deployment).lower()}"}
+        state = etcd_state(service, deployment)
+        return {"endpoint": etcd_endpoint(address), "state": f"service {name}, {state.lower()}"}
 
     async def _if_there(self, kind: Resource, name: str) -> Json | None:
         try:
@@ -191,10 +195,7 @@ class ClusterJobs:
                 await asyncio.gather(waiting, return_exceptions=True)
 
     def _in_words(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return in_words(
-            f"there is no job {name} in the namespace {self.namespace}; "
-            f"`elasticjob get -n {self.namespace}` lists what there is"
-        )
+        return in_words(f"there is no job {name} in the namespace {self.namespace}; {_WHAT_THERE_IS}")
 
 
 def worker_labels(job: str) -> str:
@@ -202,8 +203,8 @@ def worker_labels(job: str) -> str:
     return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
 
 
-def _belongs(dependent: dict[str, Any], uid: str) -> bool:
+def _belongs(dependent: Json, uid: str) -> bool:
     """Whether it is this job's, by itself or by what another one of its objects has made."""
-    owners = dependent["metadata"].get("ownerReferences") or ()
-    ours = [owner for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind]
-    return not ours or any(owner.get("uid") == uid for owner in ours)
+    owners = mappings(dependent, "metadata", "ownerReferences")
+    jobs = {text(owner, "uid") for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind}
+    return not jobs or uid in jobs

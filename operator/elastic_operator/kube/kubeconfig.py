@@ -1,7 +1,7 @@
 """Which kubeconfig a person means, looked at before it is used: what is wrong with it is said in a sentence.
 
-As kubectl has it: ``--kubeconfig`` names one file; else KUBECONFIG names files, with colons between them, of which those
-that are not there are passed over; else it is ``~/.kube/config``.
+As kubectl has it: ``--kubeconfig`` names one file; else KUBECONFIG names files, with colons between them, of which
+those that are not there are passed over; else it is ``~/.kube/config``.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def check(files: Iterable[Path], context: str | None) -> None:
         name = known["contexts"][chosen].get(kind)
         if not isinstance(name, str) or name not in known[section]:
             raise BadInput(f"{names} has no {kind} {name or ''}, which its context {chosen} names; correct the file")
+    cluster = known["contexts"][chosen]["cluster"]
+    if not str(known["clusters"][cluster].get("server")).startswith(("https://", "http://")):
+        raise BadInput(f"{names} has no server (https://…) for the cluster {cluster}; correct the file")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -86,11 +86,29 @@ class Listings:
         self._doubted.set()
 
     async def run(self) -> NoReturn:
-        """List until cancelled."""
+        """List whenever it is time to, until cancelled. Who calls this lists for the first time himself."""
         while True:
-            await self._list_all()
-            self.complete.set()
             await self._until_doubted()
+            await self.list_all()
+
+    async def list_all(self) -> None:
+        """List everything, however often that has to be tried."""
+        delay = self._settings.first_retry
+        while True:
+            try:
+                for resource, labels in LOOKED_AT.items():
+                    for namespace in self._namespaces:
+                        await self._list(resource, labels, namespace)
+            except ClusterError as error:
+                self._complain(_said(error))
+            else:
+                if self._complaint:
+                    _log.info("everything can be listed now")
+                self._complaint = ""
+                self.complete.set()
+                return
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, self._settings.longest_retry)
 
     async def _until_doubted(self) -> None:
         """Return when it is time to list again."""
@@ -105,24 +123,6 @@ class Listings:
             await asyncio.sleep(settings.settling)
             if not self._doubted.is_set():
                 return
-
-    async def _list_all(self) -> None:
-        """List everything, however often that takes."""
-        delay = self._settings.first_retry
-        while True:
-            try:
-                for resource, labels in LOOKED_AT.items():
-                    for namespace in self._namespaces:
-                        await self._list(resource, labels, namespace)
-            except ClusterError as error:
-                self._complain(_said(error))
-            else:
-                if self._complaint:
-                    _log.info("everything can be listed now")
-                self._complaint = ""
-                return
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, self._settings.longest_retry)
 
     async def _list(self, resource: Resource, labels: str, namespace: str | None) -> None:
         uids: set[str] = set()

@@ -22,7 +22,7 @@ from elastic_operator.spec import ElasticJobSpec
 from elastic_operator.status_json import status_from_json
 from elastic_operator.template import WORKER
 from elastic_operator.unchecked import integer, mapping, mappings, text
-from torchelastic.contract import SizeRecord, decode
+from torchelastic.contract import SizeRecord, TerminationMessage, decode
 from torchelastic.errors import MalformedRecord
 
 if TYPE_CHECKING:
@@ -68,9 +68,18 @@ def pod_of(obj: Json) -> Pod:
 
 
 def last_words(obj: Json) -> str:
-    """How a pod's worker container came to its end, and what it said last; empty where it has not ended."""
+    """What a pod's agent said last, or else how it came to its end, to be read behind the pod's name and a colon.
+
+    Returns:
+        One line; empty where the worker container has not ended.
+    """
     pod = pod_of(obj)
-    return words.death(pod) if pod.phase.ended else ""
+    if not pod.phase.ended:
+        return ""
+    said, death = words.last_words(pod), words.death(pod)
+    if isinstance(pod.message, TerminationMessage) or not said:
+        return said or death
+    return death if said in death else f"{death}: {said}"
 
 
 def job_of(obj: Json) -> Job:
@@ -118,7 +127,7 @@ def etcd_state(service: Json | None, deployment: Json | None) -> EtcdState:
 
 
 def etcd_hindrance(deployment: Json | None) -> str | None:
-    """Why the pod of a job's etcd can't be made for now, in the cluster's words: a quota, a policy; None where it can."""
+    """Why the pod of a job's etcd can't be made for now (a quota, a policy), in the cluster's words; else None."""
     for condition in mappings(deployment, "status", "conditions"):
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
             return text(condition, "message") or text(condition, "reason") or None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import enum
+import os
 import re
+import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from elastic_operator.kube.settings import AGENT_METRICS_PORT, ETCD_IMAGE, PodSettings
@@ -71,12 +73,12 @@ class OperatorSettings:
         context: of the kubeconfig; None for its current one.
         log_format: how a line of the log looks.
         log_level: what is logged.
-        identity: what this copy is called in the lease and in events.
+        identity: what this copy is called in the lease and in events; no two processes at once have the same.
         in_pod: whether it runs in a pod with a service account.
     """
 
     namespaces: tuple[str, ...] = ()
-    pods: PodSettings = PodSettings()
+    pods: PodSettings = field(default_factory=PodSettings)
     listen: Address = Address("0.0.0.0", 8080)  # noqa: S104 - probes and Prometheus come from other hosts
     leader_elect: bool = True
     lease_namespace: str | None = None
@@ -116,7 +118,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
         context=given.context,
         log_format=LogFormat(given.log_format),
         log_level=LogLevel(given.log_level),
-        identity=environ.get("POD_NAME") or socket.gethostname(),
+        identity=environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}",
         in_pod=in_pod and given.kubeconfig is None and given.context is None,
     )
 

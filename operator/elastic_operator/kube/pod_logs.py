@@ -15,6 +15,7 @@ oldest part of a long one) is of an epoch that is not known, 0.
 from __future__ import annotations
 
 import re
+from collections import deque
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -29,6 +30,10 @@ AGENT: Final = -1
 """In the place of a rank: the agent's own words."""
 
 _NANOSECONDS: Final = 10**9
+_REMEMBERED: Final = 256
+"""So many lines are remembered to know them again."""
+_DISORDER: Final = 1
+"""Seconds. No line stands behind one that came so much later."""
 _STAMP: Final = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ")
 _RANK: Final = re.compile(rb"\[(?:[^\]]* )?rank (\d{1,9})\] ")
 _EPOCH: Final = re.compile(
@@ -78,22 +83,27 @@ class PodLog:
         self.epoch = 0
         self.ranks: dict[int, tuple[int, ...]] = {}
         self._begun = b""
-        self._last = (0, b"")
-        self._passing_over = False
+        self._recent: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED)
+        self._known: set[tuple[int, bytes]] = set()
+        self._known_before = 0
 
     @property
     def since(self) -> str | None:
         """From when on the log has to be read again to go on with it; None for from its beginning."""
-        time, _ = self._last
-        return rfc3339(time / _NANOSECONDS) if time else None
+        if not self._recent:
+            return None
+        time, _ = self._recent[-1]
+        return rfc3339(time // _NANOSECONDS - _DISORDER)
 
     def resume(self) -> None:
         """It is about to be read again from :attr:`since` on: what was read already is passed over."""
         self._begun = b""
-        self._passing_over = self._last[0] > 0
+        self._known = set(self._recent)
+        all_known = len(self._recent) < _REMEMBERED
+        self._known_before = 0 if all_known else min(time for time, _ in self._recent)
 
     def feed(self, piece: bytes) -> Iterator[LogLine]:
-        """The lines that this piece completes; those that come after one another by the way are taken along."""
+        """The lines that this piece completes."""
         *lines, self._begun = (self._begun + piece).split(b"\n")
         for line in lines:
             if (read := self._line(line)) is not None:
@@ -107,13 +117,12 @@ class PodLog:
 
     def _line(self, line: bytes) -> LogLine | None:
         """What a line says; None where it was read already."""
-        time, text = _stamped(line)
-        if self._passing_over:
-            # A line that is stamped later than the last one that was read is new, even if that one is not found again.
-            self._passing_over = time <= self._last[0] and (time, text) != self._last
-            if time <= self._last[0]:
+        stamped = time, text = _stamped(line)
+        if time:
+            # Standard output and standard error may stand there a little out of their order in time.
+            if time < self._known_before or stamped in self._known:
                 return None
-        self._last = (time or self._last[0], text)
+            self._recent.append(stamped)
         if rank := _RANK.match(text):
             return LogLine(time, self.epoch, int(rank[1]), text[rank.end() :])
         if epoch := _EPOCH.match(text):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.template import mounted_folders
-from elastic_operator.unchecked import listing, mapping, mappings
+from elastic_operator.unchecked import listing, mapping, mappings, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from elastic_operator.spec import Json
 
 RESTRICTED: Final[Json] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-"""What a container's security context says beside its pod's: together, all that the pod security standard ``restricted``
-asks for but a user that is not root, which is for those to say who know the image."""
+"""What a container's security context says beside its pod's. Together they are what the pod security standard
+``restricted`` asks for, but for a user that is not root: that is for those to say who know the image."""
 
 SECCOMP: Final[Json] = {"seccompProfile": {"type": "RuntimeDefault"}}
 """What a pod's security context says."""
@@ -72,7 +72,7 @@ def with_folders(pod: dict[str, Any], container: dict[str, Any], folders: Sequen
         folders: which.
     """
     there = mounted_folders(container)
-    taken = {volume.get("name") for volume in mappings(pod, "volumes")}
+    taken = {text(volume, "name") for volume in mappings(pod, "volumes")}
     for folder in folders:
         if posixpath.normpath(folder.path) in there:
             continue

@@ -25,10 +25,10 @@ _UNDERWAY: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 _PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
 _BACK_OFF: Final = re.compile(r'Back-off pulling image "[^"]*"(: ErrImagePull)?(: |$)')
 _REMOTE: Final = re.compile(r"rpc error: code = \w+ desc = ")
-_COULD_NOT_START: Final = frozenset(
-    {"StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError", "CrashLoopBackOff"}
-)
+_COULD_NOT_START: Final = frozenset({"StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError"})
 """What container runtimes, through the kubelet, call it when the command of a container can't be executed."""
+_LAUNCHER: Final = re.compile(rf"""["'`/]{re.escape(LAUNCHER[0])}["'`:]""")
+"""As runtimes name what they execute; a pod's name may have the same word in it."""
 _NO_SUCH_FILE: Final = re.compile(r"not found|no such file|ENOENT|error finding", re.IGNORECASE)
 _SELF_EVIDENT: Final = frozenset({"", "Completed", "Error"})
 
@@ -42,7 +42,9 @@ def why_waiting(pod: Json) -> str:
             said = _clean(text(condition, "message")) or text(condition, "reason")
             return f"no node takes it{f': {said}' if said else ''}"
     init_containers = container_states(pod, "initContainerStatuses")
-    sidecars = {entry.get("name") for entry in _specs(pod, "initContainers") if entry.get("restartPolicy") == "Always"}
+    sidecars = {
+        text(entry, "name") for entry in _specs(pod, "initContainers") if entry.get("restartPolicy") == "Always"
+    }
     for container in init_containers:
         if (obstacle := _obstacle(pod, container, "initContainers")) is not None:
             return f"its init container {container.name}: {obstacle}"
@@ -79,7 +81,7 @@ def why_unfit(pod: Json, worker: ContainerState) -> Unfit | None:
     state = worker.terminated or worker.waiting or {}
     if text(state, "reason") in _COULD_NOT_START:
         message = text(state, "message")
-        if LAUNCHER[0] in message and _NO_SUCH_FILE.search(message):
+        if _LAUNCHER.search(message) and _NO_SUCH_FILE.search(message):
             return Unfit(
                 Misfit.NO_AGENT,
                 f"the image {image} has no {LAUNCHER[0]}, with which every worker pod starts: install the agent in it, "
@@ -89,9 +91,9 @@ def why_unfit(pod: Json, worker: ContainerState) -> Unfit | None:
     if spoken is not None and spoken != CONTRACT_VERSION:
         return Unfit(
             Misfit.CONTRACT_MISMATCH,
-            f"the agent in the image {image} speaks version {spoken} of the contract between operator and agents, this "
-            f"operator version {CONTRACT_VERSION}: use an image with an agent of the operator's release, or an operator of "
-            "the agent's",
+            f"the agent in the image {image} speaks version {spoken} of the contract between operator and agents, and "
+            f"this operator version {CONTRACT_VERSION}: use an image with the agent of the operator's release, or the "
+            "operator of the agent's",
         )
     return None
 

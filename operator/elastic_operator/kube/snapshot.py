@@ -6,20 +6,19 @@ left open here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from elastic_operator.kube.container_state import seconds
 from elastic_operator.kube.observation import pod_of
-from elastic_operator.showing.shown import seconds
+from elastic_operator.unchecked import integer, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from elastic_operator.model import Pod
     from elastic_operator.spec import Json
-
-_LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def snapshot_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = (), etcd: Json | None = None) -> Json:
@@ -51,7 +50,6 @@ def object_of(job: Json) -> dict[str, Any]:
 
 def _pod(obj: Json) -> Json:
     pod = pod_of(obj)
-    status = obj.get("status") or {}
     return {
         "name": pod.name,
         "index": pod.index,
@@ -64,8 +62,8 @@ def _pod(obj: Json) -> Json:
         "exitCode": pod.exit_code,
         "message": msgspec.to_builtins(pod.message),
         "ranks": None,
-        "node": (obj.get("spec") or {}).get("nodeName") or "",
-        "address": status.get("podIP") or "",
+        "node": text(obj, "spec", "nodeName"),
+        "address": text(obj, "status", "podIP"),
         "note": _note(pod),
     }
 
@@ -79,18 +77,17 @@ def _note(pod: Pod) -> str:
 
 
 def _event(obj: Json) -> Json:
-    series = obj.get("series") or {}
     times = (
-        series.get("lastObservedTime"),
-        obj.get("lastTimestamp"),
-        obj.get("eventTime"),
-        obj.get("firstTimestamp"),
-        (obj.get("metadata") or {}).get("creationTimestamp"),
+        text(obj, "series", "lastObservedTime"),
+        text(obj, "lastTimestamp"),
+        text(obj, "eventTime"),
+        text(obj, "firstTimestamp"),
+        text(obj, "metadata", "creationTimestamp"),
     )
     return {
         "time": next((at for time in times if (at := seconds(time)) is not None), 0.0),
-        "reason": obj.get("reason") or "",
-        "message": obj.get("message") or "",
-        "warning": obj.get("type") == "Warning",
-        "count": series.get("count") or obj.get("count") or 1,
+        "reason": text(obj, "reason"),
+        "message": text(obj, "message"),
+        "warning": text(obj, "type") == "Warning",
+        "count": integer(obj, "series", "count") or integer(obj, "count") or 1,
     }

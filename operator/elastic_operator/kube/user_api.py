@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -44,13 +45,11 @@ class Whereabouts:
         kubeconfig: the file; None for the usual ones.
         context: of the file; None for the current one.
         namespace: None for the context's own.
-        all_namespaces: not one namespace, but all.
     """
 
     kubeconfig: str | None = None
     context: str | None = None
     namespace: str | None = None
-    all_namespaces: bool = False
 
 
 class UserApi(Api):
@@ -163,13 +162,29 @@ async def connection(where: Whereabouts, environ: Mapping[str, str]) -> UserApi:
     kubeconfig.check(files, where.context)
     paths = ":".join(map(str, files))
     try:
-        # typing: it gives back what it is called on
-        api = cast("UserApi", await UserApi.from_kubeconfig(paths, where.context))
+        with _overheard() as problems:
+            # typing: it gives back what it is called on
+            api = cast("UserApi", await UserApi.from_kubeconfig(paths, where.context))
     except (TypeError, KeyError, AttributeError, LookupError) as error:
         raise BadInput(f"the kubeconfig {paths} cannot be used ({error}); correct it, or name another") from None
+    if problems:
+        raise BadInput(f"the kubeconfig {paths} gives no credentials: {problems[0]}")
     if where.namespace is not None:
         api.namespace = where.namespace
     return api
+
+
+@contextlib.contextmanager
+def _overheard() -> Iterator[list[str]]:
+    """What the official client says to its log: where it can't get credentials, it goes on without."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("kubernetes.aio.config"), logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextlib.asynccontextmanager

@@ -45,6 +45,7 @@ class Watches:
         access: gives the way to the API server, with a fresh token.
         hear: called, in the loop in which :meth:`run` runs, with an object's kind, what has happened (ADDED, MODIFIED,
             DELETED; None: it is there, as a watch begins) and the object.
+        possible: returns when there is what is to be watched.
         began: called when the watches begin, and begin anew.
         namespaces: which ones; empty for all.
     """
@@ -54,11 +55,13 @@ class Watches:
         *,
         access: Callable[[], Awaitable[Access]],
         hear: Callable[[Resource, str | None, Json], None],
+        possible: Callable[[], Awaitable[None]],
         began: Callable[[], None],
         namespaces: Sequence[str] = (),
     ) -> None:
         self._access = access
         self._hear = hear
+        self._possible = possible
         self._began = began
         self._namespaces = tuple(namespaces)
 
@@ -67,6 +70,7 @@ class Watches:
         loop = asyncio.get_running_loop()
         delay = _FIRST_DELAY
         while True:
+            await self._possible()
             begun = loop.time()
             self._began()
             why = await _in_a_thread(self._watch(loop))

@@ -17,6 +17,7 @@ twice (:func:`elastic_operator.pods.problem_of`), then these defaults:
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 from typing import TYPE_CHECKING, Any, Final
@@ -188,7 +189,7 @@ def _graces(spec: ElasticJobSpec) -> Iterator[float]:
     said = [text(entry, "value") for entry in user_env(spec) if entry.get("name") == _STOP_GRACE_VARIABLE]
     command, args = program_of(spec)
     if not command:
-        for word, following in zip(args, (*args[1:], ""), strict=True):
+        for word, following in itertools.pairwise((*args, "")):
             if (flag := _STOP_GRACE_FLAG.fullmatch(word)) is not None:
                 said.append(following if flag["seconds"] is None else flag["seconds"])
     for seconds in said:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.errors import BadInput, ElasticJobError
-from elastic_operator.showing import words
 from elastic_operator.local.act import DONE, FAILED, NOW, Act
 from elastic_operator.local.client import connect
-from elastic_operator.showing.columns import columns
 from elastic_operator.local.demo_stage import ActFailed, Resumed, Stage
 from elastic_operator.local.run import run_job
+from elastic_operator.showing import words
+from elastic_operator.showing.columns import columns
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

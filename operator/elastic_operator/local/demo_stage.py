@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from elastic_operator.errors import ElasticJobError
-from elastic_operator.showing import words
 from elastic_operator.local.ending import How
 from elastic_operator.local.log_files import LogFile, log_files
+from elastic_operator.showing import words
 from elastic_operator.showing.shown import Shown, ShownPod
 from elastic_operator.showing.wanted_logs import Wanted
 

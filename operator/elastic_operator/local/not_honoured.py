@@ -1,23 +1,38 @@
 """What of a manifest a process can't honour: named in one warning, so that nothing is left out silently.
 
 Of the image nothing is said: every manifest has one, and here the program always runs with the Python that runs
-``elasticjob``. Nor of labels and annotations, which nobody reads here.
+``elasticjob``. Nor of labels and annotations, which nobody reads here. Nor of what only takes rights away from a
+container, to protect a cluster from it: here a program has the rights of whoever types ``elasticjob``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from elastic_operator.template import WORKER
+from elastic_operator.unchecked import mapping, mappings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    Json = Mapping[str, Any]
-
-WORKER: Final = "worker"
-"""The container of a pod that is ours; every other one is the user's."""
+    from elastic_operator.spec import Json
 
 _POD_FIELDS_WITHOUT_MEANING_HERE: Final = frozenset({"containers", "restartPolicy", "terminationGracePeriodSeconds"})
 _CONTAINER_FIELDS_HONOURED: Final = frozenset({"name", "image", "command", "args", "env"})
+_SECURITY: Final = "securityContext"
+_RESTRICTIONS: Final = frozenset({"appArmorProfile", "readOnlyRootFilesystem", "runAsNonRoot", "seccompProfile"})
+_RIGHTS: Final = frozenset(
+    {
+        "allowPrivilegeEscalation",
+        "automountServiceAccountToken",
+        "enableServiceLinks",
+        "hostIPC",
+        "hostNetwork",
+        "hostPID",
+        "privileged",
+    }
+)
+"""What false takes away."""
 
 
 def warning_of(spec: Json) -> str | None:
@@ -35,11 +50,10 @@ def not_honoured(spec: Json) -> Iterator[str]:
     yield from (f"etcd.{field}" for field in ("image", "resources", "storage") if field in etcd)
     if (spec.get("checkpoint") or {}).get("volume"):
         yield "checkpoint.volume (checkpoints are in the run's folder)"
-    pod = _mapping((_mapping(spec.get("template"))).get("spec"))
-    yield from (f"template.spec.{field}" for field in pod if field not in _POD_FIELDS_WITHOUT_MEANING_HERE)
-    containers = pod.get("containers")
-    for container in containers if isinstance(containers, list) else ():
-        yield from _of_container(_mapping(container))
+    template = mapping(spec.get("template"), "spec")
+    yield from _fields("template.spec", template, _POD_FIELDS_WITHOUT_MEANING_HERE)
+    for container in mappings(template, "containers"):
+        yield from _of_container(container)
 
 
 def _of_container(container: Json) -> Iterator[str]:
@@ -48,16 +62,26 @@ def _of_container(container: Json) -> Iterator[str]:
         yield f"the container {name!r} of template.spec.containers"
         return
     where = f"template.spec.containers[{name}]"
-    yield from (f"{where}.{field}" for field in container if field not in _CONTAINER_FIELDS_HONOURED)
+    yield from _fields(where, container, _CONTAINER_FIELDS_HONOURED)
     yield from _values_from(f"{where}.env", container.get("env"))
 
 
+def _fields(where: str, given: Json, passed_over: frozenset[str]) -> Iterator[str]:
+    for field, value in given.items():
+        if field == _SECURITY and isinstance(value, dict):
+            yield from (f"{where}.{field}.{asked}" for asked in value if not _only_restricts(asked, value[asked]))
+        elif field not in passed_over and not _only_restricts(field, value):
+            yield f"{where}.{field}"
+
+
+def _only_restricts(field: str, value: object) -> bool:
+    if field == "capabilities":
+        return not mapping(value).get("add")
+    return value is None or field in _RESTRICTIONS or (field in _RIGHTS and value is False)
+
+
 def _values_from(where: str, variables: object) -> Iterator[str]:
-    for variable in variables if isinstance(variables, list) else ():
-        if "valueFrom" in _mapping(variable):
+    for variable in mappings(variables):
+        if "valueFrom" in variable:
             name = variable.get("name")
             yield f"{where}[{name}].valueFrom (set {name} where you type elasticjob)"
-
-
-def _mapping(value: object) -> Json:
-    return value if isinstance(value, dict) else {}

@@ -14,9 +14,9 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from elastic_operator.showing import words
 from elastic_operator.local.act import DONE, FAILED, NOW
 from elastic_operator.local.hints import suggestions
+from elastic_operator.showing import words
 from elastic_operator.showing.shown import Shown, ShownEvent, ShownPod
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TextIO
 
-from elastic_operator.showing import words
 from elastic_operator.local.act import NOW
 from elastic_operator.local.hints import suggestions
+from elastic_operator.showing import words
 from elastic_operator.showing.shown import Shown
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """How a job ends, and what is cleared away when it has.
 
 The outcome that the agents commit to the store decides. Where it cannot be read, their exit codes say the same. Only
-what keeps agents from running at all is decided here: input that none of them can honour, and pods that die again and
-again.
+what keeps agents from running at all is decided here: images without one, or with one that cannot be understood, input
+that none of them can honour, and pods that die again and again.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ def find_ending(job: Job, observed: Observed, roster: Roster, toll: Toll) -> End
         return Ending(JobState.SUCCEEDED, Reason.RUN_SUCCEEDED)
     if (herald := said.get(Verdict.RUN_FAILED)) is not None:
         return Ending(JobState.FAILED, Reason.RUN_FAILED, words.last_words(herald))
+    for pod in (*roster.live, *((said[Verdict.UNFIT],) if Verdict.UNFIT in said else ())):
+        if pod.unfit is not None:
+            return Ending(JobState.FAILED, Reason(pod.unfit.reason.value), pod.unfit.message)
     if (refused := said.get(Verdict.BAD_INPUT)) is not None:
         refusal = (
             words.last_words(refused) or "the agent cannot honour its command line or environment; its log says why"
@@ -79,7 +82,7 @@ class Clearance:
     """What is cleared away of a finished job.
 
     Attributes:
-        remove: pods that still run.
+        remove: pods of which something still runs.
         etcd: whether the store is still needed.
         wake_at: when there will be more to clear away.
     """
@@ -92,8 +95,8 @@ class Clearance:
 def clear_away(status: JobStatus, roster: Roster, now: float) -> Clearance:
     """What to clear away of a job with this status, now.
 
-    Pods that have ended stay, for their log. Agents that know of the end get a while to end by themselves, and can read
-    it in the store until then.
+    Pods that have ended stay, for their log, unless another of their containers still runs. Agents that know of the end
+    get a while to end by themselves, and can read it in the store until then.
     """
     patience_ends = (status.completed or 0.0) + FAREWELL
     patient = now < patience_ends
@@ -104,4 +107,4 @@ def clear_away(status: JobStatus, roster: Roster, now: float) -> Clearance:
     staying = patient and agents_know
     remove = tuple(pod for pod in roster.live if not (staying and pod.phase is PodPhase.RUNNING))
     waiting = patient and bool(roster.unfinished)
-    return Clearance(remove=remove, etcd=waiting, wake_at=patience_ends if waiting else None)
+    return Clearance(remove=remove + roster.lingering, etcd=waiting, wake_at=patience_ends if waiting else None)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic_operator.model import JobEvent, JobState
-from elastic_operator.names import EventReason
+from elastic_operator.names import ConditionType, EventReason, Reason
 from elastic_operator.plan import words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_operator.model import Job, JobStatus, Observed
+    from elastic_operator.model import Condition, Job, JobStatus, Observed
     from elastic_operator.plan.places import Vacancy
     from elastic_operator.plan.toll import Toll
 
@@ -36,11 +36,16 @@ def news(
         observed: what was observed of it.
         status: as it is now.
         toll: the pods that came to their end.
-        vacancies: the places that are to be filled again.
+        vacancies: the places that are to be filled again; none where no pod is made.
         held: whether they have to wait for the store.
         now: seconds since the Unix epoch.
     """
-    return (*_deaths(toll, vacancies, held=held, now=now), *_epoch(job, observed, status), *_size(job, status))
+    return (
+        *_deaths(toll, vacancies, held=held, now=now),
+        *_obstacles(job.status, observed, status),
+        *_epoch(job, observed, status),
+        *_size(job, status),
+    )
 
 
 def farewell(status: JobStatus) -> JobEvent:
@@ -70,6 +75,26 @@ def _deaths(toll: Toll, vacancies: Sequence[Vacancy], *, held: bool, now: float)
             else (EventReason.POD_LEFT, "was asked to leave")
         )
         yield JobEvent(reason, f"{pod.name} {fate}{successors.get(pod.uid, '')}")
+
+
+def _obstacles(before: JobStatus, observed: Observed, status: JobStatus) -> Iterator[JobEvent]:
+    """That no pods can be made: for as long as the spec is as it is, or for now."""
+    invalid = _that_hold(status).get(ConditionType.INVALID)
+    known = _that_hold(before).get(ConditionType.INVALID)
+    if invalid is not None and (known is None or known.message != invalid.message):
+        sentence = f"the spec cannot be honoured, and no pod is made of it: {invalid.message}"
+        yield JobEvent(EventReason.REFUSED, sentence, warning=True)
+    if observed.hindrance is not None and _is_hindered(status) and not _is_hindered(before):
+        sentence = f"pods cannot be made for now: {words.clause(observed.hindrance)}"
+        yield JobEvent(EventReason.HINDERED, sentence, warning=True)
+
+
+def _is_hindered(status: JobStatus) -> bool:
+    return any(condition.reason == Reason.HINDERED for condition in _that_hold(status).values())
+
+
+def _that_hold(status: JobStatus) -> dict[str, Condition]:
+    return {condition.type: condition for condition in status.conditions if condition.status}
 
 
 def _epoch(job: Job, observed: Observed, status: JobStatus) -> Iterator[JobEvent]:

@@ -98,10 +98,12 @@ def back_off(failures: int) -> float:
 def forget(ended: Sequence[Pod], vacancies: Sequence[Vacancy]) -> tuple[Pod, ...]:
     """Ended pods that need not be kept any longer.
 
-    One whose place is still empty is kept in any case: its successor's name and patience come from it.
+    One whose place is still empty is kept in any case: its successor's name and patience come from it. One of which
+    another container still runs, and so holds on to what it was given, is not kept for its log.
     """
     needed = {vacancy.replaces.uid for vacancy in vacancies if vacancy.replaces is not None}
     replaced = [pod for pod in ended if pod.uid not in needed]
-    replaced.sort(key=lambda pod: (pod.ended or 0.0, pod.created, pod.name), reverse=True)
+    silent = [pod for pod in replaced if not pod.lingers]
+    silent.sort(key=lambda pod: (pod.ended or 0.0, pod.created, pod.name), reverse=True)
     kept = max(ENDED_PODS_KEPT - (len(ended) - len(replaced)), 0)
-    return tuple(replaced[kept:])
+    return (*(pod for pod in replaced if pod.lingers), *silent[kept:])

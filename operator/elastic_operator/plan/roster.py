@@ -25,6 +25,8 @@ class Verdict(enum.Enum):
     """The agent says, in its own words, that the run failed."""
     BAD_INPUT = enum.auto()
     """The agent can't honour what it was started with; another one could not either."""
+    UNFIT = enum.auto()
+    """There is no agent in it, or none that can be understood; nor would there be in another one."""
     LEFT = enum.auto()
     """It was deleted, or asked to leave: no failure."""
     DIED = enum.auto()
@@ -44,6 +46,8 @@ def verdict(pod: Pod) -> Verdict:
         return Verdict.RUN_FAILED
     if pod.terminating or code in (ExitCode.LEFT, ExitCode.INTERRUPTED):
         return Verdict.LEFT
+    if pod.unfit is not None:
+        return Verdict.UNFIT
     if code == ExitCode.BAD_INPUT:
         return Verdict.BAD_INPUT
     return Verdict.DIED
@@ -81,6 +85,11 @@ class Roster:
     def unfinished(self) -> tuple[Pod, ...]:
         """All whose agent may still run."""
         return tuple(pod for pod in self.live + self.going if not pod.phase.ended)
+
+    @property
+    def lingering(self) -> tuple[Pod, ...]:
+        """Those that have ended and still hold on to what they were given."""
+        return tuple(pod for pod in self.ended if pod.lingers)
 
     def last_of_each_place(self, job: Job, going: Iterable[Pod] = ()) -> dict[int, Pod]:
         """By index, the pod that a new one would replace.

@@ -6,12 +6,13 @@ The numbers are those that hold once the plan is carried out, so that carrying i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.model import Condition, JobState
 from elastic_operator.names import ConditionType, Reason, hostname
 from elastic_operator.plan import words
 from elastic_operator.status_json import rfc3339
+from torchelastic.contract import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +26,26 @@ Verdicts = dict[ConditionType, tuple[bool, Reason, str]]
 """For each condition whether it holds, why, and why in words."""
 
 
+MESSAGE_LIMIT: Final = 8192
+"""Characters; no condition says more, whatever it quotes. The object's schema draws the line above this."""
+
+CAUSES_SHOWN: Final = 3
+"""So many different reasons why pods are not ready are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """Why the spec cannot be honoured.
+
+    Attributes:
+        reason: in a word.
+        message: in a sentence.
+    """
+
+    reason: Reason
+    message: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """What the job will have once the plan is carried out.
@@ -35,7 +56,8 @@ class Scene:
         created: pods that are made now.
         backing_off: places that stay empty for a while after a failure.
         held: whether no pod is made because the store can't say whether the run has ended.
-        problem: what is wrong with the spec; None where nothing is.
+        refused: whether no pod is made because the cluster would not take it.
+        invalid: what is wrong with the spec; None where nothing is.
         size_generation: of the size that the agents are told.
         writes_replicas: whether the plan changes the spec, and so raises its generation.
     """
@@ -45,7 +67,8 @@ class Scene:
     created: tuple[NewPod, ...] = ()
     backing_off: tuple[Vacancy, ...] = ()
     held: bool = False
-    problem: str | None = None
+    refused: bool = False
+    invalid: Invalid | None = None
     size_generation: int = 0
     writes_replicas: bool = False
 
@@ -64,7 +87,7 @@ def running_status(job: Job, observed: Observed, toll: Toll, scene: Scene, now: 
         before,
         state=JobState.RUNNING if trains else JobState.PENDING if started is None else JobState.WAITING,
         observed_generation=job.generation + (1 if scene.writes_replicas else 0),
-        replicas=len(scene.staying) + len(scene.created),
+        replicas=len(scene.staying) + (len(scene.created) if observed.hindrance is None else 0),
         ready=ready,
         desired=job.spec.desired,
         epoch=max(before.epoch, epoch.number if epoch is not None else 0),
@@ -100,7 +123,7 @@ def finished_status(job: Job, toll: Toll, ending: Ending, now: float) -> JobStat
         pod_failures=toll.pod_failures if ending.reason is Reason.POD_FAILURES else before.pod_failures,
         accounted=frozenset(),
         completed=now,
-        last_failure=before.last_failure if succeeded else ending.message,
+        last_failure=before.last_failure if succeeded else shorten(ending.message, MESSAGE_LIMIT),
         conditions=_stamped(before, verdicts, now),
     )
 
@@ -120,15 +143,16 @@ def unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod])
 def _last_failure(job: Job, observed: Observed, toll: Toll) -> str:
     if toll.charged:
         last = toll.charged[-1]
-        return f"{last.name} {words.death(last)}"
+        return shorten(f"{last.name} {words.death(last)}", MESSAGE_LIMIT)
     if observed.epoch is not None and observed.epoch.restarts > job.status.restarts:
-        return observed.epoch.cause
+        return shorten(observed.epoch.cause, MESSAGE_LIMIT)
     return job.status.last_failure
 
 
 def _conditions(job: Job, observed: Observed, status: JobStatus, scene: Scene) -> Verdicts:
     minimum = job.spec.min_replicas
     verdicts: Verdicts = {}
+    hindered = bool(scene.created) and observed.hindrance is not None
     if scene.held:
         unknown = (
             "whether the run has ended is not known while the store cannot be read; no pod is started until it can be"
@@ -136,7 +160,8 @@ def _conditions(job: Job, observed: Observed, status: JobStatus, scene: Scene) -
         waiting = (True, Reason.STORE_UNREADABLE, unknown)
     elif status.ready < minimum:
         there = f"{status.ready} of at least {words.count(minimum, 'pod')} {'is' if status.ready == 1 else 'are'} ready"
-        waiting = (True, Reason.BELOW_MINIMUM, f"{there}; {_missing(job, scene)}".removesuffix("; "))
+        because = Reason.HINDERED if hindered else Reason.BELOW_MINIMUM
+        waiting = (True, because, _sentence(there, _missing(job, observed, scene)))
     else:
         waiting = (False, Reason.ENOUGH_PODS, "")
     if status.state is JobState.RUNNING:
@@ -146,33 +171,36 @@ def _conditions(job: Job, observed: Observed, status: JobStatus, scene: Scene) -
     else:
         cause = observed.epoch.cause if observed.epoch is not None and not observed.epoch.members else ""
         running = (False, Reason.STARTING, cause or "the agents have not formed an epoch yet")
-    degraded = status.started is not None and status.ready < status.desired
     verdicts[ConditionType.RUNNING] = running
     verdicts[ConditionType.WAITING] = waiting
-    verdicts[ConditionType.DEGRADED] = (
-        (
-            True,
-            Reason.BELOW_DESIRED,
-            f"{status.ready} of {words.count(status.desired, 'pod')} ready; {_missing(job, scene)}",
-        )
-        if degraded
-        else (False, Reason.ALL_PODS if status.started is not None else Reason.NOT_STARTED, "")
-    )
-    if scene.problem is not None:
-        verdicts[ConditionType.INVALID] = (True, Reason.BAD_SPEC, scene.problem)
+    if status.started is not None and status.ready < status.desired:
+        there = f"{status.ready} of {words.count(status.desired, 'pod')} ready"
+        because = Reason.HINDERED if hindered else Reason.BELOW_DESIRED
+        verdicts[ConditionType.DEGRADED] = (True, because, _sentence(there, _missing(job, observed, scene)))
+    else:
+        reason = Reason.ALL_PODS if status.started is not None else Reason.NOT_STARTED
+        verdicts[ConditionType.DEGRADED] = (False, reason, "")
+    if scene.invalid is not None:
+        verdicts[ConditionType.INVALID] = (True, scene.invalid.reason, scene.invalid.message)
     elif any(condition.type == ConditionType.INVALID for condition in job.status.conditions):
         verdicts[ConditionType.INVALID] = (False, Reason.GOOD_SPEC, "")
     return verdicts
 
 
-def _missing(job: Job, scene: Scene) -> str:
+def _sentence(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _missing(job: Job, observed: Observed, scene: Scene) -> str:
     """For which pods the job waits, and why."""
-    coming = [(pod.index, pod.name) for pod in scene.staying if not pod.ready]
-    coming += [(pod.index, pod.name) for pod in scene.created]
-    unready = [name for _, name in sorted(coming)]
+    coming = [(pod.index, pod.name, words.clause(pod.waiting)) for pod in scene.staying if not pod.ready]
     parts = []
-    if unready:
-        parts.append(f"{words.listed(unready)} {'is' if len(unready) == 1 else 'are'} not ready yet")
+    if observed.hindrance is None:
+        coming += [(pod.index, pod.name, "") for pod in scene.created]
+    elif scene.created:
+        names = words.listed([pod.name for pod in scene.created])
+        parts.append(f"{names} cannot be made for now: {words.clause(observed.hindrance)}")
+    parts += _not_ready(coming)
     if scene.backing_off:
         parts.append(
             words.listed(
@@ -183,15 +211,29 @@ def _missing(job: Job, scene: Scene) -> str:
                 ]
             )
         )
-    return "; ".join(parts)
+    if scene.refused:
+        parts.append("no more pods are made of this spec, which the cluster refuses")
+    return _sentence(*parts)
+
+
+def _not_ready(coming: Iterable[tuple[int, str, str]]) -> list[str]:
+    """Pods that are not ready, those with one cause together: by index, with name and cause."""
+    causes: dict[str, list[str]] = {}
+    for _, name, cause in sorted(coming):
+        causes.setdefault(cause if cause in causes or len(causes) < CAUSES_SHOWN else "", []).append(name)
+    return [
+        f"{words.listed(names)} {'is' if len(names) == 1 else 'are'} not ready yet{f': {cause}' if cause else ''}"
+        for cause, names in causes.items()
+    ]
 
 
 def _stamped(before: JobStatus, verdicts: Verdicts, now: float) -> tuple[Condition, ...]:
     """The conditions, each with the time since which it has its value."""
     known = {condition.type: condition for condition in before.conditions}
     stamped = []
-    for kind, (holds, reason, message) in verdicts.items():
+    for kind, (holds, reason, why) in verdicts.items():
         earlier = known.get(kind)
         since = earlier.since if earlier is not None and earlier.status == holds else now
+        message = shorten(why, MESSAGE_LIMIT)
         stamped.append(Condition(type=kind, status=holds, reason=reason, message=message, since=since))
     return tuple(stamped)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _SIGNAL_BASE: Final = 128
 _NAMES_SHOWN: Final = 5
 _LAST_LINE_LIMIT: Final = 512
+_SAID_LIMIT: Final = 2048
 
 
 def death(pod: Pod) -> str:
@@ -57,6 +58,11 @@ def describe(failure: FailureRecord) -> str:
 def count(number: int, thing: str) -> str:
     """A number of things: "1 pod", "3 pods"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def clause(said: str) -> str:
+    """What somebody else said, as a part of a sentence of ours: on one line, without a full stop, and not too long."""
+    return shorten(" ".join(said.split()).rstrip("."), _SAID_LIMIT)
 
 
 def listed(things: Sequence[str]) -> str:

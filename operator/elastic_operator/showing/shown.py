@@ -148,7 +148,7 @@ class ShownEnd(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ShownRun(msgspec.Struct, frozen=True, rename="camel"):
-    """The run that the job lives in: one ``elasticjob run``. On a cluster there is none, and all but ``alive`` is empty.
+    """The run that the job lives in: one ``elasticjob run``. On a cluster there is none: all but ``alive`` is empty.
 
     Attributes:
         id: names its folder.

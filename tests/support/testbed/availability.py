@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +22,8 @@ BEDS: Final[Mapping[Bed, str]] = {
 }
 """What each bed gives the tests; they carry its name as a marker."""
 
-_IMAGES: Final = {"pause": 0.1, "etcd": 0.1, "coredns": 0.1, "operator": 2.0, "agent": 6.0}
-"""The images that the node runs, each with the minutes that it takes."""
+_MINUTES: Final = {"operator": 2.0, "agent": 6.0}
+"""How long images take that are not made at once."""
 
 _QUICK: Final = 1.0
 """Seconds up to which it is not worth a line that something was made."""
@@ -87,7 +86,7 @@ def steps(bed: Bed) -> Iterator[Step]:
     if bed == "node":
         yield _program("coredns")
         yield from (_packages(name) for name in packages.SETS)
-        yield from map(_image, _IMAGES)
+        yield from _images()
 
 
 def closing_words(missing: Mapping[Bed, Missing], left_out: Mapping[Bed, int] | None = None) -> Sequence[str]:
@@ -121,10 +120,10 @@ def _check(bed: Bed) -> None:
     Raises:
         Missing: the bed cannot be had here.
     """
-    if not sys.platform.startswith("linux"):
-        raise Missing("Linux", "run the tests on a Linux machine, a virtual one, or in a container")
-    if bed == "node" and os.geteuid() != 0:
-        raise Missing("root", "a kubelet makes namespaces, mounts and control groups: run `make test` as root")
+    if bed == "node":
+        from tests.support.testbed import node
+
+        node.check_machine()
 
 
 def _program(name: str) -> Step:
@@ -146,15 +145,16 @@ def _packages(name: packages.SetName) -> Step:
     )
 
 
-def _image(name: str) -> Step:
+def _images() -> Iterator[Step]:
     from tests.support.testbed import images
 
-    return Step(
-        what=f"the image of {name}",
-        minutes=_IMAGES[name],
-        is_ready=partial(images.is_ready, name),
-        make=partial(images.archive, name),
-    )
+    for name, tag in images.IMAGES.items():
+        yield Step(
+            what=f"the image {tag}",
+            minutes=_MINUTES.get(name, 0.1),
+            is_ready=partial(images.is_ready, name),
+            make=partial(images.archive, name),
+        )
 
 
 def _take(step: Step, say: Callable[[str], None]) -> None:

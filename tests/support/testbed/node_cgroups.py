@@ -212,7 +212,7 @@ def _remove(folder: Path, deadline: float) -> bool:
                 # Version 1: what it has cached of files keeps a removed group alive in the kernel.
                 Path(group, "memory.force_empty").write_text("0")
             with contextlib.suppress(OSError):
-                os.rmdir(group)
+                Path(group).rmdir()
         if folder.exists():
             if time.monotonic() > deadline:
                 return False

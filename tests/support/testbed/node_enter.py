@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
+        number = signal.Signals(os.WTERMSIG(status))
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

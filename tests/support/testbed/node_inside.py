@@ -12,7 +12,6 @@ The cache and the folder for logs show through wherever they lie.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -44,8 +43,8 @@ def main(folder: str, place: str) -> int:
     try:
         arrange(bed, Path(place))
     except (OSError, subprocess.CalledProcessError) as error:
-        words = getattr(error, "stderr", None) or str(error)
-        print(json.dumps({"event": "failed", "words": f"the node's namespaces cannot be arranged: {words}"}), flush=True)
+        words = getattr(error, "stderr", None) or error
+        node_parts.say("failed", words=f"the node's namespaces cannot be arranged: {words}")
         return _PROGRAM_FAILED
     child = os.fork()
     if child == 0:
@@ -66,8 +65,8 @@ def arrange(bed: Bed, place: Path) -> None:
     mount("none", "/", flags=Mount.RECURSIVE | Mount.PRIVATE)
     socket.sethostname(node_config.NAME)
     hierarchies = node_cgroups.of_this_machine()
-    shown = {path: os.open(path, os.O_PATH) for path in (bed.cache, bed.folder)}
-    kept = {folder: os.open(place / folder.name, os.O_PATH) for folder in (node_config.CONTAINERD, node_config.KUBELET)}
+    shown = {path: os.open(path, os.O_PATH) for path in map(Path, (bed.cache, bed.folder))}
+    shown |= {path: os.open(place / path.name, os.O_PATH) for path in (node_config.CONTAINERD, node_config.KUBELET)}
 
     mount("proc", "/proc", "proc", _NO_PROGRAMS)
     mount("sysfs", "/sys", "sysfs", _NO_PROGRAMS)
@@ -77,8 +76,8 @@ def arrange(bed: Bed, place: Path) -> None:
         (node_config.INSIDE / folder).mkdir(parents=True)
     for covered in _COVERED:
         _cover(covered)
-    for path, opened in {**shown, **kept}.items():
-        Path(path).mkdir(parents=True, exist_ok=True)
+    for path, opened in shown.items():
+        path.mkdir(parents=True, exist_ok=True)
         mount(f"/proc/self/fd/{opened}", path, flags=Mount.BIND | Mount.RECURSIVE)
         os.close(opened)
 

@@ -41,10 +41,8 @@ def main(folder: str) -> int:
     bed = Bed.read(Path(folder, "bed.json").read_text())
     asked_to_end = _asked_to_end()
     with _place(Path(bed.cache)) as place:
-        name = f"elastic-operator-node-{os.getpid()}"
-        groups = node_cgroups.plan(node_cgroups.of_this_machine(), name)
+        groups = node_cgroups.plan(node_cgroups.of_this_machine(), f"elastic-operator-node-{os.getpid()}")
         (place / _GROUPS).write_text(node_cgroups.written(groups))
-        left: list[str] = []
         try:
             node_cgroups.make(groups)
             process = _started(folder, place, groups)
@@ -54,11 +52,13 @@ def main(folder: str) -> int:
             finally:
                 process.kill()
                 process.wait()  # the kernel ends it only after all others in its PID namespace
+        except (OSError, subprocess.SubprocessError) as error:
+            say("failed", words=f"the kernel refuses what a node needs: {error}")
         finally:
             left = tidy(place)
-        for what in left:
-            print(f"could not be removed: {what}", file=sys.stderr)
-        return 1 if left else 0
+    for what in left:
+        print(f"could not be removed: {what}", file=sys.stderr)
+    return 1 if left else 0
 
 
 def say(event: str, **more: Any) -> None:
@@ -92,12 +92,13 @@ def tidy(place: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _place(cache: Path) -> Iterator[Path]:
-    """The first place that is not taken, tidied; it is taken until the end."""
-    sweep(cache)
+    """The first place that is not taken, tidied as all others are; it is taken until the end."""
     for number in count(1):
         place = _places(cache) / str(number)
         with _lock(place.with_suffix(".lock")) as taken:
             if taken:
+                tidy(place)
+                sweep(cache)
                 for folder in (CONTAINERD, KUBELET):
                     (place / folder.name).mkdir(parents=True, exist_ok=True)
                 try:
@@ -143,7 +144,7 @@ def _started(folder: str, place: Path, groups: node_cgroups.Groups) -> subproces
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.testbed.node_inside", folder, str(place)],
         stdin=subprocess.DEVNULL,
-        preexec_fn=become_the_node,  # noqa: PLW1509 - this process has one thread
+        preexec_fn=become_the_node,  # safe, since this process has one thread
         cwd=_ROOT,
     )
 

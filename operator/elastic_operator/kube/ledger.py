@@ -1,0 +1,80 @@
+"""What the API server would not make for a job, and why: kept until the spec changes, or until it is made after all."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_operator.model import Job
+
+_FIRST_WAIT: Final = 0.5
+_LONGEST_WAIT: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is held against one generation of a job's spec.
+
+    Attributes:
+        generation: of the spec.
+        refusal: why its objects will never be taken; None where they may.
+        hindrance: why they were not taken when it was tried last; None where they were.
+        tries: how often in a row they were not taken.
+        next_try: when it makes sense to try again; a monotonic time.
+    """
+
+    generation: int
+    refusal: str | None = None
+    hindrance: str | None = None
+    tries: int = 0
+    next_try: float = 0.0
+
+
+class Ledger:
+    """Refusals and hindrances by job.
+
+    Args:
+        clock: a monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+
+    def refusal(self, job: Job) -> str | None:
+        """Why what the job's spec asks for will never be taken; None where it may be."""
+        return self._entry(job).refusal
+
+    def hindrance(self, job: Job) -> str | None:
+        """Why something could not be made for the job when it was tried last; None where all could."""
+        return self._entry(job).hindrance
+
+    def must_wait(self, job: Job) -> bool:
+        """Whether it is too early to try again."""
+        return self._entry(job).next_try > self._clock()
+
+    def refuse(self, job: Job, why: str) -> None:
+        """The API server will never take what the job's spec asks for."""
+        self._entries[job.uid] = _Entry(job.generation, refusal=why)
+
+    def hinder(self, job: Job, why: str) -> None:
+        """The API server does not take it now."""
+        tries = self._entry(job).tries
+        wait = min(_FIRST_WAIT * 2.0 ** min(tries, 16), _LONGEST_WAIT)
+        self._entries[job.uid] = _Entry(job.generation, hindrance=why, tries=tries + 1, next_try=self._clock() + wait)
+
+    def clear(self, job: Job) -> bool:
+        """All that was asked for was made; gives back whether that is news."""
+        return self._entries.pop(job.uid, None) is not None
+
+    def forget(self, uid: str) -> None:
+        """The job is gone."""
+        self._entries.pop(uid, None)
+
+    def _entry(self, job: Job) -> _Entry:
+        entry = self._entries.get(job.uid)
+        return entry if entry is not None and entry.generation == job.generation else _Entry(job.generation)

@@ -1,0 +1,67 @@
+"""``elastic-operator``: the operator's process.
+
+Exit codes: 0 it was told to end, 1 it could not go on, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from elastic_operator.errors import BadInput
+from elastic_operator.kube.options import BAD_INPUT, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elastic_operator.kube.api import Api
+    from elastic_operator.kube.options import OperatorSettings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the operator.
+
+    Args:
+        argv: the command line without the program's name; None for this process's own.
+
+    Returns:
+        The exit code.
+    """
+    settings = parse(argv, os.environ)
+    from elastic_operator.kube import log_lines  # what follows takes a moment to load; --help needn't wait for it
+
+    log_lines.set_up(settings.log_format, settings.log_level)
+    try:
+        asyncio.run(_run(settings))
+    except BadInput as error:
+        sys.stderr.write(f"elastic-operator: {error}\n")
+        return BAD_INPUT
+    return 0
+
+
+async def _run(settings: OperatorSettings) -> None:
+    from elastic_operator.kube.process import Operator
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await Operator(settings, await _connection(settings)).run(stop)
+
+
+async def _connection(settings: OperatorSettings) -> Api:
+    from elastic_operator.kube import kubeconfig
+    from elastic_operator.kube.api import Api
+
+    if settings.in_pod:
+        return await Api.in_cluster()
+    files = kubeconfig.find(settings.kubeconfig, os.environ)
+    kubeconfig.check(files, settings.context)
+    return await Api.from_kubeconfig(":".join(map(str, files)), settings.context)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The etcd that is made for a job: there as long as the plan wants it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elastic_operator.errors import ClusterError
+from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_endpoint, etcd_name, etcd_service
+from elastic_operator.kube.observation import etcd_hindrance, etcd_state, told_cluster_ip
+from elastic_operator.kube.resources import DEPLOYMENTS, PODS, SERVICES
+from elastic_operator.kube.writer import Hindered, Refused
+from elastic_operator.unchecked import mapping, text
+
+if TYPE_CHECKING:
+    from elastic_operator.kube.cache import Cache
+    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kube.settings import PodSettings
+    from elastic_operator.kube.writer import Writer
+    from elastic_operator.model import EtcdState, Job
+    from elastic_operator.spec import Json
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdSeen:
+    """What is known of a job's own etcd.
+
+    Attributes:
+        state: where it stands.
+        endpoint: host:port under which it is found; None where it has none yet.
+        hindrance: why its pod can't be made for now, in words; None where it can.
+    """
+
+    state: EtcdState
+    endpoint: str | None
+    hindrance: str | None
+
+
+class ManagedEtcd:
+    """Service and deployment of the jobs' own etcds.
+
+    Args:
+        cache: what is there.
+        writer: makes and removes.
+        settings: what pods are made with where the job does not say.
+    """
+
+    def __init__(self, cache: Cache, writer: Writer, settings: PodSettings) -> None:
+        self._cache = cache
+        self._writer = writer
+        self._settings = settings
+
+    def seen(self, job: Job) -> EtcdSeen:
+        """What is known of it."""
+        service, deployment = self._service(job), self._deployment(job)
+        return EtcdSeen(etcd_state(service, deployment), _endpoint(service), etcd_hindrance(deployment))
+
+    async def ensure(self, job: Job) -> str:
+        """Have it there.
+
+        Returns:
+            host:port under which it is found.
+
+        Raises:
+            Refused: the API server will never take it.
+            Hindered: it does not take it now.
+            ClusterError: trying again may help.
+        """
+        service = self._service(job)
+        missing = []
+        if self._deployment(job) is None:
+            missing.append(self._writer.create(DEPLOYMENTS, job, etcd_deployment(job, self._settings)))
+        if service is None:
+            missing.append(self._make_service(job))
+        results = await asyncio.gather(*missing, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        endpoint = _endpoint(self._service(job))
+        if endpoint is None:
+            raise ClusterError(f"the Service {etcd_name(job.name)} has no address yet")
+        return endpoint
+
+    async def remove(self, job: Job) -> None:
+        """Have it gone.
+
+        Raises:
+            ClusterError: trying again may help.
+        """
+        there = [
+            (resource, body)
+            for resource, body in ((DEPLOYMENTS, self._deployment(job)), (SERVICES, self._service(job)))
+            if body is not None and not mapping(body, "metadata").get("deletionTimestamp")
+        ]
+        for resource, body in there:
+            about = body["metadata"]
+            await self._writer.remove(resource, about["namespace"], about["name"], about["uid"])
+
+    async def _make_service(self, job: Job) -> Json:
+        """Make the service, under the address that living pods know."""
+        told = next(filter(None, map(told_cluster_ip, self._cache.belongings(PODS, job.uid))), None)
+        try:
+            return await self._writer.create(SERVICES, job, etcd_service(job, self._settings, cluster_ip=told))
+        except Refused as refusal:
+            if told is None or told not in str(refusal):
+                raise
+            raise Hindered(
+                f"the address {told}, at which the pods of this job look for their etcd, belongs to another service by "
+                f"now: delete these pods, so that new ones are told another ({refusal})"
+            ) from None
+
+    def _service(self, job: Job) -> Json | None:
+        return self._object(SERVICES, job)
+
+    def _deployment(self, job: Job) -> Json | None:
+        return self._object(DEPLOYMENTS, job)
+
+    def _object(self, resource: Resource, job: Job) -> Json | None:
+        name = etcd_name(job.name)
+        for body in self._cache.belongings(resource, job.uid):
+            if text(body, "metadata", "name") == name:
+                return body
+        return None
+
+
+def _endpoint(service: Json | None) -> str | None:
+    address = text(service, "spec", "clusterIP")
+    return etcd_endpoint(address) if address not in ("", "None") else None

@@ -1,0 +1,188 @@
+"""The operator's process, put together: what runs, in which order it begins, and in which it ends.
+
+Every copy watches and lists, so that it could act at once. The one that leads has a reconciler and all that it works
+with, for as long as it leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from elastic_operator.kube.cache import Cache, owner_of
+from elastic_operator.kube.cluster import KubernetesCluster
+from elastic_operator.kube.events import Events
+from elastic_operator.kube.farewell import farewell
+from elastic_operator.kube.leading import Leadership, LeaseSettings
+from elastic_operator.kube.ledger import Ledger
+from elastic_operator.kube.listing import Listings
+from elastic_operator.kube.managed_etcd import ManagedEtcd
+from elastic_operator.kube.metrics import OperatorMetrics
+from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
+from elastic_operator.kube.stores import Stores
+from elastic_operator.kube.watching import Watches
+from elastic_operator.kube.web import Web
+from elastic_operator.kube.writer import Writer
+from elastic_operator.reconcile import Reconciler, WorkQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_operator.kube.api import Api
+    from elastic_operator.kube.options import OperatorSettings
+    from elastic_operator.kube.resources import Resource
+    from elastic_operator.spec import Json
+
+_log: Final = logging.getLogger(__name__)
+
+_STUCK: Final = 600.0
+"""Seconds after which a job that is being worked on will never be done with."""
+
+
+class Operator:
+    """One copy of the operator.
+
+    Args:
+        settings: how it is run.
+        api: the connection; not opened yet.
+    """
+
+    def __init__(self, settings: OperatorSettings, api: Api) -> None:
+        self._settings = settings
+        self._api = api
+        self._metrics = OperatorMetrics()
+        self._queue = WorkQueue()
+        self._cache = Cache(changed=self._queue.put, gone=self._on_gone)
+        self._listings = Listings(api, self._cache, namespaces=settings.namespaces)
+        self._reconciler: Reconciler | None = None
+        self._tell_farewell: Callable[[Json], None] | None = None
+        api.asked = self._metrics.asked
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until told to stop.
+
+        Args:
+            stop: set when it is to end.
+
+        Raises:
+            BadInput: what it was started with cannot be.
+        """
+        web = Web(self._settings.listen, registry=self._metrics.registry, ill=self._ill, unready=self._unready)
+        async with self._api, web:
+            self._measure()
+            whose = ", ".join(self._settings.namespaces) or "all namespaces"
+            _log.info("looking after the ElasticJobs of %s; /metrics on port %d", whose, web.port)
+            async with asyncio.TaskGroup() as background:
+                knowing = [background.create_task(part) for part in (self._watch(), self._listings.run())]
+                await _until(stop, asyncio.create_task(self._act()))
+                for task in knowing:
+                    task.cancel()
+        _log.info("ended")
+
+    async def _watch(self) -> NoReturn:
+        """Watch as soon as there is what is to be watched."""
+        watches = Watches(
+            access=self._api.access,
+            hear=self._hear,
+            possible=self._listings.list_all,
+            began=self._listings.doubt,
+            namespaces=self._settings.namespaces,
+        )
+        await watches.run()
+
+    async def _act(self) -> None:
+        """Act whenever this copy leads."""
+        await self._listings.complete.wait()
+        settings = self._settings
+        if not settings.leader_elect:
+            await self._work()
+            return
+        lease = LeaseSettings(
+            namespace=settings.lease_namespace or self._api.namespace,
+            name=settings.lease_name,
+            identity=settings.identity,
+        )
+        leadership = Leadership(self._api, lease)
+        self._metrics.gauge("elastic_operator_leads", "Whether this copy acts.", lambda: float(leadership.leads))
+        await leadership.run(self._work)
+
+    async def _work(self) -> None:
+        """What a leader does."""
+        settings = self._settings
+        async with Events(self._api, settings.identity) as events, Stores(self._queue.put) as stores:
+            writer = Writer(self._api, self._cache)
+            cluster = KubernetesCluster(
+                cache=self._cache,
+                writer=writer,
+                etcd=ManagedEtcd(self._cache, writer, settings.pods),
+                stores=stores,
+                events=events,
+                ledger=Ledger(),
+                settings=settings.pods,
+                wake=self._queue.put,
+            )
+            self._reconciler = Reconciler(
+                cluster, queue=self._queue, list_keys=self._keys, reconciled=self._metrics.reconciled
+            )
+            self._tell_farewell = lambda pod: self._say_goodbye(events, pod)
+            try:
+                await self._reconciler.run()
+            finally:
+                self._reconciler = self._tell_farewell = None
+
+    async def _keys(self) -> tuple[str, ...]:
+        return self._cache.keys
+
+    def _hear(self, resource: Resource, kind: str | None, body: Json) -> None:
+        """Take over what a watch tells."""
+        if kind == "DELETED":
+            self._cache.remove(resource, body)
+            return
+        self._cache.put(resource, body)
+        if kind is None:
+            self._listings.doubt()
+
+    def _on_gone(self, resource: Resource, body: Json) -> None:
+        if resource == PODS and self._tell_farewell is not None:
+            self._tell_farewell(body)
+
+    def _say_goodbye(self, events: Events, pod: Json) -> None:
+        owner = owner_of(pod)
+        job = self._cache.job(f"{pod['metadata']['namespace']}/{owner.name}") if owner is not None else None
+        if job is None or owner is None or job["metadata"]["uid"] != owner.uid:
+            return  # nobody would read it
+        event = farewell(pod)
+        if event is not None:
+            events.tell(job, event)
+
+    def _measure(self) -> None:
+        self._metrics.gauge(
+            "elastic_operator_queue_depth", "Jobs that wait to be looked at.", lambda: self._queue.depth
+        )
+        for resource in (ELASTIC_JOBS, PODS):
+            count = functools.partial(self._cache.count, resource)
+            self._metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
+
+    def _ill(self) -> str:
+        reconciler = self._reconciler
+        if reconciler is not None and reconciler.longest > _STUCK:
+            return f"a job has been worked on for {reconciler.longest:.0f} s"
+        return ""
+
+    def _unready(self) -> str:
+        return "" if self._listings.complete.is_set() else "not everything that there is has been listed yet"
+
+
+async def _until(stop: asyncio.Event, work: asyncio.Task[None]) -> None:
+    """Let it work until told to stop; its errors are raised."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (work, stopping):
+            task.cancel()
+        await asyncio.wait({work, stopping})
+    if not work.cancelled():
+        work.result()

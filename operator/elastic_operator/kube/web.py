@@ -1,0 +1,94 @@
+"""What probes and Prometheus ask of the operator: /healthz, /readyz and /metrics.
+
+/healthz answers 200 as long as the process does its work, or waits for its turn to; whether the API server can be
+reached has no part in it, for a new start would not help. /readyz answers 200 once the operator knows what there is, so
+that it could act at once.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Self
+
+from aiohttp import web
+from prometheus_client.exposition import choose_encoder
+
+from elastic_operator.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from prometheus_client import CollectorRegistry
+
+    from elastic_operator.kube.options import Address
+
+    Complaint = Callable[[], str]
+    """Gives what is wrong, as a sentence; empty where nothing is."""
+
+
+class Web:
+    """Serves as long as its block lasts.
+
+    Args:
+        listen: where.
+        registry: what /metrics shows.
+        ill: gives what is wrong with the process, as a sentence; empty where nothing is.
+        unready: gives what the operator waits for before it could act; empty where for nothing.
+    """
+
+    def __init__(self, listen: Address, *, registry: CollectorRegistry, ill: Complaint, unready: Complaint) -> None:
+        self._listen = listen
+        self._registry = registry
+        self._answers = {"/healthz": ill, "/readyz": unready}
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        """Begin to serve.
+
+        Raises:
+            BadInput: the address can't be listened on.
+        """
+        listening = _socket(self._listen)
+        self.port = listening.getsockname()[1]
+        app = web.Application()
+        for path, complaint in self._answers.items():
+            app.router.add_get(path, _probe(complaint))
+        app.router.add_get("/metrics", self._metrics)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+        self._runner = runner
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
+
+
+def _probe(complaint: Complaint) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(_: web.Request) -> web.Response:
+        wrong = complaint()
+        return web.Response(text=f"{wrong or 'ok'}\n", status=503 if wrong else 200)
+
+    return answer
+
+
+def _socket(listen: Address) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            listen.host or None, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise BadInput(
+            f"nothing can be served on {listen.host}:{listen.port}: {error.strerror or error}; choose another address "
+            "with --listen"
+        ) from None

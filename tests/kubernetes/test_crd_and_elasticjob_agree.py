@@ -1,0 +1,197 @@
+"""`elasticjob` and the API server agree: both accept and refuse the same jobs, the inside of the template apart."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_operator import crd
+from elastic_operator.model import Condition, JobState, JobStatus
+from elastic_operator.names import ConditionType, Reason
+from elastic_operator.plan.standing import MESSAGE_LIMIT
+from elastic_operator.status_json import status_to_json
+from tests.support import any_job
+from tests.support.api_server import Answer, ElasticJobs
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = pytest.mark.control_plane
+
+
+def examples(number: int) -> settings:
+    """So many, and always the same: what is refused today is refused tomorrow."""
+    return settings(
+        max_examples=number,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def server(cluster_with_crd: Cluster) -> AsyncIterator[ElasticJobs]:
+    """The jobs of a namespace of these tests' own."""
+    # The first rule that it compiles makes celpy raise Python's recursion limit, and hypothesis wants that to stay.
+    assert crd.validate(job("first")) == []
+    async with cluster_with_crd.namespace() as name:
+        await cluster_with_crd.kubectl(
+            "create", "rolebinding", "owner", "--clusterrole=cluster-admin",
+            f"--serviceaccount={name}:default", f"--namespace={name}",
+        )  # fmt: skip
+        with ElasticJobs(await cluster_with_crd.kubeconfig_for(name, "default")) as jobs:
+            yield jobs
+
+
+def job(name: str, **spec: Any) -> dict[str, Any]:
+    """A job that is accepted, with these fields of the spec set besides."""
+    return {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": name},
+        "spec": {"maxReplicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"], **spec},
+    }
+
+
+def assert_same(answer: Answer, new: dict[str, Any], old: dict[str, Any] | None = None) -> None:
+    """Both accept, or both refuse; what is accepted has the same defaults."""
+    problems = [str(problem) for problem in crd.validate(new, old=old)]
+    different = f"""
+the API server says: {answer.words}
+elasticjob says:     {"; ".join(problems) or "accepted"}
+of:
+{yaml.safe_dump(new, sort_keys=False)}
+{"in the place of:" if old else ""}
+{yaml.safe_dump(old["spec"], sort_keys=False) if old else ""}"""
+    assert answer.accepted == (not problems), different
+    if answer.accepted:
+        assert answer.body["spec"] == crd.apply_defaults(new)["spec"], different
+
+
+def test_a_job_that_is_created_is_judged_the_same(server: ElasticJobs) -> None:
+    verdicts = set()
+
+    @examples(1000)
+    @given(any_job.jobs())
+    def check(manifest: dict[str, Any]) -> None:
+        answer = server.try_to_create(manifest)
+        assert_same(answer, manifest)
+        verdicts.add(answer.accepted)
+
+    check()
+    assert verdicts == {True, False}
+
+
+CHANGES = st.lists(
+    st.fixed_dictionaries({}, optional={name: st.none() | st.integers(1, 6) for name in sorted(crd.CHANGEABLE)}),
+    min_size=1,
+    max_size=5,
+)
+"""One after the other; None takes a field out."""
+
+
+def changed(manifest: dict[str, Any], change: dict[str, int | None]) -> dict[str, Any]:
+    """The same manifest with some fields of its spec set or taken out."""
+    new = copy.deepcopy(manifest)
+    spec = {**new["spec"], **change}
+    return {**new, "spec": {key: value for key, value in spec.items() if value is not None}}
+
+
+def test_changes_of_the_size_are_judged_the_same(server: ElasticJobs) -> None:
+    verdicts: list[bool] = []
+
+    @examples(150)
+    @given(st.integers(3, 6), CHANGES)
+    def check(most: int, changes: list[dict[str, int | None]]) -> None:
+        live = server.create(job("changing", maxReplicas=most)).body
+        try:
+            for change in changes:
+                new = changed(live, change)
+                answer = server.replace("changing", new)
+                assert_same(answer, new, live)
+                verdicts.append(answer.accepted)
+                live = answer.body if answer.accepted else live
+        finally:
+            server.delete("changing")
+
+    check()
+    assert set(verdicts) == {True, False}
+
+
+def test_any_other_change_is_judged_the_same(server: ElasticJobs) -> None:
+    verdicts: list[bool] = []
+    manifests = any_job.jobs(st.just({"name": "rewritten"}))
+
+    @examples(150)
+    @given(st.lists(manifests, min_size=2, max_size=4))
+    def check(versions: list[dict[str, Any]]) -> None:
+        live = server.create(job("rewritten")).body
+        try:
+            for version in versions:
+                named = {"name": "rewritten", "resourceVersion": live["metadata"]["resourceVersion"]}
+                new = {**version, "metadata": named}
+                answer = server.replace("rewritten", new)
+                assert_same(answer, new, live)
+                verdicts.append(answer.accepted)
+                live = answer.body if answer.accepted else live
+        finally:
+            server.delete("rewritten")
+
+    check()
+    assert set(verdicts) == {True, False}
+
+
+TIMES = st.none() | st.integers(0, 4_000_000_000).map(float)
+COUNTS = st.integers(0, 1_000_000)
+WORDS = st.text(max_size=40) | st.sampled_from([character * MESSAGE_LIMIT for character in "x😀"])
+STATUSES = st.builds(
+    JobStatus,
+    state=st.sampled_from(JobState),
+    observed_generation=COUNTS,
+    replicas=COUNTS,
+    ready=COUNTS,
+    desired=COUNTS,
+    epoch=st.integers(0, 2**53),
+    world_size=COUNTS,
+    restarts=COUNTS,
+    pod_failures=COUNTS,
+    accounted=st.frozensets(st.uuids().map(str), max_size=4),
+    size_generation=st.integers(0, 2**53),
+    started=TIMES,
+    completed=TIMES,
+    last_failure=WORDS,
+    conditions=st.lists(
+        st.builds(
+            Condition,
+            type=st.sampled_from(ConditionType),
+            status=st.booleans(),
+            reason=st.sampled_from(Reason),
+            message=WORDS,
+            since=st.integers(0, 4_000_000_000).map(float),
+        ),
+        max_size=3,
+        unique_by=lambda condition: condition.type,
+    ).map(tuple),
+)
+
+
+def test_every_status_that_the_operator_may_write_is_accepted(server: ElasticJobs) -> None:
+    created = server.create(job("spoken-of")).body
+
+    @examples(300)
+    @given(STATUSES)
+    def check(status: JobStatus) -> None:
+        answer = server.try_to_replace_status("spoken-of", {**created, "status": status_to_json(status)})
+        assert answer.accepted, answer.words
+
+    check()
+    server.delete("spoken-of")

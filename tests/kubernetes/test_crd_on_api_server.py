@@ -1,0 +1,221 @@
+"""The ElasticJob on a real API server, as a user of kubectl sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from elastic_operator import crd
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.testbed.cluster import Cluster
+    from tests.support.testbed.commands import Result
+
+pytestmark = pytest.mark.control_plane
+
+REPOSITORY = Path(__file__).parents[2]
+DEFINITION = REPOSITORY / "crds" / "elasticjob.yaml"
+EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
+LARGEST_ANNOTATIONS = 262_144
+OUT_OF_BOUNDS = "spec.replicas: Invalid value: must lie between minReplicas and maxReplicas"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def space(cluster_with_crd: Cluster) -> AsyncIterator[str]:
+    """A namespace for all these tests; each job in it has a name of its own."""
+    async with cluster_with_crd.namespace() as name:
+        yield name
+
+
+class User:
+    """Somebody who types kubectl in the namespace."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+
+    async def __call__(self, *arguments: str, stdin: str | None = None, check: bool = True) -> Result:
+        return await self._cluster.kubectl(f"--namespace={self._namespace}", *arguments, stdin=stdin, check=check)
+
+    async def apply(self, manifest: dict[str, Any], *, check: bool = True) -> Result:
+        return await self("apply", "--filename=-", stdin=yaml.safe_dump(manifest), check=check)
+
+    async def get(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((await self("get", "elasticjob", name, "--output=json")).stdout)
+        return found
+
+    async def refusal(self, *arguments: str, stdin: str | None = None) -> str:
+        """What is said of a command that is refused."""
+        refused = await self(*arguments, stdin=stdin, check=False)
+        assert refused.returncode != 0, refused.stdout
+        return refused.stderr
+
+    async def say(self, name: str, status: dict[str, Any]) -> None:
+        """Write a job's status, as the operator does."""
+        patch = json.dumps({"status": status})
+        await self("patch", "elasticjob", name, "--subresource=status", "--type=merge", f"--patch={patch}")
+
+
+@pytest.fixture
+def kubectl(cluster_with_crd: Cluster, space: str) -> User:
+    return User(cluster_with_crd, space)
+
+
+def job(name: str, **spec: Any) -> dict[str, Any]:
+    """A job that is accepted, with these fields of the spec set besides."""
+    return {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": name},
+        "spec": {"maxReplicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"], **spec},
+    }
+
+
+# The definition
+
+
+async def test_the_definition_is_taken_without_a_warning(cluster_with_crd: Cluster) -> None:
+    again = await cluster_with_crd.kubectl("replace", "--dry-run=server", f"--filename={DEFINITION}")
+    assert again.stderr == ""
+    found = json.loads((await cluster_with_crd.kubectl("get", f"--filename={DEFINITION}", "--output=json")).stdout)
+    conditions = {condition["type"]: condition["status"] for condition in found["status"]["conditions"]}
+    assert conditions == {"NamesAccepted": "True", "Established": "True"}
+    annotations = found["metadata"]["annotations"]
+    assert sum(len(key) + len(value) for key, value in annotations.items()) < LARGEST_ANNOTATIONS // 2
+
+
+# Sizes
+
+
+async def test_a_job_is_scaled_within_its_bounds_and_refused_beyond_them_with_a_sentence(kubectl: User) -> None:
+    await kubectl.apply(job("scaled", minReplicas=2, maxReplicas=4, replicas=2))
+    await kubectl("scale", "elasticjob/scaled", "--replicas=4")
+    assert (await kubectl.get("scaled"))["spec"]["replicas"] == 4
+    for beyond in ("1", "5"):
+        assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/scaled", f"--replicas={beyond}")
+    assert (await kubectl.get("scaled"))["spec"]["replicas"] == 4
+
+
+async def test_a_job_without_a_number_can_be_scaled_and_then_has_one(kubectl: User) -> None:
+    await kubectl.apply(job("numberless"))
+    assert "replicas" not in (await kubectl.get("numberless"))["spec"]
+    assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/numberless", "--replicas=4")
+    await kubectl("scale", "elasticjob/numberless", "--replicas=2")
+    assert (await kubectl.get("numberless"))["spec"]["replicas"] == 2
+    await kubectl.apply(job("numberless", maxRestarts=1))  # a file that never named the number leaves it alone
+    assert (await kubectl.get("numberless"))["spec"]["replicas"] == 2
+
+
+async def test_the_maximum_can_be_lowered_below_a_number_that_is_not_touched(kubectl: User) -> None:
+    await kubectl.apply(job("lowered", maxReplicas=5))
+    await kubectl("scale", "elasticjob/lowered", "--replicas=5")
+    await kubectl.apply(job("lowered", maxReplicas=3))
+    spec = (await kubectl.get("lowered"))["spec"]
+    assert (spec["maxReplicas"], spec["replicas"]) == (3, 5)
+    assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/lowered", "--replicas=4")
+    await kubectl("scale", "elasticjob/lowered", "--replicas=3")
+
+
+async def test_an_autoscaler_finds_the_worker_pods(kubectl: User, space: str) -> None:
+    await kubectl.apply(job("measured", replicas=3))
+    selector = "elastic.pytorch.org/job=measured,elastic.pytorch.org/role=worker"
+    await kubectl.say("measured", {"replicas": 2, "selector": selector})
+    path = f"/apis/elastic.pytorch.org/v1alpha1/namespaces/{space}/elasticjobs/measured/scale"
+    scale = json.loads((await kubectl("get", "--raw", path)).stdout)
+    assert scale["spec"] == {"replicas": 3}
+    assert scale["status"] == {"replicas": 2, "selector": selector}
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", ["1digits", "my.digits", "a" * 46])
+async def test_a_name_from_which_no_host_can_be_named_is_refused(kubectl: User, name: str) -> None:
+    refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(job(name)))
+    assert "metadata.name: Invalid value: must begin with a small letter" in refusal
+    assert "at most 45 characters" in refusal
+
+
+async def test_a_name_of_45_characters_is_accepted(kubectl: User) -> None:
+    await kubectl.apply(job("a" * 45))
+
+
+# What kubectl shows
+
+
+async def test_a_job_explains_its_fields(kubectl: User) -> None:
+    explained = await kubectl("explain", "elasticjob.spec")
+    assert explained.stderr == ""
+    fields = crd.schema()["properties"]["spec"]["properties"]
+    assert [name for name in fields if f"  {name}\t<" not in explained.stdout] == []
+    replicas = " ".join((await kubectl("explain", "elasticjob.spec.replicas")).stdout.split())
+    assert "FIELD: replicas <integer>" in replicas
+    assert "a later change of maxReplicas only limits the number of pods" in replicas
+
+
+async def test_a_list_of_jobs_tells_where_they_stand(kubectl: User) -> None:
+    await kubectl.apply(job("listed", minReplicas=2, maxReplicas=8))
+    await kubectl.say("listed", {"state": "Running", "readyDesired": "3/4", "restarts": 5})
+    header, row = (await kubectl("get", "ej", "listed")).stdout.splitlines()
+    assert header.split() == ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
+    assert row.split()[:-1] == ["listed", "Running", "3/4", "2", "8", "5"]
+
+
+async def test_the_end_of_a_job_can_be_waited_for(kubectl: User) -> None:
+    await kubectl.apply(job("awaited"))
+    ended = {
+        "status": "True",
+        "reason": "AllWorkersSucceeded",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    conditions = [{**ended, "type": kind} for kind in ("Succeeded", "Finished")]
+    await kubectl.say("awaited", {"state": "Succeeded", "conditions": conditions})
+    for kind in ("Succeeded", "Finished"):
+        await kubectl("wait", f"--for=condition={kind}", "elasticjob/awaited", "--timeout=10s")
+    await kubectl("wait", "--for=condition=Failed=False", "elasticjob/awaited", "--timeout=0s", check=False)
+
+
+async def test_a_user_cannot_write_the_status_with_the_job(kubectl: User) -> None:
+    await kubectl.apply({**job("modest"), "status": {"state": "Succeeded"}})
+    assert "status" not in await kubectl.get("modest")
+
+
+# Manifests
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+async def test_an_example_is_accepted_as_it_stands(kubectl: User, path: Path) -> None:
+    applied = await kubectl("apply", "--validate=strict", f"--filename={path}")
+    assert (applied.stdout.endswith(" created\n"), applied.stderr) == (True, "")
+    again = await kubectl("apply", "--validate=strict", f"--filename={path}")
+    assert again.stdout.endswith(" unchanged\n")
+    await kubectl("delete", f"--filename={path}")
+
+
+async def test_a_large_template_can_be_applied_again_and_again(kubectl: User) -> None:
+    environment = [{"name": f"V{number}", "value": "x" * 1000} for number in range(200)]
+    template = {"spec": {"containers": [{"name": "worker", "env": environment}]}}
+    for restarts in (1, 2):
+        await kubectl.apply(job("large", template=template, maxRestarts=restarts))
+    assert (await kubectl.get("large"))["spec"]["template"] == template
+
+
+async def test_a_misspelt_field_is_refused_and_the_inside_of_the_template_is_not_looked_at(kubectl: User) -> None:
+    refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(job("misspelt", maxReplica=3)))
+    assert 'unknown field "spec.maxReplica"' in refusal
+    await kubectl.apply(job("misspelt", template={"spec": {"container": []}}))
+
+
+async def test_what_the_api_server_refuses_elasticjob_refuses_with_the_same_sentence(kubectl: User) -> None:
+    wrong = job("twice", minReplicas=4)
+    refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(wrong))
+    [problem] = crd.validate(wrong)
+    assert problem.message.partition(" (")[0] in refusal

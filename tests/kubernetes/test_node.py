@@ -1,0 +1,273 @@
+"""A node of the test bed: what a Kubernetes promises on it, and that nothing of it is left, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from tests.support.testbed import images, node_keeper, packages
+from tests.support.testbed.cache import cache_folder
+from tests.support.traces import added, processes_that_name, traces
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.testbed.node import Node
+
+pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session")]
+
+ROOT = Path(__file__).parents[2]
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+STORE = {
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {"name": "store"},
+    "spec": {"selector": {"app": "store"}, "ports": [{"port": 80, "targetPort": 2379}]},
+}
+
+A_NODE = """\
+import asyncio, json, pathlib, sys
+from tests.support.testbed.node import Node
+
+async def main(folder, image, end):
+    async with Node(folder) as node:
+        await node.kubectl("run", "one", f"--image={image}", "--image-pull-policy=Never")
+        await node.kubectl("wait", "pod/one", "--for=condition=Ready", "--timeout=60s")
+        print(json.dumps({"pid": node.pid, "keeper": node.keeper_pid}), flush=True)
+        sys.stdin.readline()
+        if end == "an error":
+            raise ValueError("a test has failed")
+
+asyncio.run(main(pathlib.Path(sys.argv[1]), *sys.argv[2:]))
+"""
+"""Somebody's tests: a node with a running pod, until a line comes."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def namespace(node: Node) -> AsyncIterator[str]:
+    """Lets only restricted pods in; with an etcd in it, behind a Service."""
+    await node.load_image(images.archive("etcd"))
+    async with node.namespace(**RESTRICTED) as name:
+        flags = [
+            "--listen-client-urls=http://0.0.0.0:2379",
+            "--advertise-client-urls=http://store:80",
+            "--data-dir=/data",
+        ]
+        probe = {"httpGet": {"path": "/health", "port": 2379}, "periodSeconds": 1}
+        await apply(node, name, STORE)
+        await apply(node, name, pod("store", args=flags, readinessProbe=probe))
+        await node.kubectl("wait", f"--namespace={name}", "pod/store", "--for=condition=Ready", "--timeout=60s")
+        yield name
+
+
+async def test_commands_and_logs_of_a_restricted_pod(node: Node, namespace: str) -> None:
+    said = await node.kubectl("exec", f"--namespace={namespace}", "store", "--", "etcd", "--version")
+    assert "etcd Version" in said.stdout
+    assert "ready to serve client requests" in (await node.kubectl("logs", f"--namespace={namespace}", "store")).stdout
+    assert list(node.folder.glob(f"pods/{namespace}_store_*/main/0.log"))
+
+
+async def test_a_pod_that_is_not_restricted_enough_is_refused(node: Node, namespace: str) -> None:
+    result = await node.kubectl("run", "root", "--image=any", f"--namespace={namespace}", check=False)
+    assert result.returncode != 0
+    assert 'violates PodSecurity "restricted' in result.stderr
+
+
+async def test_a_service_is_reached_by_name_from_a_pod_and_by_address_from_the_node(node: Node, namespace: str) -> None:
+    flags = ["gateway", "start", "--listen-addr=0.0.0.0:2379", f"--endpoints=store.{namespace}.svc:80"]
+    await apply(
+        node, namespace, pod("way", args=flags, readinessProbe={"tcpSocket": {"port": 2379}, "periodSeconds": 1})
+    )
+    await node.kubectl("wait", f"--namespace={namespace}", "pod/way", "--for=condition=Ready", "--timeout=60s")
+    service = (await get(node, namespace, "service/store"))["spec"]["clusterIP"]
+    way = (await get(node, namespace, "pod/way"))["status"]["podIP"]
+    for url in (f"http://{service}/health", f"http://{way}:2379/health"):
+        program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=10).read().decode())"
+        assert '"health":"true"' in (await node.run(sys.executable, "-c", program, url)).stdout
+
+
+async def test_a_pod_ends_with_the_exit_code_of_its_program(node: Node, namespace: str) -> None:
+    await apply(node, namespace, pod("wrong", args=["--no-such-flag"]))
+    phase = "--for=jsonpath={.status.phase}=Failed"
+    await node.kubectl("wait", f"--namespace={namespace}", "pod/wrong", phase, "--timeout=60s")
+    state = (await get(node, namespace, "pod/wrong"))["status"]["containerStatuses"][0]["state"]
+    assert state["terminated"]["exitCode"] == 1
+
+
+async def test_a_process_in_a_pod_can_be_killed_from_outside(node: Node, namespace: str) -> None:
+    await apply(node, namespace, pod("victim", args=["gateway", "start"]))
+    await node.kubectl("wait", f"--namespace={namespace}", "pod/victim", "--for=condition=Ready", "--timeout=60s")
+    processes = node.processes((await get(node, namespace, "pod/victim"))["metadata"]["uid"])
+    (victim,) = [pid for pid, line in processes.items() if "gateway start" in line]
+    os.kill(victim, signal.SIGKILL)
+    phase = "--for=jsonpath={.status.phase}=Failed"
+    await node.kubectl("wait", f"--namespace={namespace}", "pod/victim", phase, "--timeout=60s")
+    state = (await get(node, namespace, "pod/victim"))["status"]["containerStatuses"][0]["state"]
+    assert state["terminated"]["exitCode"] == 128 + signal.SIGKILL
+
+
+async def test_a_deleted_pod_goes(node: Node, namespace: str) -> None:
+    await apply(node, namespace, pod("short", args=["gateway", "start"]))
+    await node.kubectl("wait", f"--namespace={namespace}", "pod/short", "--for=condition=Ready", "--timeout=60s")
+    await node.kubectl("delete", f"--namespace={namespace}", "pod/short", "--timeout=60s")
+    gone = await node.kubectl("get", f"--namespace={namespace}", "pod/short", check=False)
+    assert "not found" in gone.stderr
+
+
+async def test_a_command_inside_ends_as_one_outside_would(node: Node) -> None:
+    assert (await node.run("sh", "-c", "exit 3", check=False)).returncode == 3
+    assert (await node.run("cat", stdin="text")).stdout == "text"
+    assert (await node.run("sh", "-c", "pwd; hostname")).stdout.split() == [str(Path.cwd()), "node1"]
+    watching = await node.popen("kubectl", "get", "nodes", "--watch", "--output=name")
+    assert watching.stdout is not None
+    assert await watching.stdout.readline() == b"node/node1\n"
+    watching.terminate()
+    assert await watching.wait() == -signal.SIGTERM
+
+
+async def test_a_command_inside_sees_no_process_of_the_machine(node: Node) -> None:
+    seen = (await node.run("ps", "-A", "-o", "args")).stdout
+    assert "kubelet" in seen
+    assert "pytest" not in seen
+
+
+async def test_what_was_asked_of_the_api_server_is_written_down(node: Node) -> None:
+    await node.kubectl("get", "configmaps", "--namespace=kube-public", "--as=system:serviceaccount:a:b", check=False)
+    asked = [json.loads(line) for line in node.audit_log.read_text().splitlines()]
+    mine = [each for each in asked if each.get("impersonatedUser", {}).get("username") == "system:serviceaccount:a:b"]
+    assert {(each["verb"], each["objectRef"]["resource"]) for each in mine} == {("list", "configmaps")}
+
+
+async def test_of_an_image_that_was_made_anew_the_old_one_goes(node: Node, tmp_path: Path) -> None:
+    name = "localhost/changing:1"
+    archive = tmp_path / "image.tar"
+    digests = []
+    for content in ("one", "two"):
+        write_image(archive, name, content)
+        await node.load_image(archive)
+        digests.append((await node.images())[name])
+    assert digests[0] != digests[1]
+    assert digests[0] not in (await node.images()).values()
+
+
+@pytest.mark.parametrize("end", ["the end", "an error", "SIGKILL", "SIGKILL of all"])
+async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> None:
+    tools = packages.environment(packages.unpacked("node"))
+    before = traces(tools)
+    files = files_of_nodes()
+    user = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", A_NODE, str(tmp_path), images.IMAGES["pause"], end,
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert user.stdin is not None
+    assert user.stdout is not None
+    assert user.stderr is not None
+    line = await user.stdout.readline()
+    assert line, (await user.stderr.read()).decode()
+    told = json.loads(line)
+    running = traces(tools)
+    assert f"elastic-operator-node-{told['keeper']}" in str(added(before, running)), "it can be seen while it runs"
+    keeper = os.pidfd_open(told["keeper"])
+
+    if end.startswith("SIGKILL"):
+        if end == "SIGKILL of all":
+            os.kill(told["keeper"], signal.SIGKILL)
+        user.kill()
+    else:
+        user.stdin.write(b"\n")
+    said = (await user.communicate())[1].decode()
+    assert await asyncio.to_thread(ended, keeper)
+    if end == "SIGKILL of all":
+        node_keeper.sweep(cache_folder().resolve())  # as the next node does before all else
+
+    assert ("ValueError: a test has failed" in said) == (end == "an error")
+    assert added(before, traces(tools)) == {}
+    assert processes_that_name(str(tmp_path), f"elastic-operator-node-{told['keeper']}") == {}
+    assert files_of_nodes() == files
+
+
+def pod(name: str, **main: Any) -> dict[str, Any]:
+    """A restricted pod of one container with etcd's image."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {"app": name}},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 1,
+            "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [
+                {
+                    "name": "main",
+                    "image": images.IMAGES["etcd"],
+                    "imagePullPolicy": "Never",
+                    "command": ["etcd"],
+                    "resources": {"limits": {"memory": "256Mi", "cpu": "1"}},
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "readOnlyRootFilesystem": True,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
+                    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+                    **main,
+                }
+            ],
+            "volumes": [{"name": "data", "emptyDir": {}}],
+        },
+    }
+
+
+async def apply(node: Node, namespace: str, thing: dict[str, Any]) -> None:
+    await node.kubectl("apply", f"--namespace={namespace}", "--filename=-", stdin=json.dumps(thing))
+
+
+async def get(node: Node, namespace: str, what: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((await node.kubectl("get", f"-n={namespace}", what, "-o=json")).stdout)
+    return found
+
+
+def write_image(archive: Path, name: str, content: str) -> None:
+    """A docker archive of an image with one file."""
+    layer = packed({"file": content.encode()})
+    diff_ids = [f"sha256:{hashlib.sha256(layer).hexdigest()}"]
+    config = {"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": diff_ids}}
+    manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    files = {
+        "config.json": json.dumps(config).encode(),
+        "layer.tar": layer,
+        "manifest.json": json.dumps(manifest).encode(),
+    }
+    archive.write_bytes(packed(files))
+
+
+def packed(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def files_of_nodes() -> set[Path]:
+    """What nodes have in the cache only while they run."""
+    return {path for name in ("kubelet", "groups.json") for path in (cache_folder() / "nodes").glob(f"*/{name}")}
+
+
+def ended(process: int) -> bool:
+    """Wait until the process of this descriptor has ended; whether it did."""
+    return bool(select.select([process], [], [], 60)[0])

@@ -1,0 +1,229 @@
+"""What is made for jobs, as a real API server sees it: it takes all of it, and says what is wrong with a bad template.
+
+Nothing is stored (``dryRun=All``): validation and admission are those of a real creation.
+"""
+
+from __future__ import annotations
+
+import copy
+import ipaddress
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from elastic_operator.crd import apply_defaults
+from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_service
+from elastic_operator.kube.resources import DEPLOYMENTS, PODS, SERVICES
+from elastic_operator.kube.settings import PodSettings
+from elastic_operator.kube.worker_pod import worker_pod
+from elastic_operator.model import Job, NewPod
+from elastic_operator.names import pod_name
+from elastic_operator.pods import problem_of
+from elastic_operator.spec import ElasticJobSpec
+from tests.support.builders import UID
+from torchelastic.contract import SizeRecord
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from elastic_operator.kube.resources import Resource
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = sorted([*(ROOT / "tests/unit/manifests").glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
+SETTINGS = PodSettings()
+NON_ROOT = {"securityContext": {"runAsNonRoot": True}}
+
+
+def the_job(manifest: dict[str, Any], namespace: str) -> Job:
+    """The job of a manifest, as if it had been stored in this namespace."""
+    spec = ElasticJobSpec.of(apply_defaults(manifest)["spec"])
+    assert problem_of(spec) is None
+    return Job(name=manifest["metadata"]["name"], namespace=namespace, uid=UID, generation=1, spec=spec)
+
+
+def a_job(namespace: str, template: dict[str, Any], **spec: Any) -> Job:
+    """A job with this template's spec."""
+    fields = {"maxReplicas": 2, "image": "elastic-agent:dev", "args": ["train.py"], **spec}
+    return the_job({"metadata": {"name": "digits"}, "spec": {**fields, "template": {"spec": template}}}, namespace)
+
+
+def its_pod(job: Job) -> dict[str, Any]:
+    """The first pod of a job."""
+    size = SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas, generation=1, wanted=2)
+    new = NewPod(name=pod_name(job.name, job.uid, 0, ""), index=0, size=size)
+    return worker_pod(job, new, SETTINGS, store="10.96.0.7:2379")
+
+
+def pod_of(deployment: dict[str, Any]) -> dict[str, Any]:
+    """The pod that a deployment would have; a deployment itself is taken whatever the pod security standard."""
+    metadata = {
+        **deployment["spec"]["template"]["metadata"],
+        **{key: deployment["metadata"][key] for key in ("name", "namespace")},
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": deployment["spec"]["template"]["spec"]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def free(control_plane: Cluster) -> AsyncIterator[str]:
+    """A namespace that takes any pod."""
+    async with control_plane.namespace() as name:
+        yield name
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def strict(control_plane: Cluster) -> AsyncIterator[str]:
+    """A namespace that takes restricted pods only."""
+    async with control_plane.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as name:
+        yield name
+
+
+async def answer(cluster: Cluster, kind: Resource, body: dict[str, Any]) -> str:
+    """What the API server says against an object, were it created so: an error or a warning; empty for nothing."""
+    path = f"{kind.path(body['metadata']['namespace'])}?dryRun=All&fieldValidation=Strict"
+    return (await cluster.kubectl("create", "--raw", path, "--filename=-", stdin=json.dumps(body), check=False)).stderr
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+async def test_all_that_is_made_for_a_manifest_is_taken(
+    control_plane: Cluster, free: str, strict: str, path: Path
+) -> None:
+    manifest = yaml.safe_load(path.read_text())
+    job = the_job(manifest, free)
+    assert await answer(control_plane, PODS, its_pod(job)) == ""
+    assert await answer(control_plane, DEPLOYMENTS, etcd_deployment(job, SETTINGS)) == ""
+    assert await answer(control_plane, SERVICES, etcd_service(job, SETTINGS, cluster_ip=None)) == ""
+
+    # With a user that isn't root, which only those can promise who know the image, the pods are restricted ones.
+    restricted = copy.deepcopy(manifest)
+    pod = restricted["spec"].setdefault("template", {}).setdefault("spec", {})
+    pod["securityContext"] = {**pod.get("securityContext", {}), **NON_ROOT["securityContext"]}
+    job = the_job(restricted, strict)
+    assert await answer(control_plane, PODS, its_pod(job)) == ""
+    assert await answer(control_plane, PODS, pod_of(etcd_deployment(job, SETTINGS))) == ""
+
+
+async def test_the_example_is_taken_as_it_is_where_only_restricted_pods_are(
+    control_plane: Cluster, strict: str
+) -> None:
+    job = the_job(yaml.safe_load((ROOT / "examples/digits.yaml").read_text()), strict)
+    assert await answer(control_plane, PODS, its_pod(job)) == ""
+
+
+async def test_where_only_restricted_pods_are_taken_the_words_say_what_is_missing(
+    control_plane: Cluster, strict: str
+) -> None:
+    said = await answer(control_plane, PODS, its_pod(a_job(strict, {})))
+    assert "(Forbidden)" in said
+    assert "runAsNonRoot != true" in said
+    assert "allowPrivilegeEscalation" not in said
+
+
+FULL: dict[str, Any] = {
+    "volumes": [{"name": "tmp", "emptyDir": {}}, {"name": "big", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}],
+    "initContainers": [
+        {"name": "fetch", "image": "busybox", "command": ["true"]},
+        {"name": "proxy", "image": "envoy", "restartPolicy": "Always"},
+    ],
+    "containers": [
+        {"name": "log", "image": "fluent", "ports": [{"name": "own-metrics", "containerPort": 9465}]},
+        {
+            "name": "worker",
+            "ports": [{"name": "debug", "containerPort": 5678}],
+            "volumeMounts": [{"name": "big", "mountPath": "/dev/shm/"}, {"name": "tmp", "mountPath": "/cache"}],
+            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+            "resources": {"limits": {"nvidia.com/gpu": 8}},
+        },
+    ],
+    "imagePullSecrets": [{"name": "hub"}],
+    "tolerations": [{"operator": "Exists"}],
+    "subdomain": "workers",
+    "priorityClassName": None,
+}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        FULL,
+        {"hostNetwork": True},
+        {"containers": [{"name": "worker", "securityContext": {"privileged": True}}]},
+        {"containers": [{"name": "worker", "securityContext": {"capabilities": {"add": ["CAP_SYS_ADMIN"]}}}]},
+        {"containers": [{"name": "worker", "ports": [{"containerPort": 80}], "terminationMessagePath": "/run/words"}]},
+        {"securityContext": {"seccompProfile": {"type": "Unconfined"}}, "terminationGracePeriodSeconds": 3},
+    ],
+    ids=["full", "hostNetwork", "privileged", "CAP_SYS_ADMIN", "worker", "pod"],
+)
+async def test_what_a_good_template_gives_is_taken(control_plane: Cluster, free: str, template: dict[str, Any]) -> None:
+    job = a_job(free, template)
+    assert await answer(control_plane, PODS, its_pod(job)) == ""
+    assert await answer(control_plane, DEPLOYMENTS, etcd_deployment(job, SETTINGS)) == ""
+
+
+async def test_an_etcd_with_a_volume_is_taken(control_plane: Cluster, strict: str) -> None:
+    storage = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    job = a_job(strict, {}, etcd={"storage": storage, "resources": {"limits": {"memory": "1Gi"}}, "image": "etcd:1"})
+    deployment = etcd_deployment(job, SETTINGS)
+    assert await answer(control_plane, DEPLOYMENTS, deployment) == ""
+    assert await answer(control_plane, PODS, pod_of(deployment)) == ""
+
+
+async def test_the_etcds_address_can_be_asked_for(control_plane: Cluster, free: str) -> None:
+    words = ("get", "service/kubernetes", "--namespace=default", "--output=jsonpath={.spec.clusterIP}")
+    first = ipaddress.ip_address((await control_plane.kubectl(*words)).stdout)
+    service = etcd_service(a_job(free, {}), SETTINGS, cluster_ip=str(first + 200))
+    assert await answer(control_plane, SERVICES, service) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ({"nodeSelektor": {"gpu": "yes"}}, 'unknown field "spec.nodeSelektor"'),
+        ({"nodeSelector": ["gpu"]}, "spec.nodeSelector"),
+        ({"volumes": {"name": "x"}}, "spec.volumes"),
+        ({"securityContext": "none"}, "spec.securityContext"),
+        ({"containers": [{"name": "worker", "securityContext": 1}]}, "spec.containers.securityContext"),
+        ({"containers": [{"name": "worker", "volumeMounts": "x"}]}, "spec.containers.volumeMounts"),
+        ({"containers": [{"name": "log"}]}, "spec.containers[1].image: Required value"),
+        ({"containers": [{"name": "worker", "resources": {"limits": {"cpu": "much"}}}]}, "quantities must match"),
+        ({"containers": [{"name": "worker", "resource": {}}]}, 'unknown field "spec.containers[0].resource"'),
+        ({"containers": [{"name": "worker"}, {"name": "worker"}]}, 'Duplicate value: "worker"'),
+        (
+            {"containers": [{"name": "worker", "volumeMounts": [{"name": "mine", "mountPath": "/data"}]}]},
+            'spec.containers[0].volumeMounts[0].name: Not found: "mine"',
+        ),
+        ({"containers": [{"name": "worker", "env": [{"value": "x"}]}]}, "spec.containers[0].env[13].name: Required"),
+        ({"priorityClassName": "no such"}, "no PriorityClass with name no such"),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
+)
+async def test_a_mistake_in_the_template_is_named_by_the_api_server(
+    control_plane: Cluster, free: str, template: dict[str, Any], words: str
+) -> None:
+    said = await answer(control_plane, PODS, its_pod(a_job(free, template)))
+    assert words in said
+    assert "(BadRequest)" in said or "is invalid" in said or "(Forbidden)" in said
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"lables": {}}, 'unknown field "metadata.lables"'),
+        ({"labels": ["team"]}, "ObjectMeta.metadata.labels of type map[string]string"),
+        ({"labels": {"team": "a b"}}, "metadata.labels: Invalid value"),
+        ({"ownerReferences": {}}, "ObjectMeta.metadata.ownerReferences"),
+    ],
+    ids=str,
+)
+async def test_mistakes_in_the_templates_metadata_are_named_too(
+    control_plane: Cluster, free: str, metadata: dict[str, Any], words: str
+) -> None:
+    spec = {"maxReplicas": 1, "image": "i", "args": ["x"], "template": {"metadata": metadata}}
+    job = the_job({"metadata": {"name": "digits"}, "spec": spec}, free)
+    assert words in await answer(control_plane, PODS, its_pod(job))

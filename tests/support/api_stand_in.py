@@ -1,0 +1,252 @@
+"""A stand-in for an API server with kubelets behind it: it has the objects that a test puts there, and pods' logs.
+
+What matters of logs and watches cannot be caused at will on a real one: a stream that breaks off in the middle of a
+line, a pod that prints a line at the very moment at which its successor starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Self
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMESPACE = "team"
+START = 1_700_000_000
+"""When the first line was printed; each further one comes half a second later."""
+
+_COLLECTIONS = {
+    f"/api/v1/namespaces/{NAMESPACE}/pods": "Pod",
+    f"/api/v1/namespaces/{NAMESPACE}/events": "Event",
+    f"/api/v1/namespaces/{NAMESPACE}/services": "Service",
+    f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments": "Deployment",
+    f"/apis/elastic.pytorch.org/v1alpha1/namespaces/{NAMESPACE}/elasticjobs": "ElasticJob",
+    "/apis/elastic.pytorch.org/v1alpha1/elasticjobs": "ElasticJob",
+}
+
+
+class _Output:
+    """What the container of a pod prints."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.ended = False
+        self.cuts = 0
+        self.followers = 0
+        self.grown = asyncio.Condition()
+
+
+class ApiStandIn:
+    """Serves on loopback within ``async with``.
+
+    Attributes:
+        requests: what was asked for: method and path with query.
+        failing: paths that are answered with this status and these words.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in _COLLECTIONS.values()}
+        self._changes: list[tuple[int, str, str, dict[str, Any]]] = []
+        self._changed = asyncio.Condition()
+        self._version = itertools.count(1)
+        self._now = itertools.count(START * 2)
+        self._outputs: dict[str, _Output] = {}
+        self._stopped = False
+        self.requests: list[str] = []
+        self.failing: dict[str, tuple[int, str]] = {}
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopped = True
+        for condition in (self._changed, *(output.grown for output in self._outputs.values())):
+            async with condition:
+                condition.notify_all()
+        await self._runner.cleanup()
+
+    def kubeconfig(self, folder: Path) -> Path:
+        """A kubeconfig that leads here, into the namespace :data:`NAMESPACE`."""
+        path = folder / "kubeconfig"
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "here",
+            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": NAMESPACE}}],
+            "clusters": [{"name": "here", "cluster": {"server": self.url}}],
+            "users": [{"name": "me", "user": {"token": "secret"}}],
+        }
+        path.write_text(json.dumps(config))
+        return path
+
+    async def put(self, kind: str, obj: dict[str, Any]) -> None:
+        """Make an object, or change it."""
+        uid = obj["metadata"]["uid"]
+        change = "MODIFIED" if uid in self._objects[kind] else "ADDED"
+        await self._record(change, kind, obj)
+        self._objects[kind][uid] = obj
+
+    async def remove(self, kind: str, uid: str) -> None:
+        """Delete an object."""
+        await self._record("DELETED", kind, self._objects[kind].pop(uid))
+
+    async def print(self, pod: str, text: str) -> None:
+        """Have a pod print lines; what does not end with a newline is a line that is not ended yet."""
+        stamp = ""
+        for part in text.splitlines(keepends=True):
+            second, half = divmod(next(self._now), 2)
+            at = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+            stamp += f"{at}.{half * 5}00000000Z {part}"
+        await self._grow(pod, stamp.encode())
+
+    async def print_raw(self, pod: str, data: bytes) -> None:
+        """Have a pod's log grow by this, whatever it is."""
+        await self._grow(pod, data)
+
+    async def end(self, pod: str) -> None:
+        """Have a pod's container end, as far as its log shows it."""
+        output = self._output(pod)
+        async with output.grown:
+            output.ended = True
+            output.grown.notify_all()
+
+    async def cut(self, pod: str) -> None:
+        """Break off all streams of a pod's log."""
+        output = self._output(pod)
+        async with output.grown:
+            output.cuts += 1
+            output.grown.notify_all()
+
+    async def followed(self, pod: str, times: int = 1) -> None:
+        """Wait until somebody follows a pod's log, for so many times in all."""
+        output = self._output(pod)
+        async with output.grown:
+            await output.grown.wait_for(lambda: output.followers >= times)
+
+    async def _grow(self, pod: str, data: bytes) -> None:
+        output = self._output(pod)
+        async with output.grown:
+            output.data += data
+            output.grown.notify_all()
+
+    def _output(self, pod: str) -> _Output:
+        return self._outputs.setdefault(pod, _Output())
+
+    async def _record(self, change: str, kind: str, obj: dict[str, Any]) -> None:
+        version = next(self._version)
+        obj["metadata"]["resourceVersion"] = str(version)
+        async with self._changed:
+            self._changes.append((version, change, kind, json.loads(json.dumps(obj))))
+            self._changed.notify_all()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(f"{request.method} {request.path_qs}")
+        if request.path in self.failing:
+            return _status(*self.failing[request.path])
+        if request.path.endswith("/log"):
+            return await self._log(request)
+        collection, _, name = request.path.rpartition("/")
+        if request.path in _COLLECTIONS:
+            kind = _COLLECTIONS[request.path]
+            return await self._watch(request, kind) if "watch" in request.query else self._list(request, kind)
+        kind = _COLLECTIONS.get(collection, "")
+        for obj in self._objects.get(kind, {}).values():
+            if obj["metadata"]["name"] == name:
+                return web.json_response(obj)
+        return (
+            _status(404, f'{kind} "{name}" not found') if kind else web.Response(status=404, text="404 page not found")
+        )
+
+    def _list(self, request: web.Request, kind: str) -> web.Response:
+        found = [obj for obj in self._objects[kind].values() if _selected(request, obj)]
+        version = str(self._changes[-1][0] if self._changes else 0)
+        return web.json_response({"kind": f"{kind}List", "metadata": {"resourceVersion": version}, "items": found})
+
+    async def _watch(self, request: web.Request, kind: str) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        told = int(request.query["resourceVersion"])
+        while not self._stopped:
+            news = [change for change in self._changes if change[0] > told]
+            for version, change, of, obj in news:
+                told = version
+                if of == kind and _selected(request, obj):
+                    await response.write(json.dumps({"type": change, "object": obj}).encode() + b"\n")
+            async with self._changed:
+                known = len(self._changes)
+                if not news:
+                    await self._changed.wait_for(lambda known=known: self._stopped or len(self._changes) > known)
+        return response
+
+    async def _log(self, request: web.Request) -> web.StreamResponse:
+        assert request.query["container"] == "worker"
+        output = self._output(request.path.split("/")[-2])
+        response = web.StreamResponse()
+        await response.prepare(request)
+        cuts, follow = output.cuts, "follow" in request.query
+        at = _first_since(output.data, request.query.get("sinceTime", ""))
+        if follow:
+            async with output.grown:
+                output.followers += 1
+                output.grown.notify_all()
+        while True:
+            data = output.data[at:]
+            at += len(data)
+            if data:
+                await response.write(data)
+                continue
+            async with output.grown:
+                while (
+                    follow and not self._stopped and len(output.data) == at and output.cuts == cuts and not output.ended
+                ):
+                    await output.grown.wait()
+            if output.cuts > cuts and request.transport:
+                request.transport.abort()
+            if len(output.data) == at:
+                return response
+
+
+def _selected(request: web.Request, obj: dict[str, Any]) -> bool:
+    labels = obj["metadata"].get("labels") or {}
+    for term in filter(None, request.query.get("labelSelector", "").split(",")):
+        key, _, value = term.partition("=")
+        if labels.get(key) != value:
+            return False
+    for term in filter(None, request.query.get("fieldSelector", "").split(",")):
+        path, _, value = term.partition("=")
+        found: Any = obj
+        for key in path.split("."):
+            found = found.get(key, {})
+        if found != value:
+            return False
+    return True
+
+
+def _first_since(data: bytes, since: str) -> int:
+    """Where the lines begin that came at this second or later."""
+    at = 0
+    for line in data.splitlines(keepends=True):
+        if line[:19] >= since.removesuffix("Z").encode():
+            return at
+        at += len(line)
+    return at
+
+
+def _status(code: int, words: str) -> web.Response:
+    reason = {403: "Forbidden", 404: "NotFound", 400: "BadRequest"}.get(code, "InternalError")
+    return web.json_response({"kind": "Status", "code": code, "reason": reason, "message": words}, status=code)

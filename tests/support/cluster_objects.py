@@ -1,0 +1,119 @@
+"""Objects as an API server gives them, to be shown: a job, its pods, what was told of it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+START = 1_700_000_000.0
+"""When the job was made; 2023-11-14T22:13:20Z."""
+
+NAMESPACE = "team"
+JOB_UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
+
+
+def at(seconds: float) -> str:
+    """So many seconds after the start, as Kubernetes writes it."""
+    return datetime.fromtimestamp(START + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    """What the operator says of a job of three pods, one of which has just been made."""
+    return {
+        "state": "Running",
+        "observedGeneration": 1,
+        "replicas": 3,
+        "ready": 2,
+        "desired": 3,
+        "readyDesired": "2/3",
+        "selector": "elastic.pytorch.org/job=digits,elastic.pytorch.org/role=worker",
+        "epoch": 4,
+        "worldSize": 2,
+        "restarts": 1,
+        "podFailures": 1,
+        "startTime": at(3),
+        "lastFailure": "rank 1 on digits-1-bbbbb was killed by SIGKILL",
+        "conditions": [
+            {
+                "type": "Running",
+                "status": "True",
+                "reason": "Training",
+                "message": "2 workers train in epoch 4.",
+                "lastTransitionTime": at(4),
+                "observedGeneration": 1,
+            }
+        ],
+    } | changes
+
+
+def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
+    """The job; ``spec`` and ``status`` are merged into what is there, ``status=None`` leaves it out."""
+    spec = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"]}
+    told = changes.pop("status", {})
+    whole = {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {
+            "name": name,
+            "namespace": NAMESPACE,
+            "uid": JOB_UID,
+            "generation": 1,
+            "creationTimestamp": at(0),
+            "managedFields": [{"manager": "kubectl"}],
+        },
+        "spec": spec | changes.pop("spec", {}),
+    }
+    return whole | ({} if told is None else {"status": status(**told)}) | changes
+
+
+def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
+    """A worker pod of the job ``digits``.
+
+    Args:
+        index: which of the job's places it fills.
+        suffix: of its name.
+        state: of its container ``worker``; None: it runs.
+        about: fields of its status.
+    """
+    state = {"running": {"startedAt": at(2)}} if state is None else state
+    phase = "Running" if "running" in state else "Failed" if "terminated" in state else "Pending"
+    worker = {"name": "worker", "image": "elastic-agent:dev", "ready": "running" in state, "state": state}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"digits-{index}-{suffix}",
+            "namespace": NAMESPACE,
+            "uid": f"uid-{suffix}",
+            "creationTimestamp": at(1),
+            "labels": {
+                "elastic.pytorch.org/job": "digits",
+                "elastic.pytorch.org/role": "worker",
+                "elastic.pytorch.org/index": str(index),
+            },
+            "ownerReferences": [{"kind": "ElasticJob", "name": "digits", "uid": JOB_UID, "controller": True}],
+        },
+        "spec": {"nodeName": "node-a", "containers": [{"name": "worker", "image": "elastic-agent:dev"}]},
+        "status": {"phase": phase, "podIP": f"10.1.0.{index}", "containerStatuses": [worker], **about},
+    }
+
+
+def died(code: int, message: str, *, after: float = 68) -> dict[str, Any]:
+    """The state of a container that has ended."""
+    return {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": at(after)}}
+
+
+def event(after: float, message: str, **changes: Any) -> dict[str, Any]:
+    """What the operator told of the job, so many seconds after the start."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"digits.{after}", "namespace": NAMESPACE, "uid": f"event-{after}"},
+        "involvedObject": {"kind": "ElasticJob", "name": "digits", "uid": JOB_UID},
+        "type": "Normal",
+        "reason": "Epoch",
+        "message": message,
+        "firstTimestamp": at(after),
+        "lastTimestamp": at(after),
+        "count": 1,
+    } | changes

@@ -1,0 +1,155 @@
+"""The real ``elastic-operator`` as a process, for tests: started, asked, stopped, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_operator.local.tether import tethered
+from tests.support.etcd import _free_ports as free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PATIENCE = 60.0
+"""Seconds within which it does what is asked of it, even on a machine that is busy."""
+
+_POLL = 0.05
+"""Seconds between two questions; there is nothing that tells."""
+
+EXECUTABLE = Path(sys.executable).with_name("elastic-operator")
+
+
+class OperatorProcess:
+    """One copy of the operator; within ``async with`` it runs, and is ready when the block begins.
+
+    Args:
+        folder: where its log goes.
+        kubeconfig: with which it reaches the API server.
+        args: more of its flags.
+        name: of its log.
+        wait: whether to wait until it is ready.
+    """
+
+    def __init__(self, folder: Path, kubeconfig: Path, *args: str, name: str = "operator", wait: bool = True) -> None:
+        self.log_file = folder / f"{name}.log"
+        self._kubeconfig = kubeconfig
+        self._args = args
+        self._wait = wait
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        if self._wait:
+            try:
+                await self.ready()
+            except BaseException:
+                self.kill()
+                raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def log(self) -> str:
+        """What it has logged."""
+        return self.log_file.read_text(errors="replace")
+
+    def start(self) -> None:
+        """Start it, also again after it has ended."""
+        if self._process is not None:
+            raise RuntimeError("this operator runs already")
+        (self._port,) = free_ports(1)
+        command: Sequence[str] = [
+            str(EXECUTABLE),
+            f"--kubeconfig={self._kubeconfig}",
+            f"--listen=127.0.0.1:{self._port}",
+            *self._args,
+        ]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "POD_"))}
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                tethered(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ
+            )
+
+    def kill(self) -> None:
+        """End it with SIGKILL. Nothing happens where it does not run."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    async def stop(self) -> int:
+        """End it with SIGTERM; gives back its exit code."""
+        process, self._process = self._running(), None
+        process.send_signal(signal.SIGTERM)
+        try:
+            return await asyncio.to_thread(process.wait, PATIENCE)
+        finally:
+            process.kill()
+
+    async def ended(self) -> int:
+        """Its exit code, when it has ended by itself."""
+        process = self._running()
+        code = await asyncio.to_thread(process.wait, PATIENCE)
+        self._process = None
+        return code
+
+    async def ready(self) -> None:
+        """Return when /readyz says that it is ready."""
+        await self.until(lambda answers: answers.get("/readyz") == 200, "/readyz")
+
+    async def leads(self) -> None:
+        """Return when it leads."""
+        async with asyncio.timeout(PATIENCE):
+            while not await self.leads_now():
+                await asyncio.sleep(_POLL)
+
+    async def leads_now(self) -> bool:
+        """Whether it leads."""
+        return await self.metric("elastic_operator_leads") == 1
+
+    async def until(self, true: Callable[[dict[str, int]], bool], *paths: str) -> None:
+        """Return when the statuses of these pages are as wanted; 0 stands for no answer."""
+        async with asyncio.timeout(PATIENCE):
+            while not true({path: (await self.get(path))[0] for path in paths}):
+                code = self._running().poll()
+                assert code is None, f"the operator ended with {code}:\n{self.log}"
+                await asyncio.sleep(_POLL)
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """What it answers to a GET: the status, 0 where it does not answer, and the text."""
+        limit = aiohttp.ClientTimeout(total=5)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit) as session,
+                session.get(f"http://127.0.0.1:{self._port}{path}") as response,
+            ):
+                return response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError):
+            return 0, ""
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples of this name with these labels; 0 where there is none."""
+        _, text = await self.get("/metrics")
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("this operator does not run")
+        return self._process

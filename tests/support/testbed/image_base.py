@@ -1,0 +1,82 @@
+"""The image from which the Dockerfiles start, debian:…-slim, made from Debian's packages rather than pulled.
+
+So the images can be built where no registry of images is reached. It is what Debian's own slim image is: the packages
+that apt needs, without documentation and translations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from tests.support.testbed import image_archive, image_room, image_settings, packages
+from tests.support.testbed.cache import cache_folder
+
+SUITE: Final = "trixie"
+NAME: Final = f"docker.io/library/debian:{SUITE}-slim"
+
+_LEFT_OUT: Final = ("doc", "info", "locale", "man", "lintian", "linda", "groff")
+"""Folders below /usr/share; dpkg is told to leave them out of what is installed later, too."""
+
+_DPKG: Final = "".join(f"path-exclude /usr/share/{name}/*\n" for name in _LEFT_OUT)
+_DPKG += "path-include /usr/share/doc/*/copyright\nforce-unsafe-io\n"
+
+_CONFIG: Final = {"Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"], "Cmd": ["bash"]}
+
+_MAKE: Final = r"""
+set -e
+debootstrap --variant=minbase --keyring="$KEYRING" "$SUITE" "$ROOT" "$MIRROR"
+cd "$ROOT"
+for name in $LEFT_OUT; do
+    [ "$name" = doc ] || rm -rf "usr/share/$name"
+done
+find usr/share/doc ! -type d ! -name copyright -delete
+find usr/share/doc -depth -type d -empty -delete
+rm -rf var/cache/apt/* var/cache/debconf/*-old var/lib/apt/lists/* var/log/* tmp/* run/*
+rm -f etc/apt/sources.list etc/hostname etc/resolv.conf
+printf '%s' "$SOURCES" > etc/apt/sources.list.d/debian.sources
+printf '%s' "$DPKG" > etc/dpkg/dpkg.cfg.d/slim
+tar --create --file "$LAYER" --numeric-owner --exclude='./dev/*' --exclude='./proc/*' --exclude='./sys/*' .
+"""
+
+_LIMIT: Final = 900.0
+"""Seconds."""
+
+
+def archive() -> Path:
+    """The image as a docker archive; made if it is not there.
+
+    Raises:
+        Missing: it cannot be made.
+    """
+    path = _path()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
+            layer = Path(scratch) / "layer.tar"
+            environment = {
+                "SUITE": SUITE,
+                "ROOT": f"{scratch}/root",
+                "LAYER": str(layer),
+                "MIRROR": image_settings.mirror(),
+                "KEYRING": str(packages.unpacked("build") / "usr/share/keyrings/debian-archive-keyring.gpg"),
+                "LEFT_OUT": " ".join(_LEFT_OUT),
+                "SOURCES": image_settings.sources(SUITE),
+                "DPKG": _DPKG,
+                **image_settings.proxies(),
+            }
+            image_room.run("sh", "-c", _MAKE, limit=_LIMIT, env=environment)
+            image_archive.write_image(path, name=NAME, layer=layer, config=_CONFIG)
+    return path
+
+
+def identity() -> str:
+    """Another one for each way to make the image."""
+    inputs = (SUITE, _LEFT_OUT, _DPKG, sorted(_CONFIG.items()), _MAKE, image_settings.sources(SUITE))
+    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:12]
+
+
+def _path() -> Path:
+    return cache_folder() / "images" / f"base-{identity()}.tar"

@@ -1,0 +1,121 @@
+"""A room in which images are built: what is done in it to /etc, /run and /var is undone with it, also when killed.
+
+buildah and debootstrap are made for a machine of their own: they write below /etc and /var, and mount. So they run in
+mount and PID namespaces that end with this process at the latest, and with overlays over those folders. Of the machine,
+they see its network, and write into the cache folder only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tests.support.testbed import packages
+from tests.support.testbed.cache import Missing, cache_folder, locked
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ENTER: Final = (
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"),
+)
+
+_ROOM: Final = r"""
+set -e
+exec 3<"$CACHE"
+mkdir "$ROOM/run" "$ROOM/names"
+# In a container these two are mounts of their own, which an overlay does not show.
+cat /etc/resolv.conf > "$ROOM/names/resolv.conf"
+cat /etc/hosts > "$ROOM/names/hosts"
+mount -t tmpfs -o mode=755 room "$ROOM/run"
+for folder in etc run var; do
+    upper="$ROOM/run/$folder" work="$ROOM/run/$folder.work"
+    mkdir "$upper" "$work"
+    mount -t overlay -o "lowerdir=/$folder,upperdir=$upper,workdir=$work" overlay "/$folder"
+done
+mount --no-canonicalize --bind /proc/self/fd/3 "$CACHE"
+exec 3<&-
+for name in resolv.conf hosts; do
+    rm -f "/etc/$name"
+    cat "$ROOM/names/$name" > "/etc/$name"
+done
+mkdir -p /etc/containers
+cp -r "$TOOLS"/etc/containers/. /etc/containers/
+# buildah starts itself anew with an empty environment, so that its libraries must be found without LD_LIBRARY_PATH.
+echo "$LD_LIBRARY_PATH" | tr : '\n' > /etc/ld.so.conf.d/000-tools.conf
+unset LD_LIBRARY_PATH
+ldconfig -X
+exec "$@"
+"""
+"""Mounts the room's folders; the cache folder may lie below one of them and is shown again as it is."""
+
+_PREFIX: Final = "room-"
+_TAIL: Final = 4000
+"""Characters of a failed command's words that are told."""
+
+_REMEDY: Final = "the images of the tests on a real kubelet are built as root, in namespaces; see the words above"
+
+
+def run(*command: str | Path, limit: float, env: Mapping[str, str] | None = None) -> str:
+    """Run a command of the package set "build" in a room of its own.
+
+    Args:
+        command: the program and its arguments.
+        limit: seconds after which all of it is killed.
+        env: more of its environment.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        Missing: this user is not root, or the command failed.
+    """
+    if os.geteuid() != 0:
+        raise Missing("root", "images are built in namespaces: run `make test` as root")
+    tools = packages.unpacked("build")
+    with locked("room"):
+        _sweep()
+        with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_PREFIX, ignore_cleanup_errors=True) as room:
+            environment = {
+                **os.environ,
+                **packages.environment(tools),
+                "LC_ALL": "C",
+                "DEBOOTSTRAP_DIR": str(tools / "usr/share/debootstrap"),
+                "CACHE": str(cache_folder().resolve()),
+                "ROOM": room,
+                "TOOLS": str(tools),
+                "TMPDIR": room,
+                **(env or {}),
+            }
+            try:
+                done = subprocess.run(
+                    [*_ENTER, "sh", "-c", _ROOM, "room", *command],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    check=False,
+                    timeout=limit,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise Missing(f"`{_shown(command)}`, which took longer than {limit:.0f} s", _REMEDY) from error
+    if done.returncode:
+        raise Missing(f"`{_shown(command)}`, which ended with {done.returncode}:\n{done.stdout[-_TAIL:]}\n", _REMEDY)
+    return done.stdout
+
+
+def _shown(command: tuple[str | Path, ...]) -> str:
+    return " ".join([Path(command[0]).name, *map(str, command[1:3]), "…"])
+
+
+def _sweep() -> None:
+    """Remove the folders of rooms that were killed; nobody else has one while the lock is held."""
+    for room in cache_folder().glob(f"{_PREFIX}*"):
+        shutil.rmtree(room, ignore_errors=True)

@@ -1,0 +1,121 @@
+"""How this machine reaches Debian's and Python's packages: handed to builds of images, and kept out of what they build.
+
+Builds see two folders: one instead of root's home, where pip looks for its configuration, and one instead of /etc/apt.
+A proxy named in the environment is handed on by buildah itself, which does not write it down in the image either.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+_PIP_OPTIONS: Final = (
+    "index-url",
+    "extra-index-url",
+    "find-links",
+    "trusted-host",
+    "proxy",
+    "timeout",
+    "default-timeout",
+    "retries",
+)
+"""What decides how pip reaches an index, apart from certificates."""
+
+_AUTHORITIES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
+"""Variables that name a file of certificates which this machine trusts."""
+
+_DEFAULT_MIRROR: Final = "http://deb.debian.org/debian"
+_DEFAULT_SECURITY: Final = "http://deb.debian.org/debian-security"
+
+
+def write_home(folder: Path) -> None:
+    """Write root's home folder for a build: pip's configuration, certificates, and passwords for indexes."""
+    options = _pip_options()
+    lines = [f"{name} = {value}" for name, value in options.items() if name in _PIP_OPTIONS]
+    for name in ("cert", "client-cert"):
+        if (file := Path(options.get(name, ""))).is_file():
+            shutil.copy(file, folder / f"{name}.pem")
+            lines.append(f"{name} = /root/{name}.pem")
+    (folder / ".config/pip").mkdir(parents=True)
+    (folder / ".config/pip/pip.conf").write_text("\n".join(["[global]", *lines, ""]))
+    netrc = Path("~/.netrc").expanduser()
+    if netrc.is_file():
+        shutil.copy(netrc, folder)
+
+
+def write_apt(folder: Path, *, suite: str) -> None:
+    """Write /etc/apt for a build on this release of Debian: this machine's mirror, proxies and passwords."""
+    for name in ("apt.conf.d", "auth.conf.d", "preferences.d", "sources.list.d", "trusted.gpg.d"):
+        (folder / name).mkdir()
+    (folder / "sources.list.d/debian.sources").write_text(sources(suite, *_mirrors()))
+    dumped = _output("apt-config", "dump").splitlines()
+    kept = [line for line in dumped if re.match(r"Acquire::(?!\S*Auto-?Detect)(https?|Check-|Retries)\S* ", line)]
+    if authorities := next(filter(None, map(os.environ.get, _AUTHORITIES)), None):
+        shutil.copy(authorities, folder / "authorities.pem")
+        kept.append('Acquire::https::CAInfo "/etc/apt/authorities.pem";')
+    (folder / "apt.conf.d/99-this-machine").write_text("\n".join([*kept, ""]))
+    for passwords in [Path("/etc/apt/auth.conf"), *Path("/etc/apt/auth.conf.d").glob("*.conf")]:
+        if passwords.is_file():
+            shutil.copy(passwords, folder / passwords.relative_to("/etc/apt"))
+
+
+def sources(suite: str, mirror: str = _DEFAULT_MIRROR, security: str = _DEFAULT_SECURITY) -> str:
+    """Where apt finds a release of Debian, as /etc/apt/sources.list.d/debian.sources says it."""
+    places = ((mirror, f"{suite} {suite}-updates"), (security, f"{suite}-security"))
+    return "\n".join(
+        f"Types: deb\nURIs: {uri}\nSuites: {suites}\nComponents: main\n"
+        "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
+        for uri, suites in places
+    )
+
+
+def mirror() -> str:
+    """The archive of Debian that this machine uses."""
+    return _mirrors()[0]
+
+
+def proxies() -> dict[str, str]:
+    """The variables that name apt's proxies to programs that are not apt, where the environment does not."""
+    named = _output("apt-config", "shell", "http_proxy", "Acquire::http::Proxy", "https_proxy", "Acquire::https::Proxy")
+    found = {name: value for name, value in re.findall(r"^(\w+)='(.*)'$", named, re.MULTILINE) if value != "DIRECT"}
+    return {name: value for name, value in found.items() if name not in os.environ}
+
+
+def _mirrors() -> tuple[str, str]:
+    """The archives of Debian and of its security updates."""
+    targets = _output("apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages")
+    found = dict(reversed([line.rpartition(" ")[::2] for line in targets.splitlines()]))
+    return (
+        found.get("Debian", _DEFAULT_MIRROR).rstrip("/"),
+        found.get("Debian-Security", _DEFAULT_SECURITY).rstrip("/"),
+    )
+
+
+def _pip_options() -> dict[str, str]:
+    """pip's options on this machine, from its files and the environment."""
+    options = {}
+    if authorities := next(filter(None, map(os.environ.get, _AUTHORITIES)), None):
+        options["cert"] = authorities
+    listed = _output(sys.executable, "-m", "pip", "config", "list")
+    # Those of the environment, which go before the files', are named `:env:.index-url`.
+    found = re.findall(r"^(global|install|:env:)\.([\w-]+)=('.*'|\".*\")$", listed, re.MULTILINE)
+    for _, name, value in sorted(found, key=lambda option: ("global", "install", ":env:").index(option[0])):
+        text = str(ast.literal_eval(value))
+        # A folder of this machine is not there in a build.
+        options[name] = " ".join(word for word in text.split() if name != "find-links" or "://" in word)
+    return {name: value for name, value in options.items() if value}
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing if it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,354 @@
+"""A real Kubernetes with one real node, where pods run: in namespaces of its own, safe on anyone's machine.
+
+etcd, API server, controller manager, scheduler, containerd, kubelet, kube-proxy and CoreDNS, ready in some seconds. It
+needs root on Linux, and changes nothing on the machine: it has network, mounts, processes and control groups of its
+own, nothing is installed, and no file is written but in the folder that it is given and in the cache folder.
+
+=====================  ===============================================================================
+module                 question
+=====================  ===============================================================================
+``node``               what can a test do with a node?
+``node_config``        what are its parts told?
+``node_parts``         in which order do they start, and when are they ready?
+``node_inside``        how do its namespaces become a machine of its own?
+``node_keeper``        who removes it, however the tests end?
+``node_cgroups``       which control groups does it have?
+``node_images``        which images need not be imported again?
+``node_enter``         how does a command run inside?
+``node_syscalls``      what does the kernel offer that Python does not?
+=====================  ===============================================================================
+
+What it cannot keep out: the kernel may load modules for what containers use (overlay, veth, netfilter), and keeps them;
+and a privileged container could change the machine as it can on any node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from tests.support.testbed import commands, images, installation, node_cgroups, node_config, packages
+from tests.support.testbed.binaries import binary
+from tests.support.testbed.cache import Missing, cache_folder
+from tests.support.testbed.cluster import Cluster
+from tests.support.testbed.commands import CommandFailed, Result
+from tests.support.testbed.installation import Site
+from tests.support.testbed.node_config import Bed
+from tests.support.testbed.node_enter import entering
+from tests.support.testbed.node_images import Kept, full_name, inspected, listed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_IMPORT_LIMIT = 600.0
+"""Seconds for the import of an image; one with torch takes more than a minute."""
+_END_LIMIT = 60.0
+_POLL = 0.02
+"""Seconds between two questions whether the kubelet would find an image; there is nothing that tells."""
+_TAIL = 4000
+_CAP_SYS_ADMIN, _CAP_NET_ADMIN = 21, 12
+_ROOT = Path(__file__).parents[3]
+
+
+class NodeFailed(RuntimeError):  # noqa: N818 - it says what happened
+    """A node did not start, or has ended, or something of it could not be removed."""
+
+
+def check_machine() -> None:
+    """See whether a node can run on this machine, as far as that can be told at once.
+
+    Raises:
+        Missing: it cannot.
+    """
+    if not sys.platform.startswith("linux"):
+        raise Missing("Linux", "run the tests on a Linux machine, a virtual one will do")
+    if os.geteuid() != 0:
+        raise Missing("root", "a kubelet makes namespaces, mounts and control groups: run `make test` as root")
+    status = Path("/proc/self/status").read_text()
+    held = int(status.partition("CapEff:")[2].split()[0], 16)
+    if any(not held >> capability & 1 for capability in (_CAP_SYS_ADMIN, _CAP_NET_ADMIN)):
+        raise Missing("all of root's rights", "inside a container, it must be privileged: run the tests on the machine")
+    if "\toverlay\n" not in Path("/proc/filesystems").read_text() and not Path("/sys/module/overlay").exists():
+        subprocess.run(["modprobe", "overlay"], check=False, capture_output=True)
+    node_cgroups.of_this_machine()
+
+
+class Node(Cluster):
+    """One node with its control plane; within ``async with`` it runs.
+
+    It belongs to no event loop: a fixture may start it in one, and a test use it in another. While it runs, a process
+    of its own watches over it, and removes it also when the tests are killed.
+
+    Args:
+        folder: for its logs, its configuration, and the logs of its pods; must be there.
+
+    Raises:
+        Missing: when it is started, it cannot run on this machine.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder.resolve()
+        self._site = Site(
+            folder=self.folder,
+            address=node_config.ADDRESS,
+            port=node_config.API_PORT,
+            etcd_port=node_config.ETCD_PORT,
+            peer_port=node_config.PEER_PORT,
+            services=node_config.SERVICES,
+            token=secrets.token_hex(16),
+        )
+        self._bed: Bed | None = None
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        self._place = Path()
+
+    async def __aenter__(self) -> Self:
+        check_machine()
+        try:
+            await asyncio.to_thread(self._start)
+            await self.load_image(images.archive("pause"))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        left = await asyncio.to_thread(self._end)
+        if left and kind is None:
+            raise NodeFailed(left)
+
+    @property
+    def server(self) -> str:
+        """The API server's URL, which is reached inside only."""
+        return self._site.server
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Of somebody who may do everything; it is of use inside only."""
+        return self._site.kubeconfig
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """In which kubectl, helm and elasticjob reach it."""
+        found = installation.environment(self.folder, self.kubeconfig, programs=("kubectl", "helm"))
+        return {name: value for name, value in found.items() if not name.lower().endswith("_proxy")}
+
+    @property
+    def audit_log(self) -> Path:
+        """What the API server was asked: an object of audit.k8s.io/v1 in each line, without bodies."""
+        return node_config.audit_log(self._site)
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, as this machine sees it."""
+        return self._pid
+
+    @property
+    def keeper_pid(self) -> int:
+        """Of the process that removes it."""
+        return self._running().pid
+
+    def kubeconfig_with(self, token: str, namespace: str) -> str:
+        """The text of a kubeconfig for whoever has this token."""
+        return installation.kubeconfig(self._site, token=token, namespace=namespace)
+
+    def check(self) -> None:
+        """See that all its parts run.
+
+        Raises:
+            NodeFailed: one has ended.
+        """
+        stdout = self._running().stdout
+        assert stdout is not None
+        if select.select([stdout], [], [], 0)[0]:
+            self._expect("nothing more")
+
+    async def run(
+        self,
+        *argv: str,
+        stdin: str | None = None,
+        env: Mapping[str, str] | None = None,
+        check: bool = True,
+        timeout: float = commands.LIMIT,  # noqa: ASYNC109 - as subprocess has it
+    ) -> Result:
+        """Run a command of this machine inside, where it sees the node's network and processes, and its files.
+
+        Args:
+            argv: such as kubectl, helm or elasticjob with arguments.
+            stdin: what it reads.
+            env: more of its environment.
+            check: whether it must succeed.
+            timeout: seconds after which it is killed.
+
+        Raises:
+            CommandFailed: it failed although it must not, or it took too long.
+            NodeFailed: so has the node.
+        """
+        environ = {**self.environ, **(env or {})}
+        return await self._run_inside(*argv, environ=environ, stdin=stdin, check=check, limit=timeout)
+
+    async def popen(
+        self,
+        *argv: str,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stderr: int = subprocess.PIPE,
+    ) -> asyncio.subprocess.Process:
+        """Start a command inside, like :meth:`run`, and leave it running: such as ``kubectl wait``.
+
+        Args:
+            argv: the program and its arguments.
+            env: more of its environment.
+            stdin: as subprocess has it.
+            stderr: likewise; stdout is a pipe.
+
+        Returns:
+            A process that takes signals, and ends, as if it were the command itself.
+        """
+        return await asyncio.create_subprocess_exec(
+            *self._entering(),
+            *argv,
+            env={**self.environ, **(env or {})},
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+
+    async def load_image(self, archive: Path) -> None:
+        """Give the node an image, as ``kind load`` does; nothing is imported if it has that from an earlier run.
+
+        Args:
+            archive: an OCI or docker archive that names its image. Once the file is gone, the image will go, too.
+        """
+        image = await asyncio.to_thread(inspected, archive.resolve())
+        kept = Kept(self._place / "images.json")
+        if kept.has(image, await self.images()):
+            return
+        await self._containerd("images", "import", str(image.path), limit=_IMPORT_LIMIT)
+        there = await self.images()
+        for name in set(image.names) - there.keys():  # an OCI archive's name is taken as it stands
+            short = next(each for each in there if full_name(each) == name)
+            await self._containerd("images", "tag", short, name)
+        async with asyncio.timeout(commands.LIMIT):
+            while not await self._can_run(image.names):  # noqa: ASYNC110 - containerd has events, but no word for this
+                await asyncio.sleep(_POLL)
+        kept.add(image)
+        if unwanted := kept.unwanted(await self.images()):
+            await self._containerd("images", "delete", "--sync", *unwanted)
+
+    async def images(self) -> dict[str, str]:
+        """The images that it has: the digest of each, by each of its names."""
+        return listed(await self._containerd("images", "list"))
+
+    def processes(self, pod_uid: str) -> dict[int, str]:
+        """The processes of a pod, by their ids on this machine, each with its command line; to be killed, say."""
+        found = {}
+        for process in Path("/proc").iterdir():
+            try:
+                if f"/pod{pod_uid}/" in (process / "cgroup").read_text():
+                    found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except (OSError, ValueError):  # no process, or no longer
+                continue
+        return found
+
+    def _start(self) -> None:
+        """Start it and wait until it is ready."""
+        tools = packages.unpacked("node")
+        programs = {name: binary(name) for name in ("kubelet", "kube-proxy", "coredns")}
+        installation.write_credentials(self._site)
+        for name, text in node_config.files(self._site, tools, images.IMAGES["pause"]).items():
+            file = self.folder / "config" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        self._bed = Bed(
+            folder=str(self.folder),
+            cache=str(cache_folder().resolve()),
+            tools=str(tools),
+            commands=node_config.commands(self._site, programs, tools),
+            server=self._site.server,
+            token=self._site.token,
+            authority=str(self._site.authority),
+        )
+        (self.folder / "bed.json").write_text(self._bed.written())
+        with (self.folder / "keeper.log").open("wb") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.testbed.node_keeper", str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                cwd=_ROOT,
+                start_new_session=True,
+            )
+        started = self._expect("started")
+        self._pid, self._place = started["pid"], Path(started["place"])
+        self._expect("ready")
+
+    def _expect(self, event: str) -> dict[str, Any]:
+        """Read the next event, which must be this one."""
+        stdout = self._running().stdout
+        assert stdout is not None
+        line = stdout.readline()
+        said: dict[str, Any] = json.loads(line) if line else {}
+        if said.get("event") != event:
+            raise NodeFailed(f"the node has failed: {said.get('words') or self._keepers_words()}\nLogs: {self.folder}")
+        return said
+
+    def _end(self) -> str:
+        """Have the keeper remove it; returns what it could not remove."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return ""
+        with keeper:
+            assert keeper.stdin is not None
+            keeper.stdin.close()
+            code = keeper.wait(_END_LIMIT)
+        shutil.rmtree(self.folder / "etcd-data", ignore_errors=True)  # it allocates much more than it needs
+        return self._keepers_words() if code else ""
+
+    def _keepers_words(self) -> str:
+        return (self.folder / "keeper.log").read_text()[-_TAIL:] or "its keeper was killed"
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._keeper is None:
+            raise RuntimeError("this node does not run")
+        return self._keeper
+
+    def _entering(self) -> tuple[str, ...]:
+        self._running()
+        return entering(self._pid, os.getcwd())  # noqa: PTH109 - a word of a command line
+
+    async def _run_inside(
+        self, *argv: str, environ: Mapping[str, str], limit: float, stdin: str | None = None, check: bool = True
+    ) -> Result:
+        try:
+            result = await commands.run(
+                *self._entering(), *argv, environ=environ, stdin=stdin, check=False, timeout=limit
+            )
+        except CommandFailed:
+            self.check()
+            raise
+        if check and result.returncode != 0:
+            self.check()  # if the node has fallen down, that is the better story
+            raise CommandFailed(argv, f"ended with {result.returncode}", result.stdout + result.stderr)
+        return result
+
+    async def _containerd(self, *arguments: str, limit: float = commands.LIMIT) -> str:
+        assert self._bed is not None
+        control = ("ctr", "--namespace=k8s.io", *arguments)
+        return (await self._run_inside(*control, environ=self._bed.environ, limit=limit)).stdout
+
+    async def _can_run(self, names: Iterable[str]) -> bool:
+        """Whether the kubelet would find the images: each has then a second name, which is a digest."""
+        there = await self.images()
+        seen = {digest for name, digest in there.items() if name.startswith("sha256:")}
+        return all(there.get(name) in seen for name in names)

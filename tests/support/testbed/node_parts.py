@@ -1,0 +1,171 @@
+"""Starts the parts of a node in order, inside, and says when all are ready, or which one is not and what it wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from tests.support.testbed import node_config
+from tests.support.testbed.daemons import Daemon, DaemonDied
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.support.testbed.node_config import Bed
+
+_LIMIT = 90.0
+"""Seconds within which a part is ready, even on a machine that is busy."""
+_POLL = 0.05
+"""Seconds between two questions whether a part is ready; there is nothing that tells."""
+
+
+def main(bed: Bed) -> int:
+    """Start everything, then wait until a part ends by itself; returns the exit code."""
+    try:
+        asyncio.run(_run(bed))
+    except DaemonDied as error:
+        say("failed", words=str(error))
+    return 1
+
+
+def say(event: str, **more: Any) -> None:
+    """Tell who wanted the node."""
+    print(json.dumps({"event": event, **more}), flush=True)
+
+
+async def _run(bed: Bed) -> None:
+    verified = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=bed.authority))
+    headers = {"Authorization": f"Bearer {bed.token}"}
+    limit = aiohttp.ClientTimeout(total=5)
+    async with aiohttp.ClientSession(connector=verified, headers=headers, timeout=limit) as session:
+        parts = _Parts(bed, session)
+        await parts.start()
+        say("ready")
+        await parts.until_one_ends()
+
+
+class _Parts:
+    """The parts of one node, each a process that ends with this one."""
+
+    def __init__(self, bed: Bed, session: aiohttp.ClientSession) -> None:
+        self._bed = bed
+        self._session = session
+        self._daemons: dict[str, Daemon] = {}
+
+    async def start(self) -> None:
+        """Start all of them.
+
+        Raises:
+            DaemonDied: one is not ready in time, or has ended.
+        """
+        await asyncio.gather(self._start_control_plane(), self._start_containerd())
+        kubelet = self._start("kubelet")
+        await self._until(kubelet, self._api_answers(f"/api/v1/nodes/{node_config.NAME}"))
+        proxy = self._start("kube-proxy")  # where it finds no node, it looks again after a second
+        await self._until(kubelet, self._node_takes_pods)
+        dns = self._daemons["coredns"]
+        await self._until(proxy, self._answers(f"http://127.0.0.1:{node_config.PROXY_HEALTH}/healthz"))
+        await self._until(dns, self._answers(f"http://127.0.0.1:{node_config.DNS_READY}/ready"))
+        # Pods are forbidden in a namespace until it has this one.
+        controllers = self._daemons["kube-controller-manager"]
+        await self._until(controllers, self._api_answers("/api/v1/namespaces/default/serviceaccounts/default"))
+
+    async def until_one_ends(self) -> None:
+        """Wait.
+
+        Raises:
+            DaemonDied: one has ended.
+        """
+        ended = asyncio.Event()
+        for daemon in self._daemons.values():
+            asyncio.get_running_loop().add_reader(os.pidfd_open(daemon.pid), ended.set)
+        await ended.wait()
+        for daemon in self._daemons.values():
+            daemon.check()
+
+    async def _start_control_plane(self) -> None:
+        self._start("etcd")
+        api_server = self._start("kube-apiserver")  # waits for etcd by itself
+        await self._until(api_server, self._api_answers("/readyz"))
+        for name in ("kube-controller-manager", "kube-scheduler", "coredns"):
+            self._start(name)
+
+    async def _start_containerd(self) -> None:
+        tidying = self._daemon(
+            [word.replace(".toml", "-without-pods.toml") for word in self._bed.commands["containerd"]]
+        )
+        tidying.start()
+        await self._until(tidying, _containerd_answers)
+        await asyncio.to_thread(self._remove_containers)
+        tidying.kill()
+        node_config.SOCKET.unlink()
+        await self._until(self._start("containerd"), _containerd_answers)
+
+    def _remove_containers(self) -> None:
+        """Remove those of earlier runs, and so what they have written."""
+        control = ["ctr", "--namespace=k8s.io", "containers"]
+        listed = self._output([*control, "list", "--quiet"]).split()
+        if listed:
+            self._output([*control, "delete", *listed])
+
+    def _output(self, command: list[str]) -> str:
+        return subprocess.run(command, env=self._bed.environ, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    def _daemon(self, command: list[str]) -> Daemon:
+        return Daemon(command, folder=Path(self._bed.folder), environ=self._bed.environ)
+
+    def _start(self, name: str) -> Daemon:
+        daemon = self._daemons[name] = self._daemon(self._bed.commands[name])
+        daemon.start()
+        return daemon
+
+    async def _until(self, daemon: Daemon, probe: Callable[[], Awaitable[bool]]) -> None:
+        """Wait until the probe says yes; the part is to blame if it does not."""
+        try:
+            async with asyncio.timeout(_LIMIT):
+                while not await probe():
+                    for each in self._daemons.values():
+                        each.check()
+                    daemon.check()
+                    await asyncio.sleep(_POLL)
+        except TimeoutError:
+            raise daemon.died(f"is not ready after {_LIMIT:.0f} s") from None
+
+    def _api_answers(self, path: str) -> Callable[[], Awaitable[bool]]:
+        return self._answers(self._bed.server + path)
+
+    def _answers(self, url: str) -> Callable[[], Awaitable[bool]]:
+        async def probe() -> bool:
+            return await self._get(url) is not None
+
+        return probe
+
+    async def _node_takes_pods(self) -> bool:
+        """Whether the node is ready, and the controller manager has seen that."""
+        text = await self._get(f"{self._bed.server}/api/v1/nodes/{node_config.NAME}")
+        node = json.loads(text or "{}")
+        conditions = {each["type"]: each["status"] for each in node.get("status", {}).get("conditions", ())}
+        return conditions.get("Ready") == "True" and not node["spec"].get("taints")
+
+    async def _get(self, url: str) -> str | None:
+        try:
+            async with self._session.get(url) as response:
+                return await response.text() if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+
+
+async def _containerd_answers() -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(str(node_config.SOCKET))
+    except OSError:
+        return False
+    writer.close()
+    return True

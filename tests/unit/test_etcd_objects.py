@@ -1,0 +1,202 @@
+"""The etcd of a job: a Deployment of one and its Service."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_endpoint, etcd_name, etcd_service
+from elastic_operator.kube.settings import PodSettings
+from elastic_operator.spec import EtcdSpec
+from tests.support.builders import UID, a_job
+
+METADATA = {
+    "name": "digits-etcd",
+    "namespace": "default",
+    "labels": {
+        "app.kubernetes.io/name": "elasticjob",
+        "app.kubernetes.io/instance": "digits",
+        "app.kubernetes.io/component": "etcd",
+        "app.kubernetes.io/managed-by": "elastic-operator",
+        "elastic.pytorch.org/job": "digits",
+        "elastic.pytorch.org/role": "etcd",
+        "elastic.pytorch.org/job-uid": UID,
+    },
+    "ownerReferences": [
+        {
+            "apiVersion": "elastic.pytorch.org/v1alpha1",
+            "kind": "ElasticJob",
+            "name": "digits",
+            "uid": UID,
+            "controller": True,
+        }
+    ],
+}
+SELECTED = {
+    "elastic.pytorch.org/job": "digits",
+    "elastic.pytorch.org/role": "etcd",
+    "elastic.pytorch.org/job-uid": UID,
+}
+
+
+def deployment(settings: PodSettings | None = None, **spec: Any) -> dict[str, Any]:
+    return etcd_deployment(a_job(**spec), settings or PodSettings())
+
+
+def pod_of(**spec: Any) -> dict[str, Any]:
+    pod: dict[str, Any] = deployment(**spec)["spec"]["template"]["spec"]
+    return pod
+
+
+def container_of(**spec: Any) -> dict[str, Any]:
+    (container,) = pod_of(**spec)["containers"]
+    return dict(container)
+
+
+def test_the_service_as_a_whole() -> None:
+    assert etcd_service(a_job(), PodSettings(), cluster_ip=None) == {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": METADATA,
+        "spec": {
+            "type": "ClusterIP",
+            "selector": SELECTED,
+            "ports": [{"name": "client", "port": 2379, "targetPort": "client", "protocol": "TCP"}],
+        },
+    }
+
+
+def test_the_deployment_as_a_whole() -> None:
+    made = deployment(PodSettings(etcd_image="etcd:9"))
+    container = made["spec"]["template"]["spec"].pop("containers")
+    assert made == {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": METADATA,
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": SELECTED},
+            "template": {
+                "metadata": {"labels": METADATA["labels"]},
+                "spec": {
+                    "automountServiceAccountToken": False,
+                    "enableServiceLinks": False,
+                    "terminationGracePeriodSeconds": 5,
+                    "securityContext": {
+                        "runAsNonRoot": True,
+                        "runAsUser": 65532,
+                        "runAsGroup": 65532,
+                        "fsGroup": 65532,
+                        "fsGroupChangePolicy": "OnRootMismatch",
+                        "seccompProfile": {"type": "RuntimeDefault"},
+                    },
+                    "volumes": [{"name": "data", "emptyDir": {}}],
+                },
+            },
+        },
+    }
+    assert container == [
+        {
+            "name": "etcd",
+            "image": "etcd:9",
+            "command": ["etcd"],
+            "args": [
+                "--data-dir=/var/lib/etcd/$(POD_IP)",
+                "--listen-client-urls=http://0.0.0.0:2379",
+                "--advertise-client-urls=http://digits-etcd.default:2379",
+                "--auto-compaction-mode=periodic",
+                "--auto-compaction-retention=10m",
+                "--quota-backend-bytes=1073741824",
+            ],
+            "env": [
+                {"name": "ETCD_UNSAFE_NO_FSYNC", "value": "true"},
+                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            ],
+            "ports": [{"name": "client", "containerPort": 2379, "protocol": "TCP"}],
+            "readinessProbe": {
+                "httpGet": {"path": "/health", "port": "client"},
+                "periodSeconds": 1,
+                "timeoutSeconds": 1,
+                "failureThreshold": 3,
+            },
+            "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            },
+            "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
+        }
+    ]
+
+
+def test_the_service_leads_to_the_pods_of_this_very_job() -> None:
+    labels = deployment()["spec"]["template"]["metadata"]["labels"]
+    assert labels.items() >= SELECTED.items()
+    assert SELECTED["elastic.pytorch.org/job-uid"] == UID, "a later job of the same name has another one"
+
+
+def test_an_address_that_pods_were_told_is_asked_for() -> None:
+    assert etcd_service(a_job(), PodSettings(), cluster_ip="10.96.3.4")["spec"]["clusterIP"] == "10.96.3.4"
+
+
+@pytest.mark.parametrize(("address", "endpoint"), [("10.96.3.4", "10.96.3.4:2379"), ("fd00::7", "[fd00::7]:2379")])
+def test_the_endpoint_is_the_address_and_the_port(address: str, endpoint: str) -> None:
+    assert etcd_endpoint(address) == endpoint
+
+
+def test_the_names_of_the_longest_job_are_short_enough_for_a_service() -> None:
+    assert len(etcd_name("a" * 45)) <= 63
+
+
+def test_image_and_resources_may_be_given_and_limits_are_not_undercut_by_our_requests() -> None:
+    etcd = EtcdSpec(image="mine:1", resources={"limits": {"memory": "32Mi"}})
+    container = container_of(etcd=etcd)
+    assert (container["image"], container["resources"]) == ("mine:1", {"limits": {"memory": "32Mi"}})
+
+
+def test_with_a_volume_the_data_are_written_with_care() -> None:
+    storage = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    pod = pod_of(etcd=EtcdSpec(storage=storage))
+    (container,) = pod["containers"]
+    assert container["args"][0] == "--data-dir=/var/lib/etcd/data"
+    assert container["env"] == []
+    (volume,) = pod["volumes"]
+    assert volume["ephemeral"]["volumeClaimTemplate"]["spec"] == storage
+
+
+def test_where_workers_may_run_and_whose_images_they_may_have_holds_for_etcd_too() -> None:
+    shared = {"tolerations": [{"key": "gpu", "operator": "Exists"}], "imagePullSecrets": [{"name": "hub"}]}
+    pod = pod_of(template={"spec": {**shared, "nodeSelector": {"gpu": "h100"}}})
+    assert pod.items() >= shared.items()
+    assert "nodeSelector" not in pod
+
+
+@pytest.mark.parametrize("template", [{}, {"spec": None}, {"spec": 7}, {"spec": {"tolerations": None}}])
+def test_any_template_will_do(template: dict[str, Any]) -> None:
+    assert "tolerations" not in pod_of(template=template)
+
+
+def test_nothing_is_shared_with_the_job_or_between_objects() -> None:
+    etcd = EtcdSpec(storage={"resources": {}}, resources={"requests": {}})
+    template = {"spec": {"tolerations": [{"key": "a"}]}}
+    first, second, careless = deployment(etcd=etcd, template=template), deployment(etcd=etcd), deployment()
+    before = copy.deepcopy((etcd, template, second, deployment()))
+    spoil(first)
+    spoil(careless)
+    assert (etcd, template, second, deployment()) == before
+
+
+def spoil(value: Any) -> None:
+    """Change everything that can be changed in an object."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            spoil(inner)
+        value["spoiled"] = True
+    elif isinstance(value, list):
+        for inner in value:
+            spoil(inner)
+        value.append("spoiled")

@@ -1,0 +1,564 @@
+"""What the objects of an API server say, in the words of the plan."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_operator.crd import apply_defaults
+from elastic_operator.errors import BadInput
+from elastic_operator.kube.observation import (
+    etcd_hindrance,
+    etcd_state,
+    job_of,
+    last_words,
+    pod_of,
+    told_cluster_ip,
+    trimmed_pod,
+)
+from elastic_operator.kube.settings import PodSettings
+from elastic_operator.kube.worker_pod import worker_pod
+from elastic_operator.model import EtcdState, JobStatus, Misfit, NewPod, Pod, PodPhase
+from elastic_operator.status_json import status_to_json
+from tests.support.builders import UID, a_job, says, size
+from torchelastic.contract import (
+    CONTRACT_VERSION,
+    FailureRecord,
+    TerminationMessage,
+    encode,
+    encode_termination_message,
+)
+
+NAME = "digits-1-bcdfg"
+SIZE = size(2, generation=3)
+CREATED, STARTED, ENDED = "2026-03-01T12:00:00Z", "2026-03-01T12:00:05Z", "2026-03-01T12:01:00Z"
+AT_CREATED, AT_STARTED, AT_ENDED = 1772366400.0, 1772366405.0, 1772366460.0
+
+SCHEDULED = {"type": "PodScheduled", "status": "True", "lastTransitionTime": CREATED}
+RUNNING = {"running": {"startedAt": STARTED}}
+CREATING = {"waiting": {"reason": "ContainerCreating"}}
+
+
+def an_object(phase: str = "Running", *statuses: dict[str, Any], template: Any = None, **status: Any) -> dict[str, Any]:
+    """A pod as the operator has made it and the kubelet has filled in its status."""
+    job = a_job(image="team/train:1", args=("x.py",), template={"spec": template or {}})
+    made = worker_pod(job, NewPod(NAME, 1, SIZE, failures=2), PodSettings(), store="10.96.0.7:2379")
+    made["metadata"] |= {"uid": "uid-1", "creationTimestamp": CREATED, "resourceVersion": "77", "managedFields": [{}]}
+    made["spec"]["nodeName"] = "node-1"
+    made["status"] = {"phase": phase, "conditions": [SCHEDULED], "containerStatuses": list(statuses), **status}
+    return made
+
+
+def worker(state: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": "worker", "state": state, "ready": "running" in state, "image": "docker.io/team/train:1", **more}
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+def ended(code: int, message: str = "", reason: str = "Error", **more: Any) -> dict[str, Any]:
+    return {
+        "terminated": {
+            "exitCode": code,
+            "reason": reason,
+            "message": message,
+            "startedAt": STARTED,
+            "finishedAt": ENDED,
+            **more,
+        }
+    }
+
+
+BASE = Pod(name=NAME, uid="uid-1", index=1, phase=PodPhase.PENDING, created=AT_CREATED, failures=2, size=SIZE)
+
+
+# Where a pod stands
+
+
+def test_a_pod_that_nobody_has_looked_at_is_pending() -> None:
+    assert pod_of(an_object("Pending", conditions=None, containerStatuses=None)) == BASE
+
+
+def test_a_pod_runs_when_its_worker_does() -> None:
+    running = replace(BASE, phase=PodPhase.RUNNING, ready=True, started=AT_STARTED)
+    assert pod_of(an_object("Running", worker(RUNNING))) == running
+    assert pod_of(an_object("Pending", worker(RUNNING))) == running
+    assert pod_of(an_object("Running", worker(RUNNING, ready=False))) == replace(running, ready=False)
+
+
+def test_a_pod_that_is_being_deleted_is_terminating() -> None:
+    going = an_object("Running", worker(RUNNING))
+    going["metadata"]["deletionTimestamp"] = ENDED
+    assert pod_of(going).terminating
+
+
+def test_a_pod_ends_with_its_worker_whatever_its_sidecars_do() -> None:
+    sidecar = {"name": "log", "state": RUNNING, "ready": True}
+    lingering = pod_of(an_object("Running", sidecar, worker(ended(1, "x"))))
+    assert (lingering.phase, lingering.lingers, lingering.ready) == (PodPhase.FAILED, True, False)
+    alone = pod_of(an_object("Running", {"name": "log", "state": ended(0)}, worker(ended(0, reason="Completed"))))
+    assert (alone.phase, alone.lingers) == (PodPhase.SUCCEEDED, False)
+    native = pod_of(an_object("Running", worker(ended(0)), initContainerStatuses=[sidecar]))
+    assert (native.phase, native.lingers) == (PodPhase.SUCCEEDED, True)
+    assert not pod_of(an_object("Running", sidecar, worker(RUNNING))).lingers
+
+
+def test_the_agents_last_words_are_read() -> None:
+    failure = FailureRecord(epoch=3, rank=1, local_rank=0, node="n.1", exit_code=-9, message="killed")
+    message = TerminationMessage(reason="WorkerFailed", message="rank 1 was killed", epoch=3, failure=failure)
+    pod = pod_of(an_object("Failed", worker(ended(1, encode_termination_message(message).decode() + "\n"))))
+    assert pod == replace(
+        BASE,
+        phase=PodPhase.FAILED,
+        started=AT_STARTED,
+        ended=AT_ENDED,
+        exit_code=1,
+        message=message,
+    )
+
+
+@pytest.mark.parametrize("text", ["Traceback\nValueError: x", '{"a": 1}', '{"reason": 7}', "[1]", "7", "\ud800"])
+def test_words_that_are_not_the_agents_are_shown_as_they_are(text: str) -> None:
+    assert pod_of(an_object("Failed", worker(ended(1, text + "\n")))).message == text
+
+
+def test_where_nothing_was_said_there_is_no_message() -> None:
+    assert pod_of(an_object("Failed", worker(ended(137)))).message is None
+    assert pod_of(an_object("Succeeded", worker(ended(0, reason="Completed")))).message is None
+
+
+@pytest.mark.parametrize(
+    ("obj", "code", "last_line"),
+    [
+        (
+            an_object("Failed", worker(ended(137, "step 7", "OOMKilled"))),
+            137,
+            "OOMKilled: it needed more memory than it may have",
+        ),
+        (
+            an_object("Failed", worker(ended(137, "", "ContainerStatusUnknown"))),
+            None,
+            "ContainerStatusUnknown",
+        ),
+        (
+            an_object("Failed", reason="Evicted", message="The node was low on resource: memory. "),
+            None,
+            "Evicted: The node was low on resource: memory.",
+        ),
+        (
+            an_object("Failed", worker(ended(137)), reason="Evicted", message="Pod ephemeral local storage\nexceeded"),
+            137,
+            "Evicted: Pod ephemeral local storage exceeded",
+        ),
+        (
+            an_object("Failed", reason="UnexpectedAdmissionError", message="Allocate failed due to no healthy devices"),
+            None,
+            "UnexpectedAdmissionError: Allocate failed due to no healthy devices",
+        ),
+        (
+            an_object(
+                "Failed",
+                worker(RUNNING),
+                conditions=[
+                    {
+                        "type": "DisruptionTarget",
+                        "status": "True",
+                        "reason": "DeletionByPodGC",
+                        "message": "PodGC: node no longer exists",
+                        "lastTransitionTime": ENDED,
+                    }
+                ],
+            ),
+            None,
+            "DeletionByPodGC: PodGC: node no longer exists",
+        ),
+        (
+            an_object(
+                "Failed",
+                worker({"waiting": {"reason": "PodInitializing"}}),
+                initContainerStatuses=[{"name": "fetch", "state": ended(3, "trying\nno such bucket")}],
+            ),
+            None,
+            "its init container fetch exited with code 3: no such bucket",
+        ),
+        (
+            an_object(
+                "Failed",
+                worker({}, lastState=ended(137, "The container could not be located", "ContainerStatusUnknown")),
+            ),
+            None,
+            "ContainerStatusUnknown",
+        ),
+    ],
+)
+def test_what_ended_without_words_of_its_agent_is_told_in_the_clusters(
+    obj: dict[str, Any], code: int | None, last_line: str
+) -> None:
+    pod = pod_of(obj)
+    assert (pod.phase, pod.exit_code) == (PodPhase.FAILED, code)
+    assert str(pod.message).splitlines()[-1] == last_line
+    assert pod.waiting == ""
+    assert not pod.lingers
+
+
+def test_the_agents_words_count_more_than_what_the_cluster_says() -> None:
+    left = encode_termination_message(says("left on SIGTERM", "Left")).decode()
+    pod = pod_of(an_object("Failed", worker(ended(143, left)), reason="Evicted", message="memory"))
+    assert pod.message == says("left on SIGTERM", "Left")
+
+
+def test_a_pod_that_is_called_succeeded_has_not_unless_its_worker_has() -> None:
+    assert pod_of(an_object("Succeeded")).phase is PodPhase.FAILED
+    assert pod_of(an_object("Succeeded", worker(RUNNING))).phase is PodPhase.FAILED
+
+
+def test_the_end_of_a_pod_without_times_is_when_its_conditions_changed_last() -> None:
+    gone = {"type": "Ready", "status": "False", "lastTransitionTime": ENDED}
+    assert pod_of(an_object("Failed", conditions=[gone, SCHEDULED])).ended == AT_ENDED
+    assert pod_of(an_object("Failed", conditions=[])).ended is None
+    never = ended(128, "no", "StartError", startedAt="1970-01-01T00:00:00Z")
+    assert pod_of(an_object("Failed", worker(never))).started is None
+
+
+# Why a pod does not start
+
+
+PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not found'
+
+
+@pytest.mark.parametrize(
+    ("obj", "words"),
+    [
+        (an_object("Pending", worker(CREATING)), ""),
+        (an_object("Pending", worker({"waiting": {"reason": "PodInitializing"}})), ""),
+        (an_object("Pending", worker({})), ""),
+        (
+            an_object(
+                "Pending",
+                conditions=[
+                    {
+                        "type": "PodScheduled",
+                        "status": "False",
+                        "reason": "Unschedulable",
+                        "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+                    }
+                ],
+            ),
+            "no node takes it: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+        ),
+        (
+            an_object("Pending", conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]),
+            "no node takes it: SchedulingGated",
+        ),
+        (
+            an_object("Pending", worker(waiting("ErrImagePull", PULL))),
+            'the image team/train:1 cannot be pulled: failed to resolve "team/train:1": not found',
+        ),
+        (
+            an_object("Pending", worker(waiting("ImagePullBackOff", 'Back-off pulling image "team/train:1"'))),
+            "the image team/train:1 cannot be pulled",
+        ),
+        (
+            an_object("Pending", worker(waiting("InvalidImageName", 'couldn\'t parse image name "TEAM"'))),
+            '"team/train:1" is no name of an image',
+        ),
+        (
+            an_object("Pending", worker(waiting("ErrImageNeverPull", 'Container image "x" is not present'))),
+            "the image team/train:1 is not on its node, and imagePullPolicy is Never",
+        ),
+        (
+            an_object("Pending", worker(waiting("CreateContainerConfigError", 'secret "hub" not found'))),
+            'its container cannot be started: secret "hub" not found',
+        ),
+        (an_object("Pending", worker(waiting("NewerThanUs", "who knows"))), "NewerThanUs: who knows"),
+        (an_object("Pending", worker(waiting("NewerThanUs"))), "NewerThanUs"),
+        (
+            an_object(
+                "Pending",
+                worker({"waiting": {"reason": "PodInitializing"}}),
+                initContainerStatuses=[{"name": "fetch", "state": RUNNING}],
+            ),
+            "its init container fetch still runs",
+        ),
+        (
+            an_object(
+                "Pending",
+                worker(CREATING),
+                template={"initContainers": [{"name": "proxy", "image": "envoy:2", "restartPolicy": "Always"}]},
+                initContainerStatuses=[{"name": "proxy", "state": RUNNING}],
+            ),
+            "",
+        ),
+        (
+            an_object(
+                "Pending",
+                worker({"waiting": {"reason": "PodInitializing"}}),
+                template={"initContainers": [{"name": "fetch", "image": "busybox:9"}]},
+                initContainerStatuses=[{"name": "fetch", "state": waiting("ErrImagePull", "denied")}],
+            ),
+            "its init container fetch: the image busybox:9 cannot be pulled: denied",
+        ),
+        (an_object("Running", worker(RUNNING)), ""),
+    ],
+)
+def test_why_a_pod_does_not_start_is_said_in_words(obj: dict[str, Any], words: str) -> None:
+    assert pod_of(obj).waiting == words
+
+
+def test_pulling_and_backing_off_are_called_the_same() -> None:
+    pulling = pod_of(an_object("Pending", worker(waiting("ErrImagePull", PULL))))
+    message = f'Back-off pulling image "team/train:1": ErrImagePull: {PULL}'
+    assert pod_of(an_object("Pending", worker(waiting("ImagePullBackOff", message)))) == pulling
+
+
+# Images that can't have an agent
+
+CONTAINERD = (
+    "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: "
+    "unable to start container process: error during container init: "
+    'exec: "torchelastic-run": executable file not found in $PATH'
+)
+CRUN = "container create failed: executable file `torchelastic-run` not found in $PATH: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        an_object("Failed", worker(ended(128, CONTAINERD, "StartError"))),
+        an_object("Failed", worker(ended(127, CONTAINERD, "ContainerCannotRun"))),
+        an_object("Pending", worker(waiting("CreateContainerError", CRUN))),
+        an_object(
+            "Pending", worker(waiting("RunContainerError", 'error finding executable "torchelastic-run" in PATH'))
+        ),
+        an_object(
+            "Failed", worker(ended(128, "exec /usr/bin/torchelastic-run: no such file or directory", "StartError"))
+        ),
+    ],
+)
+def test_an_image_without_the_agent_is_called_that(obj: dict[str, Any]) -> None:
+    unfit = pod_of(obj).unfit
+    assert unfit is not None
+    assert unfit.reason is Misfit.NO_AGENT
+    assert unfit.message == (
+        "the image team/train:1 has no torchelastic-run, with which every worker pod starts: install the agent in it, "
+        "as docs/own-image.md shows, or name an image that has it"
+    )
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        ended(128, 'exec: "torchelastic-run": permission denied', "StartError"),
+        ended(128, 'exec: "other": executable file not found in $PATH', "StartError"),
+        ended(1, 'exec: "torchelastic-run": executable file not found in $PATH'),
+        ended(128, "mount of torchelastic-run-0-bcdfg: no such file or directory", "StartError"),
+        waiting("ImagePullBackOff", 'image "torchelastic-run" not found'),
+        RUNNING,
+    ],
+)
+def test_other_troubles_are_not_taken_for_that(state: dict[str, Any]) -> None:
+    assert pod_of(an_object("Pending", worker(state))).unfit is None
+
+
+def spoken(version: int, **more: Any) -> str:
+    """The last words of an agent of another version, which may have more to say."""
+    return json.dumps({"reason": "BadInput", "message": "the versions differ", "contract": version, **more})
+
+
+@pytest.mark.parametrize("message", [spoken(7), spoken(7, epoch="one", news=[1])])
+def test_an_agent_of_another_contract_is_called_that_and_both_versions_are_named(message: str) -> None:
+    unfit = pod_of(an_object("Failed", worker(ended(2, message)))).unfit
+    assert unfit is not None
+    assert unfit.reason is Misfit.CONTRACT_MISMATCH
+    assert unfit.message == (
+        "the agent in the image team/train:1 speaks version 7 of the contract between operator and agents, and this "
+        f"operator version {CONTRACT_VERSION}: use an image with the agent of the operator's release, or the operator "
+        "of the agent's"
+    )
+
+
+@pytest.mark.parametrize(
+    "message", [spoken(CONTRACT_VERSION), '{"contract": 7}', '{"reason": "x", "contract": "7"}', ""]
+)
+def test_an_agent_of_our_contract_or_of_none_is_not(message: str) -> None:
+    assert pod_of(an_object("Failed", worker(ended(2, message)))).unfit is None
+
+
+# What the pod carries
+
+
+@pytest.mark.parametrize(
+    ("label", "index"), [("0", 0), ("12", 12), (None, 1), ("x", 1), ("-3", 1), ("٣", 1), ("9" * 30, 1)]
+)
+def test_the_index_is_the_labels_or_else_the_names(label: str | None, index: int) -> None:
+    obj = an_object()
+    obj["metadata"]["labels"]["elastic.pytorch.org/index"] = label
+    assert pod_of(obj).index == index
+
+
+@pytest.mark.parametrize("note", ["", "x", "-1", "1.5", "9" * 30])
+def test_an_annotation_that_somebody_has_spoiled_says_nothing(note: str) -> None:
+    obj = an_object()
+    for key in ("failures", "size"):
+        obj["metadata"]["annotations"][f"elastic.pytorch.org/{key}"] = note
+    assert (pod_of(obj).failures, pod_of(obj).size) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("store", "address"),
+    [("10.96.0.7:2379", "10.96.0.7"), ("[fd00::7]:2379", "fd00::7"), ("", None), ("nonsense", None)],
+)
+def test_the_address_that_a_pod_was_told_is_known_from_it(store: str, address: str | None) -> None:
+    obj = worker_pod(a_job(), NewPod(NAME, 1, SIZE), PodSettings(), store=store)
+    assert told_cluster_ip(obj) == address
+    assert told_cluster_ip(trimmed_pod(obj)) == address
+
+
+def test_the_last_words_of_a_pod_are_those_of_its_worker() -> None:
+    left = encode_termination_message(says("left on SIGTERM", "Left")).decode()
+    assert last_words(an_object("Failed", worker(ended(143, left)))) == "left on SIGTERM"
+    assert last_words(an_object("Failed", worker(ended(137)))) == "was killed by SIGKILL"
+    assert last_words(an_object("Failed", worker(ended(137, "step 6\nstep 7\n")))) == "was killed by SIGKILL: step 7"
+    assert last_words(an_object("Failed", worker(ended(1, "ValueError: x")))) == "exited with code 1: ValueError: x"
+    assert last_words(an_object("Running", worker(RUNNING))) == ""
+
+
+# Whatever an object says
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(ENDED),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def spoiled(value: Any) -> st.SearchStrategy[Any]:
+    """An object of this form, with anything in the place of any part of it."""
+    if isinstance(value, dict):
+        parts = {key: st.just(inner) | spoiled(inner) | JSON for key, inner in value.items()}
+        return st.fixed_dictionaries({}, optional=parts)
+    if isinstance(value, list):
+        return st.lists(st.one_of(*(st.just(inner) | spoiled(inner) for inner in value), JSON), max_size=3)
+    return st.just(value) | JSON
+
+
+WHOLE = an_object(
+    "Failed",
+    worker(ended(137, spoken(7), "StartError"), lastState=ended(1)),
+    initContainerStatuses=[{"name": "fetch", "state": ended(3)}],
+    template={"initContainers": [{"name": "fetch", "image": "busybox", "restartPolicy": "Always"}]},
+    reason="Evicted",
+    message="memory",
+)
+
+
+@given(obj=spoiled(WHOLE))
+def test_no_object_is_too_odd_to_be_read_and_trimming_changes_nothing_of_what_is_read(obj: dict[str, Any]) -> None:
+    before = copy.deepcopy(obj)
+    pod = pod_of(obj)
+    last_words(obj)
+    assert repr(pod_of(trimmed_pod(obj))) == repr(pod)
+    assert repr(obj) == repr(before)
+
+
+def test_a_trimmed_pod_can_be_found_again_and_takes_a_fraction_of_the_room() -> None:
+    trimmed = trimmed_pod(WHOLE)
+    for key in ("name", "namespace", "uid", "resourceVersion", "ownerReferences"):
+        assert trimmed["metadata"][key] == WHOLE["metadata"][key]
+    assert trimmed["metadata"]["labels"]["elastic.pytorch.org/role"] == "worker"
+    assert "managedFields" not in trimmed["metadata"]
+    assert trimmed_pod(trimmed) == trimmed
+    assert len(json.dumps(trimmed_pod(an_object()))) < 1600
+
+
+# Jobs
+
+
+def a_stored_job(**spec: Any) -> dict[str, Any]:
+    fields = {"maxReplicas": 3, "image": "i", "args": ["x.py"], **spec}
+    return apply_defaults(
+        {
+            "metadata": {
+                "name": "digits",
+                "namespace": "team",
+                "uid": UID,
+                "generation": 4,
+                "creationTimestamp": CREATED,
+            },
+            "spec": fields,
+        }
+    )
+
+
+def test_a_job_is_read_with_its_status() -> None:
+    status = JobStatus(replicas=2, restarts=7, accounted=frozenset({"a"}))
+    job = job_of({**a_stored_job(etcd={"endpoint": "e:1"}), "status": {**status_to_json(status), "selector": "x=y"}})
+    assert (job.name, job.namespace, job.uid, job.generation) == ("digits", "team", UID, 4)
+    assert (job.created, job.deleting, job.status) == (AT_CREATED, False, status)
+    assert (job.spec.min_replicas, job.spec.max_replicas, job.spec.etcd.endpoint) == (1, 3, "e:1")
+
+
+def test_a_job_on_its_way_out_is_called_that() -> None:
+    obj = a_stored_job()
+    obj["metadata"]["deletionTimestamp"] = ENDED
+    assert job_of(obj).deleting
+
+
+@pytest.mark.parametrize(
+    "spec", [None, 7, {}, {"minReplicas": 1, "maxReplicas": "many"}, {"minReplicas": 1, "maxReplicas": 2, "etcd": 7}]
+)
+def test_a_job_of_another_definition_is_refused_in_words(spec: Any) -> None:
+    with pytest.raises(BadInput, match="the spec of the job digits is not as this operator's definition has it"):
+        job_of({**a_stored_job(), "spec": spec})
+
+
+def test_a_status_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(BadInput, match="status"):
+        job_of({**a_stored_job(), "status": {"replicas": "two"}})
+
+
+# etcd
+
+SERVICE: dict[str, Any] = {"metadata": {"name": "digits-etcd"}}
+GOING: dict[str, Any] = {"metadata": {"deletionTimestamp": ENDED}}
+
+
+def a_deployment(*, generation: int = 1, observed: int = 1, ready: int | None = 1) -> dict[str, Any]:
+    return {"metadata": {"generation": generation}, "status": {"observedGeneration": observed, "readyReplicas": ready}}
+
+
+@pytest.mark.parametrize(
+    ("service", "deployment", "state"),
+    [
+        (None, None, EtcdState.ABSENT),
+        (SERVICE, None, EtcdState.ABSENT),
+        (None, a_deployment(), EtcdState.ABSENT),
+        (GOING, a_deployment(), EtcdState.ABSENT),
+        (SERVICE, GOING, EtcdState.ABSENT),
+        (SERVICE, {"metadata": {}}, EtcdState.STARTING),
+        (SERVICE, a_deployment(ready=None), EtcdState.STARTING),
+        (SERVICE, a_deployment(generation=2), EtcdState.STARTING),
+        (SERVICE, a_deployment(), EtcdState.READY),
+    ],
+)
+def test_where_the_etcd_stands(service: Any, deployment: Any, state: EtcdState) -> None:
+    assert etcd_state(service, deployment) is state
+
+
+def test_why_the_etcds_pod_cannot_be_made_is_told_in_the_clusters_words() -> None:
+    failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "exceeded quota: pods"}
+    assert etcd_hindrance({"status": {"conditions": [failed]}}) == "exceeded quota: pods"
+    assert etcd_hindrance({"status": {"conditions": [{**failed, "status": "False"}]}}) is None
+    assert etcd_hindrance(a_deployment()) is None
+    assert etcd_hindrance(None) is None
+
+
+def test_the_size_in_the_annotation_is_the_record_that_the_store_would_have() -> None:
+    assert encode(SIZE).decode() == an_object()["metadata"]["annotations"]["elastic.pytorch.org/size"]

@@ -1,0 +1,396 @@
+"""What a worker's pod is, given its job: the template first, then the job's own fields, then defaults."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_operator.kube.settings import PodSettings
+from elastic_operator.kube.worker_pod import GRACE_AROUND, WORKERS_GRACE, worker_pod
+from elastic_operator.model import NewPod
+from elastic_operator.pods import RESERVED, problem_of
+from tests.support.builders import UID, a_job, size
+from torchelastic.contract import CONTRACT_VERSION, Env
+from torchelastic.settings import AgentSettings
+
+POD = NewPod(name="digits-1-bcdfg", index=1, size=size(2, generation=3), failures=2)
+STORE = "10.96.0.7:2379"
+
+
+def pod_of(template: Any = None, settings: PodSettings | None = None, **spec: Any) -> dict[str, Any]:
+    """The pod of a job with this template's spec."""
+    fields = {"image": "elastic-agent:dev", "args": ("train.py",), **spec}
+    job = a_job(template={"spec": template} if template is not None else {}, **fields)
+    assert problem_of(job.spec) is None
+    return worker_pod(job, POD, settings or PodSettings(), store=STORE)
+
+
+def worker_of(pod: dict[str, Any]) -> dict[str, Any]:
+    """Its container that is ours."""
+    (worker,) = [container for container in pod["spec"]["containers"] if container["name"] == "worker"]
+    return dict(worker)
+
+
+def from_worker(template: Any, **more: Any) -> dict[str, Any]:
+    """The worker container of a pod whose template says this of it."""
+    return worker_of(pod_of({"containers": [{"name": "worker", **template}]}, **more))
+
+
+def mounts_of(container: dict[str, Any]) -> dict[str, str]:
+    """By folder, the volume that is there."""
+    return {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+
+
+def env_of(container: dict[str, Any]) -> dict[str, Any]:
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+
+
+def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
+    size_record = '{"n":1,"x":4,"g":3,"w":2,"v":1}'
+    assert CONTRACT_VERSION == 1
+    assert pod_of() == {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "digits-1-bcdfg",
+            "namespace": "default",
+            "labels": {
+                "app.kubernetes.io/name": "elasticjob",
+                "app.kubernetes.io/instance": "digits",
+                "app.kubernetes.io/component": "worker",
+                "app.kubernetes.io/managed-by": "elastic-operator",
+                "elastic.pytorch.org/job": "digits",
+                "elastic.pytorch.org/role": "worker",
+                "elastic.pytorch.org/index": "1",
+            },
+            "annotations": {
+                "kubectl.kubernetes.io/default-container": "worker",
+                "elastic.pytorch.org/contract-version": "1",
+                "elastic.pytorch.org/failures": "2",
+                "elastic.pytorch.org/size": size_record,
+            },
+            "ownerReferences": [
+                {
+                    "apiVersion": "elastic.pytorch.org/v1alpha1",
+                    "kind": "ElasticJob",
+                    "name": "digits",
+                    "uid": UID,
+                    "controller": True,
+                }
+            ],
+        },
+        "spec": {
+            "restartPolicy": "Never",
+            "hostname": "digits-1",
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": 30,
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [
+                {
+                    "name": "worker",
+                    "image": "elastic-agent:dev",
+                    "command": ["torchelastic-run"],
+                    "args": ["train.py"],
+                    "env": [
+                        {"name": "PET_RDZV_ENDPOINT", "value": "10.96.0.7:2379"},
+                        {"name": "PET_RDZV_ID", "value": UID},
+                        {"name": "PET_NNODES", "value": "1:4"},
+                        {"name": "PET_NPROC_PER_NODE", "value": "1"},
+                        {"name": "PET_MAX_RESTARTS", "value": "100"},
+                        {"name": "TORCHELASTIC_NODE_NAME", "value": "digits-1-bcdfg"},
+                        {"name": "TORCHELASTIC_SIZE", "value": size_record},
+                        {"name": "TORCHELASTIC_UNIQUE_RUN", "value": "1"},
+                        {"name": "TORCHELASTIC_CHECKPOINT_DIR", "value": "/checkpoints/digits/1"},
+                        {"name": "TORCHELASTIC_TERMINATION_LOG", "value": "/dev/termination-log"},
+                        {"name": "TORCHELASTIC_CONTRACT", "value": "1"},
+                        {"name": "TORCHELASTIC_METRICS_PORT", "value": "9464"},
+                        {
+                            "name": "TORCHELASTIC_NODE_ADDRESS",
+                            "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+                        },
+                    ],
+                    "ports": [{"name": "metrics", "containerPort": 9464, "protocol": "TCP"}],
+                    "terminationMessagePath": "/dev/termination-log",
+                    "terminationMessagePolicy": "FallbackToLogsOnError",
+                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                    "volumeMounts": [
+                        {"name": "dshm", "mountPath": "/dev/shm"},
+                        {"name": "tmp", "mountPath": "/tmp"},
+                        {"name": "checkpoints", "mountPath": "/checkpoints"},
+                    ],
+                }
+            ],
+            "volumes": [
+                {"name": "dshm", "emptyDir": {"medium": "Memory"}},
+                {"name": "tmp", "emptyDir": {}},
+                {"name": "checkpoints", "emptyDir": {}},
+            ],
+        },
+    }
+
+
+def test_every_variable_that_is_given_is_reserved() -> None:
+    assert env_of(worker_of(pod_of())).keys() == RESERVED
+
+
+def test_the_users_variables_come_last_and_may_refer_to_ours() -> None:
+    mine = ({"name": "LOGS", "value": "/logs/$(TORCHELASTIC_NODE_NAME)"}, {"name": "T", "valueFrom": {"fieldRef": {}}})
+    container = from_worker({"env": [{"name": "A", "value": "1"}]}, env=mine)
+    assert [entry["name"] for entry in container["env"][-3:]] == ["A", "LOGS", "T"]
+
+
+def test_image_and_program_may_stand_in_the_template() -> None:
+    container = from_worker({"image": "mine:1", "command": ["python", "-m"], "args": ["train"]}, image=None, args=())
+    assert container["image"] == "mine:1"
+    assert container["command"] == ["torchelastic-run"]
+    assert container["args"] == ["--no-python", "--", "python", "-m", "train"]
+
+
+def test_a_given_volume_carries_the_checkpoints() -> None:
+    pod = pod_of(checkpoint_volume={"persistentVolumeClaim": {"claimName": "mine"}})
+    assert {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "mine"}} in pod["spec"]["volumes"]
+    assert mounts_of(worker_of(pod))["/checkpoints"] == "checkpoints"
+
+
+# What the template says stays
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("enableServiceLinks", True),
+        ("automountServiceAccountToken", True),
+        ("terminationGracePeriodSeconds", 3),
+        ("nodeSelector", {"gpu": "h100"}),
+        ("tolerations", [{"operator": "Exists"}]),
+        ("affinity", {"nodeAffinity": {}}),
+        ("imagePullSecrets", [{"name": "hub"}]),
+        ("initContainers", [{"name": "fetch", "image": "busybox"}]),
+        ("subdomain", "workers"),
+    ],
+)
+def test_a_field_of_the_template_stays(field: str, value: Any) -> None:
+    assert pod_of({field: value})["spec"][field] == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("resources", {"limits": {"nvidia.com/gpu": 8}}),
+        ("imagePullPolicy", "Always"),
+        ("workingDir", "/src"),
+        ("terminationMessagePolicy", "File"),
+        ("readinessProbe", {"exec": {"command": ["true"]}}),
+        ("envFrom", [{"secretRef": {"name": "hub"}}]),
+    ],
+)
+def test_a_field_of_the_templates_worker_stays(field: str, value: Any) -> None:
+    assert from_worker({field: value})[field] == value
+
+
+def test_null_is_as_good_as_left_out() -> None:
+    pod = pod_of({"enableServiceLinks": None, "securityContext": None, "containers": None, "volumes": None})
+    assert pod["spec"] == pod_of()["spec"]
+
+
+def test_sidecars_keep_their_place_and_nothing_is_added_to_them() -> None:
+    sidecar = {"name": "log", "image": "fluent"}
+    spec = pod_of({"containers": [sidecar, {"name": "worker"}, {"name": "last"}]})["spec"]
+    assert [container["name"] for container in spec["containers"]] == ["log", "worker", "last"]
+    assert spec["containers"][0] == sidecar
+    alone = pod_of({"containers": [sidecar]})["spec"]
+    assert [container["name"] for container in alone["containers"]] == ["worker", "log"]
+
+
+def test_security_contexts_are_merged_field_by_field() -> None:
+    pod = pod_of(
+        {
+            "securityContext": {"runAsNonRoot": True, "fsGroup": 7},
+            "containers": [
+                {
+                    "name": "worker",
+                    "securityContext": {"readOnlyRootFilesystem": True, "capabilities": {"add": ["IPC_LOCK"]}},
+                }
+            ],
+        }
+    )
+    assert pod["spec"]["securityContext"] == {
+        "runAsNonRoot": True,
+        "fsGroup": 7,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert worker_of(pod)["securityContext"] == {
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]},
+    }
+
+
+def test_every_default_of_the_security_contexts_can_be_overridden() -> None:
+    mine = {"allowPrivilegeEscalation": True, "capabilities": {"drop": ["NET_RAW"]}}
+    assert from_worker({"securityContext": mine})["securityContext"] == mine
+    whole = {"securityContext": {"seccompProfile": {"type": "Unconfined"}}}
+    assert pod_of(whole)["spec"]["securityContext"] == whole["securityContext"]
+
+
+@pytest.mark.parametrize("asked", [{"privileged": True}, {"capabilities": {"add": ["CAP_SYS_ADMIN"]}}])
+def test_what_the_api_server_refuses_beside_great_rights_is_not_added_to_them(asked: dict[str, Any]) -> None:
+    assert "allowPrivilegeEscalation" not in from_worker({"securityContext": asked})["securityContext"]
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", "/dev/shm/", "/tmp", "/checkpoints"])
+def test_a_folder_that_the_template_mounts_is_not_mounted_again(folder: str) -> None:
+    pod = pod_of(
+        {
+            "volumes": [{"name": "mine", "emptyDir": {"sizeLimit": "8Gi"}}],
+            "containers": [{"name": "worker", "volumeMounts": [{"name": "mine", "mountPath": folder}]}],
+        }
+    )
+    mounts = mounts_of(worker_of(pod))
+    assert {path.rstrip("/") for path in mounts} == {"/dev/shm", "/tmp", "/checkpoints"}
+    assert mounts[folder] == "mine"
+    assert {volume["name"] for volume in pod["spec"]["volumes"]} == set(mounts.values())
+
+
+def test_a_sidecars_mount_does_not_take_the_place_of_ours() -> None:
+    volume = {"name": "shared", "emptyDir": {}}
+    sidecar = {"name": "log", "volumeMounts": [{"name": "shared", "mountPath": "/tmp"}]}
+    assert mounts_of(worker_of(pod_of({"volumes": [volume], "containers": [sidecar]})))["/tmp"] == "tmp"
+
+
+def test_a_volume_of_the_template_that_has_the_name_of_ours_is_another_one() -> None:
+    mine = [{"name": "tmp", "configMap": {"name": "settings"}}, {"name": "tmp-2", "emptyDir": {}}]
+    pod = pod_of({"volumes": mine})
+    assert pod["spec"]["volumes"][:2] == mine
+    assert mounts_of(worker_of(pod))["/tmp"] == "tmp-3"
+
+
+def test_labels_and_annotations_of_the_template_are_kept_beside_ours() -> None:
+    metadata = {
+        "labels": {"team": "vision", "app.kubernetes.io/name": "digits"},
+        "annotations": {"kubectl.kubernetes.io/default-container": "log", "note": "x"},
+        "finalizers": ["example.org/wait"],
+    }
+    job = a_job(image="i", args=("x",), template={"metadata": metadata})
+    made = worker_pod(job, POD, PodSettings(), store=STORE)["metadata"]
+    assert made["labels"].items() >= metadata["labels"].items()  # type: ignore[attr-defined]
+    assert made["labels"]["elastic.pytorch.org/job"] == "digits"
+    assert made["annotations"].items() >= metadata["annotations"].items()  # type: ignore[attr-defined]
+    assert made["finalizers"] == ["example.org/wait"]
+
+
+def test_the_last_words_go_where_the_template_wants_them() -> None:
+    container = from_worker({"terminationMessagePath": "/run/words"})
+    assert container["terminationMessagePath"] == "/run/words"
+    assert env_of(container)[Env.TERMINATION_LOG] == "/run/words"
+
+
+# Ports and times
+
+
+def test_on_the_hosts_network_the_port_of_metrics_is_a_free_one() -> None:
+    container = worker_of(pod_of({"hostNetwork": True}))
+    assert env_of(container)[Env.METRICS_PORT] == "0"
+    assert "ports" not in container
+
+
+def test_the_port_of_metrics_is_the_operators_to_choose_and_stands_beside_the_templates() -> None:
+    template = {"containers": [{"name": "worker", "ports": [{"containerPort": 80}]}]}
+    container = worker_of(pod_of(template, PodSettings(agent_metrics_port=1234)))
+    assert [port["containerPort"] for port in container["ports"]] == [80, 1234]
+    assert "ports" not in worker_of(pod_of(settings=PodSettings(agent_metrics_port=0)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "grace"),
+    [
+        ({}, 30),
+        ({"args": ("--stop-grace=60.5", "x.py")}, 86),
+        ({"args": ("--stop_grace", "60", "x.py")}, 85),
+        ({"args": ("--stop-grace=1", "x.py")}, 30),
+        ({"args": ("--stop-grace=soon", "x.py")}, 30),
+        ({"args": ("--stop-grace",)}, 30),
+        ({"args": ("--stop-grace=inf", "x.py")}, 30),
+        ({"args": ("--stop-grace=60",), "command": ("x",)}, 30),
+        ({"env": ({"name": "PET_STOP_GRACE", "value": "95"},)}, 120),
+        ({"env": ({"name": "PET_STOP_GRACE", "valueFrom": {}},)}, 30),
+    ],
+)
+def test_a_pod_has_more_time_to_end_than_its_workers(spec: dict[str, Any], grace: int) -> None:
+    assert pod_of(**spec)["spec"]["terminationGracePeriodSeconds"] == grace
+
+
+def test_the_workers_grace_is_what_the_agent_gives_by_itself() -> None:
+    assert AgentSettings.__dataclass_fields__["stop_grace"].default == WORKERS_GRACE
+    assert GRACE_AROUND > 0
+
+
+# Whatever the template is
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+CONTAINERS = st.fixed_dictionaries(
+    {"name": st.sampled_from(["worker", "log"])},
+    optional={
+        "securityContext": JSON,
+        "volumeMounts": JSON | st.lists(st.fixed_dictionaries({"name": JSON, "mountPath": st.just("/tmp") | JSON})),
+        "ports": JSON,
+        "env": JSON,
+        "args": JSON,
+        "resources": JSON,
+        "terminationMessagePath": JSON,
+    },
+)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "containers": JSON | st.lists(CONTAINERS, max_size=3),
+    "volumes": JSON
+    | st.lists(st.fixed_dictionaries({"name": st.sampled_from(["tmp", "dshm", "x"]) | JSON}), max_size=2),
+    "securityContext": JSON,
+    "enableServiceLinks": JSON,
+    "hostNetwork": JSON,
+    "nodeSelector": JSON,
+    "unheard_of": JSON,
+}
+TEMPLATES = st.fixed_dictionaries(
+    {},
+    optional={
+        "metadata": JSON | st.fixed_dictionaries({}, optional={"labels": JSON, "annotations": JSON}),
+        "spec": JSON | st.fixed_dictionaries({}, optional=FIELDS),
+    },
+)
+
+
+@given(template=TEMPLATES)
+def test_any_template_gives_a_pod_and_is_left_as_it_was(template: dict[str, Any]) -> None:
+    before = copy.deepcopy(template)
+    job = a_job(image="i", args=("x",), template=template)
+    pod = worker_pod(job, POD, PodSettings(), store=STORE)
+    assert (pod["kind"], template) == ("Pod", before)
+    problem_of(job.spec)
+
+
+def survives(given: Any, found: Any) -> bool:
+    """Whether all that was given stands in what was found, as it was or with more around it; null is nothing."""
+    if isinstance(given, dict) and isinstance(found, dict):
+        return all(survives(value, found.get(key)) for key, value in given.items())
+    if isinstance(given, list) and isinstance(found, list):
+        rest = iter(found)
+        return all(any(survives(item, candidate) for candidate in rest) for item in given)
+    return given is None or bool(given == found)
+
+
+@given(template=TEMPLATES)
+def test_whatever_the_template_says_survives_or_is_a_problem(template: dict[str, Any]) -> None:
+    job = a_job(image="i", args=("x.py",), template=template)
+    if problem_of(job.spec) is None:
+        pod = worker_pod(job, POD, PodSettings(), store=STORE)
+        assert survives(template.get("spec"), pod["spec"])
+        assert survives(template.get("metadata"), pod["metadata"])
