@@ -259,12 +259,19 @@ def _logs(line: CommandLine, workers: int) -> LogSettings:
         return LogSettings()
     # What is there of the path so far must be a folder that new ones can be made in.
     directory = Path(folder.text).absolute()
-    there = next(path for path in (directory, *directory.parents) if path.exists())
+    there = next(path for path in (directory, *directory.parents) if _exists(path))
     if not there.is_dir():
         raise folder.refused(f"{there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise folder.refused(f"{there} is not writable")
     return LogSettings(directory=directory, redirects=to_files, tee=to_both)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _streams(given: Given, workers: int) -> dict[int, Streams]:

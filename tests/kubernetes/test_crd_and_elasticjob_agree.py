@@ -77,10 +77,31 @@ of:
         assert answer.body["spec"] == crd.apply_defaults(new)["spec"], different
 
 
-def test_a_job_that_is_created_is_judged_the_same(server: ElasticJobs) -> None:
+def test_each_field_is_judged_the_same_at_each_of_its_bounds(server: ElasticJobs) -> None:
+    verdicts = []
+    for spec in any_job.edges(crd.schema()["properties"]["spec"]):
+        manifest = {**job("edgy"), "spec": spec}
+        answer = server.try_to_create(manifest)
+        assert_same(answer, manifest)
+        verdicts.append(answer.accepted)
+    assert verdicts.count(True) > 100
+    assert verdicts.count(False) > 100
+
+
+def test_metadata_are_judged_the_same(server: ElasticJobs) -> None:
+    verdicts = set()
+    for metadata in any_job.odd_metadata():
+        manifest = {**job("odd"), "metadata": metadata}
+        answer = server.try_to_create(manifest)
+        assert_same(answer, manifest)
+        verdicts.add(answer.accepted)
+    assert verdicts == {True, False}
+
+
+def test_any_job_that_is_created_is_judged_the_same(server: ElasticJobs) -> None:
     verdicts = set()
 
-    @examples(1000)
+    @examples(500)
     @given(any_job.jobs())
     def check(manifest: dict[str, Any]) -> None:
         answer = server.try_to_create(manifest)

@@ -74,8 +74,7 @@ async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: 
     assert "scaled from 2 to 3 pods" in told
     assert "Succeeded" in told
 
-    await user.kubectl("delete", "elasticjob/digits", "--cascade=foreground")
-    assert await user.leftovers() == []
+    assert await user.delete("digits") == []
 
 
 async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: User) -> None:
@@ -122,8 +121,7 @@ async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: Us
     assert "killed by SIGKILL" in told
     await user.finish("rounds")
     await user.wait("elasticjob/rounds", "condition=Succeeded")
-    await user.kubectl("delete", "elasticjob/rounds", "--cascade=foreground")
-    assert await user.leftovers() == []
+    assert await user.delete("rounds") == []
 
 
 async def test_an_upgrade_of_the_operator_disturbs_no_job(user: User) -> None:

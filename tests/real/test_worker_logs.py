@@ -119,7 +119,7 @@ async def test_a_failure_without_an_exception_is_told_with_the_end_of_the_output
 
 async def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match=r"below .*/file/epoch_1/rank_0: Not a directory. Choose another --log-dir"):
+    with pytest.raises(SettingsError, match=r"below .*/file: it is not a folder. Choose another --log-dir"):
         await run(LogSettings(tmp_path / "file"), tmp_path, "")
 
 

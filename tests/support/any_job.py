@@ -107,22 +107,37 @@ SPECS = st.fixed_dictionaries(
 )
 """What stands in a spec beside maxReplicas."""
 
-NAMES = mostly(
-    of("digits", "a", "a-1", "a" * 45),
-    of("a" * 46, "a" * 254, "Digits", "1a", "a.b", "a-", "-a", "", "a\n", "é", None, 1),
+NAMES = ("digits", "a", "a-1", "a" * 45)
+ODD_NAMES = ("a" * 46, "a" * 253, "a" * 254, "Digits", "1a", "a.b", "a-", "-a", "", "a\n", "a_b", "a b", "é", None, 1)
+LABELS = ({"a": "b"}, {"a/b": "c"}, {"A_": "x"}, {"a": ""}, {}, None, {"kubernetes.io/x": "y"})
+ODD_LABELS = (
+    *(
+        {"A.b/c": "x"},
+        {"a": "x y"},
+        {"a/b/c": "d"},
+        {"a": None},
+        {"a": 1},
+        {"": "a"},
+        {"/a": "b"},
+        {"a/": "b"},
+        [],
+        "x",
+    ),
+    *({"x" * 63: "a"}, {"x" * 64: "a"}, {"a": "x" * 63}, {"a": "x" * 64}, {"a": "-"}, {"a\n": "b"}, {"a": "b\n"}),
+    *({"a" * 253 + "/b": "c"}, {"a" * 254 + "/b": "c"}, {"a..b/c": "d"}, {"-a": "b"}, {"a": ".b"}, {"é": "b"}),
 )
-LABELS = mostly(
-    of({"a": "b"}, {"a/b": "c"}, {"A_": "x"}, {"a": ""}, {}, None, {"kubernetes.io/x": "y"}),
-    of({"A.b/c": "x"}, {"a": "x y"}, {"a/b/c": "d"}, {"a": None}, {"a": 1}, {"": "a"}, {"/a": "b"}, {"a/": "b"})
-    | of({"x" * 63: "a"}, {"x" * 64: "a"}, {"a": "x" * 63}, {"a": "x" * 64}, {"a": "-"}, {"a\n": "b"}, {"a": "b\n"})
-    | of({"a" * 253 + "/b": "c"}, {"a" * 254 + "/b": "c"}, {"a..b/c": "d"}),
+ANNOTATIONS = ({"a": "b c"}, {"A/b": "c"}, {"X.Y/z": ""}, {}, None)
+ODD_ANNOTATIONS = (
+    *({"a": None}, {"a/b/c": "d"}, {"a": 1}, {"-": "1"}, {"": "x"}, {"a": "é\n"}, [], "x"),
+    *({"x": "y" * 262_143}, {"x": "y" * 262_144}, {"x": "é" * 131_072}),
 )
-ANNOTATIONS = mostly(
-    of({"a": "b c"}, {"A/b": "c"}, {"X.Y/z": ""}, {}, None),
-    of({"a": None}, {"a/b/c": "d"}, {"a": 1}, {"-": "1"}, {"": "x"})
-    | of({"x": "y" * 262_143}, {"x": "y" * 262_144}, {"x": "é" * 131_072}),
+METADATA = st.fixed_dictionaries(
+    {"name": mostly(of(*NAMES), of(*ODD_NAMES))},
+    optional={
+        "labels": mostly(of(*LABELS), of(*ODD_LABELS)),
+        "annotations": mostly(of(*ANNOTATIONS), of(*ODD_ANNOTATIONS)),
+    },
 )
-METADATA = st.fixed_dictionaries({"name": NAMES}, optional={"labels": LABELS, "annotations": ANNOTATIONS})
 STATUSES = mostly(
     of({}, {"state": "Running"}, {"state": "x"}),
     of({"foo": 1}, {"replicas": "x"}, {"conditions": [{"type": "x", "foo": 1}]}, None, "x", []),
@@ -149,6 +164,9 @@ FULL: Manifest = {
 }
 """A spec with every field that can stand beside the others."""
 
+BARE: Manifest = {"minReplicas": 1, "maxReplicas": 10_000, "image": "a", "args": ["a"]}
+"""A spec with little in it, in which the bounds are as far apart as can be."""
+
 ODD_AT: dict[Place, tuple[Any, ...]] = {
     ("env", 0, "name"): ODD_VARIABLES,
     ("nprocPerNode",): ODD_NPROC,
@@ -168,17 +186,24 @@ def edges(schema: Manifest) -> Iterator[Manifest]:
     Args:
         schema: of the spec.
     """
-    yield FULL
-    for place in _places(FULL):
-        below = _schema_at(schema, place)
-        for value in (*_bounds(below), *ODD_AT.get(place, ()), *_OF_ANY_TYPE, _ABSENT):
-            yield _with(FULL, place, value)
-        inside = _at(FULL, place)
-        if isinstance(inside, dict):
-            yield _with(FULL, (*place, "unknown"), 1)
+    for right in (FULL, BARE):
+        yield right
+        for place in _places(right):
+            for value in (*_bounds(_schema_at(schema, place)), *ODD_AT.get(place, ()), *_OF_ANY_TYPE, _ABSENT):
+                yield _with(right, place, value)
+            if isinstance(_at(right, place), dict):
+                yield _with(right, (*place, "unknown"), 1)
     for place in ODD_AT.keys() - {*_places(FULL)}:
         for value in ODD_AT[place]:
             yield _with(FULL, place, value)
+
+
+def odd_metadata() -> Iterator[Manifest]:
+    """Metadata at the edge of what it may be, or beyond it, at one place each."""
+    yield from ({"name": name} for name in (*NAMES, *ODD_NAMES))
+    yield from ({"name": "a", "labels": labels} for labels in (*LABELS, *ODD_LABELS))
+    yield from ({"name": "a", "annotations": annotations} for annotations in (*ANNOTATIONS, *ODD_ANNOTATIONS))
+    yield from ({}, {"name": "a", "lables": {}}, {"name": "a", "finalizers": "x"}, {"name": "a", "uid": None})
 
 
 _OF_ANY_TYPE = (None, True, 0, 1, 1.5, "", "x", "1", [], [None], {}, {"a": None})

@@ -103,6 +103,13 @@ class User:
         pod = next(iter(await self.pods(name)))
         await self.kubectl("exec", pod, "-c", "worker", "--", "touch", "/tmp/finish")
 
+    async def delete(self, name: str) -> list[str]:
+        """``kubectl delete`` a job, and wait until what belongs to it is gone; gives back what is left all the same."""
+        await self.kubectl("delete", f"elasticjob/{name}")
+        for each in await self.leftovers():
+            await self.kubectl("wait", each, "--for=delete", f"--timeout={PATIENCE}")
+        return await self.leftovers()
+
     async def leftovers(self) -> list[str]:
         """All objects in the namespace but what Kubernetes itself puts into each, and events."""
         kinds = (await self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name")).stdout.split()

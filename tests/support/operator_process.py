@@ -17,9 +17,9 @@ from elastic_operator.local.tether import tethered
 from tests.support.etcd import _free_ports as free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-PATIENCE = 60.0
+PATIENCE = 45.0
 """Seconds within which it does what is asked of it, even on a machine that is busy."""
 
 _POLL = 0.05
@@ -111,9 +111,7 @@ class OperatorProcess:
 
     async def leads(self) -> None:
         """Return when it leads."""
-        async with asyncio.timeout(PATIENCE):
-            while not await self.leads_now():
-                await asyncio.sleep(_POLL)
+        await self._until(self.leads_now)
 
     async def leads_now(self) -> bool:
         """Whether it leads."""
@@ -121,11 +119,19 @@ class OperatorProcess:
 
     async def until(self, true: Callable[[dict[str, int]], bool], *paths: str) -> None:
         """Return when the statuses of these pages are as wanted; 0 stands for no answer."""
-        async with asyncio.timeout(PATIENCE):
-            while not true({path: (await self.get(path))[0] for path in paths}):
-                code = self._running().poll()
-                assert code is None, f"the operator ended with {code}:\n{self.log}"
-                await asyncio.sleep(_POLL)
+
+        async def so() -> bool:
+            return true({path: (await self.get(path))[0] for path in paths})
+
+        await self._until(so)
+
+    async def counts(self, name: str, at_least: float, **labels: str) -> None:
+        """Return when a metric has come to this."""
+
+        async def so() -> bool:
+            return await self.metric(name, **labels) >= at_least
+
+        await self._until(so)
 
     async def get(self, path: str) -> tuple[int, str]:
         """What it answers to a GET: the status, 0 where it does not answer, and the text."""
@@ -148,6 +154,15 @@ class OperatorProcess:
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
+
+    async def _until(self, true: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                if await true():
+                    return
+                code = self._running().poll()
+                assert code is None, f"the operator ended with {code}:\n{self.log}"
+                await asyncio.sleep(_POLL)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 Traces = dict[str, set[str]]
 
-_CHANGES_BY_ITSELF = re.compile(r"fs/(dentry-state|file-nr|inode-|aio-nr|quota/)|ns_last_pid|random/|conntrack_count|/pty/nr")
+_CHANGES_BY_ITSELF = re.compile(
+    r"fs/(dentry-state|file-nr|inode-|aio-nr|quota/)|ns_last_pid|random/|conntrack_count|/pty/nr"
+)
 _NETWORK = ("link", "address", "route show table all", "-6 route show table all", "rule")
 _TABLES = ("iptables-nft-save", "iptables-legacy-save", "ip6tables-nft-save", "ip6tables-legacy-save")
 

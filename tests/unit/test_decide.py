@@ -211,6 +211,32 @@ def test_newcomers_wait_when_the_run_is_about_to_finish(phase: NodePhase) -> Non
     assert "about to finish" in held(decide(view(*here, wanted=3, now=LATER, epoch=epoch(1, "a", "b")), SETTINGS)).why
 
 
+def test_a_minimum_that_was_raised_above_what_is_there_is_waited_for() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1), peer("c", arrived=LATER))
+    decision = decide(view(*here, low=4, high=4, wanted=4, now=LATER, epoch=epoch(1, "a", "b")), SETTINGS)
+    assert members(decision) == ()
+    assert isinstance(decision, FormEpoch)
+    assert decision.record.cause == (
+        "at least 4 nodes are wanted now; 3 nodes (a, b and c) of at least 4 are there; waiting for more"
+    )
+
+
+def test_but_not_while_a_members_key_is_on_its_way_back_or_the_run_is_about_to_finish() -> None:
+    answers = view(peer("a", epoch=1), low=2, wanted=2, epoch=epoch(1, "a", "b"), silent=frozenset({node_id("b")}))
+    assert held(decide(answers, SETTINGS)) == Hold()
+    done = view(peer("a", epoch=1, phase=NodePhase.FINISHING), low=2, wanted=2, epoch=epoch(1, "a"))
+    assert held(decide(done, SETTINGS)) == Hold()
+
+
+def test_newcomers_wait_until_each_member_has_been_heard_of() -> None:
+    silent = dataclasses.replace(peer("b", epoch=1), answers=False)
+    here = (peer("a", epoch=1), peer("c", arrived=5.0))
+    waiting = view(*here, silent, wanted=3, now=LATER, epoch=epoch(1, "a", "b"))
+    assert "has not linked" in held(decide(waiting, SETTINGS)).why
+    gone = view(*here, wanted=3, now=LATER, epoch=epoch(1, "a", "b"))
+    assert members(decide(gone, SETTINGS)) == ("a", "c")
+
+
 def test_nothing_happens_after_the_outcome() -> None:
     ended = OutcomeRecord(state=OutcomeState.SUCCEEDED)
     assert held(decide(view(peer("a"), epoch=epoch(1, "b"), outcome=ended), SETTINGS)) == Hold()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,9 +19,6 @@ from elastic_operator.local.snapshot import last_line
 from elastic_operator.manifest import load, load_checked
 from elastic_operator.model import JobState, JobStatus, NewPod
 from torchelastic.contract import SizeRecord
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOW = 1_700_000_000.0
 UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
@@ -181,6 +179,12 @@ def test_what_takes_rights_away_from_a_container_is_not_warned_of_but_what_gives
         "template.spec.containers[worker].securityContext.privileged",
         "template.spec.containers[worker].securityContext.capabilities",
     ]
+
+
+@pytest.mark.parametrize("name", ["digits.yaml", "hello.yaml"])
+def test_the_examples_say_nothing_that_is_not_honoured(name: str) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    assert warning_of(load_checked(examples / name).job["spec"]) is None
 
 
 def test_each_field_that_has_no_effect_is_named() -> None:

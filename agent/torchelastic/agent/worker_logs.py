@@ -216,9 +216,8 @@ def make_folder(settings: LogSettings) -> None:
 
 
 def _unwritable(folder: Path, error: OSError) -> SettingsError:
-    return SettingsError(
-        f"workers' output cannot be written below {folder}: {error.strerror}. Choose another --log-dir."
-    )
+    why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
+    return SettingsError(f"workers' output cannot be written below {folder}: {why}. Choose another --log-dir.")
 
 
 def open_log(path: Path) -> int:

@@ -62,7 +62,7 @@ class Peer:
         record: what it says of itself.
         joined: when it first came, as a revision of the store: seniority among newcomers.
         arrived: when the leader first saw it; seconds of the leader's clock.
-        answers: whether a newcomer is known to be alive beyond its key: it holds its link, or has had time enough to.
+        answers: whether it is known to be alive beyond its key: it holds its link, or has had time enough to.
         failed_at: the revision of its report of a failure in the current epoch: the store's order of events.
     """
 
@@ -363,13 +363,20 @@ def _change_membership(view: View, epoch: EpochRecord, settings: RendezvousSetti
         if len(candidates.ordered) < view.size.min:
             return _pause(view, epoch, candidates, EpochReason.RESIZED, cause)
         return _form(view, epoch, candidates.chosen, EpochReason.RESIZED, cause)
+    finishing = any(_is_finishing(node, view) for node in epoch.nodes)
+    fit = {peer.id for peer in candidates.ordered}
+    if len(fit.union(staying)) < view.size.min and not finishing:
+        cause = f"at least {_count(view.size.min, 'node')} {_are(view.size.min)} wanted now"
+        return _pause(view, epoch, candidates, EpochReason.RESIZED, cause)
     room = candidates.target - len(epoch.nodes)
     if not joining or room <= 0:
         return Hold()
-    if any(_is_finishing(node, view) for node in epoch.nodes):
+    if finishing:
         return Hold(why="the run is about to finish; whoever comes now waits")
     if view.silent.intersection(epoch.nodes):
         return Hold(why="a member's key is on its way back; whoever comes now waits")
+    if any(not view.peers[node].answers for node in epoch.nodes if node in view.peers):
+        return Hold(why="a member has not linked to its new leader yet; whoever comes now waits")
     return _gathered(view, epoch, candidates, joining, settings)
 
 

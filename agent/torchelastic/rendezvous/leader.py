@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
@@ -209,11 +210,7 @@ class Leadership:
 
         A refusal says that it is dead only where links are known to work: a network may refuse them all.
         """
-        epoch = self._control.epoch.record
-        for patience in (
-            MEMBER_PATIENCE if epoch is not None and node in epoch.nodes else LINK_PATIENCE,
-            LINK_PATIENCE,
-        ):
+        for patience in self._patience_with(node):
             await asyncio.sleep(patience)
             peer = self._peers.get(node)
             if peer is None or peer.answers or node in self._linked_once:
@@ -226,6 +223,16 @@ class Leadership:
         if (peer := self._peers.get(node)) is not None:
             self._peers[node] = _with(peer, answers=True)
             self._changed.send()
+
+    def _patience_with(self, node: str) -> tuple[float, ...]:
+        """Seconds to wait for a node's link, before each look at the node."""
+        epoch = self._control.epoch.record
+        if epoch is None or node not in epoch.nodes:
+            return (LINK_PATIENCE, LINK_PATIENCE)
+        if self._node in epoch.nodes:
+            return (MEMBER_PATIENCE, LINK_PATIENCE)
+        # A newcomer leads, so none of the members may be left; the key of one that died stands for a lease's time.
+        return (MEMBER_PATIENCE, *(LINK_PATIENCE,) * math.ceil(self._settings.lease / LINK_PATIENCE))
 
     async def _look_after_break(self, peer: Peer) -> None:
         """Look until the node holds a link again, is dead, or its key is gone."""

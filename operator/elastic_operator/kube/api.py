@@ -111,7 +111,7 @@ class Api:
         self.asked: Callable[[str, int], None] = lambda _verb, _status: None
 
     @classmethod
-    async def from_kubeconfig(cls, path: str | None = None, context: str | None = None) -> Api:
+    async def from_kubeconfig(cls, path: str | None = None, context: str | None = None) -> Self:
         """What a kubeconfig says.
 
         Args:
@@ -133,7 +133,7 @@ class Api:
         return cls(configuration, str(current.get("context", {}).get("namespace") or "default"))
 
     @classmethod
-    async def in_cluster(cls) -> Api:
+    async def in_cluster(cls) -> Self:
         """What a pod is given.
 
         Raises:

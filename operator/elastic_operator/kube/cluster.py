@@ -7,6 +7,7 @@ written goes through the cache, so that the next look at the job is not older th
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from elastic_operator.spec import Json
     from elastic_operator.store_mirror import StoreMirror
 
+_log: Final = logging.getLogger(__name__)
+
 _LARGEST_BATCH: Final = 64
 
 
@@ -46,7 +49,7 @@ class KubernetesCluster:
         events: tells what a person would want to know.
         ledger: remembers what could not be made.
         settings: what pods are made with where the job does not say.
-        wake: called with a job's key where it is to be looked at once more.
+        wake: called with a job's key, and the seconds after which it is to be looked at once more.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class KubernetesCluster:
         events: Events,
         ledger: Ledger,
         settings: PodSettings,
-        wake: Callable[[str], None],
+        wake: Callable[[str, float], None],
     ) -> None:
         self._cache = cache
         self._writer = writer
@@ -110,6 +113,7 @@ class KubernetesCluster:
         body = self._observed[key]
         if plan.replicas is not None:
             body = await self._writer.write_replicas(body, plan.replicas)
+            job = replace(job, generation=body["metadata"]["generation"])  # what is refused now is refused of this one
         if plan.status is not None:
             body = await self._writer.write_status(body, plan.status)
         for event in plan.events:
@@ -117,11 +121,14 @@ class KubernetesCluster:
         try:
             await self._apply_below(job, plan)
         except Refused as refusal:
+            _log.warning("%s: its pods are refused: %s", key, refusal)
             self._ledger.refuse(job, str(refusal))
-            self._wake(key)  # now the plan is another
+            self._wake(key, 0.0)  # now the plan is another
         except Hindered as hindrance:
+            if str(hindrance) != self._ledger.hindrance(job):
+                _log.warning("%s: pods cannot be made for now: %s", key, hindrance)
             self._ledger.hinder(job, str(hindrance))
-            raise
+            self._wake(key, 0.0)  # the plan says so, and with it comes the next try
 
     async def _apply_below(self, job: Job, plan: Plan) -> None:
         """Do what the plan says of what belongs to the job. One thing that fails keeps no other from being done."""
@@ -140,7 +147,7 @@ class KubernetesCluster:
         if store is not None and plan.create:
             await self._create(job, plan.create, store)
         elif trouble is None and self._ledger.refusal(job) is None and self._ledger.clear(job):
-            self._wake(_key(job))
+            self._wake(_key(job), 0.0)
         if trouble is not None:
             raise trouble
 
@@ -180,9 +187,16 @@ class KubernetesCluster:
             return None
         if external is not None:
             return external
-        if self._ledger.must_wait(job) and self._etcd.seen(job).state is EtcdState.ABSENT:
-            raise ClusterError(self._ledger.hindrance(job) or "")
+        if self._etcd.seen(job).state is EtcdState.ABSENT and self._must_wait(job):
+            return None
         return await self._etcd.ensure(job)
+
+    def _must_wait(self, job: Job) -> bool:
+        """Whether it is too early to try again what could not be made; then it is tried when it is time."""
+        wait = self._ledger.wait(job)
+        if wait > 0:
+            self._wake(_key(job), wait)
+        return wait > 0
 
     async def _remove(self, job: Job, removals: Sequence[Removal]) -> None:
         results = await asyncio.gather(
@@ -193,8 +207,8 @@ class KubernetesCluster:
 
     async def _create(self, job: Job, pods: Sequence[NewPod], store: str) -> None:
         """Make pods in batches that grow: where the first is not taken, none of the others is tried."""
-        if self._ledger.must_wait(job):
-            raise ClusterError(self._ledger.hindrance(job) or "")
+        if self._must_wait(job):
+            return
         done, batch = 0, 1
         while done < len(pods):
             results = await asyncio.gather(
@@ -208,7 +222,7 @@ class KubernetesCluster:
             done += batch
             batch = min(batch * 2, _LARGEST_BATCH)
         if self._ledger.clear(job):
-            self._wake(_key(job))
+            self._wake(_key(job), 0.0)
 
 
 def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:

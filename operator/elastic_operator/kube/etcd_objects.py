@@ -104,6 +104,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
         "image": etcd.image or settings.etcd_image,
         "command": ["etcd"],
         "args": [
+            f"--name={etcd_name(job.name)}",
             f"--data-dir={_FOLDER}/{'data' if keeps_data else '$(POD_IP)'}",
             f"--listen-client-urls=http://0.0.0.0{client}",
             f"--advertise-client-urls=http://{etcd_name(job.name)}.{job.namespace}{client}",

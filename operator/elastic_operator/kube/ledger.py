@@ -53,9 +53,9 @@ class Ledger:
         """Why something could not be made for the job when it was tried last; None where all could."""
         return self._entry(job).hindrance
 
-    def must_wait(self, job: Job) -> bool:
-        """Whether it is too early to try again."""
-        return self._entry(job).next_try > self._clock()
+    def wait(self, job: Job) -> float:
+        """Seconds for which it is too early to try again."""
+        return max(self._entry(job).next_try - self._clock(), 0.0)
 
     def refuse(self, job: Job, why: str) -> None:
         """The API server will never take what the job's spec asks for."""

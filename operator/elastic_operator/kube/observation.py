@@ -16,13 +16,12 @@ from elastic_operator.kube.container_state import ContainerState, container_stat
 from elastic_operator.kube.pod_words import last_message, why_unfit, why_waiting
 from elastic_operator.model import EtcdState, Job, Pod, PodPhase
 from elastic_operator.names import ANNOTATION_FAILURES, ANNOTATION_SIZE, LABEL_INDEX, OWN_PREFIX
-from elastic_operator.plan import words
 from elastic_operator.pods import Pet
 from elastic_operator.spec import ElasticJobSpec
 from elastic_operator.status_json import status_from_json
 from elastic_operator.template import WORKER
 from elastic_operator.unchecked import integer, mapping, mappings, text
-from torchelastic.contract import SizeRecord, TerminationMessage, decode
+from torchelastic.contract import SizeRecord, decode
 from torchelastic.errors import MalformedRecord
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ _METADATA_KEPT: Final = (
     "resourceVersion",
     "creationTimestamp",
     "deletionTimestamp",
+    "deletionGracePeriodSeconds",
     "ownerReferences",
 )
 
@@ -65,21 +65,6 @@ def pod_of(obj: Json) -> Pod:
         unfit=why_unfit(obj, worker),
         lingers=phase.ended and _others_run(obj),
     )
-
-
-def last_words(obj: Json) -> str:
-    """What a pod's agent said last, or else how it came to its end, to be read behind the pod's name and a colon.
-
-    Returns:
-        One line; empty where the worker container has not ended.
-    """
-    pod = pod_of(obj)
-    if not pod.phase.ended:
-        return ""
-    said, death = words.last_words(pod), words.death(pod)
-    if isinstance(pod.message, TerminationMessage) or not said:
-        return said or death
-    return death if said in death else f"{death}: {said}"
 
 
 def job_of(obj: Json) -> Job:

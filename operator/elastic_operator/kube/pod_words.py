@@ -24,6 +24,8 @@ _LIMIT: Final = 400
 _UNDERWAY: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 _PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
 _BACK_OFF: Final = re.compile(r'Back-off pulling image "[^"]*"(: ErrImagePull)?(: |$)')
+_PREEMPTION: Final = re.compile(r"\s*(no new claims to deallocate, )?preemption: .*", re.DOTALL)
+"""Behind what is missing on the nodes, the scheduler says it once more of the pods that it could remove from them."""
 _REMOTE: Final = re.compile(r"rpc error: code = \w+ desc = ")
 _COULD_NOT_START: Final = frozenset({"StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError"})
 """What container runtimes, through the kubelet, call it when the command of a container can't be executed."""
@@ -39,7 +41,7 @@ def why_waiting(pod: Json) -> str:
         return ""
     for condition in mappings(pod, "status", "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            said = _clean(text(condition, "message")) or text(condition, "reason")
+            said = _clean(_PREEMPTION.sub("", text(condition, "message"))) or text(condition, "reason")
             return f"no node takes it{f': {said}' if said else ''}"
     init_containers = container_states(pod, "initContainerStatuses")
     sidecars = {

@@ -60,7 +60,7 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
     missing: dict[Bed, Missing] = {}
     for bed in wanted:
         try:
-            _check(bed)
+            check_machine(bed)
         except Missing as why:
             missing[bed] = why
     todo = [step for bed in wanted if bed not in missing for step in steps(bed) if not step.is_ready()]
@@ -114,7 +114,7 @@ def must_not_miss() -> bool:
     return os.environ.get("CI", "").lower() in {"1", "true"}
 
 
-def _check(bed: Bed) -> None:
+def check_machine(bed: Bed) -> None:
     """What can be told at once, before minutes are spent.
 
     Raises:

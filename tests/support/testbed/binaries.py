@@ -32,6 +32,8 @@ OLDEST: Final = {"kubectl": (1, 31), "etcd": (3, 5)}
 OLDEST_KUBERNETES: Final = (1, 30)
 """What all others must be: with ``optionalOldSelf``, which the CRD needs."""
 OLDEST_GO: Final = "1.26"
+OFTEN_THERE: Final = "/usr/local/go/bin"
+"""Where Go's own archive installs it; sudo leaves that out of the PATH."""
 _HEARTBEAT: Final = 30.0
 """Seconds between two lines that say that a build goes on."""
 
@@ -141,7 +143,7 @@ def binary(name: str) -> Path:
     Raises:
         Missing: it is not there and cannot be built.
     """
-    if own := _of_the_user(name):
+    if own := of_the_user(name):
         return own
     project = project_of(name)
     folder = built_folder(project)
@@ -159,19 +161,19 @@ def project_of(name: str) -> Project:
 
 def is_ready(name: str) -> bool:
     """Whether :func:`binary` will find the program without building it."""
-    return _of_the_user(name) is not None or (built_folder(project_of(name)) / name).exists()
+    return of_the_user(name) is not None or (built_folder(project_of(name)) / name).exists()
 
 
 def built_folder(project: Project) -> Path:
     """Where what is built of a project stands: another one for each version and each way to build it."""
     inputs = [(project.folder / file).read_bytes() for file in ("go.mod", "go.sum")]
-    inputs += [" ".join(_linked(project)).encode(), *(package.encode() for package in project.packages.values())]
+    inputs += [" ".join(linker_flags(project)).encode(), *(package.encode() for package in project.packages.values())]
     digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:8]
     return cache_folder() / "bin" / f"{project.name}-{project.version}-{digest}"
 
 
 @cache
-def _of_the_user(name: str) -> Path | None:
+def of_the_user(name: str) -> Path | None:
     """The program in $KUBEBUILDER_ASSETS, if it is there and new enough; what was decided is told."""
     assets = os.environ.get(ASSETS_VARIABLE)
     if not assets or project_of(name).name not in {"kubernetes", "etcd"}:
@@ -213,7 +215,7 @@ def _build(project: Project, folder: Path) -> None:
         out.mkdir()
         target = f"{out}/" if len(project.packages) > 1 else str(out / next(iter(project.packages)))
         command = [go, "build", "-v", "-mod=readonly", "-trimpath", "-buildvcs=false"]
-        command += ["-ldflags", " ".join(_linked(project)), "-o", target, *project.packages.values()]
+        command += ["-ldflags", " ".join(linker_flags(project)), "-o", target, *project.packages.values()]
         said = _run_and_say_that_it_goes_on(command, project)
         if said is not None:
             raise Missing(
@@ -229,7 +231,7 @@ def _build(project: Project, folder: Path) -> None:
 def _go(project: Project) -> str:
     """The Go command, if it can build the project."""
     wanted = f"Go {OLDEST_GO} or later"
-    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    go = shutil.which("go") or shutil.which("go", path=OFTEN_THERE)
     if go is None:
         raise Missing(wanted, f"install it (https://go.dev/dl/) so that `go` is on the PATH; it builds {project.name}")
     # Asked inside the module, since there Go fetches the version that go.mod wants, if it is allowed to.
@@ -239,7 +241,7 @@ def _go(project: Project) -> str:
     found = re.match(r"go(\d+)\.(\d+)", asked.stdout)
     if found is None or tuple(map(int, found.groups())) < tuple(map(int, OLDEST_GO.split("."))):
         version = asked.stdout.strip() or asked.stderr.strip()
-        raise Missing(wanted, f"{go} is too old ({version}); install a newer one (https://go.dev/dl/)")
+        raise Missing(wanted, f"{go} is too old for this ({version}); install a newer one (https://go.dev/dl/)")
     return go
 
 
@@ -259,7 +261,7 @@ def _run_and_say_that_it_goes_on(command: list[str], project: Project) -> str | 
     return None if process.returncode == 0 else "".join(lines[-20:])
 
 
-def _linked(project: Project) -> list[str]:
+def linker_flags(project: Project) -> list[str]:
     """The linker's flags: no debug information, and the version."""
     major, minor = project.version.removeprefix("v").split(".")[:2]
     values = {"version": project.version, "major": major, "minor": minor}

@@ -1,7 +1,7 @@
 """The image from which the Dockerfiles start, debian:…-slim, made from Debian's packages rather than pulled.
 
 So the images can be built where no registry of images is reached. It is what Debian's own slim image is: the packages
-that apt needs, without documentation and translations.
+that apt needs, without documentation and translations. It names no place of packages: a build is told this machine's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ find usr/share/doc ! -type d ! -name copyright -delete
 find usr/share/doc -depth -type d -empty -delete
 rm -rf var/cache/apt/* var/cache/debconf/*-old var/lib/apt/lists/* var/log/* tmp/* run/*
 rm -f etc/apt/sources.list etc/hostname etc/resolv.conf
-printf '%s' "$SOURCES" > etc/apt/sources.list.d/debian.sources
 printf '%s' "$DPKG" > etc/dpkg/dpkg.cfg.d/slim
 tar --create --file "$LAYER" --numeric-owner --exclude='./dev/*' --exclude='./proc/*' --exclude='./sys/*' .
 """
@@ -60,10 +59,9 @@ def archive() -> Path:
                 "SUITE": SUITE,
                 "ROOT": f"{scratch}/root",
                 "LAYER": str(layer),
-                "MIRROR": image_settings.mirror(),
+                "MIRROR": image_settings.mirror(SUITE),
                 "KEYRING": str(packages.unpacked("build") / "usr/share/keyrings/debian-archive-keyring.gpg"),
                 "LEFT_OUT": " ".join(_LEFT_OUT),
-                "SOURCES": image_settings.sources(SUITE),
                 "DPKG": _DPKG,
                 **image_settings.proxies(),
             }
@@ -74,7 +72,7 @@ def archive() -> Path:
 
 def identity() -> str:
     """Another one for each way to make the image."""
-    inputs = (SUITE, _LEFT_OUT, _DPKG, sorted(_CONFIG.items()), _MAKE, image_settings.sources(SUITE))
+    inputs = (SUITE, _LEFT_OUT, _DPKG, sorted(_CONFIG.items()), _MAKE)
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:12]
 
 

@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from tests.support.testbed import packages
+from tests.support.testbed.cache import Missing
+
 _PIP_OPTIONS: Final = (
     "index-url",
     "extra-index-url",
@@ -29,10 +32,6 @@ _PIP_OPTIONS: Final = (
 
 _AUTHORITIES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables that name a file of certificates which this machine trusts."""
-
-_DEFAULT_MIRROR: Final = "http://deb.debian.org/debian"
-_DEFAULT_SECURITY: Final = "http://deb.debian.org/debian-security"
-
 
 def write_home(folder: Path) -> None:
     """Write root's home folder for a build: pip's configuration, certificates, and passwords for indexes."""
@@ -53,7 +52,7 @@ def write_apt(folder: Path, *, suite: str) -> None:
     """Write /etc/apt for a build on this release of Debian: this machine's mirror, proxies and passwords."""
     for name in ("apt.conf.d", "auth.conf.d", "preferences.d", "sources.list.d", "trusted.gpg.d"):
         (folder / name).mkdir()
-    (folder / "sources.list.d/debian.sources").write_text(sources(suite, *_mirrors()))
+    (folder / "sources.list.d/debian.sources").write_text(_sources(suite))
     dumped = _output("apt-config", "dump").splitlines()
     kept = [line for line in dumped if re.match(r"Acquire::(?!\S*Auto-?Detect)(https?|Check-|Retries)\S* ", line)]
     if authorities := next(filter(None, map(os.environ.get, _AUTHORITIES)), None):
@@ -65,19 +64,14 @@ def write_apt(folder: Path, *, suite: str) -> None:
             shutil.copy(passwords, folder / passwords.relative_to("/etc/apt"))
 
 
-def sources(suite: str, mirror: str = _DEFAULT_MIRROR, security: str = _DEFAULT_SECURITY) -> str:
-    """Where apt finds a release of Debian, as /etc/apt/sources.list.d/debian.sources says it."""
-    places = ((mirror, f"{suite} {suite}-updates"), (security, f"{suite}-security"))
-    return "\n".join(
-        f"Types: deb\nURIs: {uri}\nSuites: {suites}\nComponents: main\n"
-        "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
-        for uri, suites in places
-    )
-
-
-def mirror() -> str:
-    """The archive of Debian that this machine uses."""
-    return _mirrors()[0]
+def mirror(suite: str) -> str:
+    """Where Debian's packages come from: the mirror that this machine uses, else the one that debootstrap knows."""
+    if own := _archives().get("Debian"):
+        return own
+    found = re.search(r'^DEF_MIRROR="(.+)"', (packages.unpacked("build") / "usr/sbin/debootstrap").read_text(), re.M)
+    if found is None:
+        raise Missing(f"a mirror of Debian {suite}", "name one in this machine's apt sources")
+    return found[1]
 
 
 def proxies() -> dict[str, str]:
@@ -87,14 +81,23 @@ def proxies() -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
-def _mirrors() -> tuple[str, str]:
-    """The archives of Debian and of its security updates."""
-    targets = _output("apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages")
-    found = dict(reversed([line.rpartition(" ")[::2] for line in targets.splitlines()]))
-    return (
-        found.get("Debian", _DEFAULT_MIRROR).rstrip("/"),
-        found.get("Debian-Security", _DEFAULT_SECURITY).rstrip("/"),
+def _sources(suite: str) -> str:
+    """The file that tells apt where a release of Debian is."""
+    places = [(mirror(suite), f"{suite} {suite}-updates")]
+    if security := _archives().get("Debian-Security"):
+        places.append((security, f"{suite}-security"))
+    return "\n".join(
+        f"Types: deb\nURIs: {uri}\nSuites: {suites}\nComponents: main\n"
+        "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
+        for uri, suites in places
     )
+
+
+def _archives() -> dict[str, str]:
+    """The archives of packages in this machine's apt sources, by their labels; the first of each label."""
+    targets = _output("apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages")
+    found = [line.rpartition(" ") for line in targets.splitlines()]
+    return {label: uri.rstrip("/") for label, _, uri in reversed(found)}
 
 
 def _pip_options() -> dict[str, str]:

@@ -32,6 +32,7 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 _IMPORT_LIMIT = 600.0
 """Seconds for the import of an image; one with torch takes more than a minute."""
+_START_LIMIT = 300.0
+"""Seconds until nothing is expected any more from a node that starts; long before, a part that is late is named."""
 _END_LIMIT = 60.0
 _POLL = 0.02
 """Seconds between two questions whether the kubelet would find an image; there is nothing that tells."""
@@ -78,7 +81,7 @@ def check_machine() -> None:
         raise Missing("all of root's rights", "inside a container, it must be privileged: run the tests on the machine")
     if "\toverlay\n" not in Path("/proc/filesystems").read_text() and not Path("/sys/module/overlay").exists():
         subprocess.run(["modprobe", "overlay"], check=False, capture_output=True)
-    node_cgroups.of_this_machine()
+    node_cgroups.check(node_cgroups.of_this_machine())
 
 
 class Node(Cluster):
@@ -140,7 +143,7 @@ class Node(Cluster):
     def environ(self) -> dict[str, str]:
         """In which kubectl, helm and elasticjob reach it."""
         found = installation.environment(self.folder, self.kubeconfig, programs=("kubectl", "helm"))
-        return {name: value for name, value in found.items() if not name.lower().endswith("_proxy")}
+        return node_config.without_proxies(found)
 
     @property
     def audit_log(self) -> Path:
@@ -231,18 +234,21 @@ class Node(Cluster):
         """
         image = await asyncio.to_thread(inspected, archive.resolve())
         kept = Kept(self._place / "images.json")
-        if kept.has(image, await self.images()):
+        there = await self.images()
+        if kept.has(image, there):
             return
+        if old := sorted(there.keys() & set(image.names)):  # the kubelet's side misses that a name changes its meaning
+            await self._containerd("images", "delete", *old)
         await self._containerd("images", "import", str(image.path), limit=_IMPORT_LIMIT)
         there = await self.images()
         for name in set(image.names) - there.keys():  # an OCI archive's name is taken as it stands
             short = next(each for each in there if full_name(each) == name)
             await self._containerd("images", "tag", short, name)
         async with asyncio.timeout(commands.LIMIT):
-            while not await self._can_run(image.names):  # noqa: ASYNC110 - containerd has events, but no word for this
+            while not await self._can_run(image.names):  # noqa: ASYNC110 - containerd has events, but none for this
                 await asyncio.sleep(_POLL)
-        kept.add(image)
-        if unwanted := kept.unwanted(await self.images()):
+        kept.add(image, there := await self.images())
+        if unwanted := kept.unwanted(there):
             await self._containerd("images", "delete", "--sync", *unwanted)
 
     async def images(self) -> dict[str, str]:
@@ -269,9 +275,11 @@ class Node(Cluster):
             file = self.folder / "config" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
+        cache = cache_folder().resolve()
         self._bed = Bed(
             folder=str(self.folder),
-            cache=str(cache_folder().resolve()),
+            cache=str(cache),
+            shown=sorted({str(path) for path in (cache, self.folder, _ROOT, Path(tempfile.gettempdir()).resolve())}),
             tools=str(tools),
             commands=node_config.commands(self._site, programs, tools),
             server=self._site.server,
@@ -297,6 +305,8 @@ class Node(Cluster):
         """Read the next event, which must be this one."""
         stdout = self._running().stdout
         assert stdout is not None
+        if not select.select([stdout], [], [], _START_LIMIT)[0]:
+            raise NodeFailed(f"the node is not ready after {_START_LIMIT:.0f} s\nLogs: {self.folder}")
         line = stdout.readline()
         said: dict[str, Any] = json.loads(line) if line else {}
         if said.get("event") != event:

@@ -105,12 +105,16 @@ def hierarchies(mountinfo: str, groups: str) -> list[Hierarchy]:
 
 
 def of_this_machine() -> list[Hierarchy]:
-    """The hierarchies that a node can use here.
+    """The hierarchies in use here."""
+    return hierarchies(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+
+
+def check(found: list[Hierarchy]) -> None:
+    """See whether a node can use these hierarchies.
 
     Raises:
         Missing: it cannot.
     """
-    found = hierarchies(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     if not found:
         raise Missing("control groups", "mount them at /sys/fs/cgroup, as every distribution does")
     if found[0].version == 1:
@@ -120,10 +124,11 @@ def of_this_machine() -> list[Hierarchy]:
         top = found[0].mount
         have = set((top / "cgroup.controllers").read_text().split())
         needed, places = NEEDED_V2, [top]
+        # Only the machine's own top may have processes and give controllers; a container's is another's child.
         if (top / "cgroup.type").exists() and (top / "cgroup.procs").read_text().strip():
             raise Missing(
                 "the top of the control groups",
-                "inside a container there is none: run the tests on the machine itself, or in a virtual one",
+                "a container does not see it: run the tests on the machine itself, or on a virtual one",
             )
     if lacking := needed - have:
         raise Missing(f"the control group controllers {', '.join(sorted(lacking))}", "use a kernel that has them")
@@ -133,7 +138,6 @@ def of_this_machine() -> list[Hierarchy]:
                 f"the right to make control groups in {place}",
                 "inside a container, it must be privileged: run the tests on the machine itself",
             )
-    return found
 
 
 def plan(found: list[Hierarchy], name: str) -> Groups:

@@ -42,6 +42,8 @@ CONTAINERD: Final = INSIDE / "containerd"
 """containerd's root: kept from run to run, on a disk."""
 KUBELET: Final = INSIDE / "kubelet"
 """The kubelet's root with the pods' volumes: on the same disk."""
+BIN: Final = INSIDE / "bin"
+"""Programs that come before those of the packages."""
 SOCKET: Final = Path("/run/containerd/containerd.sock")
 
 KERNEL_VALUES: Final[Mapping[str, str]] = {
@@ -61,7 +63,8 @@ class Bed:
 
     Attributes:
         folder: for logs and configuration.
-        cache: the cache folder, where programs and images lie.
+        cache: the cache folder, where nodes have their places.
+        shown: folders that must be seen as they are, wherever they lie.
         tools: the root of the unpacked packages.
         commands: the command line of each part, by its name.
         server: the API server's URL.
@@ -71,6 +74,7 @@ class Bed:
 
     folder: str
     cache: str
+    shown: list[str]
     tools: str
     commands: Mapping[str, list[str]]
     server: str
@@ -89,11 +93,18 @@ class Bed:
     @property
     def environ(self) -> dict[str, str]:
         """The whole environment of the node's parts."""
-        return packages.environment(Path(self.tools)) | {
+        found = packages.environment(Path(self.tools))
+        return found | {
+            "PATH": f"{BIN}:{found['PATH']}",
             "HOME": str(INSIDE / "home"),
             "TMPDIR": str(INSIDE / "tmp"),
             "LC_ALL": "C.UTF-8",
         }
+
+
+def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which nobody asks the machine's proxy for what is inside."""
+    return {name: value for name, value in environ.items() if not name.lower().endswith("_proxy")}
 
 
 def audit_log(site: Site) -> Path:

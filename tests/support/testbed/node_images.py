@@ -41,18 +41,15 @@ def inspected(path: Path) -> Archive:
     Raises:
         ValueError: the file holds no image that has a name.
     """
-    texts = {}
     with tarfile.open(path, "r:") as archive:
-        for name in _LISTS:
-            try:
-                file = archive.extractfile(name)
-            except KeyError:
-                continue
-            texts[name] = file.read() if file else b""
-    names = _names({name: json.loads(text) for name, text in texts.items()})
+        texts = {name: text for name in _LISTS if (text := _text(archive, name)) is not None}
+        lists = {name: json.loads(text) for name, text in texts.items()}
+        # Docker's list may name files by other words than their digests; what it calls the configuration has them.
+        configurations = [_text(archive, image["Config"]) or b"" for image in lists.get("manifest.json", ())]
+    names = _names(lists)
     if not names:
         raise ValueError(f"{path} holds no image that has a name")
-    identity = hashlib.sha256(b"\0".join(texts[name] for name in sorted(texts))).hexdigest()
+    identity = hashlib.sha256(b"\0".join([*texts.values(), *configurations])).hexdigest()
     return Archive(path=path, identity=identity, names=tuple(map(full_name, names)))
 
 
@@ -64,6 +61,15 @@ def full_name(name: str) -> str:
     elif "." not in first and ":" not in first and first != "localhost":
         name = f"docker.io/{name}"
     return name if ":" in name.rpartition("/")[2] or "@" in name else f"{name}:latest"
+
+
+def _text(archive: tarfile.TarFile, name: str) -> bytes | None:
+    """The content of a file in an archive; None if it is not there."""
+    try:
+        file = archive.extractfile(name)
+    except KeyError:
+        return None
+    return file.read() if file else None
 
 
 def _names(lists: Mapping[str, Any]) -> list[str]:
@@ -93,24 +99,25 @@ class Kept:
         self._records: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
 
     def has(self, archive: Archive, there: Mapping[str, str]) -> bool:
-        """Whether an archive was imported, and its images are among those which are there."""
-        return archive.identity in self._records and there.keys() >= set(archive.names)
+        """Whether what was imported from an archive with these contents is there still, by its names."""
+        digests = self._records.get(archive.identity, {}).get("names", {})
+        return bool(digests) and digests.items() <= there.items()
 
-    def add(self, archive: Archive) -> None:
+    def add(self, archive: Archive, there: Mapping[str, str]) -> None:
         """Write down that an archive was imported; others of its path, or with its names, are no longer wanted."""
         self._records = {
             identity: record
             for identity, record in self._records.items()
             if Path(record["path"]).exists()
             and record["path"] != str(archive.path)
-            and not set(record["names"]) & set(archive.names)
+            and not record["names"].keys() & set(archive.names)
         }
-        self._records[archive.identity] = {"path": str(archive.path), "names": archive.names}
+        names = {name: there[name] for name in archive.names}
+        self._records[archive.identity] = {"path": str(archive.path), "names": names}
         self._file.write_text(json.dumps(self._records))
 
     def unwanted(self, there: Mapping[str, str]) -> list[str]:
         """Of the images which are there, by all their names, those that are not wanted."""
-        names = {name for record in self._records.values() for name in record["names"]}
         # The kubelet's interface gives each image a name of its own besides: a digest.
-        wanted = {digest for name, digest in there.items() if name in names}
+        wanted = {digest for record in self._records.values() for digest in record["names"].values()}
         return sorted(name for name, digest in there.items() if digest not in wanted)

@@ -7,7 +7,7 @@ so nothing that is mounted, addressed or routed here needs to be undone. What re
 - **/var** and **/etc** take what is written there into memory; **/run** is empty.
 - **control groups** are seen from the node's own on (:mod:`node_cgroups`).
 
-The cache and the folder for logs show through wherever they lie.
+The folders that the node and its user share show through wherever they lie.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _NO_PROGRAMS = Mount.NO_SUID | Mount.NO_DEVICES | Mount.NO_EXEC
 _COVERED = ("/var", "/etc")
+_HIDDEN = ("/run",)
 _PROGRAM_FAILED = 1
 
 
@@ -65,14 +66,15 @@ def arrange(bed: Bed, place: Path) -> None:
     mount("none", "/", flags=Mount.RECURSIVE | Mount.PRIVATE)
     socket.sethostname(node_config.NAME)
     hierarchies = node_cgroups.of_this_machine()
-    shown = {path: os.open(path, os.O_PATH) for path in map(Path, (bed.cache, bed.folder))}
+    hidden = [path for path in map(Path, bed.shown) if any(map(path.is_relative_to, (*_COVERED, *_HIDDEN)))]
+    shown = {path: os.open(path, os.O_PATH) for path in hidden}
     shown |= {path: os.open(place / path.name, os.O_PATH) for path in (node_config.CONTAINERD, node_config.KUBELET)}
 
     mount("proc", "/proc", "proc", _NO_PROGRAMS)
     mount("sysfs", "/sys", "sysfs", _NO_PROGRAMS)
     _mount_cgroups(hierarchies)
     mount("tmpfs", "/run", "tmpfs", Mount.NO_SUID | Mount.NO_DEVICES, "mode=755")
-    for folder in ("home", "tmp", "values"):
+    for folder in ("bin", "home", "tmp", "values"):
         (node_config.INSIDE / folder).mkdir(parents=True)
     for covered in _COVERED:
         _cover(covered)
@@ -82,6 +84,7 @@ def arrange(bed: Bed, place: Path) -> None:
         os.close(opened)
 
     _connect(bed.environ)
+    _choose_iptables(bed)
     _cover_kernel_values(node_config.KERNEL_VALUES)
 
 
@@ -123,6 +126,14 @@ def _connect(environ: Mapping[str, str]) -> None:
     ):
         subprocess.run(command.split(), env=environ, check=True, capture_output=True, text=True, timeout=30)
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+
+
+def _choose_iptables(bed: Bed) -> None:
+    """Take the older of the kernel's two ways to keep rules where it does not have the newer."""
+    asked = ["iptables", "--table=nat", "--list", "--numeric"]
+    if subprocess.run(asked, env=bed.environ, capture_output=True, timeout=30, check=False).returncode != 0:
+        for name in (f"ip{version}tables{what}" for version in ("", "6") for what in ("", "-save", "-restore")):
+            (node_config.BIN / name).symlink_to(f"{bed.tools}/usr/sbin/xtables-legacy-multi")
 
 
 def _cover_kernel_values(values: Mapping[str, str]) -> None:

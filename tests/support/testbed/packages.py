@@ -29,6 +29,8 @@ SETS: Final[dict[SetName, tuple[str, ...]]] = {
     "node": ("containerd", "runc", "containernetworking-plugins", "iptables", "conntrack", "iproute2", "kmod", "mount"),
     "build": (
         "buildah",
+        "skopeo",
+        "zstd",
         "golang-github-containers-common",
         "golang-github-containers-image",
         "debootstrap",

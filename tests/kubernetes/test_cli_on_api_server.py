@@ -1,0 +1,232 @@
+"""``elasticjob`` against a real API server: what it lists, describes, scales and deletes there.
+
+No kubelet runs the pods here, and no operator makes them: they are written by hand, as is what is said of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.api import Api
+from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from tests.support.cluster_objects import died, status
+from tests.support.cluster_user import ELASTICJOB
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from elastic_operator.kube.resources import Resource
+    from elastic_operator.spec import Json
+    from tests.support.testbed.cluster import Cluster
+    from tests.support.testbed.commands import Result
+
+pytestmark = pytest.mark.control_plane
+
+HOLD = "example.com/hold"
+"""A finalizer: what carries it is not gone before the test says so, as a pod that takes its time."""
+
+SPEC = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"]}
+
+
+class Team:
+    """A namespace, what is in it, and somebody who types ``elasticjob``."""
+
+    def __init__(self, cluster: Cluster, api: Api, namespace: str) -> None:
+        self.cluster = cluster
+        self.api = api
+        self.namespace = namespace
+
+    async def elasticjob(self, *words: str, check: bool = True, env: dict[str, str] | None = None) -> Result:
+        return await self.cluster.run(str(ELASTICJOB), *words, "-n", self.namespace, check=check, env=env)
+
+    async def refused(self, *words: str, code: int, env: dict[str, str] | None = None) -> str:
+        """The one sentence with which a command ends."""
+        result = await self.elasticjob(*words, check=False, env=env)
+        assert (result.returncode, result.stdout) == (code, "")
+        assert result.stderr.startswith("elasticjob: ")
+        assert result.stderr.count("\n") == 1
+        return result.stderr.removeprefix("elasticjob: ").strip()
+
+    async def make(self, resource: Resource, name: str, **parts: Any) -> Json:
+        metadata = {"name": name, "namespace": self.namespace, **parts.pop("metadata", {})}
+        body = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, **parts}
+        return await self.api.create(resource, self.namespace, body)
+
+    async def make_job(self, name: str = "digits", **spec: Any) -> Json:
+        return await self.make(ELASTIC_JOBS, name, spec=SPEC | spec)
+
+    async def say(self, name: str, **about: Any) -> None:
+        """Write a job's status."""
+        await self.api.patch(ELASTIC_JOBS, self.namespace, name, {"status": status(**about)}, "status")
+
+    async def make_pod(self, owner: Json, name: str, state: dict[str, Any], *, hold: bool = False) -> Json:
+        """A worker pod that nobody will ever run, with what a kubelet would say of it."""
+        job = owner["metadata"]["name"]
+        labels = {"job": job, "role": "worker", "index": name.split("-")[1]}
+        reference = {"kind": "ElasticJob", "apiVersion": ELASTIC_JOBS.api_version, "controller": True, "name": job}
+        metadata = {
+            "labels": {f"elastic.pytorch.org/{key}": value for key, value in labels.items()},
+            "ownerReferences": [{**reference, "uid": owner["metadata"]["uid"]}],
+            "finalizers": [HOLD] if hold else [],
+        }
+        container = {"name": "worker", "image": "elastic-agent:dev"}
+        made = await self.make(
+            PODS, name, metadata=metadata, spec={"containers": [container], "schedulerName": "nobody"}
+        )
+        phase = "Running" if "running" in state else "Failed"
+        told = {"restartCount": 0, "imageID": "", "ready": "running" in state, "state": state, **container}
+        about = {"phase": phase, "podIP": "10.1.0.9", "containerStatuses": [told]}
+        await self.api.patch(PODS, self.namespace, name, {"status": about}, "status")
+        return made
+
+    async def let_go(self, pod: str) -> None:
+        await self.api.patch(PODS, self.namespace, pod, {"metadata": {"finalizers": []}})
+
+
+@pytest_asyncio.fixture
+async def team(cluster_with_crd: Cluster, namespace: str) -> AsyncIterator[Team]:
+    async with await Api.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+        yield Team(cluster_with_crd, api, namespace)
+
+
+async def test_jobs_are_listed_as_kubectl_lists_them(team: Team) -> None:
+    assert (await team.elasticjob("get")).stderr.startswith(f"elasticjob: no jobs in the namespace {team.namespace};")
+    await team.make_job()
+    await team.say("digits")
+    await team.make_job("alone", minReplicas=1, maxReplicas=1, replicas=1)
+    ours = (await team.elasticjob("get")).stdout.splitlines()
+    theirs = (await team.cluster.kubectl("get", "elasticjobs", "-n", team.namespace)).stdout.splitlines()
+    assert ours[0].split() == theirs[0].split()
+    assert ours[2].split()[:-1] == theirs[2].split()[:-1] == ["digits", "Running", "2/3", "2", "3", "1"]
+    assert ours[1].split()[:3] == ["alone", "Pending", "0/0"]
+    assert [line.split()[0] for line in ours[1:]] == [line.split()[0] for line in theirs[1:]]
+    [one] = (await team.elasticjob("get", "digits")).stdout.splitlines()[1:]
+    assert one.split()[:-1] == ours[2].split()[:-1]
+    everywhere = (await team.cluster.run(str(ELASTICJOB), "get", "-A")).stdout.splitlines()
+    assert [team.namespace, "digits"] in [line.split()[:2] for line in everywhere]
+    assert everywhere[0].split()[0] == "NAMESPACE"
+
+
+async def test_an_object_is_the_one_that_kubectl_gives(team: Team) -> None:
+    await team.make_job()
+    ours = json.loads((await team.elasticjob("get", "digits", "-o", "json")).stdout)
+    theirs = await team.cluster.kubectl("get", "elasticjob/digits", "-n", team.namespace, "-o", "json")
+    assert ours == json.loads(theirs.stdout)
+    listed = json.loads((await team.elasticjob("get", "-o", "json")).stdout)
+    assert (listed["kind"], listed["items"]) == ("List", [ours])
+
+
+async def test_a_job_is_described_with_its_pods_and_what_was_told_of_it(team: Team) -> None:
+    job = await team.make_job()
+    await team.say("digits")
+    await team.make_pod(job, "digits-0-aaaaa", {"running": {}})
+    await team.make_pod(job, "digits-1-bbbbb", died(3, "etcd does not answer"))
+    await team.make(
+        EVENTS,
+        "digits.1",
+        involvedObject={
+            "kind": "ElasticJob",
+            "name": "digits",
+            "namespace": team.namespace,
+            "uid": job["metadata"]["uid"],
+        },
+        type="Normal",
+        reason="Started",
+        message="training started with 2 pods",
+        lastTimestamp="2026-01-01T00:00:00Z",
+    )
+    await team.make(SERVICES, "digits-etcd", spec={"ports": [{"port": 2379}]})
+    lines = (await team.elasticjob("describe", "digits")).stdout.splitlines()
+    assert "State:         Running" in lines
+    assert f"Namespace:     {team.namespace}" in lines
+    assert any(line.startswith("Etcd: ") and line.endswith(":2379 (service digits-etcd, absent)") for line in lines)
+    assert "    State:  running" in lines
+    assert "    Last Words:  etcd does not answer" in lines
+    assert lines[-1].split(maxsplit=3)[2:] == ["Started", "training started with 2 pods"]
+
+
+async def test_scaling_is_the_api_servers_own_scaling_and_its_refusal_is_told(team: Team) -> None:
+    await team.make_job()
+    assert (await team.elasticjob("scale", "digits", "--replicas", "2")).stdout == "elasticjob digits scaled to 2\n"
+    assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["replicas"] == 2
+    said = await team.refused("scale", "digits", "--replicas", "4", code=2)
+    assert "spec.replicas: " in said
+    assert "must lie between minReplicas and maxReplicas; change it, or move the bounds first" in said
+    assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["replicas"] == 2
+
+
+async def test_deleting_comes_back_when_the_job_and_all_its_pods_are_gone(team: Team) -> None:
+    job = await team.make_job()
+    await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
+    await team.make(SERVICES, "digits-etcd", spec={"ports": [{"port": 2379}]}, metadata=_of(job))
+    deleting = asyncio.create_task(team.elasticjob("delete", "digits"))
+    await team.cluster.kubectl("wait", "-n", team.namespace, "--for=delete", "elasticjob/digits", "--timeout=30s")
+    await team.cluster.kubectl(
+        "wait", "-n", team.namespace, "--for=jsonpath={.metadata.deletionTimestamp}", "pod/digits-0-aaaaa",
+        "--timeout=30s",
+    )  # fmt: skip
+    assert not deleting.done(), "its pod is still there"
+    await team.let_go("digits-0-aaaaa")
+    assert (await deleting).stdout == "elasticjob digits deleted\n"
+    for kind in (PODS, SERVICES, DEPLOYMENTS):
+        assert (await team.api.list(kind, team.namespace))[0] == []
+
+
+async def test_deleting_does_not_wait_where_it_is_told_so_nor_for_pods_of_a_namesake(team: Team) -> None:
+    job = await team.make_job()
+    await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
+    await team.elasticjob("delete", "digits", "--no-wait")
+    await team.cluster.kubectl("wait", "-n", team.namespace, "--for=delete", "elasticjob/digits", "--timeout=30s")
+    await team.make_job()
+    await team.elasticjob("delete", "digits")
+    await team.let_go("digits-0-aaaaa")
+
+
+async def test_whoever_may_not_is_told_so_in_a_sentence(team: Team) -> None:
+    await team.make_job()
+    await team.cluster.kubectl("create", "serviceaccount", "ada", "-n", team.namespace)
+    kubeconfig = await team.cluster.kubeconfig_for(team.namespace, "ada")
+    as_ada = {"KUBECONFIG": str(kubeconfig)}
+    said = await team.refused("get", code=1, env=as_ada)
+    assert said.startswith("you may not do this on this cluster: elasticjobs.elastic.pytorch.org is forbidden: ")
+    await team.cluster.kubectl(
+        "create", "role", "ada", "-n", team.namespace, "--verb=get,list", "--resource=elasticjobs.elastic.pytorch.org"
+    )
+    await team.cluster.kubectl(
+        "create", "rolebinding", "ada", "-n", team.namespace, "--role=ada", f"--serviceaccount={team.namespace}:ada"
+    )
+    described = await team.elasticjob("describe", "digits", env=as_ada)
+    assert described.stdout.startswith("Name: ")
+    assert described.stderr.count("you may not see the ") == 2
+    kubeconfig.write_text(kubeconfig.read_text().replace('"token": "', '"token": "x'))
+    assert (await team.refused("get", code=1, env=as_ada)).startswith(
+        "the API server does not accept these credentials"
+    )
+
+
+async def test_a_job_or_context_that_is_not_there_gets_a_sentence(team: Team, tmp_path: Path) -> None:
+    for words in (["get", "x"], ["delete", "x"]):
+        said = await team.refused(*words, code=1)
+        assert said.startswith(f"there is no job x in the namespace {team.namespace}; ")
+    assert "has no context nowhere; choose another" in await team.refused("get", "--context", "nowhere", code=2)
+    assert "there is no kubeconfig" in await team.refused("get", "--kubeconfig", str(tmp_path / "none"), code=2)
+
+
+async def test_logs_of_a_job_without_a_started_pod_point_to_what_is_known(team: Team) -> None:
+    await team.make_job()
+    assert "`elasticjob describe` says how it stands" in await team.refused("logs", "digits", code=1)
+
+
+def _of(job: Json) -> dict[str, Any]:
+    """Metadata of what belongs to a job."""
+    owner = {"kind": "ElasticJob", "apiVersion": ELASTIC_JOBS.api_version, "controller": True}
+    return {
+        "labels": {"elastic.pytorch.org/job": job["metadata"]["name"]},
+        "ownerReferences": [{**owner, "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}],
+    }

@@ -1,0 +1,558 @@
+"""The operator as a process, against a real API server and a real controller manager.
+
+There is no kubelet: pods stay Pending, and a test that wants one to run, to die or to end plays the kubelet. No agents
+run either: what they would say in the store, a test writes there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, LEASES, PODS, SERVICES, Resource
+from elastic_operator.kube.user_api import UserApi
+from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from tests.support.operator_process import PATIENCE, OperatorProcess
+from torchelastic.contract import (
+    Env,
+    EpochRecord,
+    Member,
+    NodeRecord,
+    OutcomeRecord,
+    OutcomeState,
+    RunKeys,
+    SizeRecord,
+    TerminationMessage,
+    encode,
+    encode_termination_message,
+)
+from torchelastic.store import Listing, StoreSettings, connect, follow
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+
+Json = dict[str, Any]
+Objects = dict[str, Json]
+"""By name."""
+
+
+class Place:
+    """A namespace, as somebody sees it who may do everything there; and who plays kubelet and agents."""
+
+    def __init__(self, api: UserApi, cluster: Cluster, namespace: str) -> None:
+        self.api = api
+        self.cluster = cluster
+        self.namespace = namespace
+
+    async def apply(self, name: str = "digits", **spec: Any) -> Json:
+        """Create a job whose pods no scheduler touches."""
+        return dict(await self.api.create(ELASTIC_JOBS, self.namespace, a_manifest(name, **spec)))
+
+    async def change(self, name: str = "digits", **spec: Any) -> None:
+        """Change fields of a job's spec."""
+        await self.api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": spec})
+
+    async def kubectl(self, *words: str, check: bool = True) -> Any:
+        """Type kubectl in this namespace."""
+        return await self.cluster.kubectl("--namespace", self.namespace, *words, check=check)
+
+    async def until(self, resource: Resource, true: Callable[[Objects], bool], **select: str) -> Objects:
+        """The objects of a kind, by name, as soon as they are as wanted."""
+        last: Objects = {}
+        try:
+            async with (
+                asyncio.timeout(PATIENCE),
+                contextlib.aclosing(self.api.states(resource, self.namespace, **select)) as states,
+            ):
+                async for state in states:
+                    last = {each["metadata"]["name"]: dict(each) for each in state.values()}
+                    if true(last):
+                        return last
+        except TimeoutError:
+            pass
+        raise AssertionError(f"never so: {json.dumps(last, indent=1)[-6000:]}")
+
+    async def job(self, true: Callable[[Json], bool], name: str = "digits") -> Json:
+        """A job, as soon as its status is as wanted."""
+        jobs = await self.until(
+            ELASTIC_JOBS, lambda found: name in found and true(found[name].get("status") or {}), name=name
+        )
+        return jobs[name]
+
+    async def pods(self, count: int, name: str = "digits") -> Objects:
+        """The worker pods of a job, as soon as exactly so many are live."""
+        found = await self.until(PODS, lambda pods: len(live(pods)) == count, labels=workers_of(name))
+        return live(found)
+
+    async def told(self, *words: str) -> str:
+        """The events, a line each, as soon as one has all of these words."""
+        found = await self.until(
+            EVENTS, lambda events: any(all(word in line for word in words) for line in lines_of(events))
+        )
+        return "\n".join(lines_of(found))
+
+    async def runs(self, pod: str) -> None:
+        """The kubelet says that a pod's worker runs."""
+        await self._says(pod, "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
+
+    async def ends(self, pod: str, code: int, message: str = "") -> None:
+        """The kubelet says that a pod's worker has ended."""
+        terminated = {
+            "exitCode": code,
+            "message": message,
+            "reason": "Error" if code else "Completed",
+            "startedAt": "2026-01-01T00:00:00Z",
+            "finishedAt": "2099-01-01T00:00:00Z" if code == 137 else "2026-01-01T01:00:00Z",
+        }
+        await self._says(pod, "Failed" if code else "Succeeded", {"terminated": terminated})
+
+    async def bind(self, pod: str) -> None:
+        """The scheduler gives a pod to a node, of which nobody has heard."""
+        target = {"apiVersion": "v1", "kind": "Node", "name": "nowhere"}
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+        await self.api.create(replace(PODS, plural=f"pods/{pod}/binding"), self.namespace, binding)
+
+    async def _says(self, pod: str, phase: str, state: Json) -> None:
+        worker = {
+            "name": "worker", "image": "i", "imageID": "", "ready": phase == "Running", "restartCount": 0,
+            "state": state,
+        }  # fmt: skip
+        status = {"status": {"phase": phase, "containerStatuses": [worker]}}
+        await self.api.patch(PODS, self.namespace, pod, status, "status")
+
+
+def a_manifest(name: str, **spec: Any) -> Json:
+    """A job of one to three pods, which stay Pending also where there are nodes."""
+    template = spec.pop("template", {"spec": {"schedulerName": "nobody"}})
+    fields = {"maxReplicas": 3, "image": "elastic-agent:dev", "args": ["train.py"], "template": template, **spec}
+    return {
+        "apiVersion": ELASTIC_JOBS.api_version,
+        "kind": ELASTIC_JOBS.kind,
+        "metadata": {"name": name},
+        "spec": fields,
+    }
+
+
+def workers_of(name: str) -> str:
+    return f"{LABEL_JOB}={name},{LABEL_ROLE}={ROLE_WORKER}"
+
+
+def live(pods: Objects) -> Objects:
+    """Those that neither have ended nor are going."""
+    return {
+        name: pod
+        for name, pod in pods.items()
+        if "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") in ("Pending", "Running")
+    }
+
+
+def lines_of(events: Mapping[str, Json]) -> list[str]:
+    return [f"{event['type']} {event['reason']} {event['message']}" for event in events.values()]
+
+
+def conditions(status: Json) -> Objects:
+    return {condition["type"]: condition for condition in status.get("conditions", ())}
+
+
+def holds(status: Json, kind: str) -> bool:
+    return bool(conditions(status).get(kind, {}).get("status") == "True")
+
+
+def uid_of(found: Objects, name: str = "digits-etcd") -> str:
+    return str(found[name]["metadata"]["uid"])
+
+
+def holder(leases: Objects) -> str:
+    return str(leases.get("elastic-operator", {}).get("spec", {}).get("holderIdentity") or "")
+
+
+QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
+
+
+def rights(namespace: str) -> Json:
+    """What an operator of one namespace may do, and no more."""
+    rules = [
+        ("elastic.pytorch.org", "elasticjobs", ["get", "list", "watch"]),
+        ("elastic.pytorch.org", "elasticjobs/status", ["update"]),
+        ("elastic.pytorch.org", "elasticjobs/scale", ["patch"]),
+        ("", "pods", ["list", "watch", "create", "delete"]),
+        ("", "services", ["list", "watch", "create", "delete"]),
+        ("apps", "deployments", ["list", "watch", "create", "delete"]),
+        ("", "events", ["create"]),
+        ("coordination.k8s.io", "leases", ["get", "create", "update"]),
+    ]
+    about = {"name": "operator", "namespace": namespace}
+    role = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": about,
+        "rules": [{"apiGroups": [group], "resources": [resource], "verbs": verbs} for group, resource, verbs in rules],
+    }
+    binding = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": about,
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"},
+        "subjects": [{"kind": "ServiceAccount", **about}],
+    }
+    return {"apiVersion": "v1", "kind": "List", "items": [role, binding]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
+    async with await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+        yield api
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
+    """A namespace of the test's own, of which no operator knows yet."""
+    async with cluster_with_crd.namespace() as namespace:
+        yield Place(api, cluster_with_crd, namespace)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def operator(place: Place, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
+    """An operator for the test's own namespace."""
+    async with an_operator(place, tmp_path) as operator:
+        yield operator
+
+
+def an_operator(place: Place, folder: Path, *args: str, name: str = "operator") -> OperatorProcess:
+    """A copy of the operator that looks after one namespace, where its lease is, too."""
+    only_here = (f"--namespace={place.namespace}", f"--lease-namespace={place.namespace}")
+    return OperatorProcess(folder, place.cluster.kubeconfig, *only_here, *args, name=name)
+
+
+async def test_a_job_gets_an_etcd_pods_that_know_where_it_is_and_a_status(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.apply()
+    job = await place.job(lambda status: status.get("replicas") == 3 and holds(status, "Waiting"))
+    pods = await place.pods(3)
+    services = await place.until(SERVICES, lambda found: "digits-etcd" in found)
+    await place.until(DEPLOYMENTS, lambda found: "digits-etcd" in found)
+
+    uid = job["metadata"]["uid"]
+    address = services["digits-etcd"]["spec"]["clusterIP"]
+    assert sorted(pod["metadata"]["labels"]["elastic.pytorch.org/index"] for pod in pods.values()) == ["0", "1", "2"]
+    for pod in pods.values():
+        assert pod["metadata"]["ownerReferences"][0]["uid"] == uid
+        environment = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
+        assert environment["PET_RDZV_ENDPOINT"] == f"{address}:2379"
+        assert environment["PET_RDZV_ID"] == uid
+        assert environment[Env.NODE_NAME] == pod["metadata"]["name"]
+    assert job["status"]["selector"] == workers_of("digits")
+    assert "finalizers" not in job["metadata"]
+    assert "annotations" not in job["metadata"]
+
+    columns = (await place.kubectl("get", "elasticjobs")).stdout.splitlines()
+    assert columns[0].split() == ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
+    assert columns[1].split()[:6] == ["digits", "Pending", "0/3", "1", "3", "0"]
+
+
+async def test_replicas_are_written_once_and_later_only_kept_within_the_bounds(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.apply(maxReplicas=2)
+    job = await place.job(lambda status: status.get("replicas") == 2)
+    assert job["spec"]["replicas"] == 2
+
+    await place.change(maxReplicas=4)
+    job = await place.job(lambda status: status.get("observedGeneration") == job["metadata"]["generation"] + 1)
+    assert (job["spec"]["replicas"], job["status"]["desired"]) == (2, 2)
+
+    await place.change(maxReplicas=1)
+    job = await place.job(lambda status: status.get("desired") == 1)
+    assert job["spec"]["replicas"] == 2
+    await place.pods(1)
+
+
+async def test_it_is_scaled_without_touching_the_pods_that_stay_and_not_beyond_its_bounds(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.apply(replicas=2)
+    first = await place.pods(2)
+
+    refused = await place.kubectl("scale", "elasticjob/digits", "--replicas=4", check=False)
+    assert refused.returncode != 0
+    assert "between minReplicas and maxReplicas" in refused.stderr
+
+    await place.kubectl("scale", "elasticjob/digits", "--replicas=3")
+    grown = await place.pods(3)
+    assert {name: pod["metadata"]["uid"] for name, pod in grown.items()}.items() >= {
+        (name, pod["metadata"]["uid"]) for name, pod in first.items()
+    }
+
+    await place.kubectl("scale", "elasticjob/digits", "--replicas=1")
+    [left] = (await place.pods(1)).values()
+    assert left["metadata"]["labels"]["elastic.pytorch.org/index"] == "0"
+    await place.told("Scaled", "scaled from 3 to 1 pod")
+
+
+async def test_a_deleted_pod_is_replaced(place: Place, operator: OperatorProcess) -> None:
+    await place.apply(replicas=2)
+    first = await place.pods(2)
+    victim = min(first)
+    await place.kubectl("delete", "pod", victim)
+
+    second = await place.until(
+        PODS, lambda pods: victim not in pods and len(live(pods)) == 2, labels=workers_of("digits")
+    )
+    (newcomer,) = second.keys() - first.keys()
+    assert newcomer.startswith("digits-0-")
+
+
+async def test_what_a_deleted_pod_said_last_is_in_an_event(place: Place, operator: OperatorProcess) -> None:
+    await place.apply(replicas=2)
+    victim = min(await place.pods(2))
+    await place.bind(victim)  # else there is no kubelet whom the API server would wait for
+    await place.runs(victim)
+    await place.kubectl("delete", "pod", victim, "--wait=false")
+    await place.until(PODS, lambda pods: victim in pods and len(live(pods)) == 2, labels=workers_of("digits"))
+
+    await place.ends(victim, 137)
+    await place.kubectl("delete", "pod", victim, "--force", "--grace-period=0")
+    told = await place.told("PodDeleted", victim, "which was deleted, was killed by SIGKILL")
+    assert told.count(victim) == 2, "once that it was deleted, once what it said"
+
+
+async def test_a_pod_that_dies_is_replaced_and_kept_for_its_log(place: Place, operator: OperatorProcess) -> None:
+    await place.apply(replicas=2)
+    victim = min(await place.pods(2))
+    await place.runs(victim)
+    last = TerminationMessage(reason="WorkerFailed", message="rank 0 found no data")
+    await place.ends(victim, 3, encode_termination_message(last).decode())
+
+    await place.pods(2)
+    job = await place.job(lambda status: status.get("podFailures") == 1)
+    assert "rank 0 found no data" in job["status"]["lastFailure"]
+    await place.told("PodDied", victim, "rank 0 found no data", "a new pod takes its place")
+    assert victim in await place.until(PODS, lambda pods: len(pods) == 3, labels=workers_of("digits"))
+
+
+async def test_a_job_that_has_succeeded_gets_no_more_pods_and_loses_its_etcd(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.apply(replicas=2)
+    for pod in await place.pods(2):
+        await place.runs(pod)
+        await place.ends(pod, 0)
+    job = await place.job(lambda status: holds(status, "Succeeded") and holds(status, "Finished"))
+    assert job["status"]["state"] == "Succeeded"
+    await place.until(DEPLOYMENTS, lambda found: not found)
+    await place.until(SERVICES, lambda found: not found)
+    await place.told("Succeeded", "succeeded")
+
+    await place.kubectl("delete", "pod", "--all")
+    await place.kubectl("scale", "elasticjob/digits", "--replicas=3")
+    # Whatever the operator would do about this one, it has done when it is through with another.
+    await place.job(lambda status: status.get("observedGeneration") == job["metadata"]["generation"] + 1)
+    await place.apply("another", replicas=1)
+    await place.pods(1, "another")
+    assert await place.pods(0) == {}
+
+
+async def test_a_template_that_is_refused_makes_the_job_invalid_with_the_servers_words(
+    place: Place, operator: OperatorProcess, etcd: EtcdServer
+) -> None:
+    store = {"endpoint": etcd.endpoint}
+    await place.apply(etcd=store, template={"spec": {"schedulerName": "nobody", "nodeSelektor": {}}})
+    job = await place.job(lambda status: holds(status, "Invalid"))
+    assert 'unknown field "spec.nodeSelektor"' in conditions(job["status"])["Invalid"]["message"]
+
+    await place.apply("another", replicas=1)
+    await place.pods(1, "another")
+    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="400") == 1, "a hot loop"
+    assert await place.pods(0) == {}
+
+    await place.change(template={"spec": {"nodeSelektor": None}})
+    await place.pods(3)
+    await place.job(lambda status: not holds(status, "Invalid"))
+
+
+async def test_what_a_quota_forbids_is_said_and_done_when_it_allows_it(place: Place, operator: OperatorProcess) -> None:
+    await place.kubectl("create", "quota", "few", "--hard=count/pods=1")
+    await place.until(QUOTAS, lambda found: "used" in found.get("few", {}).get("status", {}))
+    await place.apply(minReplicas=3)
+    job = await place.job(lambda status: "exceeded quota" in conditions(status).get("Waiting", {}).get("message", ""))
+    assert not holds(job["status"], "Invalid")
+
+    await place.kubectl("delete", "quota", "few")
+    await place.pods(3)
+    await place.job(lambda status: "quota" not in conditions(status)["Waiting"]["message"])
+
+
+async def test_a_service_of_its_name_that_is_not_its_own_is_left_alone_and_named(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.kubectl("create", "service", "clusterip", "digits-etcd", "--tcp=80")
+    await place.apply()
+    job = await place.job(lambda status: "digits-etcd" in conditions(status).get("Waiting", {}).get("message", ""))
+    assert "remove it, or give the job another name" in conditions(job["status"])["Waiting"]["message"]
+    assert await place.pods(0) == {}
+
+    await place.kubectl("delete", "service", "digits-etcd")
+    await place.pods(3)
+
+
+async def test_an_etcd_that_somebody_removed_is_made_again_where_its_pods_look_for_it(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.apply()
+    await place.pods(3)
+    before = await place.until(SERVICES, lambda found: "digits-etcd" in found)
+    await place.kubectl("delete", "service,deployment", "digits-etcd")
+    after = await place.until(
+        SERVICES,
+        lambda found: "digits-etcd" in found and found["digits-etcd"]["metadata"]["uid"] != uid_of(before),
+    )
+    assert after["digits-etcd"]["spec"]["clusterIP"] == before["digits-etcd"]["spec"]["clusterIP"]
+    await place.until(DEPLOYMENTS, lambda found: "digits-etcd" in found)
+
+
+async def test_deleting_a_job_leaves_nothing_behind_in_the_cluster(place: Place, operator: OperatorProcess) -> None:
+    await place.apply()
+    await place.pods(3)
+    await place.kubectl("delete", "elasticjob/digits")
+    for resource in (PODS, SERVICES, DEPLOYMENTS, ELASTIC_JOBS):
+        await place.until(resource, lambda found: not found)
+
+
+async def test_what_the_agents_say_in_an_external_etcd_is_seen_and_removed_with_the_job(
+    place: Place, operator: OperatorProcess, own_etcd: EtcdServer
+) -> None:
+    job = await place.apply(replicas=2, etcd={"endpoint": own_etcd.endpoint})
+    pods = sorted(await place.pods(2))
+    assert await place.until(SERVICES, lambda found: not found) == {}
+    for pod in pods:
+        await place.runs(pod)
+    uid = job["metadata"]["uid"]
+    keys = RunKeys.of(uid)
+    async with contextlib.AsyncExitStack() as stack:
+        store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
+        stack.push_async_callback(store.close)
+        for number, pod in enumerate(pods):
+            size = SizeRecord(min=1, max=3, wanted=2)
+            await store.put(
+                keys.node(f"{pod}.1"), encode(NodeRecord(name=pod, address=f"10.0.0.{number}", workers=1, size=size))
+            )
+        await place.job(lambda status: status.get("ready") == 2)
+        members = tuple(Member(node=f"{pod}.1", address="10.0.0.1", workers=1) for pod in pods)
+        await store.put(keys.epoch, encode(EpochRecord(number=1, members=members)))
+        await place.job(lambda status: status.get("state") == "Running" and status.get("worldSize") == 2)
+        await place.told("Started", "training started with 2 pods and world size 2")
+
+        # A change of size is told before a pod is touched.
+        await place.kubectl("scale", "elasticjob/digits", "--replicas=1")
+        await place.pods(1)
+        told = await store.get(keys.size)
+        assert told is not None
+        assert pods[1] in told.value.decode()
+
+        await place.kubectl("delete", "elasticjob/digits")
+        await place.until(PODS, lambda found: not found)
+        async with asyncio.timeout(PATIENCE), contextlib.aclosing(follow(store, keys.root)) as news:
+            left: set[str] = set()
+            async for each in news:
+                if isinstance(each, Listing):
+                    left = {entry.key for entry in each.entries}
+                else:
+                    left = (left | {change.key for change in each if change.entry}) - {
+                        change.key for change in each if not change.entry
+                    }
+                if not left:
+                    break
+
+
+async def test_an_outcome_in_an_external_etcd_ends_the_job(
+    place: Place, operator: OperatorProcess, own_etcd: EtcdServer
+) -> None:
+    job = await place.apply(replicas=1, etcd={"endpoint": own_etcd.endpoint})
+    await place.pods(1)
+    async with contextlib.AsyncExitStack() as stack:
+        store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
+        stack.push_async_callback(store.close)
+        outcome = OutcomeRecord(state=OutcomeState.FAILED, epoch=2, restarts=3, message="rank 0 found no data")
+        await store.put(RunKeys.of(job["metadata"]["uid"]).outcome, encode(outcome))
+    done = await place.job(lambda status: holds(status, "Finished"))
+    assert holds(done["status"], "Failed")
+    assert done["status"]["lastFailure"] == "rank 0 found no data"
+    assert done["status"]["restarts"] == 3
+
+
+async def test_killed_while_it_makes_pods_and_started_again_it_makes_none_twice(place: Place, tmp_path: Path) -> None:
+    async with an_operator(place, tmp_path) as operator:
+        await operator.leads()
+        await place.apply(maxReplicas=40)
+        await place.until(PODS, lambda pods: len(live(pods)) >= 5, labels=workers_of("digits"))
+        operator.kill()
+        operator.start()
+        found = await place.pods(40)
+    assert sorted(int(pod["metadata"]["labels"]["elastic.pytorch.org/index"]) for pod in found.values()) == list(
+        range(40)
+    )
+    job = await place.job(lambda status: status.get("replicas") == 40)
+    assert job["status"]["podFailures"] == 0
+
+
+async def test_of_two_copies_one_leads_and_the_other_takes_over(place: Place, tmp_path: Path) -> None:
+    async with (
+        an_operator(place, tmp_path, name="one") as one,
+        an_operator(place, tmp_path, name="two") as two,
+    ):
+        await place.until(LEASES, lambda leases: bool(holder(leases)))
+        await asyncio.sleep(0)
+        first, second = (one, two) if await one.leads_now() else (two, one)
+        await first.leads()
+        assert not await second.leads_now()
+        await place.apply(replicas=1)
+        await place.pods(1)
+        assert await second.metric("elastic_operator_reconciles_total") == 0
+
+        first.kill()
+        await second.leads()
+        await place.kubectl("scale", "elasticjob/digits", "--replicas=2")
+        await place.pods(2)
+
+        first.start()
+        await first.ready()
+        assert await second.stop() == 0
+        leases = await place.until(LEASES, lambda leases: bool(holder(leases)))
+        await first.leads()
+        assert leases["elastic-operator"]["spec"]["leaseDurationSeconds"] > 1
+        await place.kubectl("scale", "elasticjob/digits", "--replicas=3")
+        await place.pods(3)
+
+
+async def test_it_needs_no_more_rights_than_the_chart_grants(place: Place, tmp_path: Path) -> None:
+    await place.kubectl("create", "serviceaccount", "operator")
+    await place.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(rights(place.namespace)))
+    kubeconfig = await place.cluster.kubeconfig_for(place.namespace, "operator")
+    args = (f"--namespace={place.namespace}", f"--lease-namespace={place.namespace}")
+    async with OperatorProcess(tmp_path, kubeconfig, *args) as operator:
+        await place.apply()
+        victim = min(await place.pods(3))
+        await place.runs(victim)
+        await place.ends(victim, 1)
+        await place.told("PodDied", victim)
+        await place.pods(3)
+        for pod in await place.pods(3):
+            await place.ends(pod, 0)
+        await place.job(lambda status: holds(status, "Succeeded"))
+        await place.told("Succeeded", "succeeded")
+        await place.until(SERVICES, lambda found: not found)
+        await operator.stop()
+        assert "forbidden" not in operator.log

@@ -1,0 +1,107 @@
+"""Builds an image from its Dockerfile with buildah, which needs no service and no registry of images.
+
+Its layers are kept in a storage below the cache folder, one for each image, so that only what has changed is built. What
+the storage no longer needs goes when the Dockerfile changes, and all of it when the pinned versions do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from tests.support.testbed import image_base, image_room, image_settings
+
+ROOT: Final = Path(__file__).parents[3]
+"""Of the project: what a Dockerfile sees."""
+
+_LIMIT: Final = 1800.0
+"""Seconds; the first time torch is fetched, three gigabytes."""
+
+_BUILD: Final = r"""
+set -e
+bud() { buildah --root "$STORAGE" --runroot /run/images --storage-driver overlay "$@"; }
+bud inspect --type image "$BASE_NAME" > /dev/null 2>&1 || bud pull --quiet "docker-archive:$BASE"
+bud rm --all > /dev/null  # what a killed build has left
+bud bud --layers --isolation chroot --network host --pull=never --tag "$IMAGE" --file "$DOCKERFILE" \
+    --volume "$SETTINGS/home:/root" --volume "$SETTINGS/apt:/etc/apt" "$CONTEXT"
+if [ "$(cat "$STORAGE/built-from" 2> /dev/null)" != "$IDENTITY" ]; then
+    bud rmi --prune > /dev/null
+    echo "$IDENTITY" > "$STORAGE/built-from"
+fi
+skopeo copy --quiet --dest-oci-accept-uncompressed-layers \
+    "containers-storage:[overlay@$STORAGE+/run/images]$IMAGE" "oci:$LAYOUT:image"
+"""
+
+
+def build(dockerfile: Path, *, image: str, folder: Path, layout: Path) -> None:
+    """Build an image and copy it out.
+
+    Args:
+        dockerfile: in the project's root.
+        image: its full name, with its tag.
+        folder: where this image's storage is, or will be.
+        layout: an OCI layout that gets the image, uncompressed; blobs that are there already are left as they are.
+
+    Raises:
+        Missing: it cannot be built; with the end of what was said.
+    """
+    storage = folder / f"storage-{_digest(image_base.identity(), (ROOT / 'constraints.txt').read_text())}"
+    for other in folder.glob("storage-*"):
+        if other != storage:
+            shutil.rmtree(other, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder) as settings:
+        for name in ("home", "apt"):
+            Path(settings, name).mkdir()
+        image_settings.write_home(Path(settings, "home"))
+        image_settings.write_apt(Path(settings, "apt"), suite=image_base.SUITE)
+        environment = {
+            "STORAGE": str(storage),
+            "BASE": str(image_base.archive()),
+            "BASE_NAME": image_base.NAME,
+            "IMAGE": image,
+            "DOCKERFILE": str(dockerfile),
+            "CONTEXT": str(ROOT),
+            "SETTINGS": settings,
+            "IDENTITY": _digest(dockerfile.read_text()),
+            "LAYOUT": str(layout),
+            **image_settings.proxies(),
+        }
+        image_room.run("sh", "-c", _BUILD, limit=_LIMIT, env=environment)
+
+
+def identity(dockerfile: Path) -> str:
+    """Another one for each content of what an image is made of."""
+    parts = [image_base.identity(), dockerfile.read_text()]
+    for path in sorted(_copied(dockerfile)):
+        parts += [str(path.relative_to(ROOT)), oct(path.stat().st_mode), _digest(path.read_bytes())]
+    return _digest(*parts)
+
+
+def _copied(dockerfile: Path) -> set[Path]:
+    """The project's files that a Dockerfile copies."""
+    found: set[Path] = set()
+    for line in dockerfile.read_text().splitlines():
+        match line.split():
+            case ["COPY", first, *rest] if not first.startswith("--from"):
+                for source in [first, *rest][:-1]:
+                    path = ROOT / source
+                    found |= {path} if path.is_file() else {each for each in path.rglob("*") if _is_taken(each)}
+    return found
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether a file is none of those that .dockerignore leaves out."""
+    below = path.relative_to(ROOT).parts
+    ignored = any(part == "__pycache__" or part.startswith(".") or part.endswith(".egg-info") for part in below)
+    return path.is_file() and not ignored and path.suffix != ".pyc"
+
+
+def _digest(*parts: str | bytes) -> str:
+    hashed = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else part.encode()
+        hashed.update(f"{len(data)}:".encode() + data)
+    return hashed.hexdigest()[:12]

@@ -1,0 +1,99 @@
+"""The events of jobs as objects, and what a deleted pod said last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_operator.kube.events import event_object
+from elastic_operator.kube.farewell import farewell
+from elastic_operator.model import JobEvent
+from elastic_operator.names import EventReason
+from tests.support import cluster_objects
+from tests.support.cluster_objects import START, at, died
+from torchelastic.contract import TerminationMessage, encode_termination_message
+
+NEWS = JobEvent(EventReason.SCALED, "scaled from 2 to 3 pods")
+
+
+def a_job(version: str = "7") -> dict[str, Any]:
+    job = cluster_objects.job()
+    job["metadata"]["resourceVersion"] = version
+    return job
+
+
+def test_an_event_says_of_which_job_it_is_what_happened_and_who_tells_it() -> None:
+    event = event_object(a_job(), NEWS, identity="operator-0", now=START + 3)
+
+    assert event["metadata"]["namespace"] == cluster_objects.NAMESPACE
+    assert event["metadata"]["name"].startswith("digits.")
+    assert event["involvedObject"] == {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "name": "digits",
+        "namespace": cluster_objects.NAMESPACE,
+        "uid": cluster_objects.JOB_UID,
+        "resourceVersion": "7",
+    }
+    assert (event["type"], event["reason"], event["message"]) == ("Normal", "Scaled", "scaled from 2 to 3 pods")
+    assert event["firstTimestamp"] == event["lastTimestamp"] == at(3)
+    assert event["reportingInstance"] == "operator-0"
+
+
+def test_told_twice_it_has_the_same_name_and_another_one_has_another() -> None:
+    def name(job: dict[str, Any], news: JobEvent) -> str:
+        return str(event_object(job, news, identity="x", now=START)["metadata"]["name"])
+
+    assert name(a_job(), NEWS) == name(a_job(), NEWS)
+    assert name(a_job(), NEWS) != name(a_job("8"), NEWS)
+    assert name(a_job(), NEWS) != name(a_job(), JobEvent(EventReason.SCALED, "scaled from 3 to 4 pods"))
+
+
+def test_a_long_message_is_shortened_and_bad_news_is_a_warning() -> None:
+    event = event_object(
+        a_job(), JobEvent(EventReason.POD_DIED, "x" * 5000, warning=True), identity="operator-0", now=START
+    )
+    assert len(event["message"]) == 1024
+    assert event["type"] == "Warning"
+
+
+def deleted(state: dict[str, Any], *, gone: float = 100, grace: int = 30) -> dict[str, Any]:
+    """A pod that was deleted, in its last state; ``gone`` is when its grace would have ended."""
+    pod = cluster_objects.pod(1, "bbbbb", state=state)
+    pod["metadata"] |= {"deletionTimestamp": at(gone), "deletionGracePeriodSeconds": grace}
+    return pod
+
+
+def said(body: dict[str, Any]) -> str | None:
+    event = farewell(body)
+    if event is None:
+        return None
+    assert event.reason == EventReason.POD_DELETED
+    return event.message
+
+
+def test_what_a_deleted_pod_said_last_is_told() -> None:
+    left = encode_termination_message(TerminationMessage(reason="Left", message="left on SIGTERM in epoch 4")).decode()
+    assert said(deleted(died(143, left, after=75))) == (
+        "digits-1-bbbbb, which was deleted, said last: left on SIGTERM in epoch 4"
+    )
+    assert said(deleted(died(137, "", after=99))) == "digits-1-bbbbb, which was deleted, was killed by SIGKILL"
+    assert said(deleted(died(1, "ValueError: no data", after=75))) == (
+        "digits-1-bbbbb, which was deleted, exited with code 1: ValueError: no data"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        deleted(died(1, "ValueError: no data", after=60)),
+        deleted(died(143, "", after=75)),
+        deleted({"running": {"startedAt": at(2)}}),
+        deleted({"waiting": {"reason": "ImagePullBackOff"}}),
+        cluster_objects.pod(1, "bbbbb", state=died(1, "ValueError: no data")),
+    ],
+    ids=["it had ended before", "it left without a word", "it runs", "it never ran", "nobody deleted it"],
+)
+def test_nothing_is_told_of_a_pod_of_which_there_is_nothing_new_to_tell(body: dict[str, Any]) -> None:
+    assert said(body) is None

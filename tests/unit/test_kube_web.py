@@ -1,0 +1,80 @@
+"""The pages that probes and Prometheus ask for."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from elastic_operator.errors import BadInput
+from elastic_operator.kube.metrics import OperatorMetrics
+from elastic_operator.kube.options import Address
+from elastic_operator.kube.web import Web
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def test_health_and_readiness_say_what_is_wrong(session: aiohttp.ClientSession) -> None:
+    wrong = {"ill": "", "unready": "not everything has been listed yet"}
+    web = Web(
+        Address("127.0.0.1", 0),
+        registry=OperatorMetrics().registry,
+        ill=lambda: wrong["ill"],
+        unready=lambda: wrong["unready"],
+    )
+    async with web:
+        root = f"http://127.0.0.1:{web.port}"
+
+        async def ask(path: str) -> tuple[int, str]:
+            async with session.get(root + path) as response:
+                return response.status, await response.text()
+
+        assert await ask("/healthz") == (200, "ok\n")
+        assert await ask("/readyz") == (503, "not everything has been listed yet\n")
+        wrong |= {"ill": "a job has been worked on for 601 s", "unready": ""}
+        assert await ask("/healthz") == (503, "a job has been worked on for 601 s\n")
+        assert await ask("/readyz") == (200, "ok\n")
+        assert (await ask("/secret"))[0] == 404
+
+
+async def test_the_series_tell_of_reconciles_requests_and_what_is_asked_for(session: aiohttp.ClientSession) -> None:
+    metrics = OperatorMetrics()
+    metrics.reconciled(0.02, "done")
+    metrics.asked("LIST", 200)
+    metrics.asked("POST", 0)
+    metrics.gauge("elastic_operator_queue_depth", "Waiting.", lambda: 3)
+    async with (
+        Web(Address("127.0.0.1", 0), registry=metrics.registry, ill=str, unready=str) as web,
+        session.get(f"http://127.0.0.1:{web.port}/metrics") as response,
+    ):
+        text = await response.text()
+    for line in (
+        'elastic_operator_reconciles_total{result="done"} 1.0',
+        'elastic_operator_reconciles_total{result="failed"} 0.0',
+        'elastic_operator_reconcile_duration_seconds_bucket{le="0.025"} 1.0',
+        'elastic_operator_api_requests_total{code="200",verb="list"} 1.0',
+        'elastic_operator_api_requests_total{code="0",verb="post"} 1.0',
+        "elastic_operator_queue_depth 3.0",
+    ):
+        assert line in text
+    assert "process_resident_memory_bytes" in text
+
+
+async def test_an_address_that_cannot_be_had_is_told_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        web = Web(Address("127.0.0.1", port), registry=OperatorMetrics().registry, ill=str, unready=str)
+        with pytest.raises(
+            BadInput, match=rf"nothing can be served on 127\.0\.0\.1:{port}: .*; choose another address"
+        ):
+            async with web:
+                pass
