@@ -162,14 +162,15 @@ async def test_scaling_is_the_api_servers_own_scaling_and_its_refusal_is_told(te
 
 
 async def test_deleting_comes_back_when_the_job_and_all_its_pods_are_gone(team: Team) -> None:
+    # It may take half a minute: only now and then the garbage collector looks which kinds of objects there are.
     job = await team.make_job()
     await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
     await team.make(SERVICES, "digits-etcd", spec={"ports": [{"port": 2379}]}, metadata=_of(job))
     deleting = asyncio.create_task(team.elasticjob("delete", "digits"))
-    await team.cluster.kubectl("wait", "-n", team.namespace, "--for=delete", "elasticjob/digits", "--timeout=30s")
+    await team.cluster.kubectl("wait", "-n", team.namespace, "--for=delete", "elasticjob/digits", "--timeout=90s")
     await team.cluster.kubectl(
         "wait", "-n", team.namespace, "--for=jsonpath={.metadata.deletionTimestamp}", "pod/digits-0-aaaaa",
-        "--timeout=30s",
+        "--timeout=90s",
     )  # fmt: skip
     assert not deleting.done(), "its pod is still there"
     await team.let_go("digits-0-aaaaa")
@@ -182,7 +183,7 @@ async def test_deleting_does_not_wait_where_it_is_told_so_nor_for_pods_of_a_name
     job = await team.make_job()
     await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
     await team.elasticjob("delete", "digits", "--no-wait")
-    await team.cluster.kubectl("wait", "-n", team.namespace, "--for=delete", "elasticjob/digits", "--timeout=30s")
+    await team.cluster.kubectl("wait", "-n", team.namespace, "--for=delete", "elasticjob/digits", "--timeout=90s")
     await team.make_job()
     await team.elasticjob("delete", "digits")
     await team.let_go("digits-0-aaaaa")

@@ -50,6 +50,8 @@ async def main(folder, image, end):
         sys.stdin.readline()
         if end == "an error":
             raise ValueError("a test has failed")
+        if end == "a part's death":
+            await node.kubectl("get", "nodes")
 
 asyncio.run(main(pathlib.Path(sys.argv[1]), *sys.argv[2:]))
 """
@@ -99,6 +101,17 @@ async def test_a_service_is_reached_by_name_from_a_pod_and_by_address_from_the_n
         assert '"health":"true"' in (await node.run(sys.executable, "-c", program, url)).stdout
 
 
+async def test_the_api_server_proves_itself_at_the_address_that_pods_are_told(node: Node) -> None:
+    service = (await get(node, "default", "service/kubernetes"))["spec"]["clusterIP"]
+    program = (
+        "import ssl, sys, urllib.request as request\n"
+        "request.urlopen(sys.argv[1], context=ssl.create_default_context(cafile=sys.argv[2]), timeout=10)"
+    )
+    authority = str(node.folder / "pki" / "ca.crt")
+    said = await node.run(sys.executable, "-c", program, f"https://{service}/version", authority, check=False)
+    assert (said.returncode, said.stderr) == (0, "")
+
+
 async def test_a_pod_ends_with_the_exit_code_of_its_program(node: Node, namespace: str) -> None:
     await apply(node, namespace, pod("wrong", args=["--no-such-flag"]))
     phase = "--for=jsonpath={.status.phase}=Failed"
@@ -131,11 +144,15 @@ async def test_a_command_inside_ends_as_one_outside_would(node: Node) -> None:
     assert (await node.run("sh", "-c", "exit 3", check=False)).returncode == 3
     assert (await node.run("cat", stdin="text")).stdout == "text"
     assert (await node.run("sh", "-c", "pwd; hostname")).stdout.split() == [str(Path.cwd()), "node1"]
-    watching = await node.popen("kubectl", "get", "nodes", "--watch", "--output=name")
-    assert watching.stdout is not None
-    assert await watching.stdout.readline() == b"node/node1\n"
-    watching.terminate()
-    assert await watching.wait() == -signal.SIGTERM
+    for program, code in (
+        ("echo begun; exec sleep 60", -signal.SIGTERM),
+        ("trap 'exit 7' TERM; echo begun; while :; do sleep 0.01; done", 7),
+    ):
+        process = await node.popen("sh", "-c", program)
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"begun\n"
+        process.terminate()
+        assert await process.wait() == code
 
 
 async def test_a_command_inside_sees_no_process_of_the_machine(node: Node) -> None:
@@ -165,7 +182,7 @@ async def test_of_an_image_that_was_made_anew_the_old_one_goes(node: Node, tmp_p
     assert digests[0] not in (await node.images()).values()
 
 
-@pytest.mark.parametrize("end", ["the end", "an error", "SIGKILL", "SIGKILL of all"])
+@pytest.mark.parametrize("end", ["the end", "an error", "a part's death", "SIGKILL", "SIGKILL of all"])
 async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> None:
     tools = packages.environment(packages.unpacked("node"))
     before = traces(tools)
@@ -184,18 +201,25 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
     assert f"elastic-operator-node-{told['keeper']}" in str(added(before, running)), "it can be seen while it runs"
     keeper = os.pidfd_open(told["keeper"])
 
+    if end == "a part's death":
+        parts = processes_that_name(str(tmp_path))
+        (scheduler,) = [pid for pid, line in parts.items() if "/kube-scheduler " in line]
+        os.kill(scheduler, signal.SIGKILL)
+        assert await asyncio.to_thread(ended, keeper)
+    if end == "SIGKILL of all":
+        os.kill(told["keeper"], signal.SIGKILL)
     if end.startswith("SIGKILL"):
-        if end == "SIGKILL of all":
-            os.kill(told["keeper"], signal.SIGKILL)
         user.kill()
-    else:
-        user.stdin.write(b"\n")
-    said = (await user.communicate())[1].decode()
+    said = (await user.communicate(b"\n"))[1].decode()
     assert await asyncio.to_thread(ended, keeper)
     if end == "SIGKILL of all":
         node_keeper.sweep(cache_folder().resolve())  # as the next node does before all else
 
+    assert ("Traceback" in said) == (end in {"an error", "a part's death"})
     assert ("ValueError: a test has failed" in said) == (end == "an error")
+    assert ("NodeFailed: the node has failed: kube-scheduler ended by itself with -9" in said) == (
+        end == "a part's death"
+    )
     assert added(before, traces(tools)) == {}
     assert processes_that_name(str(tmp_path), f"elastic-operator-node-{told['keeper']}") == {}
     assert files_of_nodes() == files

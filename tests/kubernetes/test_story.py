@@ -78,13 +78,12 @@ async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: 
 
 
 async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: User) -> None:
-    node = user.node
     await user.apply(job("rounds", replicas=2))
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
 
     # A worker dies: the same pods go on, and it is charged.
     before = await user.pods("rounds")
-    await node.run("pkill", "-KILL", "-n", "-f", "finish.exists")
+    user.kill(next(iter(before.values())), "finish.exists")
     await user.wait("elasticjob/rounds", "jsonpath={.status.restarts}=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
     assert (await user.pods("rounds")).keys() == before.keys()
@@ -100,8 +99,7 @@ async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: Us
 
     # An agent dies: its pod stays for its log, and another takes its place.
     victim = max(await user.pods("rounds"))
-    uid = (await user.pods("rounds"))[victim]["metadata"]["uid"]
-    await node.run("pkill", "-KILL", "-o", "-f", "torchelastic-run", "--cgroup", uid, check=False)
+    user.kill((await user.pods("rounds"))[victim], "torchelastic-run")
     await user.wait(f"pod/{victim}", "jsonpath={.status.phase}=Failed")
     await user.wait("elasticjob/rounds", "jsonpath={.status.podFailures}=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=2/2")

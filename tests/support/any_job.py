@@ -109,8 +109,8 @@ SPECS = st.fixed_dictionaries(
 
 NAMES = ("digits", "a", "a-1", "a" * 45)
 ODD_NAMES = ("a" * 46, "a" * 253, "a" * 254, "Digits", "1a", "a.b", "a-", "-a", "", "a\n", "a_b", "a b", "é", None, 1)
-LABELS = ({"a": "b"}, {"a/b": "c"}, {"A_": "x"}, {"a": ""}, {}, None, {"kubernetes.io/x": "y"})
-ODD_LABELS = (
+LABELS: tuple[Any, ...] = ({"a": "b"}, {"a/b": "c"}, {"A_": "x"}, {"a": ""}, {}, None, {"kubernetes.io/x": "y"})
+ODD_LABELS: tuple[Any, ...] = (
     *(
         {"A.b/c": "x"},
         {"a": "x y"},
@@ -126,8 +126,8 @@ ODD_LABELS = (
     *({"x" * 63: "a"}, {"x" * 64: "a"}, {"a": "x" * 63}, {"a": "x" * 64}, {"a": "-"}, {"a\n": "b"}, {"a": "b\n"}),
     *({"a" * 253 + "/b": "c"}, {"a" * 254 + "/b": "c"}, {"a..b/c": "d"}, {"-a": "b"}, {"a": ".b"}, {"é": "b"}),
 )
-ANNOTATIONS = ({"a": "b c"}, {"A/b": "c"}, {"X.Y/z": ""}, {}, None)
-ODD_ANNOTATIONS = (
+ANNOTATIONS: tuple[Any, ...] = ({"a": "b c"}, {"A/b": "c"}, {"X.Y/z": ""}, {}, None)
+ODD_ANNOTATIONS: tuple[Any, ...] = (
     *({"a": None}, {"a/b/c": "d"}, {"a": 1}, {"-": "1"}, {"": "x"}, {"a": "é\n"}, [], "x"),
     *({"x": "y" * 262_143}, {"x": "y" * 262_144}, {"x": "é" * 131_072}),
 )
@@ -206,7 +206,7 @@ def odd_metadata() -> Iterator[Manifest]:
     yield from ({}, {"name": "a", "lables": {}}, {"name": "a", "finalizers": "x"}, {"name": "a", "uid": None})
 
 
-_OF_ANY_TYPE = (None, True, 0, 1, 1.5, "", "x", "1", [], [None], {}, {"a": None})
+_OF_ANY_TYPE: tuple[Any, ...] = (None, True, 0, 1, 1.5, "", "x", "1", [], [None], {}, {"a": None})
 
 
 def _bounds(schema: Manifest) -> Iterator[Any]:

@@ -47,6 +47,7 @@ class ApiStandIn:
 
     Attributes:
         requests: what was asked for: method and path with query.
+        asked: set by every request.
         failing: paths that are answered with this status and these words.
     """
 
@@ -59,6 +60,7 @@ class ApiStandIn:
         self._outputs: dict[str, _Output] = {}
         self._stopped = False
         self.requests: list[str] = []
+        self.asked = asyncio.Event()
         self.failing: dict[str, tuple[int, str]] = {}
         self.url = ""
 
@@ -156,6 +158,7 @@ class ApiStandIn:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(f"{request.method} {request.path_qs}")
+        self.asked.set()
         if request.path in self.failing:
             return _status(*self.failing[request.path])
         if request.path.endswith("/log"):

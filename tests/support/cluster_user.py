@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +95,16 @@ class User:
             for pod in listing["items"]
             if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
         }
+
+    def kill(self, pod: dict[str, Any], what: str) -> None:
+        """kill -9 the first process of a pod whose command line has these words in it.
+
+        Args:
+            pod: the pod.
+            what: such as torchelastic-run.
+        """
+        processes = self.node.processes(pod["metadata"]["uid"])
+        os.kill(min(pid for pid, command in processes.items() if what in command), signal.SIGKILL)
 
     async def events(self, name: str) -> str:
         """What ``kubectl describe`` tells of a job."""

@@ -17,7 +17,7 @@ from elastic_operator.local.tether import tethered
 from tests.support.etcd import _free_ports as free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 PATIENCE = 45.0
 """Seconds within which it does what is asked of it, even on a machine that is busy."""
@@ -37,13 +37,23 @@ class OperatorProcess:
         args: more of its flags.
         name: of its log.
         wait: whether to wait until it is ready.
+        environ: more of its environment.
     """
 
-    def __init__(self, folder: Path, kubeconfig: Path, *args: str, name: str = "operator", wait: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kubeconfig: Path,
+        *args: str,
+        name: str = "operator",
+        wait: bool = True,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.log_file = folder / f"{name}.log"
         self._kubeconfig = kubeconfig
         self._args = args
         self._wait = wait
+        self._environ = dict(environ or {})
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -76,10 +86,10 @@ class OperatorProcess:
             f"--listen=127.0.0.1:{self._port}",
             *self._args,
         ]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "POD_"))}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "POD_"))}
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                tethered(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ
+                tethered(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**inherited, **self._environ}
             )
 
     def kill(self) -> None:
@@ -130,6 +140,14 @@ class OperatorProcess:
 
         async def so() -> bool:
             return await self.metric(name, **labels) >= at_least
+
+        await self._until(so)
+
+    async def says(self, *words: str) -> None:
+        """Return when its log has all of these words."""
+
+        async def so() -> bool:
+            return all(word in self.log for word in words)
 
         await self._until(so)
 

@@ -205,7 +205,7 @@ def test_on_another_system_it_says_what_to_do(
 
 def test_the_command_is_there_at_once() -> None:
     """What makes it slow to start is imported only by the commands that need it."""
-    slow = {"torch", "aiohttp", "rich", "celpy", "watchfiles", "asyncio", "sklearn"}
+    slow = {"torch", "aiohttp", "kubernetes", "rich", "celpy", "watchfiles", "asyncio", "sklearn"}
     script = "import sys; from elastic_operator.cli import main; main(['get']); print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert slow.isdisjoint(done.stdout.split())

@@ -247,6 +247,18 @@ async def test_refusals_are_said_in_a_sentence(
     assert the_one_sentence(capsys.readouterr()).startswith(sentence)
 
 
+async def test_a_server_that_has_too_much_to_do_is_asked_again(
+    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.failing = {JOBS: (429, "storage is (re)initializing")}
+    asking = asyncio.create_task(type_in("get", "--kubeconfig", kubeconfig))
+    await asyncio.wait_for(server.asked.wait(), 20)
+    server.failing = {}
+    assert await asking == 0
+    assert "digits" in capsys.readouterr().out
+    assert len(server.requests) == 2
+
+
 @pytest.mark.parametrize("argv", EVERY_COMMAND[1:])
 async def test_a_job_that_is_not_there_gets_a_sentence(
     server: ApiStandIn, kubeconfig: str, argv: list[str], capsys: pytest.CaptureFixture[str]
@@ -372,6 +384,15 @@ async def test_logs_are_printed_and_followed_to_the_end(
     await server.put("ElasticJob", job(status={"state": "Succeeded"}))
     assert await asyncio.wait_for(following, 20) == 0
     assert capfdbinary.readouterr().out == b"test accuracy 0.9\ndone\n"
+
+
+async def test_workers_that_have_printed_nothing_are_called_that(
+    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await server.put("Pod", pod(0, "aaaaa"))
+    await server.print("digits-0-aaaaa", "10:15:02 [digits-0-aaaaa] epoch 1: started rank 0 of a world of 1\n")
+    assert await type_in("logs", "digits", "--kubeconfig", kubeconfig) == 0
+    assert the_one_sentence(capsys.readouterr()).startswith("these workers have printed nothing; ")
 
 
 async def test_logs_that_cannot_be_read_give_an_exit_code(

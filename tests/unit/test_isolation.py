@@ -53,8 +53,8 @@ async def test_without_the_store_alone_training_goes_on_and_a_newcomer_is_taken_
             client.reachable = False
         for node in (a, b):
             await node.until_away()
-        for lease in list(clients.data._data.leases):
-            clients.data.expire(lease)
+        for node in (a, b):
+            clients.data.expire(node.inner._session.lease)
         for client in clients.all:
             client.reachable = True
         c = await meeting.node("c")

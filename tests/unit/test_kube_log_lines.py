@@ -32,11 +32,23 @@ def test_a_traceback_stands_below_its_line_and_within_its_object() -> None:
 
 def test_of_kopf_only_what_matters_is_heard_once_and_without_tracebacks() -> None:
     calm = Calm()
+    unreachable = (
+        "ClientConnectorError(ConnectionKey(host='127.0.0.1', port=6443, is_ssl=True), OSError(111, 'refused'))"
+    )
+    starting = "APIServerError('storage is (re)initializing', {'kind': 'Status'}, status=429)"
     assert not calm.filter(a_record("Initial authentication has been initiated.", logging.INFO))
     assert not calm.filter(a_record("OS signals are ignored: running not in the main thread."))
-    first = a_record("Request attempt #1/9 failed; will retry: GET /api -> refused", logging.ERROR, error=True)
+    assert not calm.filter(a_record("Watcher for pods.v1@none has failed: 404 page not found", logging.ERROR))
+
+    first = a_record(f"Request attempt #1/9 failed; will retry: GET /pods -> {unreachable}", logging.ERROR, error=True)
     assert calm.filter(first)
-    assert first.getMessage() == "watching: Request attempt #1/9 failed; will retry: GET /api -> refused"
-    assert first.exc_info is None
-    assert not calm.filter(a_record("Request attempt #2/9 failed; will retry: GET /api -> refused", logging.ERROR))
-    assert calm.filter(a_record("Request attempt #1/9 failed; will retry: GET /apis -> refused", logging.ERROR))
+    assert first.getMessage() == (
+        "watching: a request failed and is made again: the API server cannot be reached (Unreachable)"
+    )
+    assert (first.levelname, first.exc_info) == ("WARNING", None)
+    second = f"Request attempt #2/9 failed; will retry: GET /services -> {unreachable}"
+    assert not calm.filter(a_record(second, logging.ERROR))
+    third = a_record(f"Request attempt #3/9 failed; will retry: GET /pods -> {starting}", logging.ERROR)
+    assert calm.filter(third)
+    assert third.getMessage() == "watching: a request failed and is made again: storage is (re)initializing"
+    assert calm.filter(a_record("Something else is odd."))

@@ -60,6 +60,12 @@ def test_the_workers_of_one_pod_can_be_asked_for(logs: Path) -> None:
     assert read(logs, Wanted(pod="digits-0-aaaaa")) == "[rank 1] tres\n"
 
 
+def test_of_a_pod_that_has_left_the_last_epoch_in_which_it_took_part_is_printed(logs: Path) -> None:
+    write(logs, "digits-1-bbbbb", 3, 0, "alone\n")
+    assert read(logs, Wanted()) == "[rank 0] alone\n"
+    assert read(logs, Wanted(pod="digits-0-aaaaa")) == "[rank 1] tres\n"
+
+
 def test_agents_say_mostly_themselves_who_they_are(logs: Path) -> None:
     pod = "digits-0-aaaaa"
     assert read(logs, Wanted(agents=True)).splitlines()[:2] == [f"09:00:00 [{pod}] epoch 1", f"[{pod}] Traceback"]

@@ -246,6 +246,46 @@ async def test_a_queue_may_be_shared_with_the_cluster_that_wakes(cluster: Record
     assert cluster.most_busy == 1
 
 
+async def test_a_job_that_is_woken_without_end_has_to_rest(cluster: RecordingCluster) -> None:
+    cluster.worlds = {"restless": (a_job(), a_world()), "calm": (a_job(), a_world())}
+    reconciler = a_reconciler(cluster, ReconcileSettings(side_by_side=1, burst=5, per_second=0.001))
+
+    def wake_again(key: str) -> None:
+        if key == "restless":
+            reconciler.wake(key)
+
+    cluster.gate = wake_again
+    async with at_work(reconciler):
+        reconciler.wake("restless")
+        await cluster.until(lambda: len(cluster.observed) == 6)
+        reconciler.wake("calm")
+        await cluster.until(lambda: "calm" in cluster.observed)
+
+    assert cluster.observed == ["restless"] * 6 + ["calm"]
+
+
+async def test_it_tells_how_each_reconcile_went_and_which_one_takes_long(cluster: RecordingCluster) -> None:
+    gate = asyncio.Event()
+    cluster.worlds = dict.fromkeys(("good", "bad", "odd", "slow"), (a_job(), a_world()))
+    cluster.troubles = {"bad": [ClusterError("no")], "odd": [KeyError("surprise")]}
+    cluster.gate = lambda key: gate if key == "slow" else None
+    told: list[str] = []
+    settings = ReconcileSettings(side_by_side=4, first_retry=3600.0)
+    reconciler = Reconciler(
+        cluster, lambda: NOW, settings=settings, reconciled=lambda _seconds, outcome: told.append(outcome)
+    )
+    assert reconciler.longest == 0
+    async with at_work(reconciler):
+        for key in cluster.worlds:
+            reconciler.wake(key)
+        await cluster.until(lambda: len(cluster.observed) == 4 and cluster.busy == {"slow"})
+        assert reconciler.longest > 0
+        gate.set()
+        await cluster.until(lambda: len(cluster.applied) == 2)
+
+    assert sorted(told) == ["defect", "done", "done", "failed"]
+
+
 # -- the queue
 
 
@@ -281,6 +321,28 @@ async def test_a_key_that_is_out_comes_back_only_when_it_is_done() -> None:
         assert not again.done()
         queue.done("a")
         assert await again == "a"
+
+
+async def test_a_key_that_rests_keeps_no_other_from_its_turn_and_comes_when_it_has_rested() -> None:
+    queue = WorkQueue()
+    queue.put("a")
+    await queue.take()
+    queue.put("a")
+    queue.done("a", rest=0.05)
+    for _ in range(100):
+        queue.put("a")
+    queue.put("b")
+
+    async with asyncio.timeout(PATIENCE):
+        assert await queue.take() == "b"
+        assert queue.depth == 0
+        began = asyncio.get_running_loop().time()
+        assert await queue.take() == "a"
+        assert asyncio.get_running_loop().time() - began > 0.01
+        queue.done("a")
+        queue.put("a")
+        assert queue.depth == 1
+        assert await queue.take() == "a"
 
 
 async def test_several_that_wait_each_get_a_key() -> None:

@@ -57,21 +57,33 @@ def test_a_program_says_its_version(tmp_path: Path, name: str, says: str, versio
 def test_a_program_of_the_users_is_taken_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = program(tmp_path / "assets", "kube-apiserver", "Kubernetes v1.33.0")
+    own = program(tmp_path / "assets", "kubectl", "Client Version: v1.33.0")
     monkeypatch.setenv(binaries.ASSETS_VARIABLE, str(own.parent))
-    assert binaries.is_ready("kube-apiserver")
-    assert binaries.binary("kube-apiserver") == own
-    assert capsys.readouterr().err == "kube-apiserver 1.33 is taken from KUBEBUILDER_ASSETS.\n"
+    assert binaries.is_ready("kubectl")
+    assert binaries.binary("kubectl") == own
+    assert capsys.readouterr().err == "kubectl 1.33 is taken from KUBEBUILDER_ASSETS.\n"
 
 
-@pytest.mark.parametrize("says", ["Kubernetes v1.29.9", "nothing of use"])
+@pytest.mark.parametrize("says", ["etcd Version: 3.4.35", "nothing of use"])
 def test_a_program_of_the_users_that_is_too_old_is_passed_by_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: str
 ) -> None:
-    own = program(tmp_path / "assets", "kube-apiserver", says)
+    own = program(tmp_path / "assets", "etcd", says)
+    monkeypatch.setenv(binaries.ASSETS_VARIABLE, str(own.parent))
+    assert not binaries.is_ready("etcd")
+    assert re.match(rf"{own} is .*, and 3\.5 or later is needed", capsys.readouterr().err)
+
+
+def test_an_old_api_server_is_taken_only_with_the_parts_that_belong_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = program(tmp_path / "assets", "kube-apiserver", "Kubernetes v1.33.0")
     monkeypatch.setenv(binaries.ASSETS_VARIABLE, str(own.parent))
     assert not binaries.is_ready("kube-apiserver")
-    assert re.match(rf"{own} is .*, and 1\.30 or later is needed", capsys.readouterr().err)
+    forget()
+    for name in binaries.SERVERS:
+        program(own.parent, name, "Kubernetes v1.33.0")
+    assert [binaries.binary(name).parent for name in binaries.SERVERS] == [own.parent] * 3
 
 
 def test_without_go_the_words_say_which_is_needed_and_where_to_get_it() -> None:

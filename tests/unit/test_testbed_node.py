@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.testbed import node_cgroups, node_config
+from tests.support.testbed import node_cgroups, node_config, node_machine
 from tests.support.testbed.cache import Missing
 from tests.support.testbed.installation import Site
 from tests.support.testbed.node_cgroups import Groups, Hierarchy
@@ -95,6 +95,26 @@ def test_what_version_1_lacks_is_said(tmp_path: Path) -> None:
 def test_what_is_written_of_groups_is_read_again() -> None:
     groups = Groups(folders=("/a", "/b"), enabled=("cpu",))
     assert node_cgroups.read(node_cgroups.written(groups)) == groups
+
+
+# ---- the machine
+
+
+def test_a_right_that_root_does_not_have_is_named() -> None:
+    assert node_machine.lacking_rights("Name:\tx\nCapEff:\t000001ffffffffff\nCapBnd:\t0\n") == []
+    assert node_machine.lacking_rights("CapEff:\t00000000a80435fb\n") == ["CAP_SYS_ADMIN"]
+    assert node_machine.lacking_rights("CapEff:\t00000000a80425fb\n") == ["CAP_NET_ADMIN", "CAP_SYS_ADMIN"]
+
+
+def test_the_file_system_of_a_folder_is_that_of_the_innermost_mount() -> None:
+    mounts = """\
+23 1 0:21 / / rw - overlay overlay rw,lowerdir=/a
+24 23 0:22 / /home rw shared:3 - ext4 /dev/vda rw
+25 23 0:23 / /home/me/my\\040cache rw - xfs /dev/vdb rw
+26 23 0:24 / /homes rw - nfs server:/ rw
+"""
+    kinds = {"/": "overlay", "/root/.cache": "overlay", "/home/me": "ext4", "/home/me/my cache/node": "xfs"}
+    assert {path: node_machine.file_system(Path(path), mounts) for path in kinds} == kinds
 
 
 # ---- configuration

@@ -268,7 +268,10 @@ class Leadership:
         epoch = self._control.epoch.record
         if epoch is None or self._patience_left() <= 0:
             return frozenset()
-        return frozenset(epoch.nodes) - self._peers.keys() - self._left
+        members = frozenset(epoch.nodes)
+        if self._node not in members and not members & self._peers.keys():
+            return frozenset()  # a newcomer has waited for them before it took the lead, and none has come
+        return members - self._peers.keys() - self._left
 
     def _patience_left(self) -> float:
         since = self._patient_since()

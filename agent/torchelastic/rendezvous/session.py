@@ -43,6 +43,8 @@ class Session:
         self._store = store
         self._key = keys.node(node)
         self._ttl = lease
+        # An etcd that finds its feet again may never answer what it was asked before.
+        self._patience = lease / 2
         self._wanted = Pulse()
         self._written = 0
         self._tries = 0
@@ -69,7 +71,7 @@ class Session:
             try:
                 await self._hold()
             except TimeoutError:
-                logger.info("the store did not answer in time to keep the lease; asking it again")
+                logger.info("the store did not answer in time; asking it again")
             except LeaseLost:
                 self.lease = 0
                 logger.info("the lease of this node has ended; taking a new one")
@@ -88,7 +90,8 @@ class Session:
 
     async def _hold(self) -> None:
         if not self.lease:
-            lease = await self._store.grant(self._ttl)
+            async with asyncio.timeout(self._patience):
+                lease = await self._store.grant(self._ttl)
             await self._put(lease)
             self.lease = lease
             self._changed.send()
@@ -96,8 +99,7 @@ class Session:
             if self._written == self._wanted.count:
                 await self._wanted.after(self._written, timeout=self._ttl / 3)
             if self._written == self._wanted.count:
-                # An etcd that finds its feet again may never answer what it was asked before.
-                async with asyncio.timeout(self._ttl / 2):
+                async with asyncio.timeout(self._patience):
                     await self._store.keep_alive(self.lease)
                 self._tries = 0
             else:
@@ -105,7 +107,8 @@ class Session:
 
     async def _put(self, lease: int) -> None:
         count, record = self._wanted.count, self.record
-        revision = await self._store.put(self._key, encode(record), lease=lease)
+        async with asyncio.timeout(self._patience):
+            revision = await self._store.put(self._key, encode(record), lease=lease)
         if not self.record.joined:
             # Goes along with the next update: until then the key's own creation says the same.
             self.record = msgspec.structs.replace(self.record, joined=revision)

@@ -85,7 +85,7 @@ class Succession:
         self._address = address
         self._node = session.node
         self.took_expired_at: float | None = None
-        """When this node took a lead whose leader answered though its lease had ended; None where it did otherwise."""
+        """When this node took a lead whose lease had ended, though its leader may live; None where it did otherwise."""
         self.has_linked = False
         """Whether this node has ever held a link: links work in this network."""
         self._last_leader: LeaderRecord | None = None
@@ -167,7 +167,8 @@ class Succession:
     async def _take(self) -> None:
         record = LeaderRecord(node=self._node, address=self._address)
         before = self._control.leader.modified
-        answered = self._expired() and self.linked
+        newcomer = self.epoch is not None and self._node not in self.epoch.nodes
+        may_live = self._expired() and (self.linked or newcomer)
         seen = self._control.changed.count
         try:
             revision = await self._store.swap(
@@ -177,7 +178,7 @@ class Succession:
             await asyncio.sleep(retry_delay(0))
             return
         if revision is not None:
-            self.took_expired_at = asyncio.get_running_loop().time() if answered else None
+            self.took_expired_at = asyncio.get_running_loop().time() if may_live else None
             self._control.set_leader(record, revision)
         else:  # somebody was faster; the watch will say who
             await self._control.changed.after(seen, timeout=self._lease)

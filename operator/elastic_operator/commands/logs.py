@@ -105,8 +105,10 @@ async def _of_cluster(api: UserApi, arguments: argparse.Namespace) -> bool:
     read = await read_logs(api, request, going_on=follow)
     if not follow:
         read.check()
-    read.print()
+    printed = read.print()
     if not follow:
+        if read.complete and not printed and arguments.tail != 0:
+            place.tell("these workers have printed nothing; what --log-dir sends to files stays in their pods")
         return read.complete
     following = LogFollowing(api, read)
     await following.run()

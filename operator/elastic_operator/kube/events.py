@@ -90,6 +90,8 @@ class Events:
                     _log.debug("an event was not told: %s", error)
             except ClusterError as error:
                 _log.debug("an event was not told: %s", error)
+            except Exception:  # noqa: BLE001 - the next one may be told
+                _log.exception("an event was not told")
             finally:
                 self._waiting.task_done()
 

@@ -72,16 +72,19 @@ class LogRequest:
             return line.rank == AGENT and self.wanted.agents
         return self.wanted.rank in (None, line.rank)
 
-    def print(self, lines: Iterable[tuple[LogLine, str]]) -> None:
-        """Print lines, each with the pod that it is of."""
+    def print(self, lines: Iterable[tuple[LogLine, str]]) -> bool:
+        """Print lines, each with the pod that it is of; whether there were any."""
         batch: list[bytes] = []
+        any_line = False
         for line, pod in lines:
+            any_line = True
             batch.append(line.labelled(pod, self.wanted))
             if len(batch) == _LINES_AT_ONCE:
                 self.write(b"".join(batch))
                 batch.clear()
         if batch:
             self.write(b"".join(batch))
+        return any_line
 
 
 @dataclass(slots=True)
@@ -124,15 +127,15 @@ class ReadLogs:
         """The one to be printed."""
         return self.current if self.request.epoch is None else self.request.epoch
 
-    def print(self) -> None:
-        """Print what was asked for, by time."""
+    def print(self) -> bool:
+        """Print what was asked for, by time; whether there was anything."""
         chosen = [
             [(line, read.log.pod) for line in lines]
             for read in self.by_uid.values()
             for (epoch, rank), lines in read.kept.items()
             if rank == AGENT or read.epoch_of(epoch, self.current) == self.epoch
         ]
-        self.request.print(heapq.merge(*chosen, key=lambda each: each[0].time))
+        return self.request.print(heapq.merge(*chosen, key=lambda each: each[0].time))
 
     def check(self) -> None:
         """See that there is what was asked for; where not all could be read, nobody knows.

@@ -125,8 +125,9 @@ class ClusterJobs:
             for kind in (PODS, SERVICES, DEPLOYMENTS):  # what else there is goes with these
                 await self._dependents_gone(kind, name, uid)
 
-    async def _workers(self, name: str) -> tuple[list[Json], str]:
-        return await self._api.list(PODS, self.namespace, labels=worker_labels(name))
+    async def _workers(self, name: str) -> list[Json]:
+        found, _ = await self._api.list(PODS, self.namespace, labels=worker_labels(name))
+        return found
 
     async def _etcd(self, job: Json) -> Json | None:
         """Where the job's store is, and how it stands, as far as that can be seen."""
@@ -148,15 +149,14 @@ class ClusterJobs:
         except ApiError:  # it is gone, or none of our business
             return None
 
-    async def _as_far_as_allowed(self, what: str, listing: Awaitable[tuple[list[Json], str]]) -> list[Json]:
+    async def _as_far_as_allowed(self, what: str, listing: Awaitable[list[Json]]) -> list[Json]:
         try:
-            found, _ = await listing
+            return await listing
         except ApiError as error:
             if error.status != 403:
                 raise
             self._tell(f"you may not see the {what} of this namespace, so none are shown")
             return []
-        return found
 
     async def _dependents_gone(self, kind: Resource, name: str, uid: str) -> None:
         labels = f"{LABEL_JOB}={name}"
@@ -188,7 +188,7 @@ class ClusterJobs:
                 done, _ = await asyncio.wait([waiting], timeout=_LONG)
                 if not done:
                     more = f" and {len(left) - _NAMES_TOLD} more" if len(left) > _NAMES_TOLD else ""
-                    self._tell(f"still there: {kind.kind} {', '.join(left[:_NAMES_TOLD])}{more}; waiting for its end")
+                    self._tell(f"waiting until these are gone: {kind.plural} {', '.join(left[:_NAMES_TOLD])}{more}")
                 await waiting
             finally:
                 waiting.cancel()

@@ -101,6 +101,8 @@ class Listings:
                         await self._list(resource, labels, namespace)
             except ClusterError as error:
                 self._complain(_said(error))
+            except Exception:  # noqa: BLE001 - whatever answered there, the next answer may make sense
+                _log.exception("what exists cannot be listed")
             else:
                 if self._complaint:
                     _log.info("everything can be listed now")

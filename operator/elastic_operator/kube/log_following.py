@@ -92,6 +92,7 @@ class LogFollowing:
         self._told = read.current
         self._followed: dict[str, _Followed] = {}
         self._streams: dict[str, asyncio.Task[None]] = {}
+        self._printed_up_to: dict[PodLog, int] = {}
         self._queue: asyncio.Queue[_Happening] = asyncio.Queue(_BATCHES)
         self.complete = read.complete
 
@@ -131,6 +132,7 @@ class LogFollowing:
                 continue
             if uid not in self._followed:
                 followed = self._followed[uid] = _Followed(read.log if read else PodLog(name), uid)
+                self._printed_up_to[followed.log] = followed.log.epoch
                 self._streams[uid] = group.create_task(self._stream(followed))
             if has_ended(pod):
                 self._followed[uid].ended.set()
@@ -141,6 +143,7 @@ class LogFollowing:
     def _print(self, log: PodLog, lines: list[LogLine]) -> None:
         chosen: list[tuple[LogLine, str]] = []
         for line in lines:
+            self._printed_up_to[log] = line.epoch
             if not self._request.asks_for(line):
                 continue
             if line.rank != AGENT:
@@ -160,7 +163,7 @@ class LogFollowing:
         """Whether only one epoch was asked for, and all that are followed have gone on to a later one."""
         if self._request.epoch is None:
             return False
-        epochs = [self._followed[uid].log.epoch for uid in self._streams]
+        epochs = [self._printed_up_to[self._followed[uid].log] for uid in self._streams]
         known = [epoch for epoch in epochs if epoch]
         return bool(known) and min(known) > self._request.epoch
 

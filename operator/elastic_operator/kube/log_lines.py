@@ -18,10 +18,12 @@ from elastic_operator.status_json import rfc3339
 _QUIET: Final = 300.0
 """Seconds in which the same sentence of kopf's is not repeated."""
 
-_NUMBERS: Final = re.compile(r"#\d+(/\d+)?|\b0x[0-9a-f]+\b")
+_SAID_ELSEWHERE: Final = re.compile(
+    r"OS signals are ignored|Unresolved resources cannot be served|Not enough permissions|.* has (failed|finished)"
+)
+"""What kopf warns of and is meant to be as it is, or is told better by whoever runs it."""
 
-_EXPECTED: Final = ("OS signals are ignored", "Unresolved resources cannot be served", "Not enough permissions")
-"""What kopf warns of and is meant to be as it is, or is said better elsewhere."""
+_FAILED_REQUEST: Final = re.compile(r"Request attempt .*? -> (?P<kind>\w+)\((?P<words>'[^']*'|\"[^\"]*\")?", re.DOTALL)
 
 
 class TextLines(logging.Formatter):
@@ -61,16 +63,22 @@ class Calm(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is logged; it is shortened on the way."""
         message = record.getMessage()
-        if record.levelno < logging.WARNING or message.startswith(_EXPECTED):
+        if record.levelno < logging.WARNING or _SAID_ELSEWHERE.match(message):
             return False
-        sentence = _NUMBERS.sub("", message)
+        if (failed := _FAILED_REQUEST.match(message)) is not None:
+            message = f"a request failed and is made again: {_words(failed)}"
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
         now = time.monotonic()
-        if now - self._said.get(sentence, float("-inf")) < _QUIET:
+        if now - self._said.get(message, float("-inf")) < _QUIET:
             return False
-        self._said = {known: when for known, when in self._said.items() if now - when < _QUIET} | {sentence: now}
+        self._said = {known: when for known, when in self._said.items() if now - when < _QUIET} | {message: now}
         record.msg, record.args = f"watching: {message}", ()
         record.exc_info = record.exc_text = None
         return True
+
+
+def _words(failed: re.Match[str]) -> str:
+    return str(failed["words"] or f"the API server cannot be reached ({failed['kind']})").strip("'\"")
 
 
 def set_up(log_format: LogFormat, level: LogLevel) -> None:

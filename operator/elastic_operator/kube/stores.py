@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from elastic_operator.store_mirror import StoreMirror
 from torchelastic.errors import StoreError, StoreUnavailable
@@ -25,6 +25,8 @@ _log: Final = logging.getLogger(__name__)
 
 WRITING: Final = 0.3
 """Seconds that writing a size may take: the pods don't wait for a store that hangs."""
+
+_AFTER_A_DEFECT: Final = 10.0
 
 _FORGETTING: Final = 5.0
 """Seconds that removing a run's keys may take; they vanish by themselves within a day."""
@@ -133,8 +135,18 @@ class Stores:
             uid, changed=lambda: self._changed(followed), away=lambda sentence: self._away(followed, sentence)
         )
         followed = self._followed[uid] = _Followed(key, mirror, lasts)
-        followed.task = self._tasks.create_task(mirror.run(lambda: followed.endpoints, followed.up))
+        followed.task = self._tasks.create_task(self._follow(followed))
         return followed
+
+    @staticmethod
+    async def _follow(followed: _Followed) -> NoReturn:
+        """Follow a store until cancelled."""
+        while True:
+            try:
+                await followed.mirror.run(lambda: followed.endpoints, followed.up)
+            except Exception:  # noqa: BLE001 - a defect met in one job's store must not stop the others
+                _log.exception("%s: an unexpected error while its store was followed", followed.key)
+            await asyncio.sleep(_AFTER_A_DEFECT)
 
     def _changed(self, followed: _Followed) -> None:
         if followed.told_away and followed.mirror.readable:

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
@@ -32,6 +32,8 @@ _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _NO_SUCH_KIND: Final = "could not find the requested resource"
 _SILENCE: Final = 30.0
 """Seconds without a byte after which an answer is no longer waited for."""
+_NOT_NOW: Final = 9
+"""How often a server may say that it has too much to do, or just learns a new kind of object."""
 _BETWEEN_WATCHES: Final = 0.2
 _PATIENCE: Final = 6
 """How often in a row a watch may fail, seconds apart, before that is an error."""
@@ -59,10 +61,10 @@ class UserApi(Api):
         super().__init__(configuration, namespace)
         configuration.connection_pool_maxsize = 0  # without a limit: each log that is followed holds a connection
 
-    async def select(self, resource: Resource, namespace: str, fields: str) -> tuple[list[Json], str]:
-        """The objects of a namespace with these fields (a field selector), and the resource version of the listing."""
-        listing = await self._json("GET", resource.path(namespace), query={"fieldSelector": fields})
-        return list(listing.get("items") or ()), str(listing["metadata"]["resourceVersion"])
+    async def select(self, resource: Resource, namespace: str, fields: str) -> list[Json]:
+        """The objects of a namespace that a field selector chooses."""
+        listing = await self._json("GET", resource.path(namespace), query={"fieldSelector": fields}, verb="LIST")
+        return list(listing.get("items") or ())
 
     async def stamped_log(
         self, namespace: str, pod: str, container: str, *, follow: bool, since: str | None = None
@@ -123,13 +125,31 @@ class UserApi(Api):
                     raise
                 await asyncio.sleep(0 if expired else failures)
 
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+        verb: str = "",
+    ) -> dict[str, Any]:
+        """As kubectl does: a server that says "not now" has done nothing, and is asked again."""
+        tries = 0
+        while True:
+            try:
+                return await super()._json(method, path, query=query, body=body, content_type=content_type, verb=verb)
+            except ApiError as error:
+                tries += 1
+                if error.status != 429 or tries > _NOT_NOW:
+                    raise
+            await asyncio.sleep(1)
+
     async def _states(
         self, resource: Resource, namespace: str, labels: str, name: str
     ) -> AsyncGenerator[Mapping[str, Json], None]:
-        if name:
-            found, version = await self.select(resource, namespace, f"metadata.name={name}")
-        else:
-            found, version = await self.list(resource, namespace, labels=labels)
+        found, version = await self.list(resource, namespace, labels=labels, name=name)
         state: dict[str, Json] = {each["metadata"]["uid"]: each for each in found}
         yield dict(state)
         while True:
@@ -163,8 +183,7 @@ async def connection(where: Whereabouts, environ: Mapping[str, str]) -> UserApi:
     paths = ":".join(map(str, files))
     try:
         with _overheard() as problems:
-            # typing: it gives back what it is called on
-            api = cast("UserApi", await UserApi.from_kubeconfig(paths, where.context))
+            api = await UserApi.from_kubeconfig(paths, where.context)
     except (TypeError, KeyError, AttributeError, LookupError) as error:
         raise BadInput(f"the kubeconfig {paths} cannot be used ({error}); correct it, or name another") from None
     if problems:

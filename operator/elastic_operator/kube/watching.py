@@ -34,6 +34,8 @@ _PATIENCE: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
 """Seconds between tries of a request; then the watches end, and are begun anew."""
 _FIRST_DELAY: Final = 1.0
 _LONGEST_DELAY: Final = 15.0
+_ENDING: Final = 10.0
+"""Seconds that the watches get to end; their thread does not keep the process."""
 _HEALTHY: Final = 60.0
 """Seconds after which watches that end count as the first to end."""
 
@@ -100,7 +102,7 @@ class Watches:
 
         async def login(**_: object) -> kopf.ConnectionInfo:
             asked = asyncio.run_coroutine_threadsafe(_awaited(self._access), home)
-            return _connection(await asyncio.wrap_future(asked))
+            return connection(await asyncio.wrap_future(asked))
 
         kopf.on.login(id="login", registry=registry)(login)
         for resource in LOOKED_AT:
@@ -150,7 +152,8 @@ def _settings() -> kopf.OperatorSettings:
     return settings
 
 
-def _connection(access: Access) -> kopf.ConnectionInfo:
+def connection(access: Access) -> kopf.ConnectionInfo:
+    """The same way to the API server in the words of kopf."""
     scheme, _, token = (access.authorization or "").rpartition(" ")
     return kopf.ConnectionInfo(
         server=access.server,
@@ -159,7 +162,7 @@ def _connection(access: Access) -> kopf.ConnectionInfo:
         insecure=access.insecure,
         certificate_path=access.certificate_file,
         private_key_path=access.key_file,
-        scheme=scheme or "Bearer",
+        scheme=(scheme or "Bearer") if token else None,
         token=token or None,
         proxy_url=access.proxy,
     )
@@ -207,5 +210,5 @@ async def _in_a_thread(make: Callable[[asyncio.Event], Coroutine[Any, Any, None]
         for loop, stop in inside:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(stop.set)
-        await asyncio.wait([ended])
+        await asyncio.wait([ended], timeout=_ENDING)
         raise

@@ -20,15 +20,24 @@ def main() -> int:
     preparing.add_argument(
         "beds",
         nargs="*",
-        choices=[*availability.BEDS, []],  # argparse compares the empty default, too
+        type=_bed,
+        default=list(availability.BEDS),
         metavar="BED",
-        help=f"of {', '.join(availability.BEDS)}; default: all",
+        help=f"{_NAMES}; default: all",
     )
-    beds = parser.parse_args().beds or list(availability.BEDS)
-    missing = availability.prepare(beds, lambda line: print(line, flush=True))
+    missing = availability.prepare(parser.parse_args().beds, lambda line: print(line, flush=True))
     for line in availability.closing_words(missing):
         print(line, file=sys.stderr)
     return 1 if missing and availability.must_not_miss() else 0
+
+
+_NAMES = " or ".join(availability.BEDS)
+
+
+def _bed(text: str) -> str:
+    if text not in availability.BEDS:
+        raise argparse.ArgumentTypeError(f"must be {_NAMES}, and is {text!r}")
+    return text
 
 
 if __name__ == "__main__":

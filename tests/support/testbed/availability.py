@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
-from tests.support.testbed import binaries, packages, user_cluster
+from tests.support.testbed import steps, user_cluster
 from tests.support.testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from tests.support.testbed.steps import Step
 
 Bed = Literal["control_plane", "node"]
 
@@ -21,29 +20,6 @@ BEDS: Final[Mapping[Bed, str]] = {
     "node": "a real kubelet",
 }
 """What each bed gives the tests; they carry its name as a marker."""
-
-_MINUTES: Final = {"operator": 2.0, "agent": 6.0}
-"""How long images take that are not made at once."""
-
-_QUICK: Final = 1.0
-"""Seconds up to which it is not worth a line that something was made."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Something that is made once.
-
-    Attributes:
-        what: it, in words.
-        minutes: how long that takes on two cores.
-        is_ready: whether it is there already.
-        make: makes it; raises Missing.
-    """
-
-    what: str
-    minutes: float
-    is_ready: Callable[[], bool]
-    make: Callable[[], object]
 
 
 def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Missing]:
@@ -56,37 +32,35 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
     Returns:
         The beds that cannot be had, each with the first thing that is missing.
     """
-    wanted = [bed for bed in BEDS if bed in beds]
     missing: dict[Bed, Missing] = {}
-    for bed in wanted:
+    needed: dict[Bed, list[Step]] = {}
+    for bed in (bed for bed in BEDS if bed in beds):
         try:
             check_machine(bed)
+            needed[bed] = list(needs(bed))
         except Missing as why:
             missing[bed] = why
-    todo = [step for bed in wanted if bed not in missing for step in steps(bed) if not step.is_ready()]
-    if todo:
-        total = sum(step.minutes for step in {step.what: step for step in todo}.values())
-        say(f"The test bed of a real Kubernetes is made, once: about {total:.0f} minutes on two cores.")
-    for bed in wanted:
-        if bed not in missing:
-            try:
-                for step in steps(bed):
-                    _take(step, say)
-            except Missing as why:
-                missing[bed] = why
+    not_made = steps.make([step for bed in needed for step in needed[bed]], say)
+    for bed, its_steps in needed.items():
+        if lacking := [not_made[step.what] for step in its_steps if step.what in not_made]:
+            missing[bed] = lacking[0]
     return missing
 
 
-def steps(bed: Bed) -> Iterator[Step]:
-    """What a bed needs, in the order in which it is made."""
-    if bed == "node" or not user_cluster.named():
-        yield from map(_program, ("etcd", "kube-apiserver", "helm"))
+def needs(bed: Bed) -> Iterator[Step]:
+    """What a bed is made of.
+
+    Raises:
+        Missing: it can be told at once that not all of it can be made.
+    """
+    if bed == "control_plane" and user_cluster.named():
+        yield from steps.programs("kubectl")
     else:
-        yield _program("kubectl")
+        yield from steps.programs("kube-apiserver", "etcd", "helm")
     if bed == "node":
-        yield _program("coredns")
-        yield from (_packages(name) for name in packages.SETS)
-        yield from _images()
+        yield from steps.programs("coredns")
+        yield from steps.unpacked_packages()
+        yield from steps.images()
 
 
 def closing_words(missing: Mapping[Bed, Missing], left_out: Mapping[Bed, int] | None = None) -> Sequence[str]:
@@ -124,47 +98,3 @@ def check_machine(bed: Bed) -> None:
         from tests.support.testbed import node
 
         node.check_machine()
-
-
-def _program(name: str) -> Step:
-    project = binaries.project_of(name)
-    return Step(
-        what=f"{', '.join(project.packages)} {project.version}, built from source",
-        minutes=project.minutes,
-        is_ready=partial(binaries.is_ready, name),
-        make=partial(binaries.binary, name),
-    )
-
-
-def _packages(name: packages.SetName) -> Step:
-    return Step(
-        what=f"Debian's packages for {'the node' if name == 'node' else 'building images'}, unpacked",
-        minutes=0.5,
-        is_ready=partial(packages.is_ready, name),
-        make=partial(packages.unpacked, name),
-    )
-
-
-def _images() -> Iterator[Step]:
-    from tests.support.testbed import images
-
-    for name, tag in images.IMAGES.items():
-        yield Step(
-            what=f"the image {tag}",
-            minutes=_MINUTES.get(name, 0.1),
-            is_ready=partial(images.is_ready, name),
-            make=partial(images.archive, name),
-        )
-
-
-def _take(step: Step, say: Callable[[str], None]) -> None:
-    """Make one thing, if it is not there."""
-    ready = step.is_ready()
-    if not ready:
-        about = f"{step.minutes:g} minutes" if step.minutes >= 1 else f"{step.minutes * 60:.0f} seconds"
-        say(f"- {step.what}: about {about}")
-    begun = time.monotonic()
-    step.make()
-    seconds = time.monotonic() - begun
-    if not ready and seconds > _QUICK:
-        say(f"  took {seconds:.0f} s")

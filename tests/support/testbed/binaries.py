@@ -30,7 +30,9 @@ ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
 OLDEST: Final = {"kubectl": (1, 31), "etcd": (3, 5)}
 """What a user's own program must be: with `kubectl wait --for=create`, and for the API server's watches."""
 OLDEST_KUBERNETES: Final = (1, 30)
-"""What all others must be: with ``optionalOldSelf``, which the CRD needs."""
+"""What the user's own servers must be, if all three are there: with ``optionalOldSelf``, which the CRD needs."""
+SERVERS: Final = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
+"""The parts of a control plane. The others may not be newer than the API server, so one alone must not be old."""
 OLDEST_GO: Final = "1.26"
 OFTEN_THERE: Final = "/usr/local/go/bin"
 """Where Go's own archive installs it; sudo leaves that out of the PATH."""
@@ -159,6 +161,11 @@ def project_of(name: str) -> Project:
     return next(project for project in PROJECTS if name in project.packages)
 
 
+def knows(name: str) -> bool:
+    """Whether there is such a program."""
+    return any(name in project.packages for project in PROJECTS)
+
+
 def is_ready(name: str) -> bool:
     """Whether :func:`binary` will find the program without building it."""
     return of_the_user(name) is not None or (built_folder(project_of(name)) / name).exists()
@@ -181,7 +188,7 @@ def of_the_user(name: str) -> Path | None:
     path = Path(assets).expanduser() / name
     if not os.access(path, os.X_OK):
         return None
-    oldest = OLDEST.get(name, OLDEST_KUBERNETES)
+    oldest = OLDEST.get(name) or _oldest_part(path.parent)
     version = version_of(path)
     if version < oldest:
         what = ".".join(map(str, version)) if version else "of a version that it doesn't say"
@@ -190,6 +197,13 @@ def of_the_user(name: str) -> Path | None:
         return None
     _say(f"{name} {'.'.join(map(str, version))} is taken from {ASSETS_VARIABLE}.")
     return path
+
+
+def _oldest_part(assets: Path) -> tuple[int, ...]:
+    """What a part of Kubernetes must be so that it works with the others, of which some may be built."""
+    if all((assets / name).exists() for name in SERVERS):
+        return OLDEST_KUBERNETES
+    return tuple(map(int, project_of(SERVERS[0]).version.removeprefix("v").split(".")[:2]))
 
 
 def version_of(path: Path) -> tuple[int, ...]:
@@ -205,7 +219,7 @@ def version_of(path: Path) -> tuple[int, ...]:
 
 def _build(project: Project, folder: Path) -> None:
     """Build a project's programs into the folder, which appears when all of them are there."""
-    go = _go(project)
+    go = compiler(project)
     programs = ", ".join(project.packages)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for killed in folder.parent.glob(f".{project.name}-*"):
@@ -228,8 +242,12 @@ def _build(project: Project, folder: Path) -> None:
         out.rename(folder)
 
 
-def _go(project: Project) -> str:
-    """The Go command, if it can build the project."""
+def compiler(project: Project) -> str:
+    """The Go command that can build the project.
+
+    Raises:
+        Missing: there is none.
+    """
     wanted = f"Go {OLDEST_GO} or later"
     go = shutil.which("go") or shutil.which("go", path=OFTEN_THERE)
     if go is None:

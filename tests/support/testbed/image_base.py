@@ -7,12 +7,13 @@ that apt needs, without documentation and translations. It names no place of pac
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from tests.support.testbed import image_archive, image_room, image_settings, packages
-from tests.support.testbed.cache import cache_folder
+from tests.support.testbed.cache import cache_folder, locked
 
 SUITE: Final = "trixie"
 NAME: Final = f"docker.io/library/debian:{SUITE}-slim"
@@ -20,13 +21,14 @@ NAME: Final = f"docker.io/library/debian:{SUITE}-slim"
 _LEFT_OUT: Final = ("doc", "info", "locale", "man", "lintian", "linda", "groff")
 """Folders below /usr/share; dpkg is told to leave them out of what is installed later, too."""
 
-_DPKG: Final = "".join(f"path-exclude /usr/share/{name}/*\n" for name in _LEFT_OUT)
-_DPKG += "path-include /usr/share/doc/*/copyright\nforce-unsafe-io\n"
+_DPKG: Final = (
+    "".join(f"path-exclude /usr/share/{name}/*\n" for name in _LEFT_OUT)
+    + "path-include /usr/share/doc/*/copyright\nforce-unsafe-io\n"
+)
 
 _CONFIG: Final = {"Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"], "Cmd": ["bash"]}
 
-_MAKE: Final = r"""
-set -e
+_SCRIPT: Final = r"""
 debootstrap --variant=minbase --keyring="$KEYRING" "$SUITE" "$ROOT" "$MIRROR"
 cd "$ROOT"
 for name in $LEFT_OUT; do
@@ -50,31 +52,34 @@ def archive() -> Path:
     Raises:
         Missing: it cannot be made.
     """
-    path = _path()
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
-            layer = Path(scratch) / "layer.tar"
-            environment = {
-                "SUITE": SUITE,
-                "ROOT": f"{scratch}/root",
-                "LAYER": str(layer),
-                "MIRROR": image_settings.mirror(SUITE),
-                "KEYRING": str(packages.unpacked("build") / "usr/share/keyrings/debian-archive-keyring.gpg"),
-                "LEFT_OUT": " ".join(_LEFT_OUT),
-                "DPKG": _DPKG,
-                **image_settings.proxies(),
-            }
-            image_room.run("sh", "-c", _MAKE, limit=_LIMIT, env=environment)
-            image_archive.write_image(path, name=NAME, layer=layer, config=_CONFIG)
+    with locked("image-base"):
+        path = cache_folder() / "images" / f"base-{identity()}.tar"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for old in path.parent.glob("base-*"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            _make(path)
     return path
+
+
+def _make(path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="base-", ignore_cleanup_errors=True) as scratch:
+        layer = Path(scratch) / "layer.tar"
+        environment = {
+            "SUITE": SUITE,
+            "ROOT": f"{scratch}/root",
+            "LAYER": str(layer),
+            "MIRROR": image_settings.mirror(SUITE),
+            "KEYRING": str(packages.unpacked("build") / "usr/share/keyrings/debian-archive-keyring.gpg"),
+            "LEFT_OUT": " ".join(_LEFT_OUT),
+            "DPKG": _DPKG,
+            **image_settings.proxies(),
+        }
+        image_room.run(_SCRIPT, makes=f"the image {NAME}", limit=_LIMIT, env=environment)
+        image_archive.write_image(path, name=NAME, layer=layer, config=_CONFIG)
 
 
 def identity() -> str:
     """Another one for each way to make the image."""
-    inputs = (SUITE, _LEFT_OUT, _DPKG, sorted(_CONFIG.items()), _MAKE)
+    inputs = (SUITE, _LEFT_OUT, _DPKG, sorted(_CONFIG.items()), _SCRIPT)
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:12]
-
-
-def _path() -> Path:
-    return cache_folder() / "images" / f"base-{identity()}.tar"

@@ -1,7 +1,7 @@
 """Builds an image from its Dockerfile with buildah, which needs no service and no registry of images.
 
-Its layers are kept in a storage below the cache folder, one for each image, so that only what has changed is built. What
-the storage no longer needs goes when the Dockerfile changes, and all of it when the pinned versions do.
+Its layers are kept in a storage below the cache folder, one for each image, so that only what has changed is built.
+What the storage no longer needs goes when the Dockerfile changes, and all of it when the pinned versions do.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ _LIMIT: Final = 1800.0
 """Seconds; the first time torch is fetched, three gigabytes."""
 
 _BUILD: Final = r"""
-set -e
 bud() { buildah --root "$STORAGE" --runroot /run/images --storage-driver overlay "$@"; }
 bud inspect --type image "$BASE_NAME" > /dev/null 2>&1 || bud pull --quiet "docker-archive:$BASE"
 bud rm --all > /dev/null  # what a killed build has left
 bud bud --layers --isolation chroot --network host --pull=never --tag "$IMAGE" --file "$DOCKERFILE" \
     --volume "$SETTINGS/home:/root" --volume "$SETTINGS/apt:/etc/apt" "$CONTEXT"
-if [ "$(cat "$STORAGE/built-from" 2> /dev/null)" != "$IDENTITY" ]; then
+if [ -e "$STORAGE/built-from" ] && [ "$(cat "$STORAGE/built-from")" != "$IDENTITY" ]; then
     bud rmi --prune > /dev/null
-    echo "$IDENTITY" > "$STORAGE/built-from"
 fi
+echo "$IDENTITY" > "$STORAGE/built-from"
 skopeo copy --quiet --dest-oci-accept-uncompressed-layers \
     "containers-storage:[overlay@$STORAGE+/run/images]$IMAGE" "oci:$LAYOUT:image"
 """
@@ -52,7 +51,7 @@ def build(dockerfile: Path, *, image: str, folder: Path, layout: Path) -> None:
     for other in folder.glob("storage-*"):
         if other != storage:
             shutil.rmtree(other, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder) as settings:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="tmp-") as settings:
         for name in ("home", "apt"):
             Path(settings, name).mkdir()
         image_settings.write_home(Path(settings, "home"))
@@ -69,7 +68,7 @@ def build(dockerfile: Path, *, image: str, folder: Path, layout: Path) -> None:
             "LAYOUT": str(layout),
             **image_settings.proxies(),
         }
-        image_room.run("sh", "-c", _BUILD, limit=_LIMIT, env=environment)
+        image_room.run(_BUILD, makes=f"the image {image}", limit=_LIMIT, env=environment)
 
 
 def identity(dockerfile: Path) -> str:

@@ -68,12 +68,15 @@ class Parts:
         self._folder = folder
         self._image = image
         self._stem = stem
+        self._hollow: set[str] = set()
 
     def prepare(self, layout: Path) -> None:
         """Make an OCI layout in which layers that lie in an archive seem to be there, so that nobody copies them."""
         blobs = layout / "blobs/sha256"
         blobs.mkdir(parents=True)
-        for digest, layer in self._known(self._kept()).items():
+        known = self._known(self._kept())
+        self._hollow = set(known)
+        for digest, layer in known.items():
             with (blobs / digest.removeprefix("sha256:")).open("wb") as file:
                 file.truncate(layer.size)  # a hole, which takes no room
 
@@ -130,8 +133,8 @@ class Parts:
                 known[digest] = Layer(described=layer, size=int(layer["annotations"][_SIZE]))
         return known
 
-    @staticmethod
     def _write(
+        self,
         path: Path,
         name: str,
         layout: Path,
@@ -155,6 +158,8 @@ class Parts:
             with tarfile.open(unfinished, "w") as tar:
                 _add(tar, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
                 for layer in layers[len(below) :]:
+                    if layer["digest"] in self._hollow:
+                        raise PartLost(layer["digest"])
                     described.append(_add_layer(tar, layout, layer, scratch=unfinished.with_suffix(".zst")))
                 manifest = {
                     "schemaVersion": 2,
@@ -176,8 +181,6 @@ class Parts:
 def _add_layer(tar: tarfile.TarFile, layout: Path, layer: Descriptor, *, scratch: Path) -> Descriptor:
     """Add a layer's blob, compressed if it is worthwhile; returns how it is referred to."""
     source = _blob(layout, layer["digest"])
-    if source.stat().st_blocks == 0 and layer["size"]:
-        raise PartLost(layer["digest"])
     annotations = {_SIZE: str(layer["size"])}
     if layer["size"] < _WORTHWHILE:
         tar.add(source, _name(layer["digest"]))

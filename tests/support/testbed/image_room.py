@@ -58,22 +58,22 @@ _PREFIX: Final = "room-"
 _TAIL: Final = 4000
 """Characters of a failed command's words that are told."""
 
-_REMEDY: Final = "the images of the tests on a real kubelet are built as root, in namespaces; see the words above"
+_REMEDY: Final = (
+    "the first time, Debian's and Python's packages must be reachable, and 20 GB be free in the cache folder"
+)
 
 
-def run(*command: str | Path, limit: float, env: Mapping[str, str] | None = None) -> str:
-    """Run a command of the package set "build" in a room of its own.
+def run(script: str, *, makes: str, limit: float, env: Mapping[str, str]) -> None:
+    """Run a shell script in a room of its own, with the programs of the package set "build".
 
     Args:
-        command: the program and its arguments.
+        script: for `sh`.
+        makes: what it makes, in words.
         limit: seconds after which all of it is killed.
         env: more of its environment.
 
-    Returns:
-        What it printed.
-
     Raises:
-        Missing: this user is not root, or the command failed.
+        Missing: this user is not root, or the script failed.
     """
     if os.geteuid() != 0:
         raise Missing("root", "images are built in namespaces: run `make test` as root")
@@ -90,11 +90,11 @@ def run(*command: str | Path, limit: float, env: Mapping[str, str] | None = None
                 "ROOM": room,
                 "TOOLS": str(tools),
                 "TMPDIR": room,
-                **(env or {}),
+                **env,
             }
             try:
                 done = subprocess.run(
-                    [*_ENTER, "sh", "-c", _ROOM, "room", *command],
+                    [*_ENTER, "sh", "-c", _ROOM, "room", "sh", "-e", "-c", script],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -105,14 +105,9 @@ def run(*command: str | Path, limit: float, env: Mapping[str, str] | None = None
                     timeout=limit,
                 )
             except subprocess.TimeoutExpired as error:
-                raise Missing(f"`{_shown(command)}`, which took longer than {limit:.0f} s", _REMEDY) from error
+                raise Missing(f"{makes}, which took longer than {limit:.0f} s", _REMEDY) from error
     if done.returncode:
-        raise Missing(f"`{_shown(command)}`, which ended with {done.returncode}:\n{done.stdout[-_TAIL:]}\n", _REMEDY)
-    return done.stdout
-
-
-def _shown(command: tuple[str | Path, ...]) -> str:
-    return " ".join([Path(command[0]).name, *map(str, command[1:3]), "…"])
+        raise Missing(f"{makes}, which could not be made:\n{done.stdout[-_TAIL:]}", _REMEDY)
 
 
 def _sweep() -> None:

@@ -33,6 +33,7 @@ _PIP_OPTIONS: Final = (
 _AUTHORITIES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables that name a file of certificates which this machine trusts."""
 
+
 def write_home(folder: Path) -> None:
     """Write root's home folder for a build: pip's configuration, certificates, and passwords for indexes."""
     options = _pip_options()
@@ -68,7 +69,8 @@ def mirror(suite: str) -> str:
     """Where Debian's packages come from: the mirror that this machine uses, else the one that debootstrap knows."""
     if own := _archives().get("Debian"):
         return own
-    found = re.search(r'^DEF_MIRROR="(.+)"', (packages.unpacked("build") / "usr/sbin/debootstrap").read_text(), re.M)
+    script = (packages.unpacked("build") / "usr/sbin/debootstrap").read_text()
+    found = re.search(r'^DEF_MIRROR="(.+)"', script, re.MULTILINE)
     if found is None:
         raise Missing(f"a mirror of Debian {suite}", "name one in this machine's apt sources")
     return found[1]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tests.support.testbed import image_archive, image_build
 from tests.support.testbed.binaries import binary
+from tests.support.testbed.binaries import is_ready as is_built
 from tests.support.testbed.cache import Missing, cache_folder, locked
 from tests.support.testbed.image_parts import PartLost, Parts
 from tests.support.testbed.node_images import full_name
@@ -37,6 +38,7 @@ IMAGES: Final[Mapping[str, str]] = {
 }
 """What manifests call the images, by the names that :func:`archive` takes."""
 
+_BINARIES: Final = ("etcd", "coredns")
 _DOCKERFILES: Final = {name: image_build.ROOT / f"Dockerfile.{name}" for name in ("agent", "operator")}
 
 
@@ -61,7 +63,7 @@ def _pause() -> Path:
     if go is None:
         raise Missing("Go", "install it (https://go.dev/dl/) so that `go` is on the PATH")
     program = _folder("pause") / "pause"
-    command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-o", program, "."]
+    command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-o", str(program), "."]
     environment = {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off", "GOTOOLCHAIN": "local", "GOOS": "linux"}
     done = subprocess.run(command, cwd=_PAUSE, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -103,29 +105,40 @@ def archives(name: str) -> Sequence[Path]:
         Missing: it cannot be made.
     """
     with locked(f"image-{name}"):
-        return _there(name) or _make(name)
+        identity = _identity(name)
+        return _there(name, identity) or _make(name, identity)
 
 
 def is_ready(name: str) -> bool:
     """Whether :func:`archives` will find an image as it is now, without making it."""
-    return _there(name) is not None
+    if name in _BINARIES and not is_built(name):
+        return False
+    return _there(name, _identity(name)) is not None
 
 
-def _there(name: str) -> list[Path] | None:
-    """The archives of what the image is made of now, if all of them are there."""
+def _there(name: str, identity: str) -> list[Path] | None:
+    """The archives of an image, if all of them are there."""
     try:
-        paths = [_folder(name) / file for file in json.loads(_list(name).read_text())]
+        paths = [_folder(name) / file for file in json.loads(_list(name, identity).read_text())]
     except FileNotFoundError:
         return None
     return paths if all(path.exists() for path in paths) else None
 
 
-def _make(name: str) -> list[Path]:
+def _make(name: str, identity: str) -> list[Path]:
     """Make an image's archives, and remove what they supersede."""
-    complete = _list(name)
     folder = _folder(name)
     _sweep(folder)
-    made = _built(name, folder) if name in _DOCKERFILES else [_wrapped(name, folder)]
+    last = folder / f"{name}-{identity}.tar"
+    if name in _DOCKERFILES:
+        made = _built(name, folder, last)
+    else:
+        made = [last]
+        program = _PROGRAMS[name]
+        image_archive.write_image_of_program(
+            last, name=IMAGES[name], program=program.found(), at=program.at, config=program.config
+        )
+    complete = _list(name, identity)
     complete.write_text(json.dumps([path.name for path in made]))
     for path in [*folder.glob("*.tar"), *folder.glob("*.json")]:
         if path not in (complete, *made):
@@ -133,7 +146,7 @@ def _make(name: str) -> list[Path]:
     return made
 
 
-def _built(name: str, folder: Path) -> list[Path]:
+def _built(name: str, folder: Path, last: Path) -> list[Path]:
     """Build an image from its Dockerfile."""
     image = full_name(IMAGES[name])
     parts = Parts(folder, image, name)
@@ -143,24 +156,14 @@ def _built(name: str, folder: Path) -> list[Path]:
             parts.prepare(layout)
             image_build.build(_DOCKERFILES[name], image=image, folder=folder, layout=layout)
             try:
-                return parts.write(layout, folder / f"{name}-{_identity(name)}.tar")
+                return parts.write(layout, last)
             except PartLost:
                 parts.remove()
 
 
-def _wrapped(name: str, folder: Path) -> Path:
-    """Wrap a program in an image."""
-    program = _PROGRAMS[name]
-    path = folder / f"{name}-{_identity(name)}.tar"
-    image_archive.write_image_of_program(
-        path, name=IMAGES[name], program=program.found(), at=program.at, config=program.config
-    )
-    return path
-
-
-def _list(name: str) -> Path:
+def _list(name: str, identity: str) -> Path:
     """The file which says that an image is complete, and which archives it has."""
-    return _folder(name) / f"{name}-{_identity(name)}.json"
+    return _folder(name) / f"{name}-{identity}.json"
 
 
 def _identity(name: str) -> str:
@@ -168,10 +171,14 @@ def _identity(name: str) -> str:
     if name in _DOCKERFILES:
         return image_build.identity(_DOCKERFILES[name])
     program = _PROGRAMS[name]
-    made_of = _PAUSE / "main.go" if name == "pause" else program.found()
-    status = made_of.stat()
-    inputs = (IMAGES[name], program.at, program.config, str(made_of), status.st_size, status.st_mtime_ns)
-    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:12]
+    inputs = [IMAGES[name], program.at, repr(program.config)]
+    if name in _BINARIES:
+        # Its path is another one for each version; the user's own may change where it lies.
+        path = program.found()
+        inputs += [str(path), str(path.stat().st_size), str(path.stat().st_mtime_ns)]
+    else:
+        inputs.append((_PAUSE / "main.go").read_text())
+    return hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:12]
 
 
 def _folder(name: str) -> Path:

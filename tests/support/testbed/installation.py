@@ -7,6 +7,7 @@ nobody else who may have taken its port.
 from __future__ import annotations
 
 import base64
+import ipaddress
 import json
 import os
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ def write_credentials(site: Site) -> None:
     pki.mkdir(exist_ok=True)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(pki / "ca.crt")
-    server = authority.issue_cert(site.address, "localhost", "kubernetes.default.svc")
+    inside = str(ipaddress.ip_network(site.services)[1])  # where pods reach it
+    server = authority.issue_cert(site.address, inside, "localhost", "kubernetes.default.svc")
     server.private_key_pem.write_to_path(pki / "server.key")
     server.cert_chain_pems[0].write_to_path(pki / "server.crt")
     trustme.CA().private_key_pem.write_to_path(pki / "service-accounts.key")

@@ -8,6 +8,7 @@ own, nothing is installed, and no file is written but in the folder that it is g
 module                 question
 =====================  ===============================================================================
 ``node``               what can a test do with a node?
+``node_machine``       can a node run on this machine?
 ``node_config``        what are its parts told?
 ``node_parts``         in which order do they start, and when are they ready?
 ``node_inside``        how do its namespaces become a machine of its own?
@@ -36,18 +37,21 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.support.testbed import commands, images, installation, node_cgroups, node_config, packages
+from tests.support.testbed import commands, images, installation, node_config, packages
 from tests.support.testbed.binaries import binary
-from tests.support.testbed.cache import Missing, cache_folder
+from tests.support.testbed.cache import cache_folder
 from tests.support.testbed.cluster import Cluster
 from tests.support.testbed.commands import CommandFailed, Result
 from tests.support.testbed.installation import Site
 from tests.support.testbed.node_config import Bed
 from tests.support.testbed.node_enter import entering
 from tests.support.testbed.node_images import Kept, full_name, inspected, listed
+from tests.support.testbed.node_machine import check_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+__all__ = ["Node", "NodeFailed", "check_machine"]
 
 _IMPORT_LIMIT = 600.0
 """Seconds for the import of an image; one with torch takes more than a minute."""
@@ -57,31 +61,11 @@ _END_LIMIT = 60.0
 _POLL = 0.02
 """Seconds between two questions whether the kubelet would find an image; there is nothing that tells."""
 _TAIL = 4000
-_CAP_SYS_ADMIN, _CAP_NET_ADMIN = 21, 12
 _ROOT = Path(__file__).parents[3]
 
 
 class NodeFailed(RuntimeError):  # noqa: N818 - it says what happened
     """A node did not start, or has ended, or something of it could not be removed."""
-
-
-def check_machine() -> None:
-    """See whether a node can run on this machine, as far as that can be told at once.
-
-    Raises:
-        Missing: it cannot.
-    """
-    if not sys.platform.startswith("linux"):
-        raise Missing("Linux", "run the tests on a Linux machine, a virtual one will do")
-    if os.geteuid() != 0:
-        raise Missing("root", "a kubelet makes namespaces, mounts and control groups: run `make test` as root")
-    status = Path("/proc/self/status").read_text()
-    held = int(status.partition("CapEff:")[2].split()[0], 16)
-    if any(not held >> capability & 1 for capability in (_CAP_SYS_ADMIN, _CAP_NET_ADMIN)):
-        raise Missing("all of root's rights", "inside a container, it must be privileged: run the tests on the machine")
-    if "\toverlay\n" not in Path("/proc/filesystems").read_text() and not Path("/sys/module/overlay").exists():
-        subprocess.run(["modprobe", "overlay"], check=False, capture_output=True)
-    node_cgroups.check(node_cgroups.of_this_machine())
 
 
 class Node(Cluster):

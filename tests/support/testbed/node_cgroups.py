@@ -88,7 +88,7 @@ def hierarchies(mountinfo: str, groups: str) -> list[Hierarchy]:
     found: dict[str, Hierarchy] = {}
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
-        root, mounted = (_unescaped(field) for field in before.split()[3:5])
+        root, mounted = (unescaped(field) for field in before.split()[3:5])
         kind, _, super_options = after.split()
         if kind == "cgroup":
             key = frozenset(super_options.split(",")) & known
@@ -237,6 +237,6 @@ def _below(mounted: str, root: str, group: str) -> Path:
     return Path(mounted) if relative.startswith("..") else Path(mounted, relative)
 
 
-def _unescaped(field: str) -> str:
+def unescaped(field: str) -> str:
     """A path of mountinfo, where blanks and the like stand as \\040."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)

@@ -1,0 +1,145 @@
+"""The operator where not everything is there: the definition, the API server, or what vanished while nobody looked."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.cache import Cache
+from elastic_operator.kube.listing import Listings
+from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
+from elastic_operator.kube.user_api import UserApi
+from tests.support.operator_place import Place, live, uids, workers_of
+from tests.support.operator_process import OperatorProcess
+from tests.support.testbed.control_plane import ControlPlane
+from torchelastic.store import StoreSettings, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+
+DEFINITION = str(Path(__file__).parents[2] / "crds" / "elasticjob.yaml")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def own_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlPlane]:
+    """A control plane whose parts may be killed, and where ElasticJobs are not defined."""
+    async with ControlPlane(tmp_path_factory.mktemp("own-plane")) as plane:
+        yield plane
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def place(own_plane: ControlPlane) -> AsyncIterator[Place]:
+    async with (
+        await UserApi.from_kubeconfig(str(own_plane.kubeconfig)) as api,
+        own_plane.namespace() as namespace,
+    ):
+        yield Place(api, own_plane, namespace)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def defined(own_plane: ControlPlane) -> AsyncIterator[None]:
+    """ElasticJobs are defined."""
+    await define(own_plane)
+    yield
+    await own_plane.kubectl("delete", "--filename", DEFINITION)
+
+
+async def define(plane: ControlPlane) -> None:
+    await plane.kubectl("apply", "--filename", DEFINITION)
+    await plane.kubectl("wait", "--for=condition=Established", "--filename", DEFINITION)
+
+
+def an_operator(plane: ControlPlane, folder: Path, *, wait: bool = True) -> OperatorProcess:
+    """The operator of the whole cluster; one test's has the name of the other's, and so its lease."""
+    return OperatorProcess(
+        folder, plane.kubeconfig, "--lease-namespace=default", wait=wait, environ={"POD_NAME": "operator-0"}
+    )
+
+
+async def test_without_the_definition_it_says_so_and_begins_when_it_is_there_also_the_second_time(
+    own_plane: ControlPlane, place: Place, tmp_path: Path
+) -> None:
+    async with an_operator(own_plane, tmp_path, wait=False) as operator:
+        await operator.says("this cluster does not know the ElasticJob: install the definition")
+        await operator.until(lambda codes: codes == {"/healthz": 200, "/readyz": 503}, "/healthz", "/readyz")
+        await define(own_plane)
+        await operator.ready()
+        await place.apply(replicas=1)
+        await place.pods(1)
+
+        await own_plane.kubectl("delete", "--filename", DEFINITION)
+        await operator.says("the watches have ended")
+        await define(own_plane)
+        await place.apply("again", replicas=1)
+        await place.pods(1, "again")
+        assert "Traceback" not in operator.log
+        assert operator.log.count("\n") < 20, "a sentence, and not one with every try"
+    await own_plane.kubectl("delete", "--filename", DEFINITION)
+
+
+@pytest.mark.usefixtures("defined")
+async def test_it_outlives_the_api_server_and_notices_what_vanished_meanwhile(
+    own_plane: ControlPlane, place: Place, tmp_path: Path
+) -> None:
+    async with an_operator(own_plane, tmp_path) as operator:
+        await place.apply(replicas=2)
+        before = await place.pods(2)
+        victim = min(before)
+        server = own_plane.daemons["kube-apiserver"]
+        server.kill()
+        async with contextlib.AsyncExitStack() as stack:
+            store = await connect(StoreSettings(endpoints=(own_plane.etcd_endpoint,)))
+            stack.push_async_callback(store.close)
+            await store.delete_prefix(f"/registry/pods/{place.namespace}/{victim}")
+        server.start()
+
+        # Nobody has told any watch of this end. And since nobody saw it, the new one has the same name.
+        lost = before[victim]["metadata"]["uid"]
+        after = await place.until(
+            PODS,
+            lambda pods: len(live(pods)) == 2 and lost not in uids(pods),
+            labels=workers_of("digits"),
+        )
+        assert uids(after) & uids(before) == uids(before) - {lost}
+        await operator.until(lambda codes: codes == {"/healthz": 200, "/readyz": 200}, "/healthz", "/readyz")
+        assert "Traceback" not in operator.log
+
+
+@pytest.mark.usefixtures("defined")
+async def test_started_before_the_api_server_it_waits_for_it(
+    own_plane: ControlPlane, place: Place, tmp_path: Path
+) -> None:
+    server = own_plane.daemons["kube-apiserver"]
+    server.kill()
+    async with an_operator(own_plane, tmp_path, wait=False) as operator:
+        await operator.says("what exists cannot be listed: the API server cannot be reached")
+        server.start()
+        await operator.ready()
+        await operator.says("everything can be listed now")
+        await place.apply(replicas=1)
+        await place.pods(1)
+        assert await operator.stop() == 0
+
+
+@pytest.mark.usefixtures("defined")
+async def test_a_listing_finds_what_is_there_and_misses_what_is_not(place: Place) -> None:
+    changed: list[str] = []
+    cache = Cache(changed=changed.append)
+    listings = Listings(place.api, cache, namespaces=(place.namespace,))
+    job = await place.apply()
+    await listings.list_all()
+    assert listings.complete.is_set()
+    found = cache.job(f"{place.namespace}/digits")
+    assert found is not None
+    assert found["metadata"]["uid"] == job["metadata"]["uid"]
+
+    await place.api.delete(ELASTIC_JOBS, place.namespace, "digits")
+    await listings.list_all()
+    assert cache.keys == ()
+    assert changed == [f"{place.namespace}/digits"] * 2

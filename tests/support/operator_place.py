@@ -1,0 +1,161 @@
+"""A namespace in which an operator is at work, and what tests do there: they are its users, the kubelet and the agents.
+
+There is no kubelet on a control plane alone: pods stay Pending, and who wants one to run, to die or to end plays the
+kubelet. Where there is one, pods stay Pending all the same, for no scheduler is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from elastic_operator.kube.resources import ELASTIC_JOBS, EVENTS, PODS
+from elastic_operator.names import LABEL_INDEX, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from tests.support.operator_process import PATIENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kube.user_api import UserApi
+    from tests.support.testbed.cluster import Cluster
+
+Json = dict[str, Any]
+Objects = dict[str, Json]
+"""By name."""
+
+
+class Place:
+    """A namespace, as somebody sees it who may do everything there."""
+
+    def __init__(self, api: UserApi, cluster: Cluster, namespace: str) -> None:
+        self.api = api
+        self.cluster = cluster
+        self.namespace = namespace
+
+    async def apply(self, name: str = "digits", **spec: Any) -> Json:
+        """Create a job whose pods no scheduler touches."""
+        return dict(await self.api.create(ELASTIC_JOBS, self.namespace, a_manifest(name, **spec)))
+
+    async def change(self, name: str = "digits", **spec: Any) -> None:
+        """Change fields of a job's spec."""
+        await self.api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": spec})
+
+    async def kubectl(self, *words: str, check: bool = True) -> Any:
+        """Type kubectl in this namespace."""
+        return await self.cluster.kubectl("--namespace", self.namespace, *words, check=check)
+
+    async def until(self, resource: Resource, true: Callable[[Objects], bool], **select: str) -> Objects:
+        """The objects of a kind, by name, as soon as they are as wanted."""
+        last: Objects = {}
+        try:
+            async with (
+                asyncio.timeout(PATIENCE),
+                contextlib.aclosing(self.api.states(resource, self.namespace, **select)) as states,
+            ):
+                async for state in states:
+                    last = {each["metadata"]["name"]: dict(each) for each in state.values()}
+                    if true(last):
+                        return last
+        except TimeoutError:
+            pass
+        for each in last.values():
+            each["metadata"].pop("managedFields", None)
+        raise AssertionError(f"never so, at last it was {sorted(last)}: {json.dumps(last, indent=1)[-4000:]}")
+
+    async def job(self, true: Callable[[Json], bool], name: str = "digits") -> Json:
+        """A job, as soon as its status is as wanted."""
+        jobs = await self.until(
+            ELASTIC_JOBS, lambda found: name in found and true(found[name].get("status") or {}), name=name
+        )
+        return jobs[name]
+
+    async def pods(self, count: int, name: str = "digits") -> Objects:
+        """The worker pods of a job, as soon as exactly so many are live."""
+        found = await self.until(PODS, lambda pods: len(live(pods)) == count, labels=workers_of(name))
+        return live(found)
+
+    async def told(self, *words: str) -> str:
+        """The events, a line each, as soon as one has all of these words."""
+        found = await self.until(
+            EVENTS, lambda events: any(all(word in line for word in words) for line in lines_of(events))
+        )
+        return "\n".join(lines_of(found))
+
+    async def runs(self, pod: str) -> None:
+        """The kubelet says that a pod's worker runs."""
+        await self._says(pod, "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
+
+    async def ends(self, pod: str, code: int, message: str = "") -> None:
+        """The kubelet says that a pod's worker has ended."""
+        terminated = {
+            "exitCode": code,
+            "message": message,
+            "reason": "Error" if code else "Completed",
+            "startedAt": "2026-01-01T00:00:00Z",
+            "finishedAt": "2099-01-01T00:00:00Z" if code == 137 else "2026-01-01T01:00:00Z",
+        }
+        await self._says(pod, "Failed" if code else "Succeeded", {"terminated": terminated})
+
+    async def bind(self, pod: str) -> None:
+        """The scheduler gives a pod to a node, of which nobody has heard."""
+        target = {"apiVersion": "v1", "kind": "Node", "name": "nowhere"}
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+        await self.api.create(replace(PODS, plural=f"pods/{pod}/binding"), self.namespace, binding)
+
+    async def _says(self, pod: str, phase: str, state: Json) -> None:
+        worker = {
+            "name": "worker", "image": "i", "imageID": "", "ready": phase == "Running", "restartCount": 0,
+            "state": state,
+        }  # fmt: skip
+        status = {"status": {"phase": phase, "containerStatuses": [worker]}}
+        await self.api.patch(PODS, self.namespace, pod, status, "status")
+
+
+def a_manifest(name: str, **spec: Any) -> Json:
+    """A job of one to three pods, which stay Pending also where there are nodes."""
+    template = spec.pop("template", {"spec": {"schedulerName": "nobody"}})
+    fields = {"maxReplicas": 3, "image": "elastic-agent:dev", "args": ["train.py"], "template": template, **spec}
+    return {
+        "apiVersion": ELASTIC_JOBS.api_version,
+        "kind": ELASTIC_JOBS.kind,
+        "metadata": {"name": name},
+        "spec": fields,
+    }
+
+
+def workers_of(name: str) -> str:
+    return f"{LABEL_JOB}={name},{LABEL_ROLE}={ROLE_WORKER}"
+
+
+def live(pods: Objects) -> Objects:
+    """Those that neither have ended nor are going."""
+    return {
+        name: pod
+        for name, pod in pods.items()
+        if "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") in ("Pending", "Running")
+    }
+
+
+def lines_of(events: Mapping[str, Json]) -> list[str]:
+    return [f"{event['type']} {event['reason']} {event['message']}" for event in events.values()]
+
+
+def conditions(status: Json) -> Objects:
+    return {condition["type"]: condition for condition in status.get("conditions", ())}
+
+
+def holds(status: Json, kind: str) -> bool:
+    return bool(conditions(status).get(kind, {}).get("status") == "True")
+
+
+def uids(objects: Objects) -> set[str]:
+    return {each["metadata"]["uid"] for each in objects.values()}
+
+
+def index_of(pod: Json) -> int:
+    """Which of its job's places a pod fills."""
+    return int(pod["metadata"]["labels"][LABEL_INDEX])

@@ -1,0 +1,152 @@
+"""What is made once before a real Kubernetes can run, how long each thing takes, and what can be made side by side."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from tests.support.testbed import binaries, packages
+from tests.support.testbed.cache import Missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+class Lane(enum.Enum):
+    """What is in one lane is made one after the other."""
+
+    COMPILER = enum.auto()
+    """What Go builds: takes processors."""
+    DOWNLOADS = enum.auto()
+    """Packages, and images built of them: takes network and disk. Goes on beside the compiler."""
+    LAST = enum.auto()
+    """What is made of the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Something that is made once.
+
+    Attributes:
+        what: it, in words.
+        lane: when it is made.
+        minutes: how long that takes on two cores, the first time.
+        is_ready: whether it is there already.
+        make: makes it; raises Missing.
+    """
+
+    what: str
+    lane: Lane
+    minutes: float
+    is_ready: Callable[[], bool]
+    make: Callable[[], object]
+
+
+_IMAGES: Final = {"operator": (Lane.DOWNLOADS, 2.0), "agent": (Lane.DOWNLOADS, 6.0)}
+"""Of images that are built from a Dockerfile: the lane, and the minutes."""
+
+
+def programs(*names: str) -> Iterator[Step]:
+    """Make these programs, and with each all others of its project.
+
+    Raises:
+        Missing: one is not there, and there is no compiler.
+    """
+    for name in names:
+        project = binaries.project_of(name)
+        if not binaries.is_ready(name):
+            binaries.compiler(project)
+        yield Step(
+            what=f"{', '.join(project.packages)} {project.version}, built from source",
+            lane=Lane.COMPILER,
+            minutes=project.minutes,
+            is_ready=partial(binaries.is_ready, name),
+            make=partial(binaries.binary, name),
+        )
+
+
+def unpacked_packages() -> Iterator[Step]:
+    """Make what is used of Debian's packages."""
+    for name in packages.SETS:
+        yield Step(
+            what=f"Debian's packages for {'the node' if name == 'node' else 'building images'}, unpacked",
+            lane=Lane.DOWNLOADS,
+            minutes=0.5,
+            is_ready=partial(packages.is_ready, name),
+            make=partial(packages.unpacked, name),
+        )
+
+
+def images() -> Iterator[Step]:
+    """Make all images."""
+    from tests.support.testbed import images as all_images
+
+    def is_ready(name: str) -> bool:
+        """Without building the program that the image may be of."""
+        return (not binaries.knows(name) or binaries.is_ready(name)) and all_images.is_ready(name)
+
+    for name, tag in all_images.IMAGES.items():
+        lane, minutes = _IMAGES.get(name, (Lane.LAST, 0.1))
+        yield Step(
+            what=f"the image {tag}",
+            lane=lane,
+            minutes=minutes,
+            is_ready=partial(is_ready, name),
+            make=partial(all_images.archives, name),
+        )
+
+
+def make(steps: Sequence[Step], say: Callable[[str], None]) -> dict[str, Missing]:
+    """Make what is not there.
+
+    Args:
+        steps: what is wanted; where two say the same, one is enough.
+        say: gets lines for a person: what is done, how long it will take, how long it took.
+
+    Returns:
+        What could not be made, each with what is missing for it.
+    """
+    todo = list({step.what: step for step in steps if not step.is_ready()}.values())
+    if not todo:
+        return {}
+    missing: dict[str, Missing] = {}
+    one_line_at_a_time = threading.Lock()
+
+    def tell(line: str) -> None:
+        with one_line_at_a_time:
+            say(line)
+
+    def take(lane: Lane) -> None:
+        for step in todo:
+            if step.lane is lane:
+                try:
+                    _take(step, tell)
+                except Missing as why:
+                    missing[step.what] = why
+
+    tell(f"What a real Kubernetes for the tests needs is made: up to {_minutes(todo):.0f} minutes on two cores.")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(take, [lane for lane in Lane if lane is not Lane.LAST]))
+    take(Lane.LAST)
+    return missing
+
+
+def _minutes(todo: Sequence[Step]) -> float:
+    """How long it all takes: what goes on side by side is slower for that."""
+    *side_by_side, last = (sum(step.minutes for step in todo if step.lane is lane) for lane in Lane)
+    longest = max(side_by_side)
+    return max(1.0, longest + (sum(side_by_side) - longest) / 2 + last)
+
+
+def _take(step: Step, say: Callable[[str], None]) -> None:
+    """Make one thing."""
+    about = f"{step.minutes:g} minutes" if step.minutes > 1 else f"{step.minutes * 60:.0f} seconds"
+    say(f"- {step.what}: up to {about}")
+    begun = time.monotonic()
+    step.make()
+    say(f"  {step.what}: done in {time.monotonic() - begun:.0f} s")
