@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from tests.support.etcd import EtcdServer
     from tests.support.testbed.cluster import Cluster
+    from torchelastic.store import Store
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
 
@@ -49,6 +50,19 @@ def uid_of(found: Objects, name: str = "digits-etcd") -> str:
 
 def holder(leases: Objects) -> str:
     return str(leases.get("elastic-operator", {}).get("spec", {}).get("holderIdentity") or "")
+
+
+async def nothing_below(store: Store, keys: RunKeys) -> None:
+    """Return when nothing of a run is left in its store."""
+    left: set[str] = set()
+    async with asyncio.timeout(PATIENCE), contextlib.aclosing(follow(store, keys.root)) as news:
+        async for each in news:
+            if isinstance(each, Listing):
+                left = {entry.key for entry in each.entries}
+            for change in each if isinstance(each, tuple) else ():
+                (left.add if change.entry else left.discard)(change.key)
+            if not left:
+                return
 
 
 def holder_of(operator: OperatorProcess) -> str:
@@ -347,17 +361,7 @@ async def test_what_the_agents_say_in_an_external_etcd_is_seen_and_removed_with_
 
         await place.kubectl("delete", "elasticjob/digits")
         await place.until(PODS, lambda found: not found)
-        async with asyncio.timeout(PATIENCE), contextlib.aclosing(follow(store, keys.root)) as news:
-            left: set[str] = set()
-            async for each in news:
-                if isinstance(each, Listing):
-                    left = {entry.key for entry in each.entries}
-                else:
-                    left = (left | {change.key for change in each if change.entry}) - {
-                        change.key for change in each if not change.entry
-                    }
-                if not left:
-                    break
+        await nothing_below(store, keys)
 
 
 async def test_an_outcome_in_an_external_etcd_ends_the_job(
@@ -369,11 +373,14 @@ async def test_an_outcome_in_an_external_etcd_ends_the_job(
         store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
         stack.push_async_callback(store.close)
         outcome = OutcomeRecord(state=OutcomeState.FAILED, epoch=2, restarts=3, message="rank 0 found no data")
-        await store.put(RunKeys.of(job["metadata"]["uid"]).outcome, encode(outcome))
-    done = await place.job(lambda status: holds(status, "Finished"))
-    assert holds(done["status"], "Failed")
-    assert done["status"]["lastFailure"] == "rank 0 found no data"
-    assert done["status"]["restarts"] == 3
+        keys = RunKeys.of(job["metadata"]["uid"])
+        await store.put(keys.outcome, encode(outcome))
+        done = await place.job(lambda status: holds(status, "Finished"))
+        assert holds(done["status"], "Failed")
+        assert done["status"]["lastFailure"] == "rank 0 found no data"
+        assert done["status"]["restarts"] == 3
+        await place.pods(0)
+        await nothing_below(store, keys)
 
 
 async def test_killed_while_it_makes_pods_and_started_again_it_makes_none_twice(place: Place, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class EtcdServer:
                 raise RuntimeError(f"etcd did not start again:\n{self._end_of_log()}")
             return
         for _ in range(10):
-            self._client_port, self._peer_port = _free_ports(2)
+            self._client_port, self._peer_port = free_ports(2)
             if await self._start_once():
                 return
             if "address already in use" not in self._end_of_log():
@@ -230,7 +230,7 @@ async def _readable_before_end(process: subprocess.Popen[bytes], source: socket.
         os.close(pidfd)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """So many ports that are free now."""
     free: list[int] = []
     with contextlib.ExitStack() as held:

@@ -14,7 +14,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.local.tether import tethered
-from tests.support.etcd import _free_ports as free_ports
+from tests.support.etcd import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -32,9 +32,7 @@ def test_a_traceback_stands_below_its_line_and_within_its_object() -> None:
 
 def test_of_kopf_only_what_matters_is_heard_once_and_without_tracebacks() -> None:
     calm = Calm()
-    unreachable = (
-        "ClientConnectorError(ConnectionKey(host='127.0.0.1', port=6443, is_ssl=True), OSError(111, 'refused'))"
-    )
+    unreachable = "Unreachable(ConnectionKey(host='127.0.0.1', port=6443, is_ssl=True), OSError(111, 'refused'))"
     starting = "APIServerError('storage is (re)initializing', {'kind': 'Status'}, status=429)"
     assert not calm.filter(a_record("Initial authentication has been initiated.", logging.INFO))
     assert not calm.filter(a_record("OS signals are ignored: running not in the main thread."))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from tests.support.nodes import Meeting, all_with
-from tests.support.store_conformance import confirmed, seen
+from torchelastic.contract import EpochRecord, Member, NodeRecord, RunKeys, SizeRecord, encode
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -36,29 +35,25 @@ async def test_they_do_not_meet_a_dead_member_whose_key_still_stands() -> None:
 
 
 async def test_a_member_that_is_slower_to_come_back_than_another_is_waited_for() -> None:
-    data = MemoryStore()
-    clients: list[MemoryStore] = []
+    data, keys = MemoryStore(), RunKeys.of("run")
 
     async def connect() -> Store:
-        clients.append(data.another())
-        return clients[-1]
+        return data.another()
 
-    async with Meeting(connect, "run", lease=2 * LEASE, joining_window=0.2) as meeting:
-        a, b = [await meeting.node(name) for name in "ab"]
-        first = await all_with(a, b)
-        for client, node in zip(clients, (a, b), strict=True):
-            client.reachable = False
-            await node.until_away()
-        for node in (a, b):
-            data.expire(node.inner._session.lease)
+    async def comes_back(name: str) -> None:
+        size = SizeRecord(min=1, max=8)
+        record = NodeRecord(name=name, address="127.0.0.1", workers=1, size=size, store=40000, epoch=4)
+        await data.put(keys.node(f"{name}.1"), encode(record))
 
-        c = await meeting.node("c", joining_window=60.0)
+    # All leases have ended with a store that was away, and the members are on their way back to it.
+    members = (Member("a.1", "127.0.0.1", 1), Member("b.1", "127.0.0.1", 1))
+    await data.put(keys.epoch, encode(EpochRecord(number=4, members=members, store="127.0.0.1:40000")))
+    async with Meeting(connect, "run", lease=0.5, joining_window=60.0) as meeting:
+        c = await meeting.node("c")
         await c.inner._succession.until_leading()
-        async with aclosing(data.watch(b.inner.keys.node(b.inner.node), 0)) as watch:
-            await confirmed(watch)
-            clients[1].reachable = True
-            await seen(watch, 1)
-        clients[0].reachable = True
-        epoch = await all_with(a, b, c)
-        assert epoch.nodes[:2] == first.nodes
-        assert [record.number for record in a.epochs] == [1, 2]
+        await comes_back("b")
+        while c.inner._leadership is None or "b.1" not in c.inner._leadership._peers:
+            await c.inner._control.changed.after(c.inner._control.changed.count)
+        await comes_back("a")
+        epoch = await c.until_with("a", "b", "c")
+        assert (epoch.number, epoch.nodes[:2]) == (5, ("a.1", "b.1"))

@@ -68,7 +68,7 @@ class Succession:
         address: str,
     ) -> None:
         self.epoch: EpochRecord | None = None
-        """The epoch whose ranks order the succession."""
+        """The last epoch that this node was told of."""
         self.linked = False
         """Whether this node's link to the leader stands."""
         self.dead_leader: str | None = None
@@ -148,17 +148,22 @@ class Succession:
 
     def _turn(self) -> float:
         """Seconds to leave to those who come before this node."""
-        if self.epoch is not None and self.epoch.contract != CONTRACT_VERSION:
+        epoch = self._known_epoch()
+        if epoch is not None and epoch.contract != CONTRACT_VERSION:
             return LONGEST_STEP + self._lease
         expired = self._expired()
         last = self._last_leader.node if self._last_leader is not None else None
-        if self.epoch is None or not self.epoch.members or (expired and last == self._node):
+        if epoch is None or not epoch.members or (expired and last == self._node):
             return 0.0
-        heirs = [node for node in self.epoch.nodes if node != last]
+        heirs = [node for node in epoch.nodes if node != last]
         heir = self._node in heirs
         wait = min((heirs.index(self._node) if heir else len(heirs)) * STEP, LONGEST_STEP)
         # Where all leases ended at once, the members are on their way back; a newcomer must not go on without them.
         return wait + self._lease if expired and (self.linked or not heir) else wait
+
+    def _known_epoch(self) -> EpochRecord | None:
+        """The epoch that stands in the store, also where this node was not told of it yet; else the last one told."""
+        return self._control.epoch.record or self.epoch
 
     def _expired(self) -> bool:
         """Whether the lead fell vacant by the end of its lease, or never was taken."""
@@ -167,7 +172,8 @@ class Succession:
     async def _take(self) -> None:
         record = LeaderRecord(node=self._node, address=self._address)
         before = self._control.leader.modified
-        newcomer = self.epoch is not None and self._node not in self.epoch.nodes
+        epoch = self._known_epoch()
+        newcomer = epoch is not None and self._node not in epoch.nodes
         may_live = self._expired() and (self.linked or newcomer)
         seen = self._control.changed.count
         try:

@@ -6,7 +6,6 @@ thousand pods into them takes twelve times as long as to read the JSON, and they
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from elastic_operator.errors import BadInput, ClusterError
+from elastic_operator.kube.api_error import ApiError, refusal, unreachable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from elastic_operator.kube.resources import Resource
     from elastic_operator.spec import Json
+
+__all__ = ["MERGE_PATCH", "Access", "Api", "ApiError"]
 
 _TIMEOUT: Final = 30.0
 _CONNECTIONS: Final = 32
@@ -35,37 +37,6 @@ _USER_AGENT: Final = "elastic-operator"
 _NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
 
 MERGE_PATCH: Final = "application/merge-patch+json"
-
-
-class ApiError(ClusterError):
-    """The API server refused.
-
-    Attributes:
-        status: the HTTP status.
-        reason: in one word, such as NotFound, AlreadyExists, Conflict, Invalid.
-        words: the server's own sentence.
-    """
-
-    def __init__(self, status: int, reason: str, words: str) -> None:
-        super().__init__(f"the API server refused ({status} {reason}): {words}")
-        self.status = status
-        self.reason = reason
-        self.words = words
-
-    @property
-    def not_found(self) -> bool:
-        """Whether there is no such object."""
-        return self.status == 404
-
-    @property
-    def conflict(self) -> bool:
-        """Whether the object is there already, or has changed since it was read."""
-        return self.status == 409
-
-    @property
-    def rejects_object(self) -> bool:
-        """Whether the object itself can never be taken, however often it is tried."""
-        return self.status in (400, 413, 415, 422)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +242,11 @@ class Api:
             response = await self._request("GET", path, query=query, time_limit=timeout)
             with contextlib.closing(response):
                 if response.status >= 400:
-                    raise _refusal(response.status, await response.read())
+                    raise refusal(response.status, await response.read())
                 async for piece in response.content.iter_any():
                     yield piece
         except _NETWORK_ERRORS as error:
-            raise _unreachable(error) from None
+            raise unreachable(error) from None
 
     async def watch(
         self, resource: Resource, namespace: str | None, *, start: str, labels: str = "", name: str = ""
@@ -293,7 +264,7 @@ class Api:
             )
             with contextlib.closing(response):
                 if response.status >= 400:
-                    raise _refusal(response.status, await response.read())
+                    raise refusal(response.status, await response.read())
                 async for line in response.content:
                     change = json.loads(line)
                     if change["type"] == "ERROR":
@@ -301,7 +272,7 @@ class Api:
                         raise ApiError(int(told.get("code", 500)), str(told.get("reason")), str(told.get("message")))
                     yield change["type"], change["object"]
         except _NETWORK_ERRORS as error:
-            raise _unreachable(error) from None
+            raise unreachable(error) from None
 
     async def _json(
         self,
@@ -318,9 +289,9 @@ class Api:
             with contextlib.closing(response):
                 data = await response.read()
         except _NETWORK_ERRORS as error:
-            raise _unreachable(error) from None
+            raise unreachable(error) from None
         if response.status >= 400:
-            raise _refusal(response.status, data)
+            raise refusal(response.status, data)
         try:
             found: dict[str, Any] = json.loads(data)
         except ValueError:
@@ -365,17 +336,3 @@ def _selection(labels: str = "", name: str = "") -> dict[str, str]:
     if name:
         query["fieldSelector"] = f"metadata.name={name}"
     return query
-
-
-def _refusal(status: int, data: bytes) -> ApiError:
-    try:
-        told = json.loads(data)
-        return ApiError(status, str(told.get("reason") or ""), str(told.get("message") or ""))
-    except (ValueError, AttributeError):
-        return ApiError(status, "", data[:500].decode(errors="replace").strip())
-
-
-def _unreachable(error: Exception) -> ClusterError:
-    if isinstance(error, asyncio.TimeoutError):
-        return ClusterError("the API server does not answer in time")
-    return ClusterError(f"the API server cannot be reached: {str(error) or type(error).__name__}")

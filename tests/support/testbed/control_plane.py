@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 
 import aiohttp
 
-from tests.support.etcd import _free_ports as free_ports
+from tests.support.etcd import free_ports
 from tests.support.testbed.cluster import Cluster
 from tests.support.testbed.daemons import Daemon, DaemonDied, kill_all
 from tests.support.testbed.installation import (

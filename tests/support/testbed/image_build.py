@@ -1,12 +1,14 @@
 """Builds an image from its Dockerfile with buildah, which needs no service and no registry of images.
 
 Its layers are kept in a storage below the cache folder, one for each image, so that only what has changed is built.
-What the storage no longer needs goes when the Dockerfile changes, and all of it when the pinned versions do.
+All stages get a name there, so that what belongs to none of them any more can be told, and removed. When the pinned
+versions change, a storage is begun anew.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -24,12 +26,15 @@ _BUILD: Final = r"""
 bud() { buildah --root "$STORAGE" --runroot /run/images --storage-driver overlay "$@"; }
 bud inspect --type image "$BASE_NAME" > /dev/null 2>&1 || bud pull --quiet "docker-archive:$BASE"
 bud rm --all > /dev/null  # what a killed build has left
-bud bud --layers --isolation chroot --network host --pull=never --tag "$IMAGE" --file "$DOCKERFILE" \
-    --volume "$SETTINGS/home:/root" --volume "$SETTINGS/apt:/etc/apt" "$CONTEXT"
-if [ -e "$STORAGE/built-from" ] && [ "$(cat "$STORAGE/built-from")" != "$IDENTITY" ]; then
-    bud rmi --prune > /dev/null
-fi
-echo "$IDENTITY" > "$STORAGE/built-from"
+build() {
+    bud bud --layers --isolation chroot --network host --pull=never --file "$DOCKERFILE" \
+        --volume "$SETTINGS/home:/root" --volume "$SETTINGS/apt:/etc/apt" "$@" "$CONTEXT"
+}
+for stage in $STAGES; do
+    build --target "$stage" --tag "localhost/stage:$stage"
+done
+build --tag "$IMAGE"
+bud rmi --prune > /dev/null
 skopeo copy --quiet --dest-oci-accept-uncompressed-layers \
     "containers-storage:[overlay@$STORAGE+/run/images]$IMAGE" "oci:$LAYOUT:image"
 """
@@ -64,7 +69,7 @@ def build(dockerfile: Path, *, image: str, folder: Path, layout: Path) -> None:
             "DOCKERFILE": str(dockerfile),
             "CONTEXT": str(ROOT),
             "SETTINGS": settings,
-            "IDENTITY": _digest(dockerfile.read_text()),
+            "STAGES": " ".join(re.findall(r"^FROM .* AS (\S+)$", dockerfile.read_text(), re.MULTILINE)),
             "LAYOUT": str(layout),
             **image_settings.proxies(),
         }

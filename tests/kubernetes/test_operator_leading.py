@@ -1,0 +1,160 @@
+"""The lease by which one of several copies of the operator leads, on a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.leading import Leadership, LeaseSettings
+from elastic_operator.kube.resources import LEASES
+from elastic_operator.kube.user_api import UserApi
+from tests.support.operator_process import PATIENCE
+from tests.support.testbed.control_plane import ControlPlane
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+
+
+class Candidate:
+    """A copy that would lead, and how its work goes."""
+
+    def __init__(self, api: UserApi, namespace: str, identity: str, *, duration: int = 60) -> None:
+        self.leadership = Leadership(
+            api,
+            LeaseSettings(
+                namespace=namespace,
+                name="lease",
+                identity=identity,
+                duration=duration,
+                renew_every=0.1,
+                give_up_after=1.0,
+                ask_every=0.05,
+            ),
+        )
+        self.working = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self.task = asyncio.create_task(self.leadership.run(self._work))
+
+    async def _work(self) -> None:
+        self.stopped.clear()
+        self.working.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.working.clear()
+            self.stopped.set()
+
+    async def end(self) -> None:
+        """As with SIGTERM."""
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+class Candidates:
+    """Makes candidates for one lease, and ends them."""
+
+    def __init__(self, api: UserApi, namespace: str) -> None:
+        self.api = api
+        self.namespace = namespace
+        self.all: list[Candidate] = []
+
+    def candidate(self, identity: str, *, duration: int = 60) -> Candidate:
+        self.all.append(Candidate(self.api, self.namespace, identity, duration=duration))
+        return self.all[-1]
+
+    async def change(self, **spec: str | None) -> None:
+        await self.api.patch(LEASES, self.namespace, "lease", {"spec": spec})
+
+    async def left_by(self, holder: str, *, duration: int) -> None:
+        """The lease as somebody left it who was killed."""
+        spec = {"holderIdentity": holder, "leaseDurationSeconds": duration, "renewTime": "2026-01-01T00:00:00.000000Z"}
+        lease = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": {"name": "lease"}, "spec": spec}
+        await self.api.create(LEASES, self.namespace, lease)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def candidates(control_plane: Cluster) -> AsyncIterator[Candidates]:
+    async with (
+        await UserApi.from_kubeconfig(str(control_plane.kubeconfig)) as api,
+        control_plane.namespace() as namespace,
+    ):
+        made = Candidates(api, namespace)
+        yield made
+        for candidate in made.all:
+            await candidate.end()
+
+
+async def soon(event: asyncio.Event) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await event.wait()
+
+
+async def test_one_leads_and_who_gives_the_lease_back_is_followed_at_once(candidates: Candidates) -> None:
+    first = candidates.candidate("first")
+    await soon(first.working)
+    second = candidates.candidate("second")
+    await first.end()
+    await soon(second.working)  # long before the minute of the lease is over
+    assert first.stopped.is_set()
+    assert not first.leadership.leads
+    assert second.leadership.leads
+
+
+async def test_a_lease_that_nobody_renews_is_taken_when_its_time_is_over(candidates: Candidates) -> None:
+    await candidates.left_by("dead", duration=1)
+    successor = candidates.candidate("successor")
+    await soon(successor.working)
+
+
+async def test_one_that_is_renewed_is_left_alone_for_longer_than_its_duration(candidates: Candidates) -> None:
+    first = candidates.candidate("first", duration=1)
+    await soon(first.working)
+    second = candidates.candidate("second", duration=1)
+    states = candidates.api.states(LEASES, candidates.namespace, name="lease")
+    async with asyncio.timeout(PATIENCE), contextlib.aclosing(states) as leases:
+        async for found in leases:
+            (lease,) = found.values()
+            acquired, renewed = (datetime.fromisoformat(lease["spec"][when]) for when in ("acquireTime", "renewTime"))
+            if renewed - acquired > timedelta(seconds=2.5):
+                break
+    assert first.working.is_set()
+    assert not second.working.is_set()
+
+
+async def test_work_stops_when_somebody_else_has_the_lease_and_begins_again_when_it_is_free(
+    candidates: Candidates,
+) -> None:
+    first = candidates.candidate("first")
+    await soon(first.working)
+    await candidates.change(holderIdentity="thief")
+    await soon(first.stopped)
+    await candidates.change(holderIdentity=None)
+    await soon(first.working)
+
+
+async def test_whoever_has_the_holders_name_is_the_holder(candidates: Candidates) -> None:
+    await candidates.left_by("operator-0", duration=60)
+    after = candidates.candidate("operator-0")
+    await soon(after.working)
+
+
+async def test_work_stops_when_the_api_server_is_away_for_too_long(tmp_path: Path) -> None:
+    async with ControlPlane(tmp_path) as plane, await UserApi.from_kubeconfig(str(plane.kubeconfig)) as api:
+        leader = Candidate(api, "default", "leader")
+        await soon(leader.working)
+        plane.daemons["kube-apiserver"].pause()
+        await soon(leader.stopped)
+        plane.daemons["kube-apiserver"].resume()
+        await soon(leader.working)
+        await leader.end()
