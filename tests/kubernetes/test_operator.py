@@ -286,6 +286,8 @@ async def test_what_a_quota_forbids_is_said_and_done_when_it_allows_it(
     await place.apply(minReplicas=3, etcd={"endpoint": etcd.endpoint})
     job = await place.job(lambda status: "exceeded quota" in conditions(status).get("Waiting", {}).get("message", ""))
     assert not holds(job["status"], "Invalid")
+    await place.told("Warning", "exceeded quota")
+    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
 
     await place.kubectl("delete", "quota", "few")
     await place.pods(3)
@@ -299,10 +301,15 @@ async def test_a_service_of_its_name_that_is_not_its_own_is_left_alone_and_named
     await place.apply()
     job = await place.job(lambda status: "digits-etcd" in conditions(status).get("Waiting", {}).get("message", ""))
     assert "remove it, or give the job another name" in conditions(job["status"])["Waiting"]["message"]
+    await place.apply("another", replicas=1)
+    await place.pods(1, "another")
+    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="409") < 6, "a hot loop"
     assert await place.pods(0) == {}
 
     await place.kubectl("delete", "service", "digits-etcd")
-    await place.pods(3)
+    await place.until(
+        SERVICES, lambda found: bool(found.get("digits-etcd", {}).get("metadata", {}).get("ownerReferences"))
+    )
 
 
 async def test_an_etcd_that_somebody_removed_is_made_again_where_its_pods_look_for_it(

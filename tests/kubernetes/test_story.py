@@ -75,6 +75,10 @@ async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: 
     assert "Succeeded" in told
 
     assert await user.delete("digits") == []
+    operator = (await user.node.kubectl("logs", "--namespace", SYSTEM, f"deployment/{RELEASE}")).stdout
+    assert "looking after the ElasticJobs" in operator
+    assert " WARNING " not in operator
+    assert " ERROR " not in operator
 
 
 async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: User) -> None:
@@ -139,7 +143,8 @@ async def test_an_upgrade_of_the_operator_disturbs_no_job(user: User) -> None:
 
 
 async def test_an_image_without_the_agent_is_called_that(user: User) -> None:
-    await user.apply(job("bare", image="quay.io/coreos/etcd:v3.7.3", command=["etcd"], args=["--version"]))
+    somebody = {"spec": {"securityContext": {"runAsNonRoot": True, "runAsUser": 65532}}}
+    await user.apply(job("bare", image="quay.io/coreos/etcd:v3.7.3", command=["etcd"], template=somebody))
     await user.wait("elasticjob/bare", "condition=Finished")
     told = await user.events("bare")
     assert re.search(r"image quay.io/coreos/etcd:v3.7.3 has no\s+torchelastic-run", told)

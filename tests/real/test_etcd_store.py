@@ -16,9 +16,11 @@ from tests.support.answers import answering, http
 from tests.support.etcd import EtcdServer
 from tests.support.store_conformance import HANGS, StoreBehaviour, confirmed, ended, seen
 from tests.support.tcp_proxy import TcpProxy
+from torchelastic.contract import run_lease
 from torchelastic.errors import HistoryCompacted, LeaseLost, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.store import StoreSettings, connect, etcd_v3
 from torchelastic.store.etcd_v3 import EtcdV3Store
+from torchelastic.store.lasting import LastingKeys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -331,7 +333,12 @@ async def test_a_user_works_below_the_prefix_that_is_theirs(guarded_etcd: EtcdSe
     lease = await store.grant(60)
     revision = await store.put("/alice/a", b"", lease=lease)
     await store.keep_alive(lease)
-    async with contextlib.aclosing(store.watch("/alice/", revision)) as watch:
+    lasting = LastingKeys(store, "run")
+    await lasting.put("/alice/lasting", b"")
+    assert await store.grant(60, lease=run_lease("run")) == run_lease("run")
+    await lasting.end()
+    assert await store.get("/alice/lasting") is None
+    async with contextlib.aclosing(store.watch("/alice/a", revision)) as watch:
         await confirmed(watch)
         assert len(await seen(watch, 1)) == 1
     with pytest.raises(StoreRefused, match="permission denied"):

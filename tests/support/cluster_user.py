@@ -97,14 +97,14 @@ class User:
         }
 
     def kill(self, pod: dict[str, Any], what: str) -> None:
-        """kill -9 the first process of a pod whose command line has these words in it.
+        """kill -9 the youngest process of a pod whose command line has these words in it.
 
         Args:
             pod: the pod.
             what: such as torchelastic-run.
         """
         processes = self.node.processes(pod["metadata"]["uid"])
-        os.kill(min(pid for pid, command in processes.items() if what in command), signal.SIGKILL)
+        os.kill(max(pid for pid, command in processes.items() if what in command), signal.SIGKILL)
 
     async def events(self, name: str) -> str:
         """What ``kubectl describe`` tells of a job."""

@@ -110,7 +110,7 @@ class Leadership:
         """Lead, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._looks = tasks
-            tasks.create_task(self._lasting.keep())
+            tasks.create_task(self._lasting.keep(at_once=self._control.epoch.record is None))
             tasks.create_task(self._watch_nodes())
             tasks.create_task(self._decide())
             tasks.create_task(self._end_patience())

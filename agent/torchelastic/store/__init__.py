@@ -2,6 +2,8 @@
 
 Adapters: :mod:`torchelastic.store.etcd_v3` (etcd 3.4 and later, over its JSON gateway) and
 :mod:`torchelastic.store.memory` (one process, for ``--standalone`` and for tests). :func:`connect` chooses.
+:mod:`torchelastic.store.lasting` writes what is to outlive its writer, :mod:`torchelastic.store.following` reads all
+that stands below a prefix and then every change of it.
 
 The adapters are imported when they are first asked for: an agent starts its fork server before it spends its own time
 on an HTTP client.

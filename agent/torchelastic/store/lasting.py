@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
+_MOMENTS: Final = 1000
+"""So many times does a moment go into the lease's time: where others take over again and again, it is kept still."""
+
 _GRANTS: Final = 3
 """So often is the lease granted for one write before the store counts as unable."""
 
@@ -64,12 +67,18 @@ class LastingKeys:
             lambda: self._store.swap(key, value, expected=expected, lease=self._lease),
         )
 
-    async def keep(self) -> NoReturn:
-        """Grant the lease at once and renew it again and again, until cancelled; a store that is away is waited for.
+    async def keep(self, *, at_once: bool = True) -> NoReturn:
+        """Grant the lease and renew it again and again, until cancelled; a store that is away is waited for.
+
+        Args:
+            at_once: begin with it. False leaves the store alone for a moment, where there is more urgent business and
+                somebody else has kept the lease until now.
 
         Raises:
             StoreRefused: trying again is no use.
         """
+        if not at_once:
+            await asyncio.sleep(self._ttl / _MOMENTS)
         tries = 0
         while True:
             try:

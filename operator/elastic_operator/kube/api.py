@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["MERGE_PATCH", "Access", "Api", "ApiError"]
 
 _TIMEOUT: Final = 30.0
-_CONNECTIONS: Final = 32
+_CONNECTIONS: Final = 16
 _PAGE: Final = 500
 """So many objects are read at once: all pods of a large cluster at once would fill the memory."""
 _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")

@@ -146,8 +146,8 @@ class KubernetesCluster:
         await self._remove(job, plan.remove)
         if store is not None and plan.create:
             await self._create(job, plan.create, store)
-        elif trouble is None and self._ledger.refusal(job) is None and self._ledger.clear(job):
-            self._wake(_key(job), 0.0)
+        elif trouble is None and self._ledger.refusal(job) is None and not self._must_wait(job):
+            self._clear(job)
         if trouble is not None:
             raise trouble
 
@@ -191,6 +191,11 @@ class KubernetesCluster:
             return None
         return await self._etcd.ensure(job)
 
+    def _clear(self, job: Job) -> None:
+        """All that was asked for is there; where that is news, the plan is another."""
+        if self._ledger.clear(job):
+            self._wake(_key(job), 0.0)
+
     def _must_wait(self, job: Job) -> bool:
         """Whether it is too early to try again what could not be made; then it is tried when it is time."""
         wait = self._ledger.wait(job)
@@ -221,8 +226,7 @@ class KubernetesCluster:
             _raise_first(results)
             done += batch
             batch = min(batch * 2, _LARGEST_BATCH)
-        if self._ledger.clear(job):
-            self._wake(_key(job), 0.0)
+        self._clear(job)
 
 
 def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:

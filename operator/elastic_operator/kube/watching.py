@@ -93,6 +93,8 @@ class Watches:
                 clusterwide=not self._namespaces,
                 namespaces=self._namespaces,
                 stop_flag=stop,
+                # It would ask for the user's name, and in a container a user may have none.
+                identity="elastic-operator",  # type: ignore[arg-type]  # a text; kopf keeps the type's name to itself
             )
 
         return watch

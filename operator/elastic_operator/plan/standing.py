@@ -157,7 +157,9 @@ def _conditions(job: Job, observed: Observed, status: JobStatus, scene: Scene) -
         unknown = (
             "whether the run has ended is not known while the store cannot be read; no pod is started until it can be"
         )
-        waiting = (True, Reason.STORE_UNREADABLE, unknown)
+        # Perhaps it is the store itself that cannot be made.
+        because = "" if observed.hindrance is None else words.clause(observed.hindrance)
+        waiting = (True, Reason.STORE_UNREADABLE, _sentence(unknown, because))
     elif status.ready < minimum:
         there = f"{status.ready} of at least {words.count(minimum, 'pod')} {'is' if status.ready == 1 else 'are'} ready"
         because = Reason.HINDERED if hindered else Reason.BELOW_MINIMUM

@@ -29,7 +29,7 @@ def write_image_of_program(out: Path, *, name: str, program: Path, at: str, conf
         at: its path in the image, such as /usr/local/bin/etcd.
         config: what the image says of how it is run: Env, Cmd and so on, as in an OCI configuration.
     """
-    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix="tmp-") as scratch:
         layer = Path(scratch) / "layer.tar"
         with tarfile.open(layer, "w") as tar:
             _add_file(tar, at.lstrip("/"), program.read_bytes(), mode=0o755)
