@@ -27,10 +27,10 @@ TIME_FORMAT: Final = "%H:%M:%S"
 WORKER_LINE: Final = re.compile(rb"\[(?:[^\]]* )?rank (?P<rank>[0-9]{1,9})\] ")
 """The beginning of a line of a worker's."""
 
-STARTED_LINE: Final = re.compile(
-    rb"[0-9:]{8} \[[^\]]*\] epoch (?P<epoch>[0-9]{1,15}): started ranks? (?P<ranks>[0-9, ]+) of a world of [0-9]+"
+EPOCH_LINE: Final = re.compile(
+    rb"[0-9:]{8} \[[^\]]*\] epoch (?P<epoch>[0-9]{1,15}): (?:started ranks? (?P<ranks>[0-9, ]+) of a world of [0-9]+)?"
 )
-"""A line with which an agent says that the workers of an epoch run: what stands below it is theirs."""
+"""A line in which an agent speaks of an epoch; with ``ranks``, once its workers run: what stands below is theirs."""
 
 
 def worker_prefix(rank: int, role: str = DEFAULT_ROLE) -> str:

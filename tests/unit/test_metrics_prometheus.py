@@ -344,7 +344,7 @@ def test_threads_that_measure_at_once_lose_nothing() -> None:
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
-    scrape(handler)
+    _samples(parse_text(generate_latest(handler.registry).decode()))  # whole and sound, whatever comes in meanwhile
     for thread in threads:
         thread.join()
     samples = scrape(handler)

@@ -105,7 +105,7 @@ def test_a_pod_ends_with_its_worker_whatever_its_sidecars_do() -> None:
     alone = pod_of(an_object("Running", {"name": "log", "state": ended(0)}, worker(ended(0, reason="Completed"))))
     assert (alone.phase, alone.lingers) == (PodPhase.SUCCEEDED, False)
     native = pod_of(an_object("Running", worker(ended(0)), initContainerStatuses=[sidecar]))
-    assert (native.phase, native.lingers) == (PodPhase.SUCCEEDED, True)
+    assert (native.phase, native.lingers) == (PodPhase.SUCCEEDED, False)
     assert not pod_of(an_object("Running", sidecar, worker(RUNNING))).lingers
 
 

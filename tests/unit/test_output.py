@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torchelastic.output import STARTED_LINE, TIME_FORMAT, WORKER_LINE, log_format, started, worker_prefix
+from torchelastic.output import EPOCH_LINE, TIME_FORMAT, WORKER_LINE, log_format, started, worker_prefix
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_an_agent_says_which_ranks_of_which_epoch_follow(node: str, ranks: list[
     record = logging.LogRecord("torchelastic", logging.INFO, "", 0, "%s", (started(7, ranks, 8),), None)
     line = logging.Formatter(log_format(node), TIME_FORMAT).format(record)
     assert line.endswith(f" [{node}] epoch 7: started {said} of a world of 8")
-    match = STARTED_LINE.fullmatch(line.encode())
+    match = EPOCH_LINE.fullmatch(line.encode())
     assert match is not None
     assert int(match["epoch"]) == 7
     assert [int(rank) for rank in match["ranks"].split(b",")] == ranks

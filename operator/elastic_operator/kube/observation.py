@@ -223,8 +223,8 @@ def _ended(obj: Json, worker: ContainerState) -> float | None:
 
 
 def _others_run(obj: Json) -> bool:
-    states = (*container_states(obj), *container_states(obj, "initContainerStatuses"))
-    return any(state.running is not None and state.name != WORKER for state in states)
+    """Whether another container goes on; the kubelet itself ends those that stand among the init containers."""
+    return any(state.running is not None and state.name != WORKER for state in container_states(obj))
 
 
 def _index(obj: Json) -> int:

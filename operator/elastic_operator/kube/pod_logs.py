@@ -20,6 +20,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.status_json import rfc3339
+from torchelastic.output import EPOCH_LINE, WORKER_LINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,10 +36,6 @@ _REMEMBERED: Final = 256
 _DISORDER: Final = 1
 """Seconds. No line stands behind one that came so much later."""
 _STAMP: Final = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ")
-_RANK: Final = re.compile(rb"\[(?:[^\]]* )?rank (\d{1,9})\] ")
-_EPOCH: Final = re.compile(
-    rb"\d\d:\d\d:\d\d \[[^\]]*\] epoch (\d{1,15}): (?:started ranks? ([\d, ]+) of a world of \d+)?"
-)
 
 
 class LogLine(NamedTuple):
@@ -123,12 +120,12 @@ class PodLog:
             if time < self._known_before or stamped in self._known:
                 return None
             self._recent.append(stamped)
-        if rank := _RANK.match(text):
-            return LogLine(time, self.epoch, int(rank[1]), text[rank.end() :])
-        if epoch := _EPOCH.match(text):
-            self.epoch = max(self.epoch, int(epoch[1]))
-            if epoch[2]:
-                self.ranks[int(epoch[1])] = tuple(int(number) for number in epoch[2].split(b","))
+        if rank := WORKER_LINE.match(text):
+            return LogLine(time, self.epoch, int(rank["rank"]), text[rank.end() :])
+        if epoch := EPOCH_LINE.match(text):
+            self.epoch = max(self.epoch, int(epoch["epoch"]))
+            if epoch["ranks"]:
+                self.ranks[int(epoch["epoch"])] = tuple(int(number) for number in epoch["ranks"].split(b","))
         return LogLine(time, self.epoch, AGENT, text)
 
 

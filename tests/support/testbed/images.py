@@ -33,12 +33,11 @@ IMAGES: Final[Mapping[str, str]] = {
     "agent": "elastic-agent:dev",
     "operator": "elastic-operator:dev",
     "etcd": "quay.io/coreos/etcd:v3.7.3",
-    "coredns": "registry.k8s.io/coredns/coredns:v1.12.4",
     "pause": "registry.k8s.io/pause:3.10",
 }
 """What manifests call the images, by the names that :func:`archive` takes."""
 
-_BINARIES: Final = ("etcd", "coredns")
+_BINARIES: Final = ("etcd",)
 _DOCKERFILES: Final = {name: image_build.ROOT / f"Dockerfile.{name}" for name in ("agent", "operator")}
 
 
@@ -76,9 +75,6 @@ _PROGRAMS: Final[Mapping[str, Program]] = {
         found=lambda: binary("etcd"),
         at="/usr/local/bin/etcd",
         config={"Env": [_PATH], "Cmd": ["/usr/local/bin/etcd"]},
-    ),
-    "coredns": Program(
-        found=lambda: binary("coredns"), at="/coredns", config={"Env": [_PATH], "Entrypoint": ["/coredns"]}
     ),
     "pause": Program(found=_pause, at="/pause", config={"Env": [_PATH], "Entrypoint": ["/pause"], "User": "65535"}),
 }
