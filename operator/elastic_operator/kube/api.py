@@ -20,7 +20,7 @@ from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kube.api_error import ApiError, refusal, unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
     from types import TracebackType
 
     from elastic_operator.kube.resources import Resource
@@ -158,7 +158,7 @@ class Api:
         return await self._json("GET", resource.path(namespace, name))
 
     async def list(
-        self, resource: Resource, namespace: str | None, *, labels: str = "", name: str = ""
+        self, resource: Resource, namespace: str | None, *, labels: str = "", name: str = "", fields: str = ""
     ) -> tuple[list[Json], str]:
         """The objects of a namespace (None: of all) with these labels, and the resource version of the listing.
 
@@ -167,8 +167,9 @@ class Api:
             namespace: where.
             labels: a label selector.
             name: only the one of this name.
+            fields: a field selector, where no name is given.
         """
-        query = _selection(labels, name)
+        query = _selection(labels, name, fields)
         listing = await self._json("GET", resource.path(namespace), query=query, verb="LIST")
         return list(listing.get("items") or ()), str(listing["metadata"]["resourceVersion"])
 
@@ -226,28 +227,6 @@ class Api:
             body["gracePeriodSeconds"] = grace
         return await self._json("DELETE", resource.path(namespace, name), body=body)
 
-    async def logs(
-        self, namespace: str, pod: str, container: str, *, follow: bool = False, tail: int | None = None
-    ) -> AsyncGenerator[bytes, None]:
-        """What a container has printed, and with ``follow`` what it goes on to print, piece by piece."""
-        query = {"container": container}
-        if follow:
-            query["follow"] = "true"
-        if tail is not None:
-            query["tailLines"] = str(tail)
-        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
-        # A log that is followed is silent as long as the program is.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT) if follow else _TIMEOUT
-        try:
-            response = await self._request("GET", path, query=query, time_limit=timeout)
-            with contextlib.closing(response):
-                if response.status >= 400:
-                    raise refusal(response.status, await response.read())
-                async for piece in response.content.iter_any():
-                    yield piece
-        except _NETWORK_ERRORS as error:
-            raise unreachable(error) from None
-
     async def watch(
         self, resource: Resource, namespace: str | None, *, start: str, labels: str = "", name: str = ""
     ) -> AsyncGenerator[tuple[str, Json], None]:
@@ -257,20 +236,34 @@ class Api:
             ApiError: the resource version is no longer kept (410): list again.
         """
         query = {**_selection(labels, name), "watch": "true", "resourceVersion": start, "timeoutSeconds": "300"}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT)
+        pieces = self._stream(resource.path(namespace), query, verb="WATCH")
+        async with contextlib.aclosing(pieces):
+            async for line in _lines(pieces):
+                change = json.loads(line)
+                if change["type"] == "ERROR":
+                    told = change["object"]
+                    raise ApiError(int(told.get("code", 500)), str(told.get("reason")), str(told.get("message")))
+                yield change["type"], change["object"]
+
+    async def _stream(
+        self, path: str, query: Mapping[str, str], *, verb: str = "", silence: float | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """An answer that comes little by little, as it comes.
+
+        Args:
+            path: of what is asked for.
+            query: how.
+            verb: what it is counted as.
+            silence: seconds without a byte after which it is no longer waited for; None for no limit.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=silence)
         try:
-            response = await self._request(
-                "GET", resource.path(namespace), query=query, time_limit=timeout, verb="WATCH"
-            )
+            response = await self._request("GET", path, query=query, time_limit=limit, verb=verb)
             with contextlib.closing(response):
                 if response.status >= 400:
                     raise refusal(response.status, await response.read())
-                async for line in response.content:
-                    change = json.loads(line)
-                    if change["type"] == "ERROR":
-                        told = change["object"]
-                        raise ApiError(int(told.get("code", 500)), str(told.get("reason")), str(told.get("message")))
-                    yield change["type"], change["object"]
+                async for piece in response.content.iter_any():
+                    yield piece
         except _NETWORK_ERRORS as error:
             raise unreachable(error) from None
 
@@ -329,10 +322,17 @@ class Api:
         return response
 
 
-def _selection(labels: str = "", name: str = "") -> dict[str, str]:
-    query = {}
-    if labels:
-        query["labelSelector"] = labels
-    if name:
-        query["fieldSelector"] = f"metadata.name={name}"
-    return query
+def _selection(labels: str = "", name: str = "", fields: str = "") -> dict[str, str]:
+    selectors = {"labelSelector": labels, "fieldSelector": f"metadata.name={name}" if name else fields}
+    return {kind: selector for kind, selector in selectors.items() if selector}
+
+
+async def _lines(pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """The lines of a stream, however long: an object may have megabytes, and aiohttp gives up on a line long before."""
+    begun: list[bytes] = []
+    async for piece in pieces:
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join((*begun, end))
+            begun.clear()
+        begun.append(rest)

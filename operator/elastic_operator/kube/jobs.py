@@ -82,8 +82,7 @@ class ClusterJobs:
         job = await self.object(name)
         uid = job["metadata"]["uid"]
         pods = await self._as_far_as_allowed("pods", self._workers(name))
-        told = self._api.select(EVENTS, self.namespace, f"involvedObject.uid={uid}")
-        events = await self._as_far_as_allowed("events", told)
+        events = await self._as_far_as_allowed("events", self._events(uid))
         return snapshot_of(job, pods, events, await self._etcd(job))
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -127,6 +126,10 @@ class ClusterJobs:
 
     async def _workers(self, name: str) -> list[Json]:
         found, _ = await self._api.list(PODS, self.namespace, labels=worker_labels(name))
+        return found
+
+    async def _events(self, uid: str) -> list[Json]:
+        found, _ = await self._api.list(EVENTS, self.namespace, fields=f"involvedObject.uid={uid}")
         return found
 
     async def _etcd(self, job: Json) -> Json | None:

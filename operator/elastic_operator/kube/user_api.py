@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-
-import aiohttp
 
 from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
 from elastic_operator.kube import kubeconfig
@@ -61,11 +58,6 @@ class UserApi(Api):
         super().__init__(configuration, namespace)
         configuration.connection_pool_maxsize = 0  # without a limit: each log that is followed holds a connection
 
-    async def select(self, resource: Resource, namespace: str, fields: str) -> list[Json]:
-        """The objects of a namespace that a field selector chooses."""
-        listing = await self._json("GET", resource.path(namespace), query={"fieldSelector": fields}, verb="LIST")
-        return list(listing.get("items") or ())
-
     async def stamped_log(
         self, namespace: str, pod: str, container: str, *, follow: bool, since: str | None = None
     ) -> AsyncGenerator[bytes, None]:
@@ -85,16 +77,10 @@ class UserApi(Api):
             query["sinceTime"] = since
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
         # A log that is followed is silent as long as the program is.
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=None if follow else _SILENCE)
-        try:
-            response = await self._request("GET", path, query=query, time_limit=limit)
-            with contextlib.closing(response):
-                if response.status >= 400:
-                    raise _refusal(response.status, await response.read())
-                async for piece in response.content.iter_any():
-                    yield piece
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ClusterError(f"the log of {pod} broke off: {str(error) or type(error).__name__}") from None
+        pieces = self._stream(path, query, silence=None if follow else _SILENCE)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
 
     async def states(
         self, resource: Resource, namespace: str, *, labels: str = "", name: str = ""
@@ -255,11 +241,3 @@ def _told(error: ApiError, missing: str) -> ElasticJobError:
             return BadInput(error.words)
         case _:
             return error
-
-
-def _refusal(status: int, data: bytes) -> ApiError:
-    try:
-        told: dict[str, Any] = json.loads(data)
-        return ApiError(status, str(told.get("reason") or ""), str(told.get("message") or ""))
-    except (ValueError, AttributeError):
-        return ApiError(status, "", data[:500].decode(errors="replace").strip())
