@@ -43,7 +43,7 @@ What the operator does with the objects of the namespaces that it looks after, a
 # What is to be done.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 # What it says of a job.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs/status]

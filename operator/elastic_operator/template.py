@@ -28,6 +28,8 @@ _EACH_ITS_OWN: Final = {
     "name": "each pod has a name of its own",
     "generateName": "each pod has a name of its own",
     "namespace": "pods live in the namespace of their job",
+    "ownerReferences": "pods belong to their job alone",
+    "finalizers": "pods go with their job",
 }
 
 

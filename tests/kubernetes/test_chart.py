@@ -299,7 +299,7 @@ def jobs_rights() -> set[Right]:
     group = "elastic.pytorch.org"
     owned = [("", "pods"), ("", "services"), ("apps", "deployments")]
     return {
-        *((group, "elasticjobs", verb, "") for verb in ("get", "list", "watch")),
+        *((group, "elasticjobs", verb, "") for verb in ("list", "watch")),
         (group, "elasticjobs/status", "update", ""),
         (group, "elasticjobs/scale", "patch", ""),
         *((*what, verb, "") for what in owned for verb in ("list", "watch", "create", "delete")),

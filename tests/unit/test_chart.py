@@ -185,7 +185,7 @@ def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:
     }
     owned = {"list", "watch", "create", "delete"}
     assert rights == {
-        ("elastic.pytorch.org", "elasticjobs"): {"get", "list", "watch"},
+        ("elastic.pytorch.org", "elasticjobs"): {"list", "watch"},
         ("elastic.pytorch.org", "elasticjobs/status"): {"update"},
         ("elastic.pytorch.org", "elasticjobs/scale"): {"patch"},
         ("", "pods"): owned,

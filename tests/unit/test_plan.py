@@ -364,6 +364,18 @@ def test_back_off_doubles_from_nothing_to_a_minute() -> None:
     assert back_off(10**6) == LONGEST_BACK_OFF
 
 
+def test_a_node_whose_clock_is_ahead_delays_no_replacement() -> None:
+    dead = died(0, started=NOW + 3590, ended=NOW + 3600)
+    made = plan(that_trained(a_job(replicas=1)), a_world(dead), NOW)
+    assert [pod.index for pod in made.create] == [0]
+
+
+def test_an_end_that_lies_in_the_future_keeps_nothing_waiting() -> None:
+    over = with_status(TRAINED, state=JobState.SUCCEEDED, completed=NOW + 3600)
+    cleared = plan(over, a_world(running(0)), NOW)
+    assert (len(cleared.remove), cleared.etcd, cleared.wake_at) == (1, False, None)
+
+
 # -- charges
 
 

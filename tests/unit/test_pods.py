@@ -207,6 +207,14 @@ def test_what_is_said_twice_is_a_problem_that_is_put_into_words(fields: dict[str
             "metadata.namespace of the template is given, but pods live in the namespace of their job; remove it",
         ),
         (
+            {"metadata": {"ownerReferences": [{"kind": "ConfigMap", "name": "mine"}]}},
+            "metadata.ownerReferences of the template is given, but pods belong to their job alone; remove it",
+        ),
+        (
+            {"metadata": {"finalizers": ["mine/never"]}},
+            "metadata.finalizers of the template is given, but pods go with their job; remove it",
+        ),
+        (
             {"metadata": {"labels": {"elastic.pytorch.org/job": "x"}}},
             "labels of the template name elastic.pytorch.org/job, which only the operator sets; remove it",
         ),

@@ -98,8 +98,10 @@ def clear_away(status: JobStatus, roster: Roster, now: float) -> Clearance:
     Pods that have ended stay, for their log, unless another of their containers still runs. Agents that know of the end
     get a while to end by themselves, and can read it in the store until then.
     """
-    patience_ends = (status.completed or 0.0) + FAREWELL
-    patient = now < patience_ends
+    completed = status.completed or 0.0
+    patience_ends = completed + FAREWELL
+    # A time that is still to come is by another clock, and nobody knows how long to wait.
+    patient = completed <= now < patience_ends
     agents_know = any(
         condition.type == ConditionType.FINISHED and condition.reason in (Reason.RUN_SUCCEEDED, Reason.RUN_FAILED)
         for condition in status.conditions

@@ -85,7 +85,8 @@ def _vacancy(index: int, last: Pod | None, now: float) -> Vacancy:
     if verdict(last) is Verdict.LEFT:
         return Vacancy(index, before, replaces=last)
     failures = before + 1
-    return Vacancy(index, failures, (began if ended is None else ended) + back_off(failures), last)
+    since = min(began if ended is None else ended, now)  # by the clock of its node, which may be ahead of ours
+    return Vacancy(index, failures, since + back_off(failures), last)
 
 
 def back_off(failures: int) -> float:
