@@ -210,7 +210,7 @@ def test_without_the_kubernetes_package_the_extra_is_named(
     assert run("get", "-n", "team") == 1
     said = the_one_sentence(capsys.readouterr())
     assert said.startswith("jobs on a cluster need the Python package kubernetes")
-    assert "elastic-operator[operator]" in said
+    assert "pip install '.[operator]'" in said
 
 
 async def test_a_cluster_can_be_asked_from_any_system(
@@ -335,7 +335,10 @@ def test_a_description_says_all_that_is_known() -> None:
         "    Node:   node-a (pod address 10.1.0.0)",
     ]
     assert lines[second + 1] == "    State:  starting"
-    assert lines[second + 4] == "    Note:   the image elastic-agent:dev cannot be pulled: no such image"
+    assert (
+        lines[second + 4]
+        == "    Note:   the image elastic-agent:dev cannot be pulled (load it into the nodes, or name a registry): no such image"
+    )
     assert "    State:       failed (3)" in lines[third:]
     assert "    Last Words:  etcd does not answer" in lines[third:]
     assert lines[-2:] == [

@@ -51,10 +51,16 @@ def test_every_flag_is_heard() -> None:
 
 
 def test_outside_of_a_pod_two_processes_have_different_names() -> None:
-    one, other = parse([], {}), parse([], {})
+    one, other = parse(["--context=test"], {}), parse(["--context=test"], {})
     assert one.identity != other.identity
     assert not one.in_pod
     assert one.lease_namespace is None
+
+
+def test_outside_of_a_pod_no_cluster_is_touched_that_was_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse([], {"KUBECONFIG": "/production"})
+    assert "name a cluster with --context or --kubeconfig" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not 
         ),
         (
             an_object("Pending", worker(waiting("InvalidImageName", 'couldn\'t parse image name "TEAM"'))),
-            '"team/train:1" is no name of an image',
+            '"team/train:1" is no name of an image; correct it in the job',
         ),
         (
             an_object("Pending", worker(waiting("ErrImageNeverPull", 'Container image "x" is not present'))),
@@ -303,7 +303,7 @@ PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not 
                 template={"initContainers": [{"name": "fetch", "image": "busybox:9"}]},
                 initContainerStatuses=[{"name": "fetch", "state": waiting("ErrImagePull", "denied")}],
             ),
-            "its init container fetch: the image busybox:9 cannot be pulled: denied",
+            "its init container fetch: the image busybox:9 cannot be pulled (load it into the nodes, or name a registry): denied",
         ),
         (an_object("Running", worker(RUNNING)), ""),
     ],

@@ -67,8 +67,8 @@ def on_cluster(arguments: argparse.Namespace, ask: Callable[[UserApi], Awaitable
         if (error.name or "").partition(".")[0] not in ("kubernetes", "yaml"):
             raise
         raise ClusterError(
-            f"jobs on a cluster need the Python package {error.name}; install the extra `operator`, as in "
-            "`pip install 'elastic-operator[operator]'`"
+            f"jobs on a cluster need the Python package {error.name}; install the extra `operator`, in a clone of the "
+            "project with `pip install '.[operator]'`"
         ) from None
     where = Whereabouts(kubeconfig=arguments.kubeconfig, context=arguments.context, namespace=arguments.namespace)
 

@@ -69,7 +69,7 @@ class OperatorSettings:
         leader_elect: whether it acts only while it holds the lease, so that several copies may run.
         lease_namespace: of the lease; None for the operator's own namespace.
         lease_name: of the lease.
-        kubeconfig: a file; None for the pod's service account, or outside a pod for the usual file.
+        kubeconfig: a file; None for the pod's service account, or where a context is given for the usual file.
         context: of the kubeconfig; None for its current one.
         log_format: how a line of the log looks.
         log_level: what is logged.
@@ -105,8 +105,12 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
         argv: without the program's name; None for this process's own.
         environ: POD_NAME and POD_NAMESPACE say which pod this is.
     """
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given = parser.parse_args(argv)
     in_pod = bool(environ.get("KUBERNETES_SERVICE_HOST"))
+    if not in_pod and given.kubeconfig is None and given.context is None:
+        # Whatever cluster somebody used last is not to be changed by a word less.
+        parser.error("this is no pod: name a cluster with --context or --kubeconfig")
     return OperatorSettings(
         namespaces=tuple(dict.fromkeys(given.namespace)),
         pods=PodSettings(etcd_image=given.etcd_image, agent_metrics_port=given.agent_metrics_port),

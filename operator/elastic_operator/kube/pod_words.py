@@ -124,9 +124,11 @@ def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
     if reason in _PULL:
         # Pulling and backing off take turns; what is said of both is the same.
         cause = _BACK_OFF.sub("", said)
-        return f"the image {image} cannot be pulled{f': {cause}' if cause else ''}"
+        # An image without a registry in its name was most often meant to be on the node already.
+        hint = "" if "/" in image else " (load it into the nodes, or name a registry)"
+        return f"the image {image} cannot be pulled{hint}{f': {cause}' if cause else ''}"
     if reason == "InvalidImageName":
-        return f'"{image}" is no name of an image'
+        return f'"{image}" is no name of an image; correct it in the job'
     if reason == "ErrImageNeverPull":
         return f"the image {image} is not on its node, and imagePullPolicy is Never"
     if reason.startswith(("CreateContainer", "RunContainer", "PreCreateHook", "PreStartHook", "PostStartHook")):

@@ -209,8 +209,9 @@ def processes(folder: Path) -> Iterator[int]:
 def _remove(folder: Path, deadline: float) -> bool:
     while folder.exists():
         for pid in processes(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if pid > 0:  # 0 stands for one that cannot be seen from here
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for group, _, _ in os.walk(folder, topdown=False):
             with contextlib.suppress(OSError):
                 # Version 1: what it has cached of files keeps a removed group alive in the kernel.

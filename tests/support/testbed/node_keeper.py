@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -41,7 +42,7 @@ def main(folder: str) -> int:
     bed = Bed.read(Path(folder, "bed.json").read_text())
     asked_to_end = _asked_to_end()
     with _place(Path(bed.cache)) as place:
-        groups = node_cgroups.plan(node_cgroups.of_this_machine(), f"elastic-operator-node-{os.getpid()}")
+        groups = node_cgroups.plan(node_cgroups.of_this_machine(), f"elastic-operator-node-{secrets.token_hex(6)}")
         (place / _GROUPS).write_text(node_cgroups.written(groups))
         try:
             node_cgroups.make(groups)

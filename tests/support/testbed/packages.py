@@ -134,8 +134,9 @@ class _Apt:
         (folder / "status").touch()
         self._configuration = folder / "apt.conf"
         self._configuration.write_text(
-            # What a machine's configuration does after each update is for the machine's own lists and caches.
-            "#clear APT::Update::Post-Invoke;\n#clear APT::Update::Post-Invoke-Success;\n#clear DPkg::Post-Invoke;\n"
+            # What a machine's configuration does around each update is for the machine's own lists and caches.
+            "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n"
+            "#clear APT::Update::Post-Invoke-Success;\n#clear DPkg::Post-Invoke;\n"
             f'Dir::State "{folder}/state";\nDir::State::status "{folder}/status";\nDir::Cache "{folder}/cache";\n'
             # Without this, root's apt fetches as a user who may not look into the cache folder.
             'APT::Sandbox::User "root";\n'
