@@ -337,7 +337,7 @@ def test_a_description_says_all_that_is_known() -> None:
     assert lines[second + 1] == "    State:  starting"
     assert (
         lines[second + 4]
-        == "    Note:   the image elastic-agent:dev cannot be pulled (load it into the nodes, or name a registry): no such image"
+        == "    Note:   the image elastic-agent:dev cannot be pulled (is it on the nodes?): no such image"
     )
     assert "    State:       failed (3)" in lines[third:]
     assert "    Last Words:  etcd does not answer" in lines[third:]

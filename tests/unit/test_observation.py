@@ -303,7 +303,7 @@ PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not 
                 template={"initContainers": [{"name": "fetch", "image": "busybox:9"}]},
                 initContainerStatuses=[{"name": "fetch", "state": waiting("ErrImagePull", "denied")}],
             ),
-            "its init container fetch: the image busybox:9 cannot be pulled (load it into the nodes, or name a registry): denied",
+            "its init container fetch: the image busybox:9 cannot be pulled (is it on the nodes?): denied",
         ),
         (an_object("Running", worker(RUNNING)), ""),
     ],

@@ -125,7 +125,7 @@ def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
         # Pulling and backing off take turns; what is said of both is the same.
         cause = _BACK_OFF.sub("", said)
         # An image without a registry in its name was most often meant to be on the node already.
-        hint = "" if "/" in image else " (load it into the nodes, or name a registry)"
+        hint = "" if "/" in image else " (is it on the nodes?)"
         return f"the image {image} cannot be pulled{hint}{f': {cause}' if cause else ''}"
     if reason == "InvalidImageName":
         return f'"{image}" is no name of an image; correct it in the job'
