@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import uuid
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,11 @@ pytest.register_assert_rewrite("tests.support.store_conformance")  # it asserts 
 # How fast examples are made says how busy the machine is, and nothing of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+# A shell that starts something in the background has it ignore these; what the tests start would ignore them, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -87,7 +87,8 @@ class Pod:
         message: the agent's last words; a plain text where they were not ours, None where there are none.
         failures: how many pods of this index failed in a row before it.
         size: the wanted size that it was started with; None where it is not known.
-        waiting: why its worker container has not started yet, in words; empty where it has, or nobody says.
+        waiting: why its worker container has not started yet, or why one that runs is not ready, in words; empty where
+            nobody says.
         unfit: why its worker container can't have an agent that this operator understands; None where it can.
         lingers: whether its worker container has ended and another one of its containers still runs.
     """
@@ -133,7 +134,7 @@ class Observed:
         refusal: why the cluster will never take the pods (or the etcd) that this spec asks for, in its own words; None
             where it does.
         hindrance: why pods could not be made when it was tried last, though later they may be, in words; None where
-            they could.
+            they could. Where no pod lives: why the store cannot be read.
     """
 
     pods: tuple[Pod, ...] = ()

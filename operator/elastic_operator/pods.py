@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.template import WORKER, template_problem, worker_container
 from elastic_operator.unchecked import listing, mappings
 from torchelastic.contract import CONTRACT_VERSION, Env, encode
+from torchelastic.endpoints import parse_endpoints
+from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -178,6 +180,11 @@ def problem_of(spec: ElasticJobSpec) -> str | None:
     """What a spec says twice, or its template must not say, in a sentence; None where there is nothing."""
     if not 1 <= spec.min_replicas <= spec.max_replicas:
         return "spec.minReplicas must be at least 1 and not larger than spec.maxReplicas"
+    if spec.etcd.endpoint is not None:
+        try:
+            parse_endpoints(spec.etcd.endpoint)
+        except SettingsError as error:
+            return f"spec.etcd.endpoint: {error}"
     container = worker_container(spec)
     for name, value in (("image", spec.image), ("command", spec.command), ("args", spec.args)):
         if value and container.get(name):

@@ -23,7 +23,8 @@ from torchelastic.contract import (
     decode,
     encode,
 )
-from torchelastic.errors import HistoryCompacted, MalformedRecord, StoreError
+from torchelastic.endpoints import parse_endpoints
+from torchelastic.errors import HistoryCompacted, LeaseLost, MalformedRecord, SettingsError, StoreError
 from torchelastic.store import Listing, StoreSettings, connect, follow
 from torchelastic.store.lasting import LastingKeys
 
@@ -37,20 +38,36 @@ _log = logging.getLogger(__name__)
 _FIRST_DELAY: Final = 0.05
 _LONGEST_DELAY: Final = 2.0
 
+_REMEMBERED: Final = 1000
+
 _Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+def store_at(endpoint: str) -> StoreSettings:
+    """How to reach the etcd that is written like this; an agent that is told the same reaches the same.
+
+    Args:
+        endpoint: ``host[:port]``, several with commas, each perhaps behind ``http://`` or ``https://``.
+
+    Raises:
+        SettingsError: that can't be read.
+    """
+    protocol, endpoints = parse_endpoints(endpoint)
+    return StoreSettings(endpoints=endpoints, protocol=protocol or "http")
 
 
 class StoreMirror:
     """The keys of one run.
 
     It calls ``changed()`` whenever an attribute has changed, and ``away(sentence)`` whenever the store could not be
-    reached or the connection broke.
+    reached, the connection broke, or nobody can say where the store is.
 
     Args:
         run_id: the run's id.
         changed: see above.
         away: see above.
         run_lease: seconds after which nothing is left in the store of a run that everybody has abandoned.
+        remembered: of how many nodes that are gone the names are kept at least.
 
     Attributes:
         readable: whether what follows is what stands in the store now.
@@ -58,7 +75,7 @@ class StoreMirror:
         outcome: the end of the run.
         size: the wanted size.
         nodes: by node id, the nodes that are there.
-        names: by node id, the pod of every node that ever was there.
+        names: by node id, the pod of every node that is there or in the epoch, and of those that went last.
     """
 
     def __init__(
@@ -68,9 +85,11 @@ class StoreMirror:
         changed: Callable[[], None],
         away: Callable[[str], None],
         run_lease: float = RUN_LEASE_TTL,
+        remembered: int = _REMEMBERED,
     ) -> None:
         self._run_id = run_id
         self._run_lease = run_lease
+        self._remembered = remembered
         self._keys = RunKeys.of(run_id)
         self._changed = changed
         self._away = away
@@ -83,20 +102,21 @@ class StoreMirror:
         self.nodes: dict[str, NodeRecord] = {}
         self.names: dict[str, str] = {}
 
-    async def run(self, endpoints: Callable[[], tuple[str, ...]], available: asyncio.Event | None) -> None:
+    async def run(self, settings: Callable[[], StoreSettings], available: asyncio.Event | None) -> None:
         """Follow the store until cancelled.
 
         Args:
-            endpoints: gives host:port of its servers.
+            settings: gives how to reach it, whenever it is tried; may raise SettingsError.
             available: set while it is worth trying; None where nobody knows.
         """
+        task = asyncio.current_task()
         delay = _FIRST_DELAY
         while True:
             if available is not None:
                 await available.wait()
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    store = await connect(StoreSettings(endpoints=endpoints()))
+                    store = await connect(settings())
                     stack.push_async_callback(store.close)
                     self._store = store
                     self._lasting = LastingKeys(store, self._run_id, ttl=self._run_lease)
@@ -104,7 +124,7 @@ class StoreMirror:
                         tasks.create_task(self._lasting.keep())
                         while True:
                             await self._follow(store)
-            except* StoreError as errors:
+            except* (StoreError, SettingsError) as errors:
                 self._away(str(errors.exceptions[0]))
             finally:
                 self._store = self._lasting = None
@@ -112,6 +132,9 @@ class StoreMirror:
                     delay = _FIRST_DELAY
                     self.readable = False
                     self._changed()
+            if task is not None and task.cancelling():
+                # Where a connection breaks at the very moment of the cancellation, the task group tells that alone.
+                raise asyncio.CancelledError
             await asyncio.sleep(delay)
             delay = min(delay * 2, _LONGEST_DELAY)
 
@@ -131,9 +154,12 @@ class StoreMirror:
         Raises:
             StoreError: the store is away, or refused.
         """
-        if self._store is not None and self._lasting is not None:
-            await self._lasting.end()
-            await self._store.delete_prefix(self._keys.root)
+        store, lasting = self._store, self._lasting  # it may break, and be none of ours any more, at any await
+        if store is None or lasting is None:
+            return
+        with contextlib.suppress(LeaseLost):  # then its keys are gone, but not those of the nodes
+            await lasting.end()
+        await store.delete_prefix(self._keys.root)
 
     async def _follow(self, store: Store) -> None:
         """Take over what stands in the store, and every change of it; returns where the store forgot the history."""
@@ -169,7 +195,19 @@ class StoreMirror:
                 self.nodes.pop(node_id, None)
             else:
                 self.nodes[node_id] = node
+                self.names.pop(node_id, None)  # the order is that in which they were last seen
                 self.names[node_id] = node.name
+                self._forget_names()
+
+    def _forget_names(self) -> None:
+        """Forget the names of nodes that went long ago; now and then, so that it costs next to nothing."""
+        members = self.epoch.members if self.epoch is not None else ()
+        if len(self.names) <= len(self.nodes) + len(members) + 2 * self._remembered:
+            return
+        in_use = self.nodes.keys() | {member.node for member in members}
+        former = [node_id for node_id in self.names if node_id not in in_use]
+        for node_id in former[: max(len(former) - self._remembered, 0)]:
+            del self.names[node_id]
 
 
 def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:

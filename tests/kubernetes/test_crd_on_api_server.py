@@ -133,6 +133,20 @@ async def test_an_autoscaler_finds_the_worker_pods(kubectl: User, space: str) ->
     assert scale["status"] == {"replicas": 2, "selector": selector}
 
 
+# The store
+
+
+async def test_a_job_keeps_to_the_etcd_in_which_its_pods_meet(kubectl: User) -> None:
+    stays = "spec.etcd.endpoint: Invalid value: cannot be set, changed or removed while the job exists"
+    await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}))
+    await kubectl.apply(job("own-etcd", etcd={"image": "i"}))
+    for name, etcd in (("named-etcd", {"endpoint": "b:1"}), ("named-etcd", None), ("own-etcd", {"endpoint": "a:1"})):
+        wrong = yaml.safe_dump(job(name, etcd=etcd))
+        assert stays in " ".join((await kubectl.refusal("apply", "--filename=-", stdin=wrong)).split())
+    await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}, maxReplicas=2))
+    await kubectl.apply(job("own-etcd", etcd={"image": "j"}))
+
+
 # Names
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
+import yaml
 
 from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, LEASES, PODS, SERVICES, Resource
 from elastic_operator.kube.user_api import UserApi
@@ -99,6 +100,22 @@ def rights(namespace: str) -> Json:
         "subjects": [{"kind": "ServiceAccount", **about}],
     }
     return {"apiVersion": "v1", "kind": "List", "items": [role, binding]}
+
+
+def policy_against_pods(namespace: str) -> list[Json]:
+    """A rule of the cluster that no pod is made in a namespace, and where it holds."""
+    about = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": f"none-in-{namespace}"}}
+    pods = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+    here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    rule = {
+        "matchConstraints": {"resourceRules": [pods]},
+        "validations": [{"expression": "false", "message": "not today"}],
+    }
+    holds_here = {"policyName": f"none-in-{namespace}", "validationActions": ["Deny"], "matchResources": here}
+    return [
+        {**about, "kind": "ValidatingAdmissionPolicy", "spec": rule},
+        {**about, "kind": "ValidatingAdmissionPolicyBinding", "spec": holds_here},
+    ]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -294,6 +311,45 @@ async def test_what_a_quota_forbids_is_said_and_done_when_it_allows_it(
     await place.job(lambda status: "quota" not in conditions(status)["Waiting"]["message"])
 
 
+async def test_what_a_policy_forbids_is_said_and_done_when_it_allows_it(
+    place: Place, operator: OperatorProcess, etcd: EtcdServer
+) -> None:
+    policy = yaml.safe_dump_all(policy_against_pods(place.namespace))
+    await place.cluster.kubectl("apply", "--filename=-", stdin=policy)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            probe = ("run", "probe", "--image=i", "--dry-run=server")
+            # No event tells that a policy is in force.
+            while "not today" not in (await place.kubectl(*probe, check=False)).stderr:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await place.apply(etcd={"endpoint": etcd.endpoint})
+        job = await place.job(lambda status: "not today" in conditions(status).get("Waiting", {}).get("message", ""))
+        assert not holds(job["status"], "Invalid")
+        assert await place.pods(0) == {}
+    finally:
+        await place.cluster.kubectl("delete", "--filename=-", stdin=policy)
+    await place.pods(3)
+
+
+async def test_a_store_that_cannot_be_reached_is_named_where_the_job_waits(
+    place: Place, operator: OperatorProcess, own_etcd: EtcdServer
+) -> None:
+    endpoint = f"http://{own_etcd.endpoint}/"
+    await own_etcd.kill()
+    await place.apply(replicas=1, etcd={"endpoint": endpoint})
+    [pod] = await place.pods(1)
+    await place.runs(pod)
+    told = "the operator cannot read the job's store"
+    await place.job(lambda status: told in conditions(status).get("Waiting", {}).get("message", ""))
+    await own_etcd.start()
+    job = await place.job(lambda status: told not in conditions(status)["Waiting"]["message"])
+    store = await connect(own_etcd.settings)
+    node = NodeRecord(name=pod, address="10.0.0.1", workers=1, size=SizeRecord(min=1, max=3, wanted=1))
+    await store.put(RunKeys.of(job["metadata"]["uid"]).node(f"{pod}.1"), encode(node))
+    await store.close()
+    await place.job(lambda status: status.get("ready") == 1)
+
+
 async def test_a_service_of_its_name_that_is_not_its_own_is_left_alone_and_named(
     place: Place, operator: OperatorProcess
 ) -> None:
@@ -333,6 +389,36 @@ async def test_deleting_a_job_leaves_nothing_behind_in_the_cluster(place: Place,
     await place.kubectl("delete", "elasticjob/digits")
     for resource in (PODS, SERVICES, DEPLOYMENTS, ELASTIC_JOBS):
         await place.until(resource, lambda found: not found)
+
+
+async def test_an_etcd_that_is_removed_with_its_job_is_not_made_anew_while_pods_end(
+    place: Place, operator: OperatorProcess, etcd: EtcdServer
+) -> None:
+    await place.apply(replicas=1)
+    [pod] = await place.pods(1)
+    before = await place.until(SERVICES, lambda found: "digits-etcd" in found)
+    seen = {uid_of(before)}
+
+    async def watch() -> None:
+        async for state in place.api.states(SERVICES, place.namespace):
+            seen.update(str(each["metadata"]["uid"]) for each in state.values())
+
+    watching = asyncio.create_task(watch())
+    await place.bind(pod)  # only its kubelet, which there is not, could say that it has ended
+    held = {"metadata": {"finalizers": ["example.org/held"]}}
+    await place.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(held)}")
+    await place.kubectl("delete", "elasticjob/digits", "--wait=false")
+    await place.until(PODS, lambda found: "deletionTimestamp" in found[pod]["metadata"])
+    await place.kubectl("delete", "service,deployment", "digits-etcd")
+    # Whatever the operator would do about this one, it has done when it is through with another.
+    await place.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
+    await place.pods(1, "another")
+    await place.until(SERVICES, lambda found: not found)
+    watching.cancel()
+    assert seen == {uid_of(before)}
+    released = {"metadata": {"finalizers": None}}
+    await place.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(released)}")
+    await place.kubectl("delete", f"pod/{pod}", "--force", "--grace-period=0", "--ignore-not-found")
 
 
 async def test_what_the_agents_say_in_an_external_etcd_is_seen_and_removed_with_the_job(

@@ -128,6 +128,47 @@ async def test_started_before_the_api_server_it_waits_for_it(
 
 
 @pytest.mark.usefixtures("defined")
+async def test_a_namespace_without_rights_keeps_the_operator_from_no_other(
+    own_plane: ControlPlane, place: Place, tmp_path: Path
+) -> None:
+    async with own_plane.namespace() as closed:
+        other = Place(place.api, own_plane, closed)
+        await place.kubectl("create", "serviceaccount", "operator")
+        account = f"--serviceaccount={place.namespace}:operator"
+        grant = ("create", "rolebinding", "operator", "--clusterrole=cluster-admin", account)
+        await place.kubectl(*grant)
+        kubeconfig = await own_plane.kubeconfig_for(place.namespace, "operator")
+        flags = (f"--namespace={closed}", f"--namespace={place.namespace}", "--no-leader-elect")
+        async with OperatorProcess(tmp_path, kubeconfig, *flags) as operator:
+            await operator.says(f"the namespace {closed} cannot be looked after", "take it out of --namespace")
+            await place.apply(replicas=1)
+            await place.pods(1)
+
+            await other.kubectl(*grant)
+            await operator.says(f"the namespace {closed} can be looked after now")
+            await other.apply(replicas=1)
+            await other.pods(1)
+            await place.change(replicas=2)
+            await place.pods(2)
+            await operator.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
+            assert operator.log.count("cannot be looked after") == 1
+            assert "Traceback" not in operator.log
+
+
+@pytest.mark.usefixtures("defined")
+async def test_where_it_may_list_nothing_it_is_not_ready_and_says_why(
+    own_plane: ControlPlane, place: Place, tmp_path: Path
+) -> None:
+    await place.kubectl("create", "serviceaccount", "operator")
+    kubeconfig = await own_plane.kubeconfig_for(place.namespace, "operator")
+    async with OperatorProcess(tmp_path, kubeconfig, "--no-leader-elect", wait=False) as operator:
+        await operator.says("what exists cannot be listed", "grant the operator its rights there")
+        status, words = await operator.get("/readyz")
+        assert status == 503
+        assert "grant the operator its rights there" in words
+
+
+@pytest.mark.usefixtures("defined")
 async def test_a_listing_finds_what_is_there_and_misses_what_is_not(place: Place) -> None:
     changed: list[str] = []
     cache = Cache(changed=changed.append)

@@ -208,7 +208,7 @@ async def test_the_keys_of_a_run_stay_while_an_agent_or_the_operator_lives_and_g
     store, keys = await reach(), RunKeys.of(run_id)
     readable = asyncio.Event()
     mirror = StoreMirror(run_id, changed=readable.set, away=pytest.fail, run_lease=RUN_LEASE)
-    following = asyncio.create_task(mirror.run(lambda: own_etcd.settings.endpoints, None))
+    following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))
     await readable.wait()
     await mirror.write_size(SizeRecord(min=1, max=8, wanted=2, generation=1))
     lasting = {keys.epoch, keys.leader, keys.size}
@@ -219,7 +219,7 @@ async def test_the_keys_of_a_run_stay_while_an_agent_or_the_operator_lives_and_g
         await time_goes_by(store, 2 * RUN_LEASE)
         assert {entry.key for entry in (await store.list(keys.control)).entries} == lasting, "agents keep them"
 
-        following = asyncio.create_task(mirror.run(lambda: own_etcd.settings.endpoints, None))
+        following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))
         for node in (a, b):
             await node.crash()
         await time_goes_by(store, 2 * RUN_LEASE)

@@ -148,7 +148,7 @@ def test_the_deployment_gives_the_operator_only_arguments_that_it_knows() -> Non
     words = {"--etcd-image": "etcd:1", "--agent-metrics-port": "9000", "--log-level": "error", "--log-format": "json"}
     given = arguments(words)
     assert {"--leader-elect", "--no-leader-elect"} <= set(given)
-    settings = parse([each for each in given if each != "--no-leader-elect"], {})
+    settings = parse([each for each in given if each != "--no-leader-elect"], {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})
     assert settings == OperatorSettings(
         namespaces=("team",),
         pods=PodSettings(etcd_image="etcd:1", agent_metrics_port=9000),

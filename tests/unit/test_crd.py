@@ -336,7 +336,9 @@ def test_a_mistake_is_refused_with_a_sentence_that_names_the_field(manifest: dic
 
 
 def test_every_rule_of_the_definition_is_broken_by_one_of_these() -> None:
-    said = "\n".join(str(problem) for manifest, _ in REFUSED for problem in crd.validate(manifest))
+    problems = [problem for manifest, _ in REFUSED for problem in crd.validate(manifest)]
+    problems += crd.validate(job(etcd={"endpoint": "b"}), old=job(etcd={"endpoint": "a"}))
+    said = "\n".join(map(str, problems))
     rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
     assert len(rules) >= 10
     assert [rule["message"] for rule in rules if rule["message"] not in said] == []
@@ -399,6 +401,42 @@ def test_a_number_that_is_newly_given_must_be_in_range() -> None:
 def test_a_number_may_be_taken_back() -> None:
     old = job(replicas=5)
     assert crd.validate(job(), old=old) == []
+
+
+# The store
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"endpoint": "a:1"}, {"endpoint": "b:1"}),
+        ({"endpoint": "a:1"}, {}),
+        ({"endpoint": "a:1"}, None),
+        ({"endpoint": "a:1"}, {"image": "i"}),
+        ({"image": "i"}, {"endpoint": "a:1"}),
+        (None, {"endpoint": "a:1"}),
+    ],
+)
+def test_a_job_keeps_to_the_store_in_which_its_pods_meet(before: Any, after: Any) -> None:
+    [problem] = crd.validate(job(etcd=after), old=job(etcd=before))
+    assert problem.path == "spec.etcd.endpoint"
+    assert "all its pods meet in one store; undo that, or delete the job and make it anew" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"endpoint": "a:1"}, {"endpoint": "a:1"}),
+        ({"image": "i"}, {"image": "j"}),
+        ({"image": "i"}, None),
+        (None, {}),
+    ],
+)
+def test_what_leaves_the_store_where_it_is_may_change(before: Any, after: Any) -> None:
+    assert crd.validate(job(etcd=after, maxReplicas=2), old=job(etcd=before)) == []
+
+
+# Bounds
 
 
 def test_bounds_must_fit_each_other_after_a_change_too() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import pytest
+
+from elastic_operator.kube.api_error import refusal
 from elastic_operator.kube.ledger import Ledger
 from tests.support.builders import a_job
 
@@ -52,3 +56,25 @@ def test_another_spec_need_not_wait_and_a_job_that_is_gone_is_forgotten() -> Non
     assert ledger.wait(a_job(generation=2)) == 0
     ledger.forget(a_job().uid)
     assert ledger.hindrance(a_job(generation=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (400, 'admission webhook "policy.example.org" denied the request: no image of this registry'),
+        (
+            422,
+            """pods "digits-0" is forbidden: ValidatingAdmissionPolicy 'few' with binding 'few' denied request: no""",
+        ),
+    ],
+)
+def test_what_a_policy_refuses_today_it_may_allow_tomorrow(status: int, words: str) -> None:
+    error = refusal(status, json.dumps({"reason": "Invalid", "message": words}).encode())
+    assert error.of_a_policy
+    assert not error.rejects_object
+
+
+def test_what_the_api_server_itself_finds_wrong_stays_wrong() -> None:
+    error = refusal(422, json.dumps({"reason": "Invalid", "message": 'Pod "digits-0" is invalid: spec.x'}).encode())
+    assert error.rejects_object
+    assert not error.of_a_policy

@@ -18,6 +18,7 @@ from elastic_operator.pods import (
     resolved,
     user_env,
 )
+from elastic_operator.spec import EtcdSpec
 from tests.support.builders import UID, a_job, size
 from torchelastic.arguments import parse
 from torchelastic.contract import CONTRACT_VERSION, Env, SizeRecord, decode
@@ -136,6 +137,14 @@ def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
     [
         ({"minimum": 3, "maximum": 2}, "spec.minReplicas must be at least 1 and not larger than spec.maxReplicas"),
         ({"minimum": 0}, "spec.minReplicas must be at least 1 and not larger than spec.maxReplicas"),
+        (
+            {"etcd": EtcdSpec(endpoint="https://a,http://b")},
+            "spec.etcd.endpoint: the servers of one etcd are all reached over http:// or all over https://; choose one",
+        ),
+        (
+            {"etcd": EtcdSpec(endpoint="a:99999")},
+            'spec.etcd.endpoint: "a:99999" has the port 99999; a port is a number from 1 to 65535',
+        ),
         (
             {"env": ({"name": "A", "value": "1"}, {"name": "A", "value": "1"})},
             "the environment variable A is given twice; remove one of the two",

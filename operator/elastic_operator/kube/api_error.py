@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Final
 
 from elastic_operator.errors import ClusterError
+
+_POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
+"""How the API server's sentence names somebody else's rule, whose "no" comes with any status."""
 
 
 class ApiError(ClusterError):
@@ -34,9 +38,14 @@ class ApiError(ClusterError):
         return self.status == 409
 
     @property
+    def of_a_policy(self) -> bool:
+        """Whether a rule of this cluster says no, which may say otherwise tomorrow."""
+        return any(policy in self.words for policy in _POLICIES)
+
+    @property
     def rejects_object(self) -> bool:
         """Whether the object itself can never be taken, however often it is tried."""
-        return self.status in (400, 413, 415, 422)
+        return self.status in (400, 413, 415, 422) and not self.of_a_policy
 
 
 def refusal(status: int, data: bytes) -> ApiError:

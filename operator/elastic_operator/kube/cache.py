@@ -1,14 +1,17 @@
 """What the API server has, as far as it is known here: plain JSON, trimmed, by UID.
 
 Three hands feed it: the watches, fresh listings, and whoever writes, with what the API server has returned. They may
-come in any order: a newer version of an object is never overwritten by an older one, and what is gone stays gone, for a
-UID is never used again. So it is never older than what was last written, nor than what it has shown before.
+come in any order: a newer version of an object is never overwritten by an older one, nor is the news of its end. An end
+has a version too, and what has ceased to exist has no newer one, for a UID is never used again. A newer one there is
+only of what a watch called gone because it had lost the label by which it is watched, and has been given it again. So
+the cache is never older than what was last written, nor than what it has shown before.
 
 Versions are compared as numbers: so all API servers have counted them, and Kubernetes promises it since 1.35.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -42,6 +45,19 @@ class Owner:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Grave:
+    """What is remembered of an object that is gone.
+
+    Attributes:
+        version: no state up to this one counts any more; infinite where the version of its end is not known.
+        until: when it is forgotten, by the monotonic clock.
+    """
+
+    version: float
+    until: float
+
+
 @dataclass(slots=True)
 class _Kind:
     """The objects of one kind."""
@@ -65,7 +81,7 @@ class Cache:
         self._gone = gone
         self._kinds: dict[Resource, _Kind] = {}
         self._uids: dict[str, str] = {}
-        self._graves: dict[str, float] = {}
+        self._graves: dict[str, _Grave] = {}
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -93,8 +109,12 @@ class Cache:
         uid = about["uid"]
         kind = self._kinds.setdefault(resource, _Kind())
         before = kind.objects.get(uid)
-        if uid in self._graves or (before is not None and version_of(body) <= version_of(before)):
+        grave = self._graves.get(uid)
+        if grave is not None and version_of(body) <= grave.version:
             return
+        if before is not None and version_of(body) <= version_of(before):
+            return
+        self._graves.pop(uid, None)
         after = _trimmed(resource, body)
         kind.objects[uid] = after
         owner = owner_of(after)
@@ -107,18 +127,26 @@ class Cache:
         self._tell(resource, after)
 
     def remove(self, resource: Resource, body: Json) -> None:
-        """An object is gone.
+        """An object is gone, or was once.
 
         Args:
             resource: its kind.
-            body: its last state.
+            body: its last state, with the version of its end; without a version, it is gone for good.
         """
+        self._bury(resource, body, version_of(body) or math.inf)
+
+    def _bury(self, resource: Resource, body: Json, version: float) -> None:
         uid = body["metadata"]["uid"]
-        self._graves[uid] = time.monotonic() + _GRAVE
         kind = self._kinds.get(resource)
-        before = kind.objects.pop(uid, None) if kind is not None else None
+        before = kind.objects.get(uid) if kind is not None else None
+        if before is not None and version < version_of(before):
+            return
+        former = self._graves.get(uid)
+        last_known = version if former is None else max(version, former.version)
+        self._graves[uid] = _Grave(last_known, time.monotonic() + _GRAVE)
         if kind is None or before is None:
             return
+        del kind.objects[uid]
         if (owner := owner_of(before)) is not None:
             self._disown(kind, owner, uid)
         if resource == ELASTIC_JOBS:
@@ -140,9 +168,9 @@ class Cache:
         for uid, body in list(kind.objects.items()):
             elsewhere = namespace is not None and body["metadata"].get("namespace") != namespace
             if uid not in uids and not elsewhere and version_of(body) <= version:
-                self.remove(resource, body)
+                self._bury(resource, body, version)
         now = time.monotonic()
-        self._graves = {uid: until for uid, until in self._graves.items() if until > now}
+        self._graves = {uid: grave for uid, grave in self._graves.items() if grave.until > now}
 
     def _name(self, key: str, uid: str) -> None:
         """The job of a key is this one, unless a later one is."""

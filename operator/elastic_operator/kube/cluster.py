@@ -16,7 +16,7 @@ from elastic_operator.kube.observation import job_of, pod_of
 from elastic_operator.kube.resources import PODS
 from elastic_operator.kube.worker_pod import worker_pod
 from elastic_operator.kube.writer import Hindered, Refused
-from elastic_operator.model import EtcdState, Observed
+from elastic_operator.model import EtcdState, Observed, PodPhase
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
@@ -91,9 +91,13 @@ class KubernetesCluster:
         state = managed.state if managed is not None else EtcdState.READY
         mirror = self._mirror(job, key, pods, managed)
         serving = _serving(job, mirror)
+        trouble = self._trouble(job)
         hindrance = self._ledger.hindrance(job) or (managed.hindrance if managed is not None else None)
+        if hindrance is None and all(pod.phase.ended for pod in pods):
+            hindrance = trouble  # nothing is started while nobody knows whether the run has ended
+        ready = (replace(pod, ready=pod.ready and (serving is None or pod.name in serving)) for pod in pods)
         return job, Observed(
-            pods=tuple(replace(pod, ready=pod.ready and (serving is None or pod.name in serving)) for pod in pods),
+            pods=tuple(_explained(pod, trouble) for pod in ready),
             etcd=state,
             store_read=mirror is not None and mirror.readable,
             epoch=mirror.epoch if mirror is not None else None,
@@ -162,28 +166,32 @@ class KubernetesCluster:
             del self._observed[key]
             self._ledger.forget(former["metadata"]["uid"])
 
+    def _trouble(self, job: Job) -> str | None:
+        """That a store which was there before cannot be read, in words; None where it can, or nobody needs to know."""
+        trouble = self._stores.trouble(job.uid) if job.spec.etcd.endpoint is not None else None
+        return None if trouble is None else f"the operator cannot read the job's store: {trouble}"
+
     def _mirror(self, job: Job, key: str, pods: Sequence[Pod], managed: EtcdSeen | None) -> StoreMirror | None:
         """What stands in the job's store, which is followed as long as anything can happen there."""
         over = job.status.state.finished and all(pod.phase.ended for pod in pods)
         if managed is not None:
             if managed.endpoint is not None and not over:
                 up = managed.state is EtcdState.READY
-                return self._stores.follow(job.uid, key, (managed.endpoint,), lasts=False, up=up)
-        elif not over and (pods or job.status.size_generation > 0):
-            return self._stores.follow(job.uid, key, _endpoints(job), lasts=True, up=True)
+                return self._stores.follow(job.uid, key, managed.endpoint, lasts=False, up=up)
+        elif (endpoint := job.spec.etcd.endpoint) is not None and not over and _had_pods(job, pods):
+            return self._stores.follow(job.uid, key, endpoint, lasts=True, up=True)
         return self._stores.of(job.uid)
 
     async def _provide_store(self, job: Job, plan: Plan) -> str | None:
         """Have the job's own etcd there, or gone, as the plan wants it; gives back where pods find the store."""
         external = job.spec.etcd.endpoint
         if not plan.etcd:
-            if external is None:
+            if external is None or all(pod_of(pod).phase.ended for pod in self._cache.belongings(PODS, job.uid)):
                 self._stores.leave(job.uid)
-                await self._etcd.remove(job)
-            elif all(pod_of(pod).phase.ended for pod in self._cache.belongings(PODS, job.uid)):
-                self._stores.leave(job.uid)
+            await self._etcd.remove(job)
             return None
-        if self._ledger.refusal(job) is not None:
+        # Of a job that is being deleted, what is missing was perhaps removed with it: it is kept, and never made anew.
+        if job.deleting or self._ledger.refusal(job) is not None:
             return None
         if external is not None:
             return external
@@ -246,8 +254,15 @@ def _key(job: Job) -> str:
     return f"{job.namespace}/{job.name}"
 
 
-def _endpoints(job: Job) -> tuple[str, ...]:
-    return tuple(endpoint.strip() for endpoint in (job.spec.etcd.endpoint or "").split(","))
+def _had_pods(job: Job, pods: Sequence[Pod]) -> bool:
+    return bool(pods) or job.status.size_generation > 0
+
+
+def _explained(pod: Pod, trouble: str | None) -> Pod:
+    """A pod that runs and is not ready, with what may keep it from that: its agent looks for the same store."""
+    if trouble is None or pod.ready or pod.phase is not PodPhase.RUNNING:
+        return pod
+    return replace(pod, waiting=pod.waiting or trouble)
 
 
 def _raise_first(results: Iterable[object]) -> None:

@@ -1,4 +1,4 @@
-"""Which kubeconfig a person means, looked at before it is used: what is wrong with it is said in a sentence.
+"""Which kubeconfig a person means, and the connection that it gives: what is wrong with it is said in a sentence.
 
 As kubectl has it: ``--kubeconfig`` names one file; else KUBECONFIG names files, with colons between them, of which
 those that are not there are passed over; else it is ``~/.kube/config``.
@@ -6,16 +6,22 @@ those that are not there are passed over; else it is ``~/.kube/config``.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+
+    from elastic_operator.kube.api import Api
+
+_AnyApi = TypeVar("_AnyApi", bound="Api")
 
 _SECTIONS = ("contexts", "clusters", "users")
 
@@ -76,6 +82,63 @@ def check(files: Iterable[Path], context: str | None) -> None:
     cluster = known["contexts"][chosen]["cluster"]
     if not str(known["clusters"][cluster].get("server")).startswith(("https://", "http://")):
         raise BadInput(f"{names} has no server (https://…) for the cluster {cluster}; correct the file")
+
+
+async def connection(kind: type[_AnyApi], files: Sequence[Path], context: str | None) -> _AnyApi:
+    """The connection that a kubeconfig gives; not opened yet.
+
+    Args:
+        kind: of connection.
+        files: they count together.
+        context: None for the current one.
+
+    Raises:
+        BadInput: there is no such context, or it can't be used.
+    """
+    check(files, context)
+    paths = ":".join(map(str, files))
+    try:
+        with _overheard() as problems:
+            api = await kind.from_kubeconfig(paths, context)
+    except (TypeError, KeyError, AttributeError, LookupError) as error:
+        raise BadInput(f"the kubeconfig {paths} cannot be used ({error}); correct it, or name another") from None
+    if problems:
+        raise BadInput(f"the kubeconfig {paths} gives no credentials: {problems[0]}")
+    return api
+
+
+@contextlib.asynccontextmanager
+async def opened(api: _AnyApi, source: str = "the kubeconfig") -> AsyncGenerator[_AnyApi, None]:
+    """The connection, within the block.
+
+    Args:
+        api: not opened yet.
+        source: where its certificates come from, for a sentence.
+
+    Raises:
+        BadInput: certificates or keys can't be used.
+    """
+    try:
+        await api.__aenter__()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"the certificates of {source} cannot be used: {error}") from None
+    try:
+        yield api
+    finally:
+        await api.__aexit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _overheard() -> Iterator[list[str]]:
+    """What the official client says to its log: where it can't get credentials, it goes on without."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("kubernetes.aio.config"), logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def _read(path: Path) -> dict[str, Any]:

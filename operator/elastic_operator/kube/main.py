@@ -6,6 +6,7 @@ Exit codes: 0 it was told to end, 1 it could not go on, 2 bad input.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from elastic_operator.errors import BadInput
 from elastic_operator.kube.options import BAD_INPUT, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from elastic_operator.kube.api import Api
     from elastic_operator.kube.options import OperatorSettings
@@ -55,18 +56,22 @@ async def _run(settings: OperatorSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await Operator(settings, await _connection(settings)).run(stop)
+    async with _connection(settings) as api:
+        await Operator(settings, api).run(stop)
 
 
-async def _connection(settings: OperatorSettings) -> Api:
+@contextlib.asynccontextmanager
+async def _connection(settings: OperatorSettings) -> AsyncGenerator[Api, None]:
     from elastic_operator.kube import kubeconfig
     from elastic_operator.kube.api import Api
 
     if settings.in_pod:
-        return await Api.in_cluster()
-    files = kubeconfig.find(settings.kubeconfig, os.environ)
-    kubeconfig.check(files, settings.context)
-    return await Api.from_kubeconfig(":".join(map(str, files)), settings.context)
+        unopened, source = await Api.in_cluster(), "the service account"
+    else:
+        files = kubeconfig.find(settings.kubeconfig, os.environ)
+        unopened, source = await kubeconfig.connection(Api, files, settings.context), "the kubeconfig"
+    async with kubeconfig.opened(unopened, source) as api:
+        yield api
 
 
 if __name__ == "__main__":

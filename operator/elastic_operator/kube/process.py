@@ -46,7 +46,7 @@ class Operator:
 
     Args:
         settings: how it is run.
-        api: the connection; not opened yet.
+        api: the connection; open.
     """
 
     def __init__(self, settings: OperatorSettings, api: Api) -> None:
@@ -70,7 +70,7 @@ class Operator:
             BadInput: what it was started with cannot be.
         """
         web = Web(self._settings.listen, registry=self._metrics.registry, ill=self._ill, unready=self._unready)
-        async with self._api, web:
+        async with web:
             self._measure()
             whose = ", ".join(self._settings.namespaces) or "all namespaces"
             _log.info("looking after the ElasticJobs of %s; /metrics on port %d", whose, web.port)
@@ -87,8 +87,8 @@ class Operator:
             access=self._api.access,
             hear=self._hear,
             possible=self._listings.list_all,
+            outdated=self._listings.others_than,
             began=self._listings.doubt,
-            namespaces=self._settings.namespaces,
         )
         await watches.run()
 
@@ -172,7 +172,9 @@ class Operator:
         return ""
 
     def _unready(self) -> str:
-        return "" if self._listings.complete.is_set() else "not everything that there is has been listed yet"
+        if self._listings.complete.is_set():
+            return ""
+        return self._listings.complaint or "not everything that there is has been listed yet"
 
 
 async def _until(stop: asyncio.Event, work: asyncio.Task[None]) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
-from elastic_operator.store_mirror import StoreMirror
+from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ _log: Final = logging.getLogger(__name__)
 
 WRITING: Final = 0.3
 """Seconds that writing a size may take: the pods don't wait for a store that hangs."""
+
+_PATIENCE: Final = 3.0
+"""Seconds for which a store that was there before may be away before anybody is told."""
 
 _AFTER_A_DEFECT: Final = 10.0
 
@@ -40,19 +44,21 @@ class _Followed:
         key: of its job.
         mirror: what stands in its store.
         lasts: whether the store outlives the run.
-        endpoints: of the store's servers.
+        endpoint: of the store, as a person writes it.
         up: set while it is worth trying to reach them.
         task: that follows.
-        told_away: whether it was said that the store is away.
+        away_since: when the store was first found away, a monotonic time; None where it is not known to be away.
+        trouble: what is said of a store that is away; None where nobody needs to know.
     """
 
     key: str
     mirror: StoreMirror
     lasts: bool
-    endpoints: tuple[str, ...] = ()
+    endpoint: str = ""
     up: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
-    told_away: bool = False
+    away_since: float | None = None
+    trouble: str | None = None
 
 
 class Stores:
@@ -60,10 +66,12 @@ class Stores:
 
     Args:
         wake: called with a job's key whenever something in its store has changed.
+        patience: seconds for which a store that was there before may be away before anybody is told.
     """
 
-    def __init__(self, wake: Callable[[str], None]) -> None:
+    def __init__(self, wake: Callable[[str], None], *, patience: float = _PATIENCE) -> None:
         self._wake = wake
+        self._patience = patience
         self._tasks = asyncio.TaskGroup()
         self._followed: dict[str, _Followed] = {}
 
@@ -85,20 +93,25 @@ class Stores:
         followed = self._followed.get(uid)
         return None if followed is None else followed.mirror
 
-    def follow(self, uid: str, key: str, endpoints: tuple[str, ...], *, lasts: bool, up: bool) -> StoreMirror:
+    def trouble(self, uid: str) -> str | None:
+        """Why a store that outlives the job has not been readable for a while; None where there is nothing to tell."""
+        followed = self._followed.get(uid)
+        return None if followed is None else followed.trouble
+
+    def follow(self, uid: str, key: str, endpoint: str, *, lasts: bool, up: bool) -> StoreMirror:
         """Follow a job's store from now on, if it is not followed yet.
 
         Args:
             uid: of the job, and so of its run.
             key: of the job.
-            endpoints: of the store's servers, each host:port.
+            endpoint: where the store is, as in ``spec.etcd.endpoint``.
             lasts: whether the store outlives the job.
             up: whether it is worth trying to reach it.
         """
         followed = self._followed.get(uid)
         if followed is None:
             followed = self._begin(uid, key, lasts=lasts)
-        followed.endpoints = endpoints
+        followed.endpoint = endpoint
         if up:
             followed.up.set()
         else:
@@ -143,22 +156,27 @@ class Stores:
         """Follow a store until cancelled."""
         while True:
             try:
-                await followed.mirror.run(lambda: followed.endpoints, followed.up)
+                await followed.mirror.run(lambda: store_at(followed.endpoint), followed.up)
             except Exception:  # noqa: BLE001 - a defect met in one job's store must not stop the others
                 _log.exception("%s: an unexpected error while its store was followed", followed.key)
             await asyncio.sleep(_AFTER_A_DEFECT)
 
     def _changed(self, followed: _Followed) -> None:
-        if followed.told_away and followed.mirror.readable:
-            followed.told_away = False
-            _log.info("%s: its store can be reached again", followed.key)
+        if followed.mirror.readable:
+            if followed.trouble is not None:
+                _log.info("%s: its store can be reached again", followed.key)
+            followed.away_since = followed.trouble = None
         self._wake(followed.key)
 
     def _away(self, followed: _Followed, sentence: str) -> None:
         # A job's own etcd comes and goes with its pod; of one that was there before, somebody should know.
-        if not followed.told_away and followed.lasts:
-            followed.told_away = True
+        now = time.monotonic()
+        if followed.away_since is None:
+            followed.away_since = now
+        if followed.trouble is None and followed.lasts and now - followed.away_since >= self._patience:
+            followed.trouble = sentence
             _log.warning("%s: its store cannot be reached: %s", followed.key, sentence)
+            self._wake(followed.key)
         else:
             _log.debug("%s: its store cannot be reached: %s", followed.key, sentence)
 
@@ -170,6 +188,8 @@ class Stores:
                     await followed.mirror.forget_run()
         except (StoreError, TimeoutError) as error:
             _log.info("%s: its keys stay in its store for a day: %s", followed.key, str(error) or "it does not answer")
+        except Exception:  # noqa: BLE001 - a defect met where a run is left must not stop the operator
+            _log.exception("%s: an unexpected error while its keys were removed from its store", followed.key)
         finally:
             if followed.task is not None:
                 followed.task.cancel()

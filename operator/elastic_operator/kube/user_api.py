@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
 from elastic_operator.kube import kubeconfig
 from elastic_operator.kube.api import Api, ApiError
+from elastic_operator.kube.kubeconfig import opened
 from elastic_operator.spec import GROUP
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from elastic_operator.kube.resources import Resource
     from elastic_operator.spec import Json
+
+__all__ = ["UserApi", "Whereabouts", "connection", "in_words", "opened"]
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _NO_SUCH_KIND: Final = "could not find the requested resource"
@@ -165,48 +167,10 @@ async def connection(where: Whereabouts, environ: Mapping[str, str]) -> UserApi:
     if where.namespace is not None and not _LABEL.fullmatch(where.namespace):
         raise BadInput(f"there can be no namespace {where.namespace!r}; check what stands after -n")
     files = kubeconfig.find(where.kubeconfig, environ)
-    kubeconfig.check(files, where.context)
-    paths = ":".join(map(str, files))
-    try:
-        with _overheard() as problems:
-            api = await UserApi.from_kubeconfig(paths, where.context)
-    except (TypeError, KeyError, AttributeError, LookupError) as error:
-        raise BadInput(f"the kubeconfig {paths} cannot be used ({error}); correct it, or name another") from None
-    if problems:
-        raise BadInput(f"the kubeconfig {paths} gives no credentials: {problems[0]}")
+    api = await kubeconfig.connection(UserApi, files, where.context)
     if where.namespace is not None:
         api.namespace = where.namespace
     return api
-
-
-@contextlib.contextmanager
-def _overheard() -> Iterator[list[str]]:
-    """What the official client says to its log: where it can't get credentials, it goes on without."""
-    said: list[str] = []
-    logger, handler = logging.getLogger("kubernetes.aio.config"), logging.Handler(logging.ERROR)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
-@contextlib.asynccontextmanager
-async def opened(api: UserApi) -> AsyncGenerator[UserApi, None]:
-    """The connection, within the block.
-
-    Raises:
-        BadInput: certificates or keys of the kubeconfig can't be used.
-    """
-    try:
-        await api.__aenter__()
-    except (OSError, ValueError) as error:
-        raise BadInput(f"the certificates of the kubeconfig cannot be used: {error}") from None
-    try:
-        yield api
-    finally:
-        await api.__aexit__(None, None, None)
 
 
 @contextlib.contextmanager

@@ -47,9 +47,9 @@ class Watches:
         access: gives the way to the API server, with a fresh token.
         hear: called, in the loop in which :meth:`run` runs, with an object's kind, what has happened (ADDED, MODIFIED,
             DELETED; None: it is there, as a watch begins) and the object.
-        possible: returns when there is what is to be watched.
+        possible: returns, when there is what is to be watched, the namespaces where it may be; empty for all.
+        outdated: returns when other namespaces than these are to be watched.
         began: called when the watches begin, and begin anew.
-        namespaces: which ones; empty for all.
     """
 
     def __init__(
@@ -57,32 +57,49 @@ class Watches:
         *,
         access: Callable[[], Awaitable[Access]],
         hear: Callable[[Resource, str | None, Json], None],
-        possible: Callable[[], Awaitable[None]],
+        possible: Callable[[], Awaitable[Sequence[str]]],
+        outdated: Callable[[Sequence[str]], Coroutine[Any, Any, None]],
         began: Callable[[], None],
-        namespaces: Sequence[str] = (),
     ) -> None:
         self._access = access
         self._hear = hear
         self._possible = possible
+        self._outdated = outdated
         self._began = began
-        self._namespaces = tuple(namespaces)
 
     async def run(self) -> NoReturn:
         """Watch until cancelled."""
         loop = asyncio.get_running_loop()
         delay = _FIRST_DELAY
         while True:
-            await self._possible()
+            namespaces = await self._possible()
             begun = loop.time()
             self._began()
-            why = await _in_a_thread(self._watch(loop))
+            why = await self._until_outdated(namespaces)
+            if why is None:
+                _log.info("the namespaces that can be watched have changed; the watches begin anew")
+                continue
             if loop.time() - begun >= _HEALTHY:
                 delay = _FIRST_DELAY
             _log.warning("the watches have ended%s; they begin anew in %.0f s", why and f" ({why})", delay)
             await asyncio.sleep(delay)
             delay = min(delay * 2, _LONGEST_DELAY)
 
-    def _watch(self, home: asyncio.AbstractEventLoop) -> Callable[[asyncio.Event], Coroutine[Any, Any, None]]:
+    async def _until_outdated(self, namespaces: Sequence[str]) -> str | None:
+        """Watch these; gives back why the watches have ended, None where others are to be watched."""
+        watching = asyncio.create_task(_in_a_thread(self._watch(asyncio.get_running_loop(), namespaces)))
+        outdated = asyncio.create_task(self._outdated(namespaces))
+        try:
+            await asyncio.wait({watching, outdated}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            outdated.cancel()
+            await asyncio.wait({watching, outdated})
+        return None if watching.cancelled() else watching.result()
+
+    def _watch(
+        self, home: asyncio.AbstractEventLoop, namespaces: Sequence[str]
+    ) -> Callable[[asyncio.Event], Coroutine[Any, Any, None]]:
         """What is to run in a loop of its own, until the event that it is given is set."""
 
         async def watch(stop: asyncio.Event) -> None:
@@ -90,8 +107,8 @@ class Watches:
                 registry=self._registry(home),
                 settings=_settings(),
                 standalone=True,
-                clusterwide=not self._namespaces,
-                namespaces=self._namespaces,
+                clusterwide=not namespaces,
+                namespaces=namespaces,
                 stop_flag=stop,
                 # It would ask for the user's name, and in a container a user may have none.
                 identity="elastic-operator",  # type: ignore[arg-type]  # a text; kopf keeps the type's name to itself

@@ -56,7 +56,7 @@ class Writer:
         except ApiError as error:
             if error.rejects_object:
                 raise Refused(error.words) from None
-            if error.status == 403:
+            if error.status == 403 or error.of_a_policy:
                 raise Hindered(_FORBIDDEN.sub("", error.words)) from None
             if error.reason != "AlreadyExists":
                 raise

@@ -19,7 +19,7 @@ from elastic_operator.local.etcd_process import EtcdProcess
 from elastic_operator.local.pod_process import PodProcess
 from elastic_operator.model import EtcdState, JobEvent, Observed, Plan
 from elastic_operator.names import LocalReason
-from elastic_operator.store_mirror import StoreMirror
+from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
@@ -203,7 +203,9 @@ class LocalCluster:
         if self.etcd is not None:
             self._store_tasks.append(self._tasks.create_task(self._run_etcd(self.etcd)))
             available = self.etcd.ready
-        self._store_tasks.append(self._tasks.create_task(self.mirror.run(self._endpoints, available)))
+        self._store_tasks.append(
+            self._tasks.create_task(self.mirror.run(lambda: store_at(self._endpoint()), available))
+        )
 
     async def _run_etcd(self, etcd: EtcdProcess) -> None:
         try:
@@ -211,10 +213,9 @@ class LocalCluster:
         except ElasticJobError as error:
             self._broken(error)
 
-    def _endpoints(self) -> tuple[str, ...]:
-        named = self._live.job().spec.etcd.endpoint
-        endpoints = named.split(",") if named else [self.etcd.endpoint] if self.etcd else []
-        return tuple(endpoint.strip() for endpoint in endpoints)
+    def _endpoint(self) -> str:
+        """Where the store is, as the agents are told it."""
+        return self._live.job().spec.etcd.endpoint or (self.etcd.endpoint if self.etcd is not None else "")
 
     def _create(self, new: NewPod) -> None:
         if any(pod.name == new.name for pod in self.pods):
@@ -224,9 +225,7 @@ class LocalCluster:
         self._tasks.create_task(self._run_pod(pod))
 
     async def _run_pod(self, pod: PodProcess) -> None:
-        await pod.run(
-            lambda: self._command(pod.new, ",".join(self._endpoints())), self.etcd.ready if self.etcd else None
-        )
+        await pod.run(lambda: self._command(pod.new, self._endpoint()), self.etcd.ready if self.etcd else None)
         if pod.terminating and not self._ending:
             self.pods.remove(pod)
             self._changed()

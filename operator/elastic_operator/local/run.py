@@ -28,8 +28,6 @@ from elastic_operator.local.run_folder import create_run, private_folder, reopen
 from elastic_operator.local.running import LocalRun, RunParts
 from elastic_operator.pods import problem_of
 from elastic_operator.problem import Problem
-from torchelastic.endpoints import parse_endpoints
-from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping
@@ -133,17 +131,11 @@ async def _prepare(request: RunRequest, parts: RunParts) -> _Etcd:
         parts.folder.write_manifest(request.manifest.source.data)
     except OSError as error:
         raise BadInput(f"cannot write {parts.folder.manifest}: {error.strerror}") from None
-    endpoint = request.manifest.spec.etcd.endpoint
-    if endpoint is not None:
-        try:
-            parse_endpoints(endpoint)
-        except SettingsError as error:
-            raise request.manifest.source.bad_input([Problem(("spec", "etcd", "endpoint"), f"{error}")]) from None
     try:
         await parts.commands.check(parts.live.job())
     except BadInput as error:
         raise request.manifest.source.bad_input([_field_at_fault(request.manifest.spec, f"{error}")]) from None
-    if endpoint is not None:
+    if request.manifest.spec.etcd.endpoint is not None:
         return _Etcd(None)
     binary = await find_etcd(request.environ.get("PATH"))
     return _Etcd(EtcdSettings(binary, parts.folder.etcd, parts.folder.etcd_log, request.environ))

@@ -1,0 +1,184 @@
+"""What the operator knows of a run's store, and what becomes of the run's keys, on a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from elastic_operator.kube.stores import Stores
+from elastic_operator.store_mirror import StoreMirror, store_at
+from torchelastic.contract import EpochRecord, Member, NodeRecord, RunKeys, SizeRecord, encode, run_lease
+from torchelastic.errors import StoreError
+from torchelastic.store import StoreSettings, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from tests.support.etcd import EtcdServer
+    from torchelastic.store import Store
+
+pytestmark = pytest.mark.real
+
+PATIENCE = 30.0
+SIZE = SizeRecord(min=1, max=8, wanted=1)
+
+
+@pytest.fixture
+def run_id() -> str:
+    return str(uuid.uuid4())
+
+
+class Watched:
+    """A mirror that is followed within the block.
+
+    Attributes:
+        mirror: itself.
+        said: what it said of a store that is away.
+    """
+
+    def __init__(self, run_id: str, *, remembered: int = 1000) -> None:
+        self._happened = asyncio.Event()
+        self.said: list[str] = []
+        self.mirror = StoreMirror(run_id, changed=self._happened.set, away=self._away, remembered=remembered)
+
+    def _away(self, sentence: str) -> None:
+        self.said.append(sentence)
+        self._happened.set()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not true():
+                self._happened.clear()
+                await self._happened.wait()
+
+    @contextlib.asynccontextmanager
+    async def follows(self, settings: Callable[[], StoreSettings]) -> AsyncIterator[StoreMirror]:
+        task = asyncio.create_task(self.mirror.run(settings, None))
+        try:
+            yield self.mirror
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        assert task.cancelled()
+
+
+@contextlib.asynccontextmanager
+async def reached(etcd: EtcdServer) -> AsyncIterator[Store]:
+    store = await connect(etcd.settings)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def node(name: str) -> bytes:
+    return encode(NodeRecord(name=name, address="10.0.0.1", workers=1, size=SIZE))
+
+
+@pytest.mark.parametrize(
+    ("written", "protocol", "endpoints"),
+    [
+        ("etcd", "http", ("etcd:2379",)),
+        ("http://a:1/", "http", ("a:1",)),
+        ("https://a,https://[::1]:9", "https", ("a:2379", "[::1]:9")),
+    ],
+)
+def test_the_operator_reads_an_endpoint_as_the_agents_do(
+    written: str, protocol: str, endpoints: tuple[str, ...]
+) -> None:
+    assert store_at(written) == StoreSettings(endpoints=endpoints, protocol=protocol)
+
+
+async def test_a_store_is_followed_wherever_and_however_its_place_is_written(etcd: EtcdServer, run_id: str) -> None:
+    written = "etcd:99999"
+    watched = Watched(run_id)
+    async with watched.follows(lambda: store_at(written)) as mirror:
+        await watched.until(lambda: bool(watched.said))
+        assert "a port is a number from 1 to 65535" in watched.said[0]
+        written = f"http://{etcd.endpoint}/"
+        await watched.until(lambda: mirror.readable)
+
+
+async def test_a_run_is_forgotten_whole_though_its_lease_is_lost(etcd: EtcdServer, run_id: str) -> None:
+    watched, keys = Watched(run_id), RunKeys.of(run_id)
+    async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
+        await watched.until(lambda: mirror.readable)
+        await mirror.write_size(SIZE)
+        await store.put(keys.node("a.1"), node("a"))
+        await store.revoke(run_lease(run_id))
+        await mirror.forget_run()
+        assert (await store.list(keys.root)).entries == ()
+
+
+async def test_a_store_that_goes_away_while_a_run_is_forgotten_is_said_to_be_away(
+    own_etcd: EtcdServer, run_id: str
+) -> None:
+    watched = Watched(run_id)
+    async with watched.follows(lambda: own_etcd.settings) as mirror:
+        await mirror.forget_run()  # before it was ever reached, there is nothing to forget
+        await watched.until(lambda: mirror.readable)
+        own_etcd.pause()
+        forgetting = asyncio.create_task(mirror.forget_run())
+        await asyncio.sleep(0)
+        await own_etcd.kill()
+        with pytest.raises(StoreError):
+            await asyncio.wait_for(forgetting, PATIENCE)
+
+
+async def test_names_are_kept_of_nodes_in_use_and_of_the_last_ones(etcd: EtcdServer, run_id: str) -> None:
+    watched, keys = Watched(run_id, remembered=3), RunKeys.of(run_id)
+    member = Member(node="first.1", address="10.0.0.1", workers=1)
+    async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
+        await watched.until(lambda: mirror.readable)
+        await store.put(keys.node("first.1"), node("first"))
+        await store.put(keys.epoch, encode(EpochRecord(number=1, members=(member,))))
+        await store.delete(keys.node("first.1"))
+        for number in range(30):
+            await store.put(keys.node(f"n{number}.1"), node(f"n{number}"))
+            await store.delete(keys.node(f"n{number}.1"))
+        await store.put(keys.node("last.1"), node("last"))
+        await watched.until(lambda: "last.1" in mirror.names)
+        assert len(mirror.names) <= 2 + 2 * 3
+        assert {"first.1", "n27.1", "n28.1", "n29.1", "last.1"} <= mirror.names.keys()
+
+
+async def test_of_a_store_that_stays_away_the_job_is_told(own_etcd: EtcdServer, run_id: str) -> None:
+    woken = asyncio.Event()
+    await own_etcd.kill()
+    async with asyncio.timeout(PATIENCE), Stores(lambda _: woken.set(), patience=0.0) as stores:
+        mirror = stores.follow(run_id, "default/digits", own_etcd.endpoint, lasts=True, up=True)
+        await woken.wait()
+        assert own_etcd.endpoint in (stores.trouble(run_id) or "")
+        await own_etcd.start()
+        while not mirror.readable:
+            woken.clear()
+            await woken.wait()
+        assert stores.trouble(run_id) is None
+
+
+async def test_a_defect_where_a_run_is_left_is_logged_and_ends_nothing_else(
+    run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = asyncio.Event()
+
+    async def broken(_: StoreMirror) -> None:
+        left.set()
+        raise AttributeError("a defect")
+
+    monkeypatch.setattr(StoreMirror, "forget_run", broken)
+    with caplog.at_level(logging.ERROR), socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
+        async with asyncio.timeout(PATIENCE), Stores(lambda _: None) as stores:
+            stores.follow(run_id, "default/digits", endpoint, lasts=True, up=True)
+            stores.leave(run_id)
+            await left.wait()
+            stores.follow("another", "default/another", endpoint, lasts=True, up=True)
+            assert stores.runs_of("default/another") == ("another",)
+    assert "an unexpected error while its keys were removed" in caplog.text
