@@ -169,4 +169,4 @@ async def test_what_elasticjob_says_of_a_cluster(user: User) -> None:
     await user.elasticjob("scale", "seen", "--replicas", "1")
     await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=1")
     await user.elasticjob("delete", "seen")
-    assert await user.leftovers() == []
+    assert await user.left_for_good() == []

@@ -118,11 +118,15 @@ class User:
     async def delete(self, name: str) -> list[str]:
         """``kubectl delete`` a job, and wait until what belongs to it is gone; gives back what is left all the same."""
         await self.kubectl("delete", f"elasticjob/{name}")
-        for each in await self.leftovers():
-            await self.kubectl("wait", each, "--for=delete", f"--timeout={PATIENCE}")
-        return await self.leftovers()
+        return await self.left_for_good()
 
-    async def leftovers(self) -> list[str]:
+    async def left_for_good(self) -> list[str]:
+        """What is left in the namespace when Kubernetes has collected its garbage."""
+        for each in await self._objects():
+            await self.kubectl("wait", each, "--for=delete", f"--timeout={PATIENCE}", check=False)
+        return await self._objects()
+
+    async def _objects(self) -> list[str]:
         """All objects in the namespace but what Kubernetes itself puts into each, and events."""
         kinds = (await self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name")).stdout.split()
         wanted = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics"))]

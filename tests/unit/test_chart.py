@@ -159,6 +159,7 @@ def test_the_deployment_gives_the_operator_only_arguments_that_it_knows() -> Non
         log_format=LogFormat.JSON,
         identity=settings.identity,
         listen=Address("", 8080),
+        in_pod=True,
     )
     assert "containerPort: 8080\n" in template("deployment.yaml")
 
