@@ -165,7 +165,7 @@ async def test_what_elasticjob_says_of_a_cluster(user: User) -> None:
     table = (await user.elasticjob("get")).stdout.splitlines()
     assert table[1].split()[:3] == ["seen", "Running", "2/2"]
     assert "training started with 2 pods" in (await user.elasticjob("describe", "seen")).stdout
-    assert "of 2 workers" in (await user.elasticjob("logs", "seen", "--rank", "0")).stdout
+    assert "of 2 workers" in await user.first_words("seen", "--rank", "0")
     await user.elasticjob("scale", "seen", "--replicas", "1")
     await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=1")
     await user.elasticjob("delete", "seen")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -70,6 +71,18 @@ class User:
     async def elasticjob(self, *words: str, check: bool = True) -> Any:
         """Type elasticjob for this namespace."""
         return await self.node.run(str(ELASTICJOB), *words, "-n", self.namespace, check=check, timeout=240)
+
+    async def first_words(self, name: str, *words: str) -> str:
+        """The first line that ``elasticjob logs -f`` shows, as soon as there is one."""
+        argv = (str(ELASTICJOB), "logs", name, "-f", *words, "-n", self.namespace)
+        following = await self.node.popen(*argv)
+        assert following.stdout is not None
+        try:
+            async with asyncio.timeout(180):
+                return (await following.stdout.readline()).decode()
+        finally:
+            following.terminate()
+            await following.communicate()
 
     async def apply(self, manifest: dict[str, Any] | Path) -> None:
         """``kubectl apply`` a file, or an object."""
