@@ -210,11 +210,14 @@ async def test_it_is_scaled_without_touching_the_pods_that_stay_and_not_beyond_i
     await place.told("Scaled", "scaled from 3 to 1 pod")
 
 
-async def test_a_deleted_pod_is_replaced(place: Place, operator: OperatorProcess) -> None:
+@pytest.mark.parametrize("how", [[], ["--force", "--grace-period=0"]], ids=["gracefully", "by force"])
+async def test_a_deleted_pod_is_replaced_by_one_of_another_name(
+    place: Place, operator: OperatorProcess, how: list[str]
+) -> None:
     await place.apply(replicas=2)
     first = await place.pods(2)
     victim, other = sorted(first)
-    await place.kubectl("delete", "pod", victim)
+    await place.kubectl("delete", "pod", victim, *how)
 
     lost = uid_of(first, victim)
     second = await place.until(
@@ -222,6 +225,8 @@ async def test_a_deleted_pod_is_replaced(place: Place, operator: OperatorProcess
     )
     assert uids(second) & uids(first) == {uid_of(first, other)}
     assert sorted(index_of(pod) for pod in second.values()) == [0, 1]
+    assert victim not in second
+    await place.told("PodDeleted", f"{victim} was deleted; a new pod takes its place")
 
 
 async def test_what_a_deleted_pod_said_last_is_in_an_event(place: Place, operator: OperatorProcess) -> None:

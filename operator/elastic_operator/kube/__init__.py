@@ -33,6 +33,7 @@ the operator
 ``writer``          how is something written so that it is known at once?
 ``ledger``          what would the API server not make, and when is it tried again?
 ``events``          how is a person told?
+``departed``        which pods are gone, and were not replaced yet?
 ``farewell``        what did a deleted pod say last?
 ``web``             what do probes and Prometheus see?
 ``metrics``         what does it count?

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from elastic_operator.kube.cache import Cache
+    from elastic_operator.kube.departed import Departed
     from elastic_operator.kube.events import Events
     from elastic_operator.kube.ledger import Ledger
     from elastic_operator.kube.managed_etcd import EtcdSeen, ManagedEtcd
@@ -48,6 +49,7 @@ class KubernetesCluster:
         stores: what the agents say.
         events: tells what a person would want to know.
         ledger: remembers what could not be made.
+        departed: remembers pods that are gone.
         settings: what pods are made with where the job does not say.
         wake: called with a job's key, and the seconds after which it is to be looked at once more.
     """
@@ -61,6 +63,7 @@ class KubernetesCluster:
         stores: Stores,
         events: Events,
         ledger: Ledger,
+        departed: Departed,
         settings: PodSettings,
         wake: Callable[[str, float], None],
     ) -> None:
@@ -70,6 +73,7 @@ class KubernetesCluster:
         self._stores = stores
         self._events = events
         self._ledger = ledger
+        self._departed = departed
         self._settings = settings
         self._wake = wake
         self._observed: dict[str, Json] = {}
@@ -97,7 +101,7 @@ class KubernetesCluster:
             hindrance = trouble  # nothing is started while nobody knows whether the run has ended
         ready = (replace(pod, ready=pod.ready and (serving is None or pod.name in serving)) for pod in pods)
         return job, Observed(
-            pods=tuple(_explained(pod, trouble) for pod in ready),
+            pods=(*(_explained(pod, trouble) for pod in ready), *self._departed.of(job.uid, pods)),
             etcd=state,
             store_read=mirror is not None and mirror.readable,
             epoch=mirror.epoch if mirror is not None else None,
@@ -165,6 +169,7 @@ class KubernetesCluster:
         if former is not None and former["metadata"]["uid"] != current:
             del self._observed[key]
             self._ledger.forget(former["metadata"]["uid"])
+            self._departed.forget(former["metadata"]["uid"])
 
     def _trouble(self, job: Job) -> str | None:
         """That a store which was there before cannot be read, in words; None where it can, or nobody needs to know."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from elastic_operator.kube.cache import Cache, owner_of
 from elastic_operator.kube.cluster import KubernetesCluster
+from elastic_operator.kube.departed import Departed
 from elastic_operator.kube.events import Events
 from elastic_operator.kube.farewell import farewell
 from elastic_operator.kube.leading import Leadership, LeaseSettings
@@ -57,7 +58,7 @@ class Operator:
         self._cache = Cache(changed=self._queue.put, gone=self._on_gone)
         self._listings = Listings(api, self._cache, namespaces=settings.namespaces)
         self._reconciler: Reconciler | None = None
-        self._tell_farewell: Callable[[Json], None] | None = None
+        self._take_leave: Callable[[Json], None] | None = None
         api.asked = self._metrics.asked
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -113,6 +114,7 @@ class Operator:
         settings = self._settings
         async with Events(self._api, settings.identity) as events, Stores(self._queue.put) as stores:
             writer = Writer(self._api, self._cache)
+            departed = Departed()
             cluster = KubernetesCluster(
                 cache=self._cache,
                 writer=writer,
@@ -120,17 +122,18 @@ class Operator:
                 stores=stores,
                 events=events,
                 ledger=Ledger(),
+                departed=departed,
                 settings=settings.pods,
                 wake=self._queue.put,
             )
             self._reconciler = Reconciler(
                 cluster, queue=self._queue, list_keys=self._keys, reconciled=self._metrics.reconciled
             )
-            self._tell_farewell = lambda pod: self._say_goodbye(events, pod)
+            self._take_leave = lambda pod: self._take_leave_of(pod, departed, events)
             try:
                 await self._reconciler.run()
             finally:
-                self._reconciler = self._tell_farewell = None
+                self._reconciler = self._take_leave = None
 
     async def _keys(self) -> tuple[str, ...]:
         return self._cache.keys
@@ -145,14 +148,15 @@ class Operator:
             self._listings.doubt()
 
     def _on_gone(self, resource: Resource, body: Json) -> None:
-        if resource == PODS and self._tell_farewell is not None:
-            self._tell_farewell(body)
+        if resource == PODS and self._take_leave is not None:
+            self._take_leave(body)
 
-    def _say_goodbye(self, events: Events, pod: Json) -> None:
+    def _take_leave_of(self, pod: Json, departed: Departed, events: Events) -> None:
         owner = owner_of(pod)
         job = self._cache.job(f"{pod['metadata']['namespace']}/{owner.name}") if owner is not None else None
         if job is None or owner is None or job["metadata"]["uid"] != owner.uid:
             return  # nobody would read it
+        departed.add(owner.uid, pod)
         event = farewell(pod)
         if event is not None:
             events.tell(job, event)
