@@ -156,3 +156,8 @@ def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
         number, letter = divmod(number, len(_SUFFIX_LETTERS))
         suffix += _SUFFIX_LETTERS[letter]
     return f"{hostname(job, index)}-{suffix}"
+
+
+def worker_selector(job: str) -> str:
+    """The label selector that matches a job's worker pods and nothing else."""
+    return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"

@@ -17,7 +17,8 @@ import yaml
 
 from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, LEASES, PODS, SERVICES, Resource
 from elastic_operator.kube.user_api import UserApi
-from tests.support.operator_place import Json, Objects, Place, conditions, holds, index_of, live, uids, workers_of
+from elastic_operator.names import worker_selector
+from tests.support.operator_place import Json, Objects, Place, conditions, holds, index_of, live, uids
 from tests.support.operator_process import PATIENCE, OperatorProcess
 from torchelastic.contract import (
     Env,
@@ -162,7 +163,7 @@ async def test_a_job_gets_an_etcd_pods_that_know_where_it_is_and_a_status(
         assert environment["PET_RDZV_ENDPOINT"] == f"{address}:2379"
         assert environment["PET_RDZV_ID"] == uid
         assert environment[Env.NODE_NAME] == pod["metadata"]["name"]
-    assert job["status"]["selector"] == workers_of("digits")
+    assert job["status"]["selector"] == worker_selector("digits")
     assert "finalizers" not in job["metadata"]
     assert "annotations" not in job["metadata"]
 
@@ -221,7 +222,7 @@ async def test_a_deleted_pod_is_replaced_by_one_of_another_name(
 
     lost = uid_of(first, victim)
     second = await place.until(
-        PODS, lambda pods: lost not in uids(pods) and len(live(pods)) == 2, labels=workers_of("digits")
+        PODS, lambda pods: lost not in uids(pods) and len(live(pods)) == 2, labels=worker_selector("digits")
     )
     assert uids(second) & uids(first) == {uid_of(first, other)}
     assert sorted(index_of(pod) for pod in second.values()) == [0, 1]
@@ -235,7 +236,7 @@ async def test_what_a_deleted_pod_said_last_is_in_an_event(place: Place, operato
     await place.bind(victim)  # else there is no kubelet whom the API server would wait for
     await place.runs(victim)
     await place.kubectl("delete", "pod", victim, "--wait=false")
-    await place.until(PODS, lambda pods: victim in pods and len(live(pods)) == 2, labels=workers_of("digits"))
+    await place.until(PODS, lambda pods: victim in pods and len(live(pods)) == 2, labels=worker_selector("digits"))
 
     await place.ends(victim, 137)
     await place.kubectl("delete", "pod", victim, "--force", "--grace-period=0")
@@ -254,7 +255,7 @@ async def test_a_pod_that_dies_is_replaced_and_kept_for_its_log(place: Place, op
     job = await place.job(lambda status: status.get("podFailures") == 1)
     assert "rank 0 found no data" in job["status"]["lastFailure"]
     await place.told("PodDied", victim, "rank 0 found no data", "a new pod takes its place")
-    assert victim in await place.until(PODS, lambda pods: len(pods) == 3, labels=workers_of("digits"))
+    assert victim in await place.until(PODS, lambda pods: len(pods) == 3, labels=worker_selector("digits"))
 
 
 async def test_a_job_that_has_succeeded_gets_no_more_pods_and_loses_its_etcd(
@@ -486,7 +487,7 @@ async def test_killed_while_it_makes_pods_and_started_again_it_makes_none_twice(
     async with an_operator(place, tmp_path, environ={"POD_NAME": "operator-0"}) as operator:
         await operator.leads()
         await place.apply(maxReplicas=40)
-        await place.until(PODS, lambda pods: len(live(pods)) >= 5, labels=workers_of("digits"))
+        await place.until(PODS, lambda pods: len(live(pods)) >= 5, labels=worker_selector("digits"))
         operator.kill()
         operator.start()
         found = await place.pods(40)

@@ -13,7 +13,8 @@ from elastic_operator.kube.cache import Cache
 from elastic_operator.kube.listing import Listings
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
 from elastic_operator.kube.user_api import UserApi
-from tests.support.operator_place import Place, live, uids, workers_of
+from elastic_operator.names import worker_selector
+from tests.support.operator_place import Place, live, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.control_plane import ControlPlane
 from torchelastic.store import StoreSettings, connect
@@ -104,7 +105,7 @@ async def test_it_outlives_the_api_server_and_notices_what_vanished_meanwhile(
         after = await place.until(
             PODS,
             lambda pods: len(live(pods)) == 2 and lost not in uids(pods),
-            labels=workers_of("digits"),
+            labels=worker_selector("digits"),
         )
         assert uids(after) & uids(before) == uids(before) - {lost}
         await operator.until(lambda codes: codes == {"/healthz": 200, "/readyz": 200}, "/healthz", "/readyz")

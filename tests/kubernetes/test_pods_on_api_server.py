@@ -98,7 +98,7 @@ async def test_all_that_is_made_for_a_manifest_is_taken(
     job = the_job(manifest, free)
     assert await answer(control_plane, PODS, its_pod(job)) == ""
     assert await answer(control_plane, DEPLOYMENTS, etcd_deployment(job, SETTINGS)) == ""
-    assert await answer(control_plane, SERVICES, etcd_service(job, SETTINGS, cluster_ip=None)) == ""
+    assert await answer(control_plane, SERVICES, etcd_service(job, cluster_ip=None)) == ""
 
     # With a user that isn't root, which only those can promise who know the image, the pods are restricted ones.
     restricted = copy.deepcopy(manifest)
@@ -177,7 +177,7 @@ async def test_an_etcd_with_a_volume_is_taken(control_plane: Cluster, strict: st
 async def test_the_etcds_address_can_be_asked_for(control_plane: Cluster, free: str) -> None:
     words = ("get", "service/kubernetes", "--namespace=default", "--output=jsonpath={.spec.clusterIP}")
     first = ipaddress.ip_address((await control_plane.kubectl(*words)).stdout)
-    service = etcd_service(a_job(free, {}), SETTINGS, cluster_ip=str(first + 200))
+    service = etcd_service(a_job(free, {}), cluster_ip=str(first + 200))
     assert await answer(control_plane, SERVICES, service) == ""
 
 

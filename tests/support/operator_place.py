@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_operator.kube.resources import ELASTIC_JOBS, EVENTS, PODS
-from elastic_operator.names import LABEL_INDEX, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from elastic_operator.names import LABEL_INDEX, worker_selector
 from tests.support.operator_process import PATIENCE
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Place:
 
     async def pods(self, count: int, name: str = "digits") -> Objects:
         """The worker pods of a job, as soon as exactly so many are live."""
-        found = await self.until(PODS, lambda pods: len(live(pods)) == count, labels=workers_of(name))
+        found = await self.until(PODS, lambda pods: len(live(pods)) == count, labels=worker_selector(name))
         return live(found)
 
     async def told(self, *words: str) -> str:
@@ -125,10 +125,6 @@ def a_manifest(name: str, **spec: Any) -> Json:
         "metadata": {"name": name},
         "spec": fields,
     }
-
-
-def workers_of(name: str) -> str:
-    return f"{LABEL_JOB}={name},{LABEL_ROLE}={ROLE_WORKER}"
 
 
 def live(pods: Objects) -> Objects:

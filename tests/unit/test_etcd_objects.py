@@ -56,7 +56,7 @@ def container_of(**spec: Any) -> dict[str, Any]:
 
 
 def test_the_service_as_a_whole() -> None:
-    assert etcd_service(a_job(), PodSettings(), cluster_ip=None) == {
+    assert etcd_service(a_job(), cluster_ip=None) == {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": METADATA,
@@ -141,7 +141,7 @@ def test_the_service_leads_to_the_pods_of_this_very_job() -> None:
 
 
 def test_an_address_that_pods_were_told_is_asked_for() -> None:
-    assert etcd_service(a_job(), PodSettings(), cluster_ip="10.96.3.4")["spec"]["clusterIP"] == "10.96.3.4"
+    assert etcd_service(a_job(), cluster_ip="10.96.3.4")["spec"]["clusterIP"] == "10.96.3.4"
 
 
 @pytest.mark.parametrize(("address", "endpoint"), [("10.96.3.4", "10.96.3.4:2379"), ("fd00::7", "[fd00::7]:2379")])

@@ -88,12 +88,12 @@ def _execute(arguments: argparse.Namespace) -> int:
 async def _of_cluster(api: UserApi, arguments: argparse.Namespace) -> bool:
     """Print logs of a cluster; whether all could be read."""
     from elastic_operator.kube.job_logs import LogRequest, read_logs
-    from elastic_operator.kube.jobs import OVER, ClusterJobs
+    from elastic_operator.kube.jobs import ClusterJobs, has_finished
     from elastic_operator.kube.log_following import LogFollowing
     from elastic_operator.showing.wanted_logs import Wanted
 
     job = await ClusterJobs(api, place.tell).object(arguments.name)
-    follow = arguments.follow and (job.get("status") or {}).get("state") not in OVER
+    follow = arguments.follow and not has_finished(job)
     request = LogRequest(
         job=job,
         wanted=Wanted(arguments.rank, arguments.pod, agents=arguments.agent),

@@ -15,12 +15,12 @@ from elastic_operator.errors import ClusterError
 from elastic_operator.kube.observation import job_of, pod_of
 from elastic_operator.kube.resources import PODS
 from elastic_operator.kube.worker_pod import worker_pod
-from elastic_operator.kube.writer import Hindered, Refused
+from elastic_operator.kube.writer import Hindered, Refused, raise_first
 from elastic_operator.model import EtcdState, Observed, PodPhase
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from elastic_operator.kube.cache import Cache
     from elastic_operator.kube.departed import Departed
@@ -221,7 +221,7 @@ class KubernetesCluster:
             *(self._writer.remove(PODS, job.namespace, each.name, each.uid) for each in removals),
             return_exceptions=True,
         )
-        _raise_first(results)
+        raise_first(results)
 
     async def _create(self, job: Job, pods: Sequence[NewPod], store: str) -> None:
         """Make pods in batches that grow: where the first is not taken, none of the others is tried."""
@@ -236,7 +236,7 @@ class KubernetesCluster:
                 ),
                 return_exceptions=True,
             )
-            _raise_first(results)
+            raise_first(results)
             done += batch
             batch = min(batch * 2, _LARGEST_BATCH)
         self._clear(job)
@@ -268,12 +268,3 @@ def _explained(pod: Pod, trouble: str | None) -> Pod:
     if trouble is None or pod.ready or pod.phase is not PodPhase.RUNNING:
         return pod
     return replace(pod, waiting=pod.waiting or trouble)
-
-
-def _raise_first(results: Iterable[object]) -> None:
-    """Raise the error that says most: what will never work, then what does not work now."""
-    errors = [result for result in results if isinstance(result, BaseException)]
-    for kind in (Refused, Hindered, BaseException):
-        for error in errors:
-            if isinstance(error, kind):
-                raise error

@@ -48,15 +48,13 @@ def etcd_endpoint(cluster_ip: str) -> str:
     return f"{bracketed(cluster_ip)}:{DEFAULT_PORT}"
 
 
-def etcd_service(job: Job, settings: PodSettings, *, cluster_ip: str | None) -> dict[str, Any]:
+def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
     """The service, under whose address the pods find the etcd; ready to be created.
 
     Args:
         job: to which it belongs.
-        settings: what the job does not say.
         cluster_ip: the address that it must have, because pods that live were told it; None for any.
     """
-    del settings  # nothing of it yet; taken so that both objects are made alike
     spec: dict[str, Any] = {
         "type": "ClusterIP",
         "selector": _selector(job),

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.errors import ClusterError, NotFound
 from elastic_operator.kube.api import ApiError
 from elastic_operator.kube.container_state import ContainerState, container_states, is_over
-from elastic_operator.kube.jobs import worker_labels
 from elastic_operator.kube.pod_logs import AGENT, LogLine, PodLog
 from elastic_operator.kube.resources import PODS
 from elastic_operator.kube.task_group import task_group
 from elastic_operator.kube.user_api import in_words
+from elastic_operator.names import worker_selector
 from elastic_operator.showing.words import ranks as in_short
 from elastic_operator.template import WORKER
 from elastic_operator.unchecked import integer
@@ -185,7 +185,7 @@ async def read_logs(api: UserApi, request: LogRequest, *, going_on: bool = False
         ClusterError: the API server refuses.
     """
     with in_words(f"the namespace {request.namespace} is gone"):
-        pods, _ = await api.list(PODS, request.namespace, labels=worker_labels(request.name))
+        pods, _ = await api.list(PODS, request.namespace, labels=worker_selector(request.name))
     if (only := request.wanted.pod) is not None:
         names = sorted(str(pod["metadata"]["name"]) for pod in pods)
         if only not in names:

@@ -14,7 +14,8 @@ from elastic_operator.kube.observation import etcd_state
 from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
 from elastic_operator.kube.snapshot import object_of, snapshot_of
 from elastic_operator.kube.user_api import in_words
-from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from elastic_operator.model import JobState
+from elastic_operator.names import LABEL_JOB, worker_selector
 from elastic_operator.unchecked import mappings, text
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     """Gets a sentence for the user that is no part of the answer."""
 
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-OVER: Final = ("Succeeded", "Failed")
-"""States in which nothing more will happen to a job."""
 _WHAT_THERE_IS: Final = "`elasticjob get` with the same flags lists what there is"
 _LONG: Final = 10.0
 """Seconds after which somebody who waits is told for what."""
@@ -93,8 +92,8 @@ class ClusterJobs:
             NotFound: there is no such job.
         """
         job = await self.object(name)
-        state = text(job, "status", "state")
-        if state in OVER:
+        if has_finished(job):
+            state = text(job, "status", "state")
             raise BadInput(f"the job {name} is over ({state}) and does not change any more")
         with self._in_words(name):
             await self._api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": {"replicas": replicas}}, "scale")
@@ -125,7 +124,7 @@ class ClusterJobs:
                 await self._dependents_gone(kind, name, uid)
 
     async def _workers(self, name: str) -> list[Json]:
-        found, _ = await self._api.list(PODS, self.namespace, labels=worker_labels(name))
+        found, _ = await self._api.list(PODS, self.namespace, labels=worker_selector(name))
         return found
 
     async def _events(self, uid: str) -> list[Json]:
@@ -201,13 +200,13 @@ class ClusterJobs:
         return in_words(f"there is no job {name} in the namespace {self.namespace}; {_WHAT_THERE_IS}")
 
 
-def worker_labels(job: str) -> str:
-    """Selects the worker pods of a job."""
-    return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
-
-
 def _belongs(dependent: Json, uid: str) -> bool:
     """Whether it is this job's, by itself or by what another one of its objects has made."""
     owners = mappings(dependent, "metadata", "ownerReferences")
     jobs = {text(owner, "uid") for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind}
     return not jobs or uid in jobs
+
+
+def has_finished(job: Json) -> bool:
+    """Whether nothing more will happen to a job."""
+    return text(job, "status", "state") in {state for state in JobState if state.finished}

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.errors import ClusterError
 from elastic_operator.kube.job_logs import has_ended, has_log, is_gone, reason
-from elastic_operator.kube.jobs import OVER, worker_labels
+from elastic_operator.kube.jobs import has_finished
 from elastic_operator.kube.pod_logs import AGENT, LogLine, PodLog
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
 from elastic_operator.kube.task_group import task_group
+from elastic_operator.names import worker_selector
 from elastic_operator.template import WORKER
-from elastic_operator.unchecked import text
 
 if TYPE_CHECKING:
     from elastic_operator.kube.job_logs import ReadLogs
@@ -168,7 +168,7 @@ class LogFollowing:
         return bool(known) and min(known) > self._request.epoch
 
     async def _watch_pods(self) -> None:
-        states = self._api.states(PODS, self._request.namespace, labels=worker_labels(self._request.name))
+        states = self._api.states(PODS, self._request.namespace, labels=worker_selector(self._request.name))
         async with contextlib.aclosing(states):
             async for now in states:
                 await self._queue.put(_Pods(dict(now)))
@@ -178,7 +178,7 @@ class LogFollowing:
         states = self._api.states(ELASTIC_JOBS, self._request.namespace, name=self._request.name)
         async with contextlib.aclosing(states):
             async for now in states:
-                if uid not in now or text(now[uid], "status", "state") in OVER:
+                if uid not in now or has_finished(now[uid]):
                     await self._queue.put(_JobOver())
                     return
 

@@ -10,7 +10,7 @@ from elastic_operator.errors import ClusterError
 from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_endpoint, etcd_name, etcd_service
 from elastic_operator.kube.observation import etcd_hindrance, etcd_state, told_cluster_ip
 from elastic_operator.kube.resources import DEPLOYMENTS, PODS, SERVICES
-from elastic_operator.kube.writer import Hindered, Refused
+from elastic_operator.kube.writer import Hindered, Refused, raise_first
 from elastic_operator.unchecked import mapping, text
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ class ManagedEtcd:
         if service is None:
             missing.append(self._make_service(job))
         results = await asyncio.gather(*missing, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        raise_first(results)
         endpoint = _endpoint(self._service(job))
         if endpoint is None:
             raise ClusterError(f"the Service {etcd_name(job.name)} has no address yet")
@@ -101,7 +99,7 @@ class ManagedEtcd:
         """Make the service, under the address that living pods know."""
         told = next(filter(None, map(told_cluster_ip, self._cache.belongings(PODS, job.uid))), None)
         try:
-            return await self._writer.create(SERVICES, job, etcd_service(job, self._settings, cluster_ip=told))
+            return await self._writer.create(SERVICES, job, etcd_service(job, cluster_ip=told))
         except Refused as refusal:
             if told is None or told not in str(refusal):
                 raise

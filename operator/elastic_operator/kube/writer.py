@@ -9,11 +9,13 @@ from elastic_operator.errors import ClusterError
 from elastic_operator.kube.api import ApiError
 from elastic_operator.kube.cache import owner_of
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
-from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from elastic_operator.names import worker_selector
 from elastic_operator.status_json import status_to_json
 from elastic_operator.unchecked import mapping
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from elastic_operator.kube.api import Api
     from elastic_operator.kube.cache import Cache
     from elastic_operator.kube.resources import Resource
@@ -111,7 +113,7 @@ class Writer:
             "apiVersion": ELASTIC_JOBS.api_version,
             "kind": ELASTIC_JOBS.kind,
             "metadata": {key: about[key] for key in ("name", "namespace", "uid", "resourceVersion")},
-            "status": {**status_to_json(status), "selector": selector_of(about["name"])},
+            "status": {**status_to_json(status), "selector": worker_selector(about["name"])},
         }
         after = await self._api.replace(ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
         self._cache.put(ELASTIC_JOBS, after)
@@ -133,6 +135,10 @@ class Writer:
         return found[0]
 
 
-def selector_of(job: str) -> str:
-    """The label selector that matches a job's worker pods and nothing else."""
-    return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
+def raise_first(results: Iterable[object]) -> None:
+    """Raise the error that says most: what will never work, then what does not work now."""
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for kind in (Refused, Hindered, BaseException):
+        for error in errors:
+            if isinstance(error, kind):
+                raise error
