@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import contextlib
 import os
 import signal
 import subprocess
@@ -140,8 +141,12 @@ async def test_the_guard_is_started_again_when_it_dies(driver: subprocess.Popen[
     await told(tmp_path / "pids")
 
     def guards() -> set[int]:
-        children = [entry.pid for entry in read_table().values() if entry.parent == driver.pid]
-        return {pid for pid in children if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"torchelastic: guard")}
+        found = set()
+        for child in (entry.pid for entry in read_table().values() if entry.parent == driver.pid):
+            with contextlib.suppress(OSError):  # it has ended since
+                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"torchelastic: guard"):
+                    found.add(child)
+        return found
 
     [first] = guards()
     os.kill(first, signal.SIGKILL)
