@@ -11,6 +11,7 @@ key             written by                   what it says
 ``c/leader``    the leading node (leased)    who leads and where its link listens (:class:`LeaderRecord`)
 ``c/epoch``     the leader, compare-and-swap who trains together now (:class:`EpochRecord`)
 ``c/outcome``   the leader, compare-and-swap how the run ended (:class:`OutcomeRecord`)
+``c/notice``    the leader                   that the epoch is about to change (:class:`NoticeRecord`)
 ``c/size``      the operator                 how many nodes there should be (:class:`SizeRecord`)
 ``n/<node id>`` each node (leased)           who it is and what it knows (:class:`NodeRecord`)
 =============== ============================ ==================================================================
@@ -97,6 +98,11 @@ class RunKeys:
     def outcome(self) -> str:
         """Where the end of the run stands."""
         return f"{self.root}c/outcome"
+
+    @property
+    def notice(self) -> str:
+        """Where the leader says that the epoch is about to change."""
+        return f"{self.root}c/notice"
 
     @property
     def size(self) -> str:
@@ -243,6 +249,7 @@ class FailureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         kind: how much of an explanation it is.
         message: the exception, or the end of what it printed; in words.
         uptime: seconds from its start to its end.
+        final: whether trying again is no use: the program says so, or its exit code is one that was declared so.
     """
 
     epoch: _Number = msgspec.field(name="e")
@@ -255,6 +262,27 @@ class FailureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: _Number = msgspec.field(name="p", default=0)
     message: _Sentence = msgspec.field(name="t", default="")
     uptime: float = msgspec.field(name="u", default=0.0)
+    final: bool = msgspec.field(name="z", default=False)
+
+
+class NoticeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """That an epoch is about to give way to another one, which waits until the workers that asked for it have saved.
+
+    Attributes:
+        epoch: the epoch that ends.
+        serial: counts the notices of a run, from 1; never falls.
+        seconds: how long the next epoch waits for them at most; 0 takes the notice back: the epoch goes on.
+        reason: in one word, why.
+        cause: the same in a sentence.
+        contract: the version of the contract that its leader speaks.
+    """
+
+    epoch: _Number = msgspec.field(name="e")
+    serial: _Number = msgspec.field(name="i")
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = msgspec.field(name="s", default=0.0)
+    reason: EpochReason = msgspec.field(name="k", default=EpochReason.RESIZED)
+    cause: _Sentence = msgspec.field(name="c", default="")
+    contract: _Count = msgspec.field(name="v", default_factory=_ours)
 
 
 class OutcomeState(enum.StrEnum):
@@ -314,6 +342,9 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         failure: its first worker that failed in ``epoch``.
         size: the wanted size that it was started with.
         metrics: port of its /metrics, 0 where there is none.
+        place: nodes with the same one are neighbours, and get neighbouring ranks; empty for none.
+        notice: seconds that its workers in ``epoch`` have asked for before a planned change; 0 for none.
+        saved: the serial of the last notice that all of them have answered.
     """
 
     name: _Name = msgspec.field(name="nm")
@@ -329,6 +360,9 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     restarts: _Count = msgspec.field(name="r", default=0)
     failure: FailureRecord | None = msgspec.field(name="f", default=None)
     metrics: _Count = msgspec.field(name="m", default=0)
+    place: _Name = msgspec.field(name="h", default="")
+    notice: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = msgspec.field(name="o", default=0.0)
+    saved: _Number = msgspec.field(name="d", default=0)
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):

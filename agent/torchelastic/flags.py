@@ -55,6 +55,11 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "N|auto|cpu|gpu",
         ),
         Flag("max-restarts", "failures of workers that the whole run may have, on all nodes. Default: 100", "N"),
+        Flag(
+            "final-exit-codes",
+            "exit codes of a worker after which the run fails at once, whatever restarts are left (not in torchrun)",
+            "CODE[,…]",
+        ),
     ),
     "How the nodes meet": (
         Flag("rdzv-endpoint", "servers of one etcd; http:// or https:// may stand in front", "HOST[:2379][,…]"),
@@ -73,7 +78,12 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "early_failures (in a row, 3), early_seconds (after the start, 10)",
             "KEY=VALUE[,…]",
         ),
-        Flag("rdzv-backend", "torchelastic, the default (or etcd, which means the same)", "NAME"),
+        Flag(
+            "rdzv-backend",
+            "torchelastic, the default (or etcd, which means the same); etcd-v3 or etcd-v2 where the server's API is "
+            "not to be found out",
+            "NAME",
+        ),
         Flag(
             "standalone", "a run of this node alone, without an etcd; the default where the only node has no endpoint"
         ),
@@ -86,6 +96,18 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "fork-server: from a process that has torch imported (default; also forkserver, fork). exec: by a new "
             "interpreter (also spawn)",
             "METHOD",
+        ),
+        Flag(
+            "preload",
+            "modules that the fork server imports beside torch, so that no worker has to (not in torchrun). They must "
+            "not start threads or touch a GPU when they are imported",
+            "MODULE[,…]",
+        ),
+        Flag(
+            "heartbeat-timeout",
+            "a worker that has not called torchelastic.heartbeat() for so long counts as hung, which is a failure "
+            "(not in torchrun). Default: none does",
+            "SECONDS",
         ),
         Flag("role", "role of the workers, for logs and metrics. Default: default", "NAME"),
     ),
@@ -106,9 +128,26 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         ),
         Flag("node-name", "how it is called in logs and by the operator (not in torchrun). Default: host name", "NAME"),
         Flag(
+            "notice",
+            "time that workers which ask for it get at most to save before a planned change (not in torchrun). "
+            "Default: 30",
+            "SECONDS",
+        ),
+        Flag(
+            "stop-timeout",
+            "time between SIGTERM and SIGKILL when its workers end because the epoch does (not in torchrun). "
+            "Default: 0, SIGKILL at once",
+            "SECONDS",
+        ),
+        Flag(
             "stop-grace",
             "time between SIGTERM and SIGKILL when its workers end because it leaves (not in torchrun). Default: 5",
             "SECONDS",
+        ),
+        Flag(
+            "place",
+            "nodes with the same place get neighbouring ranks (not in torchrun). Default: the host",
+            "NAME",
         ),
         Flag("metrics-port", "serve /metrics for Prometheus, 0 on any free port (not in torchrun)", "PORT"),
         Flag("termination-log", "file for the last words, in JSON (not in torchrun)", "FILE"),

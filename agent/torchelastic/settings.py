@@ -57,11 +57,13 @@ class Program:
         kind: script, module or command.
         argv: the script, module or command, and its arguments.
         start_method: how it is started; a command is always executed.
+        preload: modules that the fork server imports beside torch.
     """
 
     kind: ProgramKind
     argv: tuple[str, ...]
     start_method: StartMethod = StartMethod.FORK_SERVER
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class RendezvousSettings:
         run_lease: seconds after which nothing is left in the store of a run that everybody has abandoned.
         early_failures: failures in a row, each within ``early_seconds`` of its start, after which the run fails.
         early_seconds: see ``early_failures``.
+        notice: seconds that workers get at most to save before a planned change, however much they ask for.
     """
 
     run_id: str
@@ -110,6 +113,7 @@ class RendezvousSettings:
     run_lease: float = RUN_LEASE_TTL
     early_failures: int = 3
     early_seconds: float = 10.0
+    notice: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,10 @@ class AgentSettings:
         role: their role, as torchrun's --role.
         logs: where their output goes.
         stop_grace: seconds between SIGTERM and SIGKILL when workers are ended because this node leaves.
+        stop_timeout: seconds between SIGTERM and SIGKILL when workers are ended because the epoch is.
+        heartbeat_timeout: seconds without a sign of life after which a worker counts as hung; None for no such limit.
+        final_exit_codes: exit codes of workers after which trying again is no use.
+        place: nodes with the same one are neighbours, and get neighbouring ranks; empty for none.
         metrics_port: of /metrics; 0 for any free one; None for no /metrics.
         termination_log: the file that gets the termination message.
     """
@@ -139,5 +147,9 @@ class AgentSettings:
     role: str = DEFAULT_ROLE
     logs: LogSettings = field(default_factory=LogSettings)
     stop_grace: float = 5.0
+    stop_timeout: float = 0.0
+    heartbeat_timeout: float | None = None
+    final_exit_codes: frozenset[int] = frozenset()
+    place: str = ""
     metrics_port: int | None = None
     termination_log: Path | None = None

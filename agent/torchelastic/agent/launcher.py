@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -61,14 +62,24 @@ class Launcher:
         reaper: gets to know all processes that are started.
         mark: the mark in the environment of all that belongs to the workers.
         local_world_size: how many workers there will be.
+        environment: what all workers have in theirs beside the agent's own.
 
     Attributes:
         fork_server: from which they are forked; not started yet.
         memory_kills: counts processes that were killed for memory.
     """
 
-    def __init__(self, program: Program, reaper: Reaper, *, mark: str, local_world_size: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        reaper: Reaper,
+        *,
+        mark: str,
+        local_world_size: int,
+        environment: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> None:
         self._program = program
+        self._of_all = environment
         self._reaper = reaper
         self._mark = mark
         self._local_world_size = local_world_size
@@ -113,7 +124,7 @@ class Launcher:
 
     def _base(self) -> dict[str, str]:
         """The environment that is the same for all workers."""
-        base = dict(os.environ)
+        base = {**os.environ, **self._of_all}
         if self._local_world_size > 1:
             base.setdefault("OMP_NUM_THREADS", "1")
         return base

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -31,7 +32,7 @@ from torchelastic.output import DEFAULT_ROLE, worker_prefix
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torchelastic.agent.processes import Child
     from torchelastic.settings import LogSettings, Program
@@ -76,6 +77,7 @@ class Workers:
         role: their role, named in the lines of their output that the agent passes on unless it is the default one.
         local_world_size: how many workers there will be on this node: with several, each computes on one thread unless
             OMP_NUM_THREADS says otherwise, as under torchrun.
+        environment: what all workers have in theirs beside this process's own.
         alone: this process is the agent and nothing else, so whatever becomes its child and is not known is an orphan.
             False in a program of somebody else's, whose own children are left alone.
 
@@ -90,12 +92,14 @@ class Workers:
         *,
         role: str = DEFAULT_ROLE,
         local_world_size: int = 1,
+        environment: Mapping[str, str] = types.MappingProxyType({}),
         alone: bool = False,
     ) -> None:
         self._program = program
         self._logs = logs
         self._role = role
         self._local_world_size = local_world_size
+        self._environment = environment
         self._mark = secrets.token_hex(8)
         self._reaper = Reaper(alone=alone)
         self._stack = contextlib.AsyncExitStack()
@@ -119,7 +123,11 @@ class Workers:
             self._guard.start()
             stack.push_async_callback(self._guard.close)
             self._launcher = Launcher(
-                self._program, self._reaper, mark=self._mark, local_world_size=self._local_world_size
+                self._program,
+                self._reaper,
+                mark=self._mark,
+                local_world_size=self._local_world_size,
+                environment=self._environment,
             )
             self._fork_server = self._launcher.fork_server
             self._fork_server.start()

@@ -27,6 +27,7 @@ class StoreSettings:
         password: likewise, and kept out of the representation.
         request_timeout: seconds for one request.
         silence_limit: seconds of silence after which a watch counts as broken.
+        version: of etcd's API, 2 or 3; None for 3 where the server has it, and else 2.
     """
 
     endpoints: tuple[str, ...]
@@ -38,6 +39,7 @@ class StoreSettings:
     password: str | None = field(default=None, repr=False)
     request_timeout: float = 5.0
     silence_limit: float = 5.0
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
