@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,41 +14,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.crew import exit_of
+from tests.support.programs import by_hand, hand_command, output_of, run, script
+from torchelastic.agent.program import program_of_command
 from torchelastic.agent.workers import Workers, WorkerStart
 from torchelastic.settings import LogSettings, Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torchelastic.agent.workers import WorkerExit
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.real
 
 PROBE = Path(__file__).parents[1] / "support" / "probe.py"
 
 OURS = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_PROCESS_TREE", "PROBE_OUT"}
-
-
-async def run(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> tuple[WorkerExit, str]:
-    """Run one worker to its end; returns that and what it printed."""
-    async with Workers(program, LogSettings(folder)) as workers:
-        group = await workers.start(1, [WorkerStart(0, 0, env or {})])
-        end = await exit_of(group)
-        await group.stop(0)
-    return end, (folder / "epoch_1/rank_0/output.log").read_text()
-
-
-def by_hand(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        argv,
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        check=False,
-    )
 
 
 def comparable(path: Path) -> dict[str, Any]:
@@ -60,15 +38,17 @@ def comparable(path: Path) -> dict[str, Any]:
     return facts
 
 
-def hand_command(program: Program) -> list[str]:
-    before = {
-        ProgramKind.SCRIPT: [sys.executable],
-        ProgramKind.MODULE: [sys.executable, "-m"],
-        ProgramKind.COMMAND: [],
-    }
-    return [*before[program.kind], *program.argv]
+@pytest.fixture
+def unusual_settings() -> Iterator[None]:
+    """A process whose umask and limits are not what they are elsewhere."""
+    umask, limit = os.umask(0o027), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit[0] - 7, limit[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    os.umask(umask)
 
 
+@pytest.mark.usefixtures("unusual_settings")
 @pytest.mark.parametrize(
     "program",
     [
@@ -160,6 +140,52 @@ async def test_a_worker_whose_interpreter_would_have_started_otherwise_is_execut
     program = Program(ProgramKind.SCRIPT, (str(script),))
     env = {"PYTHONHASHSEED": "42"}
     assert (await run(program, tmp_path / "logs", env))[1] == by_hand(hand_command(program), env).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"), [("torchgen.py", True), ("torchgen/__init__.py", True), ("torchgen/x", False)]
+)
+async def test_a_worker_that_has_a_module_of_its_own_in_the_place_of_one_that_torch_imports_is_executed(
+    name: str, hidden: bool, tmp_path: Path
+) -> None:
+    source = "import sys; print('torch' in sys.modules); import torchgen; print(torchgen.__file__)"
+    program = script(tmp_path, source)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    forked, place = (await output_of(program, tmp_path / "logs")).splitlines()
+    assert (forked == "True") is not hidden
+    assert place == by_hand(hand_command(program), {}).stdout.splitlines()[1]
+
+
+async def test_a_worker_whose_interpreter_has_flags_of_its_own_is_executed(tmp_path: Path) -> None:
+    path = script(tmp_path, "import sys; print(sys.flags.dev_mode, sys._xoptions, 'torch' in sys.modules)").argv[0]
+    program = program_of_command(["python", "-X", "dev", path])
+    assert await output_of(program, tmp_path / "logs") == "True {'dev': True} False\n"
+
+
+async def test_a_worker_whose_libraries_would_be_loaded_otherwise_is_executed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    source = "import sys; forked = 'torch' in sys.modules; import torch; print(forked, torch.get_num_threads())"
+    async with Workers(script(tmp_path, source), LogSettings(tmp_path / "logs"), local_world_size=2) as workers:
+        group = await workers.start(1, [WorkerStart(0, 0, {}), WorkerStart(1, 1, {"OMP_NUM_THREADS": "1"})])
+        assert [(await exit_of(group)).message for _ in range(2)] == ["", ""]
+    assert (tmp_path / "logs/epoch_1/rank_0/output.log").read_text() == "True 2\n"
+    assert (tmp_path / "logs/epoch_1/rank_1/output.log").read_text() == "False 1\n"
+
+
+RANDOM = """
+import random
+import numpy, torch
+random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+print(random.random(), numpy.random.rand(), torch.rand(1).item())
+"""
+
+
+async def test_a_program_that_seeds_its_random_numbers_gets_those_that_it_gets_by_hand(tmp_path: Path) -> None:
+    program = script(tmp_path, RANDOM)
+    assert await output_of(program, tmp_path / "logs") == by_hand(hand_command(program), {}).stdout
 
 
 async def test_each_worker_computes_on_one_thread_where_there_are_several(tmp_path: Path) -> None:

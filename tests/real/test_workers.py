@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives
+from torchelastic.agent.process_table import read_process
 from torchelastic.agent.workers import GroupEnded
 from torchelastic.contract import FailureKind
 
@@ -254,6 +256,7 @@ async def test_workers_go_on_when_the_fork_server_dies_and_the_next_ones_start(c
     assert group.running == {0, 1}
     os.kill(group.pids[0], signal.SIGKILL)
     assert (await exit_of(group)).rank == 0
+    assert read_process(group.pids[0]) is None, "it is not reaped"
     await group.stop(0)
     group = await crew.start("pass", 8)
     assert [(await exit_of(group)).exit_code for _ in range(8)] == [0] * 8
@@ -270,19 +273,22 @@ async def test_a_store_that_dies_is_told(crew: Crew) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
-async def test_random_numbers_differ_between_ranks_but_not_torchs_own_seed(crew: Crew) -> None:
-    group = await crew.start(
-        f"""
+async def test_random_numbers_differ_between_ranks_and_epochs(crew: Crew) -> None:
+    seen = []
+    for _ in range(2):
+        group = await crew.start(
+            f"""
 {TELL}
 import json, multiprocessing, random
 import numpy, torch
 tell(os.environ["RANK"], json.dumps([
-    random.random(), float(numpy.random.rand()), multiprocessing.current_process().authkey.hex(),
-    torch.initial_seed()]))
+    random.random(), numpy.random.rand(), torch.initial_seed(), torch.rand(1).item(),
+    multiprocessing.current_process().authkey.hex()]))
 """,
-        2,
-    )
-    assert [(await exit_of(group)).exit_code for _ in range(2)] == [0, 0]
-    zero, one = eval(await crew.told("0")), eval(await crew.told("1"))
-    assert all(mine != theirs for mine, theirs in zip(zero[:3], one[:3], strict=True))
-    assert zero[3] == one[3]
+            2,
+        )
+        assert [(await exit_of(group)).exit_code for _ in range(2)] == [0, 0]
+        seen += [json.loads(await crew.told(rank)) for rank in "01"]
+        await crew.clear()
+    for drawn in zip(*seen, strict=True):
+        assert len(set(drawn)) == len(seen)

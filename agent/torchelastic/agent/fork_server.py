@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.agent import fork_server_main, messages
+from torchelastic.agent import messages
+from torchelastic.agent.late_imports import Listener
 from torchelastic.agent.processes import python_code, spawn
 from torchelastic.errors import TorchElasticError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torchelastic.agent.processes import Child, Reaper
+    from torchelastic.settings import Program
 
 logger = logging.getLogger(__name__)
 
@@ -75,25 +77,30 @@ class ForkServer:
     Args:
         reaper: which gets to know the server itself and all that it forks.
         environment: the server's environment: what libraries read when they are imported is in it.
+        program: what workers run. The modules that it wants to be there are imported beside torch.
         spare: how many processes are kept in store.
-        later: modules that most programs import only when they run, and that take long: they are imported when the
-            first workers have been started, for those that come after.
-
-    Attributes:
-        environment: see above.
-        import_error: why torch cannot be imported there, empty where it could be, None where it is not known yet.
     """
 
     def __init__(
-        self, reaper: Reaper, environment: Mapping[str, str], *, spare: int = 0, later: Sequence[str] = ()
+        self,
+        reaper: Reaper,
+        environment: Mapping[str, str],
+        program: Program,
+        *,
+        spare: int = 0,
     ) -> None:
-        self.environment = environment
-        self.import_error: str | None = None
+        self._import_error: str | None = None
+        """Why not all that workers need can be imported there, in a sentence; empty where it can be."""
+        self._environment = environment
+        self._program = program
         self._reaper = reaper
         self._wanted = spare
-        self._all_later = self._later = tuple(later)
+        self._late_imports: set[str] = set()
+        self._imported: set[str] = set()
+        self._unfit: set[str] = set()
+        self._listener: Listener | None = None
         self._spares: list[ForkedProcess] = []
-        self._used = asyncio.Event()
+        self._needed = asyncio.Event()
         self._lock = asyncio.Lock()
         self._process: Child | None = None
         self._started = 0.0
@@ -107,7 +114,7 @@ class ForkServer:
         return self._process.pid if self._process is not None and self._process.running else None
 
     def start(self) -> None:
-        """Start the process; it imports torch meanwhile."""
+        """Start the process; it imports torch and the modules to be preloaded meanwhile."""
         if self._connection is not None:
             self._connection.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -115,16 +122,21 @@ class ForkServer:
         with theirs, Path(os.devnull).open("rb") as nothing:
             pid = spawn(
                 python_code("torchelastic.agent.fork_server_main"),
-                self.environment,
+                self._environment,
                 # What is printed there is about an import: it goes to the agent's standard error.
-                {0: nothing.fileno(), 1: 2, 2: 2, fork_server_main.CONTROL: theirs.fileno()},
+                {0: nothing.fileno(), 1: 2, 2: 2, messages.CONTROL: theirs.fileno()},
             )
-        self._process = self._reaper.adopt(pid)
-        self._process.ended.add_done_callback(self._died)
+        if self._listener is None:
+            self._listener = Listener(self._wanted_late)
+        order = {"preload": self._program.preload, "kind": self._program.kind, "program": self._program.argv[0]}
+        with contextlib.suppress(OSError):  # it is dead already, which is told like any later death
+            messages.send(ours, {**order, "tell": self._listener.address})
+        self._process = process = self._reaper.adopt(pid)
+        process.ended.add_done_callback(lambda _: self._died(process))
         self._started = asyncio.get_running_loop().time()
         self._connection = ours
-        self._later = self._all_later
-        self.import_error = None
+        self._imported = set()
+        self._import_error = None
         if self._tending is not None:
             self._tending.cancel()
         self._tending = asyncio.create_task(self._tend(ours))
@@ -145,18 +157,22 @@ class ForkServer:
             spare.link.close()
         if self._connection is not None:
             self._connection.close()
+        if self._listener is not None:
+            self._listener.close()
 
     async def ready(self) -> None:
-        """Wait until torch is imported, or cannot be.
+        """Wait until all that workers need is imported; a server that dies meanwhile is started again.
 
-        A server that dies meanwhile is no matter here: the next need starts another, and tells what is wrong.
+        Raises:
+            StartError: something cannot be imported.
         """
-        with contextlib.suppress(EOFError, ConnectionError):
-            async with self._lock:
-                await self._ask(0)
+        async with self._lock:
+            await self._ask_anew(0)
 
-    def _died(self, _: asyncio.Future[int]) -> None:
-        if not self._closed and asyncio.get_running_loop().time() - self._started > _STEADY:
+    def _died(self, process: Child) -> None:
+        if process is not self._process or self._closed:
+            return
+        if asyncio.get_running_loop().time() - self._started > _STEADY:
             logger.warning("The fork server died; it is started again. Workers are not concerned.")
             self.start()
 
@@ -171,12 +187,13 @@ class ForkServer:
             if len(taken) < count:
                 async with self._lock:
                     taken += self._take(count - len(taken))
-                    taken += await self._fork_anew(count - len(taken))
+                    if len(taken) < count:
+                        taken += await self._ask_anew(count - len(taken))
         except BaseException:
             for process in taken:
                 process.link.close()
             raise
-        self._used.set()
+        self._needed.set()
         return taken
 
     def _take(self, count: int) -> list[ForkedProcess]:
@@ -190,9 +207,9 @@ class ForkServer:
                 spare.link.close()
         return taken
 
-    async def _fork_anew(self, count: int) -> list[ForkedProcess]:
-        """Fork, with a new server if need be."""
-        for _ in range(_ATTEMPTS if count else 0):
+    async def _ask_anew(self, count: int) -> list[ForkedProcess]:
+        """Ask the server for processes, or a new one if need be; the lock is held."""
+        for _ in range(_ATTEMPTS):
             if self._closed:
                 raise StartError("the agent is ending")
             if self.pid is None:
@@ -202,24 +219,28 @@ class ForkServer:
             except (EOFError, ConnectionError):
                 if self._process is not None:
                     await asyncio.shield(self._process.ended)
-        if count:
-            raise StartError(f"the fork server ({sys.executable}) dies again and again; what it printed says why")
-        return []
+        modules = ", ".join(("torch", *self._program.preload))
+        raise StartError(
+            f"the fork server dies again and again while it imports {modules} or forks; try what comes of "
+            f"`{sys.executable} -c 'import {modules}'`"
+        )
 
     async def _tend(self, connection: socket.socket) -> None:
         """Keep the store filled, as long as the server lives."""
         with contextlib.suppress(EOFError, ConnectionError, StartError):  # told where there is a need
             async with self._lock:
-                if not self._used.is_set():
+                if not self._needed.is_set():
                     await self._fill()
+                if self._late_imports:
+                    self._needed.set()
             while True:
-                await self._used.wait()
-                self._used.clear()
+                await self._needed.wait()
+                self._needed.clear()
                 await asyncio.sleep(_CALM)  # while workers start, the processors are theirs
                 async with self._lock:
                     await self._fill()
-                    if self._later:
-                        await self._extend(connection)
+                    if modules := self._late_imports - self._imported:
+                        await self._extend(connection, modules)
 
     async def _fill(self) -> None:
         self._spares = [spare for spare in self._spares if spare.child.running]
@@ -227,23 +248,38 @@ class ForkServer:
         if missing > 0:
             self._spares += await self._ask(missing)
 
-    async def _extend(self, connection: socket.socket) -> None:
+    def _wanted_late(self, module: str) -> None:
+        if module not in self._unfit:
+            self._late_imports.add(module)
+            self._needed.set()
+
+    async def _extend(self, connection: socket.socket, modules: set[str]) -> None:
         """Import more, and replace what was forked before."""
-        later, self._later = self._later, ()
-        messages.send(connection, {"import": later})
-        await _receive(connection)
+        self._imported |= modules
+        messages.send(connection, {"import": sorted(modules)})
+        if problem := (await _receive(connection))["error"]:
+            logger.warning("A fork server with %s in it is of no use: %s.", " and ".join(sorted(modules)), problem)
+            self._late_imports -= modules
+            self._unfit |= modules
+            unfit = self._process
+            self.start()
+            if unfit is not None:
+                unfit.signal(signal.SIGKILL)
+            return
+        fresh = await self._ask(self._wanted)
         for spare in self._spares:
             spare.link.close()  # which tells it to end
-        self._spares = []
-        await self._fill()
+        self._spares = fresh
 
     async def _ask(self, count: int) -> list[ForkedProcess]:
         """Ask the server for processes; the lock is held."""
         connection = self._connection
         if connection is None:
             raise EOFError
-        if self.import_error is None:
-            self.import_error = (await _receive(connection))["error"]
+        if self._import_error is None:
+            self._import_error = str((await _receive(connection))["error"])
+        if self._import_error:
+            raise StartError(self._import_error)
         forked: list[ForkedProcess] = []
         while len(forked) < count:
             part = min(count - len(forked), messages.DESCRIPTOR_LIMIT)

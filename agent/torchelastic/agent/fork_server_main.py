@@ -9,70 +9,92 @@ It has nothing to clean up: when the agent dies, the kernel ends it (see :mod:`t
 
 from __future__ import annotations
 
-import gc
-import importlib
 import os
 import signal
 import socket
-import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torchelastic.agent import forked_child, messages, prctl
+from torchelastic.agent import messages, prctl, run_program
+from torchelastic.agent.forked_child import STORE, take_order
+from torchelastic.agent.import_environment import ImportEnvironment
 from torchelastic.agent.inherited import close_inherited
+from torchelastic.agent.preloading import Importer, fork
+from torchelastic.agent.store_main import StoreRole
 from torchelastic.agent.title import set_title
+from torchelastic.agent.worker_main import WorkerRole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CONTROL: Final = 3
-"""The descriptor of the connection to the agent."""
+
+class Role(Protocol):
+    """What a forked process is for."""
+
+    def play(self) -> None:
+        """Be that, until the end of the process."""
 
 
 def main() -> None:
     """Serve the agent until it is gone; in a forked child, become what it was forked for."""
-    close_inherited(CONTROL + 1)
+    close_inherited(messages.CONTROL + 1)
     agent = os.getppid()
     prctl.set_parent_death_signal(signal.SIGKILL)
     set_title(["torchelastic: fork server"])
-    with socket.socket(fileno=CONTROL) as control:
-        messages.send(control, {"error": _import(["torch.distributed"])})
-        role = _serve(control, agent)
+    with socket.socket(fileno=messages.CONTROL) as control:
+        role = _Server(control, agent).serve()
     if role is not None:
         role.play()
 
 
-def _import(modules: Sequence[str]) -> str:
-    """Import what workers need; why it cannot be, or an empty string."""
-    try:
-        for module in modules:
-            importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - a broken installation can raise anything
-        return f"{type(error).__name__}: {error}"
-    finally:
-        gc.collect()
-        gc.freeze()  # so that a collection in a child does not write to, and so copy, the pages that it shares
-    return ""
+class _Server:
+    """What the agent asks for, done.
 
+    Args:
+        control: the connection to the agent.
+        agent: its process id.
+    """
 
-def _serve(control: socket.socket, agent: int) -> forked_child.Role | None:
-    """Fork what the agent asks for; returns None when it is gone, and in a child its role."""
-    while True:
-        try:
-            message, descriptors = messages.receive(control)
-        except EOFError:
-            return None
-        if "import" in message:
-            messages.send(control, {"error": _import(message["import"])})
-            continue
-        links = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    def __init__(self, control: socket.socket, agent: int) -> None:
+        self._control = control
+        self._agent = agent
+        self._environment = ImportEnvironment()
+        self._importer = Importer(self._environment)
+        self._tell = ""
+
+    def serve(self) -> Role | None:
+        """Serve; returns None when the agent is gone, and in a child its role."""
+        error = self._importer.import_torch()
+        while True:
+            try:
+                message, descriptors = messages.receive(self._control)
+            except EOFError:
+                return None
+            match message:
+                case {"preload": modules, "kind": kind, "program": name, "tell": tell}:  # always the first one
+                    self._tell = tell
+                    error = error or self._importer.preload(modules, run_program.search_path(kind, name))
+                    messages.send(self._control, {"error": error})
+                case {"import": modules}:
+                    messages.send(self._control, {"error": self._importer.import_later(modules)})
+                case _:
+                    role = self._fork([socket.socket(fileno=descriptor) for descriptor in descriptors])
+                    if role is not None:
+                        return role
+
+    def _fork(self, links: Sequence[socket.socket]) -> Role | None:
         answer, link = _fork_twice(links)
         for other in links:
             if other is not link:
                 other.close()
-        if link is not None:
-            control.close()
-            return forked_child.take_role(link, agent)
-        messages.send(control, answer)
+        if link is None:
+            messages.send(self._control, answer)
+            return None
+        self._control.close()
+        order = take_order(link, self._agent)
+        if order.role == STORE:
+            return StoreRole(link=link, listener=order.descriptors[0], **order.payload)
+        link.close()
+        return WorkerRole(imports=self._environment, tell=self._tell, **order.payload)
 
 
 def _fork_twice(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.socket | None]:
@@ -82,7 +104,7 @@ def _fork_twice(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.
         What to tell the agent; or, in such a child, its link.
     """
     reading, writing = os.pipe()
-    middle = _fork()
+    middle = fork()
     if middle == 0:
         os.close(reading)
         return {}, _fork_each(links, writing)
@@ -99,7 +121,7 @@ def _fork_each(links: Sequence[socket.socket], writing: int) -> socket.socket:
     answer: dict[str, Any] = {"pids": pids}
     for link in links:
         try:
-            pid = _fork()
+            pid = fork()
         except OSError as error:
             answer["error"] = f"no process can be forked: {error.strerror}"
             break
@@ -109,10 +131,3 @@ def _fork_each(links: Sequence[socket.socket], writing: int) -> socket.socket:
         pids.append(pid)
     os.write(writing, messages.encode(answer))
     os._exit(0)
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Python warns of forking beside other threads. There is one, of a numerical library, and it knows about forks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()

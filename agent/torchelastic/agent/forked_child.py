@@ -8,29 +8,37 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent import messages, prctl
-from torchelastic.agent.store_main import StoreRole
 from torchelastic.agent.title import set_title
-from torchelastic.agent.worker_main import WorkerRole
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Mapping, Sequence
 
 STORE: Final = "store"
 WORKER: Final = "worker"
 """What it can be for."""
 
 
-class Role(Protocol):
-    """What a forked process is for."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a process is told to be.
 
-    def play(self) -> None:
-        """Be that, until the end of the process."""
+    Attributes:
+        role: STORE or WORKER.
+        payload: what it has to know for that.
+        descriptors: those for its role.
+    """
+
+    role: str
+    payload: Mapping[str, Any]
+    descriptors: Sequence[int]
 
 
-def take_role(link: socket.socket, agent: int) -> Role:
+def take_order(link: socket.socket, agent: int) -> Order:
     """Become a process of its own, whose parent is the agent, and wait to be told what it is for.
 
     Args:
@@ -51,7 +59,4 @@ def take_role(link: socket.socket, agent: int) -> Role:
     for number, descriptor in ((1, out), (2, err)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    if message["role"] == STORE:
-        return StoreRole(link=link, listener=extra[0], **payload)
-    link.close()
-    return WorkerRole(**payload)
+    return Order(message["role"], payload, extra)

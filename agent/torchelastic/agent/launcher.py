@@ -1,20 +1,21 @@
-"""How workers are started: forked from the fork server, or executed where that would not be the same.
+"""How workers are started: forked from the fork server, or executed where the program asks for that or is not Python.
 
-Forking is the rule. It is the same as a start by hand only if what the interpreter and the numerical libraries read
-while they start is the same, so where a worker's environment differs from the fork server's in that, it is executed.
+Forking is the rule. A forked worker whose environment differs from the fork server's in what counts while an
+interpreter starts and torch is imported executes its program after all (:mod:`torchelastic.agent.worker_main`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import os
 import signal
-import sys
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from torchelastic.agent import error_file
+from torchelastic.agent import error_file, exec_child
 from torchelastic.agent.fork_server import ForkServer, StartError
 from torchelastic.agent.forked_child import WORKER
 from torchelastic.agent.memory_kills import MemoryKills
@@ -32,26 +33,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.worker_logs import WorkerOutput
     from torchelastic.settings import Program
 
-_READ_AT_START: Final = (
-    "PYTHON",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "NUMEXPR_",
-    "VECLIB_",
-    "LD_",
-    "MALLOC_",
-    "GLIBC_TUNABLES",
-)
-"""Beginnings of the names of variables that count while the interpreter starts or numerical libraries are loaded."""
-
-_NEEDED_LATER: Final = ("torch._dynamo",)
-"""What torch itself imports at the first step of any optimizer, which takes it longer than all the rest."""
-
-_MEASURES_AT_START: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
-"""Variables with which a tool asks to be started with the interpreter."""
+logger = logging.getLogger(__name__)
 
 
 class Launcher:
@@ -85,11 +67,14 @@ class Launcher:
         self._local_world_size = local_world_size
         self._always_executed = program.kind is ProgramKind.COMMAND or program.start_method is StartMethod.EXEC
         self.memory_kills = MemoryKills()
+        if self._always_executed and program.preload:
+            logger.warning("--preload has no effect: each worker is a new process, which imports all by itself.")
+            program = dataclasses.replace(program, preload=())
         self.fork_server = ForkServer(
             reaper,
             self._base() | {TREE_MARK: mark + MARK_ROOM},
+            program,
             spare=1 if self._always_executed else 1 + local_world_size,  # one for the epoch's store
-            later=() if self._always_executed else _NEEDED_LATER,
         )
 
     async def start(self, epoch: int, starts: Sequence[WorkerStart], outputs: Sequence[WorkerOutput]) -> list[Worker]:
@@ -105,7 +90,7 @@ class Launcher:
         """
         kills = self.memory_kills.count()
         environments = [self._environment(epoch, start, output) for start, output in zip(starts, outputs, strict=True)]
-        if self._always_executed or any(self._must_be_executed(environment) for environment in environments):
+        if self._always_executed:
             children = self._execute_all(environments, outputs)
         else:
             children = await self._fork_all(environments, outputs)
@@ -137,15 +122,6 @@ class Launcher:
             TREE_MARK: f"{self._mark}.{epoch}.{start.rank}",
         }
 
-    def _must_be_executed(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process forked from the fork server would not be what this environment asks for."""
-        there = self.fork_server.environment
-        return any(name in environment for name in _MEASURES_AT_START) or any(
-            environment.get(name) != there.get(name)
-            for name in environment.keys() | there.keys()
-            if name.startswith(_READ_AT_START)
-        )
-
     async def _fork_all(
         self, environments: Sequence[Mapping[str, str]], outputs: Sequence[WorkerOutput]
     ) -> list[Child]:
@@ -168,11 +144,9 @@ class Launcher:
         return children
 
     def _execute(self, environment: Mapping[str, str], output: WorkerOutput) -> Child:
-        argv = self._program.argv
+        argv: Sequence[str] = self._program.argv
         if self._program.kind is not ProgramKind.COMMAND:
-            environment = {"PYTHONUNBUFFERED": "1", **environment}
-            module = ["-m"] if self._program.kind is ProgramKind.MODULE else []
-            argv = (sys.executable, *module, *argv)
+            argv, environment = exec_child.python_program(self._program.kind.value, argv, environment)
         out, err = output.descriptors
         with Path(os.devnull).open("rb") as nothing:
             pid = spawn(

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CONTROL: Final = 3
+"""The descriptor by which the fork server knows its connection to the agent."""
+
 MESSAGE_LIMIT: Final = 64 << 10
 """Bytes of one message."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import pkgutil
 import sys
 import types
 from importlib.abc import InspectLoader
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader, all_suffixes
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -36,6 +38,44 @@ def run(kind: str, argv: Sequence[str]) -> None:
     exec(code, main.__dict__)  # noqa: S102 - this is what it is for
 
 
+def search_path(kind: str, name: str) -> str:
+    """Where a program looks for modules first, before all of ``sys.path``; empty where it is to look there only.
+
+    Args:
+        kind: script or module.
+        name: the script or module.
+    """
+    if kind == "module":
+        return "" if sys.flags.safe_path else str(Path.cwd())
+    if _is_container(name):
+        return _absolute(name)
+    return "" if sys.flags.safe_path else str(Path(name).resolve().parent)
+
+
+def hides_imported_modules(folder: str) -> bool:
+    """Whether a folder has a module that would have been imported in the place of one that is there already.
+
+    Args:
+        folder: where a program looks first; what was imported here was not looked for there.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return any(_hides(entry) for entry in entries)
+    return False
+
+
+def _hides(entry: os.DirEntry[str]) -> bool:
+    name = entry.name.partition(".")[0]
+    if name not in sys.modules or name in sys.builtin_module_names or name == "__main__":
+        return False
+    path = Path(entry.path)
+    if entry.is_dir():
+        path /= "__init__.py"
+    if not entry.name.endswith((name, *all_suffixes())) or not path.is_file():
+        return False
+    spec = getattr(sys.modules[name], "__spec__", None)
+    return spec is None or spec.origin is None or Path(spec.origin).resolve() != path.resolve()
+
+
 def of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
     """The part of a traceback that lies in the program, without our own frames before it."""
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torchelastic.agent."):
@@ -48,10 +88,10 @@ def _script(main: types.ModuleType, argv: Sequence[str]) -> types.CodeType:
     path = Path(name)
     sys.argv[:] = argv
     sys.orig_argv[:] = [sys.executable, *argv]
-    if pkgutil.get_importer(name) is not None:  # a folder or an archive with a __main__ in it
+    if first := search_path("script", name):
+        sys.path.insert(0, first)
+    if _is_container(name):
         return _container(main, name)
-    if not sys.flags.safe_path:
-        sys.path.insert(0, str(path.resolve().parent))
     main.__file__ = _absolute(name)
     main.__spec__ = None
     main.__dict__["__cached__"] = None
@@ -70,6 +110,11 @@ def _script(main: types.ModuleType, argv: Sequence[str]) -> types.CodeType:
     return compile(source, main.__file__, "exec", dont_inherit=True)
 
 
+def _is_container(name: str) -> bool:
+    """Whether it is a folder or an archive with a __main__ in it."""
+    return pkgutil.get_importer(name) is not None
+
+
 def _absolute(name: str) -> str:
     """The path as the interpreter makes it absolute: dots in it are kept."""
     if name == ".":
@@ -79,7 +124,6 @@ def _absolute(name: str) -> str:
 
 def _container(main: types.ModuleType, name: str) -> types.CodeType:
     path = _absolute(name)
-    sys.path.insert(0, path)
     spec = PathFinder.find_spec("__main__", [path])
     if spec is None:
         line = f"can't find '__main__' module in {path!r}"
@@ -91,8 +135,8 @@ def _module(main: types.ModuleType, argv: Sequence[str]) -> types.CodeType:
     name = argv[0]
     sys.orig_argv[:] = [sys.executable, "-m", *argv]
     sys.argv[:] = ["-m", *argv[1:]]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, str(Path.cwd()))
+    if first := search_path("module", name):
+        sys.path.insert(0, first)
     spec = _find(name)
     sys.argv[0] = spec.origin or name
     return _of_spec(main, spec)

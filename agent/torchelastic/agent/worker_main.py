@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -10,12 +11,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchelastic.agent import error_file, run_program
+from torchelastic.agent import error_file, exec_child, run_program
+from torchelastic.agent.late_imports import Teller
+from torchelastic.agent.late_settings import LateSettings
 from torchelastic.agent.process_table import TREE_MARK
 from torchelastic.agent.title import set_mark, set_title
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torchelastic.agent.import_environment import ImportEnvironment
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +31,27 @@ class WorkerRole:
         kind: script or module.
         argv: the script or module, and its arguments.
         environment: its whole environment.
+        imports: what was read of the environment that it was forked in.
+        tell: where it tells of imports that come late.
     """
 
     kind: str
     argv: Sequence[str]
     environment: Mapping[str, str]
+    imports: ImportEnvironment
+    tell: str
 
     def play(self) -> None:
         """Run the program; its end is the end of the process, as the interpreter ends it."""
-        _be_fresh(self.environment)
+        first = run_program.search_path(self.kind, self.argv[0])
+        if self.imports.must_be_executed(self.environment) or run_program.hides_imported_modules(first):
+            exec_child.become(*exec_child.python_program(self.kind, self.argv, self.environment))
+        _be_fresh(self.imports.completed(self.environment))
         module = ["-m"] if self.kind == "module" else []
         set_title([sys.executable, *module, *self.argv])
         set_mark(self.environment[TREE_MARK])
+        Teller(self.tell).watch()
+        LateSettings(self.imports.at_start, self.imports.read, _tell_of_late_setting).watch()
         try:
             run_program.run(self.kind, self.argv)
         except SystemExit:
@@ -65,6 +79,15 @@ class _QuietEnd:
         dup2(open_(nowhere, mode), 2)
 
 
+def _tell_of_late_setting(name: str, module: str) -> None:
+    text = (
+        f"torchelastic: {name} is set too late: {module} was imported before the program began. Set it where "
+        "torchelastic-run is started, or start with --start-method exec.\n"
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -79,6 +102,8 @@ def _be_fresh(environment: Mapping[str, str]) -> None:
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # that of the CPU: those of devices begin with the same seed in every process
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)
     sys._torchelastic_quiet_end = _QuietEnd()  # type: ignore[attr-defined]  # noqa: SLF001 - the module cleared last

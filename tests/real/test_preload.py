@@ -1,0 +1,208 @@
+"""``--preload``: modules that are imported once, for all workers, unless that would break the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import AgentProcess
+from tests.support.crew import LIMIT, eventually, exit_of
+from tests.support.programs import output_of, script
+from torchelastic.agent import fork_server, late_imports
+from torchelastic.agent.workers import StartError, Workers, WorkerStart
+from torchelastic.contract import ExitCode
+from torchelastic.settings import LogSettings, Program, ProgramKind, StartMethod
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+MODEL = """
+import os
+IMPORTED_BY = os.getpid()
+os.environ.setdefault("SET_BY_THE_MODEL", "yes")
+"""
+
+TELLS_WHO_IMPORTED = """
+import sys
+there = "model" in sys.modules
+import os, model
+here = os.path.dirname(__file__)
+print(there, model.IMPORTED_BY == os.getpid(), os.environ["SET_BY_THE_MODEL"], sys.path.count(here))
+"""
+
+
+async def refusal(folder: Path, source: str) -> str:
+    """What is said of a module with this source."""
+    (folder / "model.py").write_text(source)
+    async with Workers(script(folder, "", preload=["json", "model"]), LogSettings()) as workers:
+        with pytest.raises(StartError) as refused:
+            await workers.ready()
+    return f"{refused.value}"
+
+
+async def test_a_module_beside_the_program_is_imported_once_for_all_workers(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
+    async with Workers(program, LogSettings(tmp_path / "logs"), local_world_size=2) as workers:
+        await workers.ready()
+        group = await workers.start(1, [WorkerStart(rank, rank, {}) for rank in range(2)])
+        assert [(await exit_of(group)).message for _ in range(2)] == ["", ""]
+    for rank in range(2):
+        assert (tmp_path / f"logs/epoch_1/rank_{rank}/output.log").read_text() == "True False yes 1\n"
+
+
+async def test_a_module_beside_the_working_directory_is_found_for_a_program_that_is_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    script(tmp_path, TELLS_WHO_IMPORTED)
+    monkeypatch.chdir(tmp_path)
+    program = Program(ProgramKind.MODULE, ("program",), preload=("model",))
+    assert await output_of(program, tmp_path / "logs") == "True False yes 1\n"
+
+
+async def test_what_a_module_sets_in_the_environment_gives_way_to_what_the_worker_has(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
+    printed = await output_of(program, tmp_path / "logs", {"SET_BY_THE_MODEL": "the worker's"})
+    assert "the worker's" in printed
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nowhere", "it cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ("import sys; sys.exit('no data')", "it cannot be imported: SystemExit: no data"),
+        (
+            "import threading; threading.Thread(target=threading.Event().wait, name='feeder', daemon=True).start()",
+            "it leaves a thread behind ('feeder')",
+        ),
+        (
+            "import torch; torch.set_num_threads(3); torch.ones(999, 999) @ torch.ones(999, 999)",
+            "of native code, as an OpenMP pool has them)",
+        ),
+        ("import os; os.open('/dev/ptmx', os.O_RDWR)", "it leaves /dev/ptmx open"),
+        ("import torch; torch.cuda._initialized = True", "it initialises CUDA"),
+        (
+            "import os; RANK = int(os.environ.get('RANK', 0)); LOCAL = os.getenv('LOCAL_RANK')",
+            "it reads LOCAL_RANK and",
+        ),
+    ],
+    ids=["missing", "exit", "thread", "OpenMP", "device", "CUDA", "rank"],
+)
+async def test_a_module_that_would_break_the_workers_is_refused_by_name(source: str, said: str, tmp_path: Path) -> None:
+    sentence = await refusal(tmp_path, source)
+    assert sentence.startswith("--preload model: it ")
+    assert said in sentence
+
+
+async def test_a_pool_of_threads_that_takes_care_of_forks_is_no_reason(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import numpy\nnumpy.ones((999, 999)) @ numpy.ones((999, 999))")
+    program = script(tmp_path, "import model; print(model.numpy.ones((999, 999)).sum())", preload=["model"])
+    assert await output_of(program, tmp_path / "logs", {}) == "998001.0\n"
+
+
+async def test_an_agent_refuses_such_a_module_before_it_joins(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import nowhere")
+    [program] = script(tmp_path, "").argv
+    async with AgentProcess("--preload", "model", program) as agent:
+        assert await agent.code() == ExitCode.BAD_INPUT
+    [line] = agent.lines
+    assert line.startswith("torchelastic-run: --preload model: it cannot be imported: ModuleNotFoundError")
+
+
+async def test_a_module_that_ends_the_fork_server_is_told(tmp_path: Path) -> None:
+    said = await refusal(tmp_path, "import os; os._exit(3)")
+    assert "the fork server dies again and again while it imports torch, json, model" in said
+
+
+async def test_a_worker_that_has_another_value_of_what_a_module_has_read_is_executed(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import os\nSIZE = os.environ.get('MODEL_SIZE')\nALL = dict(os.environ)")
+    program = script(tmp_path, "import model; print(model.SIZE)", preload=["model"])
+    assert await output_of(program, tmp_path / "logs", {"MODEL_SIZE": "7", "OTHER": "1"}) == "7\n"
+
+
+async def test_what_is_executed_preloads_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = script(tmp_path, "print('here')", preload=["nowhere"], start_method=StartMethod.EXEC)
+    assert await output_of(program, tmp_path / "logs") == "here\n"
+    assert "--preload has no effect" in caplog.text
+
+
+async def test_a_fork_server_that_is_killed_while_it_imports_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
+    async with Workers(program, LogSettings(tmp_path / "logs")) as workers:
+        first = workers.fork_server_pid
+        assert first is not None
+        ready = asyncio.ensure_future(workers.ready())
+        await asyncio.sleep(0)  # so that it waits for the one that is killed
+        os.kill(first, signal.SIGKILL)
+        await ready
+        assert workers.fork_server_pid not in {None, first}
+        group = await workers.start(1, [WorkerStart(0, 0, {})])
+        assert (await exit_of(group)).message == ""
+    assert (tmp_path / "logs/epoch_1/rank_0/output.log").read_text() == "True False yes 1\n"
+
+
+TRAINS = """
+import os, sys, tempfile
+there = "torch._dynamo" in sys.modules
+print(tempfile.tempdir, os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "/set/by/the/program"))
+import torch
+layer = torch.nn.Linear(2, 2)
+layer(torch.ones(2)).sum().backward()
+torch.optim.SGD(layer.parameters()).step()
+print(there, any("Teller" in type(finder).__name__ for finder in sys.meta_path))
+"""
+
+
+async def test_what_torch_imports_when_a_program_trains_is_there_for_later_workers(tmp_path: Path) -> None:
+    async with Workers(script(tmp_path, TRAINS), LogSettings(tmp_path / "logs")) as workers:
+        printed = []
+        async with asyncio.timeout(LIMIT):
+            while len(printed) < 2 or "True" not in printed[-1]:
+                epoch = len(printed) + 1
+                group = await workers.start(epoch, [WorkerStart(0, 0, {})])
+                assert (await exit_of(group)).message == ""
+                await group.stop(0)
+                printed.append((tmp_path / f"logs/epoch_{epoch}/rank_0/output.log").read_text())
+    as_by_hand = "None /set/by/the/program\n"
+    assert printed[0] == f"{as_by_hand}False False\n"
+    assert printed[-1] == f"{as_by_hand}True False\n"
+
+
+TELLS = """
+import sys
+print(sorted({"healthy", "harmful"} & sys.modules.keys()))
+teller = sys.meta_path[0]
+for module in sys.argv[1:]:
+    teller._tell(module)
+"""
+
+
+async def test_a_late_import_that_would_break_the_workers_is_left_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(late_imports, "MODULES", ("torch._dynamo", "harmful"))
+    monkeypatch.setattr(fork_server, "_CALM", 0.0)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/harmful.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait).start()"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    async with Workers(script(tmp_path, TELLS, "harmful", "healthy"), LogSettings(tmp_path / "logs")) as workers:
+        for epoch in (1, 2):
+            server = workers.fork_server_pid
+            group = await workers.start(epoch, [WorkerStart(0, 0, {})])
+            assert (await exit_of(group)).message == ""
+            await group.stop(0)
+            if epoch == 1:
+                await eventually(lambda: workers.fork_server_pid not in {None, server})  # noqa: B023 - awaited here
+    assert caplog.text.count("A fork server with harmful in it is of no use: it leaves a thread behind") == 1
+    assert [(tmp_path / f"logs/epoch_{epoch}/rank_0/output.log").read_text() for epoch in (1, 2)] == ["[]\n"] * 2

@@ -1,0 +1,182 @@
+"""The tools that people use with torch do in a worker what they do in a program that was started by hand."""
+
+from __future__ import annotations
+
+import json
+import pstats
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.programs import by_hand, hand_command, output_of, run, script
+from torchelastic.settings import Program, ProgramKind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+LOADER = """
+import os, sys
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([index * index, get_worker_info().id])
+
+if __name__ == "__main__":
+    loader = DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context=sys.argv[1])
+    batches = torch.cat(list(loader))
+    print(batches[:, 0].tolist(), sorted(set(batches[:, 1].tolist())))
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+async def test_a_data_loader_has_workers_of_its_own(method: str, tmp_path: Path) -> None:
+    program = script(tmp_path, LOADER, method)
+    assert await output_of(program, tmp_path / "logs") == "[0, 1, 4, 9, 16, 25, 36, 49] [0, 1]\n"
+
+
+COMPILES = """
+import os
+import torch
+from torch._inductor.async_compile import AsyncCompile
+
+def layer(x):
+    return torch.sin(x) * 2 + x
+
+def main():
+    x = torch.randn(1000)
+    print(torch.allclose(torch.compile(layer)(x), layer(x), atol=1e-5))
+    print(AsyncCompile.process_pool().submit(os.getpid).result(timeout=60) != os.getpid())
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+async def test_a_function_is_compiled_and_in_processes_of_their_own_where_there_are_many(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    assert await output_of(script(tmp_path, COMPILES), tmp_path / "logs", env) == "True\nTrue\n"
+
+
+TRAINS = """
+import torch
+
+def step(x):
+    y = x * 2
+    return y.sum()
+
+def never(x):
+    return x
+
+print(step(torch.ones(2)).item())
+"""
+
+
+def measured(data: Path) -> str:
+    """The lines of the program that were not run, as coverage tells them."""
+    report = by_hand([sys.executable, "-m", "coverage", "report", f"--data-file={data}", "--show-missing"], {})
+    lines = [line for line in report.stdout.splitlines() if "program.py" in line]
+    assert lines, report.stdout
+    return lines[0].split()[-1]
+
+
+async def test_coverage_runs_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    path = script(tmp_path, TRAINS).argv[0]
+    data = tmp_path / "measured"
+    program = Program(ProgramKind.MODULE, ("coverage", "run", f"--data-file={data}", path))
+    assert await output_of(program, tmp_path / "logs") == "4.0\n"
+    assert measured(data) == "9"
+
+
+async def test_coverage_measures_a_worker_as_a_process_that_another_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    data = tmp_path / "measured"
+    settings = tmp_path / "coveragerc"
+    settings.write_text(f"[run]\ndata_file = {data}\ninclude = {tmp_path}/*\n")
+    monkeypatch.setenv("COVERAGE_PROCESS_START", str(settings))
+    assert await output_of(script(tmp_path, TRAINS), tmp_path / "logs") == "4.0\n"
+    assert measured(data) == "9"
+
+
+async def test_the_profiler_of_python_runs_a_program(tmp_path: Path) -> None:
+    path = script(tmp_path, TRAINS).argv[0]
+    found = tmp_path / "found"
+    program = Program(ProgramKind.MODULE, ("cProfile", "-o", str(found), path))
+    assert await output_of(program, tmp_path / "logs") == "4.0\n"
+    functions = pstats.Stats(str(found)).get_stats_profile().func_profiles
+    assert functions["step"].ncalls == "1"
+    assert "never" not in functions
+
+
+PROFILES = """
+import sys, torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with record_function("my step"):
+        torch.ones(64, 64) @ torch.ones(64, 64)
+names = {event.key for event in profiler.key_averages()}
+print("my step" in names, "aten::mm" in names)
+profiler.export_chrome_trace(sys.argv[1])
+"""
+
+
+async def test_the_profiler_of_torch_sees_what_a_worker_computes(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    printed = await output_of(script(tmp_path, PROFILES, str(trace)), tmp_path / "logs")
+    assert printed.splitlines()[-1] == "True True"
+    assert "my step" in {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+
+
+CRASHES = """
+import faulthandler, os, signal
+faulthandler.enable()
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+crash()
+"""
+
+
+async def test_a_fault_handler_shows_where_a_worker_crashes(tmp_path: Path) -> None:
+    program = script(tmp_path, CRASHES)
+    end, printed = await run(program, tmp_path / "logs")
+    hand = by_hand(hand_command(program), {}).stdout
+    assert end.exit_code == -signal.SIGSEGV
+    for text in (printed, hand):
+        assert text.startswith("Fatal Python error: Segmentation fault\n")
+        assert 'program.py", line 6 in crash\n' in text
+    assert end.message == "killed by SIGSEGV: Segmentation fault (program.py:6)"
+
+
+STUCK = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1)
+faulthandler.dump_traceback_later(0.05, exit=True)
+
+def stuck():
+    signal.raise_signal(signal.SIGUSR1)
+    signal.pause()
+
+stuck()
+"""
+
+
+async def test_a_fault_handler_shows_where_a_worker_is(tmp_path: Path) -> None:
+    end, printed = await run(script(tmp_path, STUCK), tmp_path / "logs")
+    assert end.exit_code == 1
+    assert 'program.py", line 7 in stuck' in printed  # when it was asked by the signal
+    assert "Timeout" in printed
+    assert 'program.py", line 8 in stuck' in printed

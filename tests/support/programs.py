@@ -1,0 +1,71 @@
+"""One program, run as a worker and by hand, for comparisons."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from tests.support.crew import exit_of
+from torchelastic.agent.workers import Workers, WorkerStart
+from torchelastic.settings import LogSettings, Program, ProgramKind, StartMethod
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torchelastic.agent.workers import WorkerExit
+
+
+def script(
+    folder: Path,
+    source: str,
+    *arguments: str,
+    start_method: StartMethod = StartMethod.FORK_SERVER,
+    preload: Sequence[str] = (),
+) -> Program:
+    """A program of this source, in a file of that folder."""
+    path = folder / "program.py"
+    path.write_text(source)
+    return Program(ProgramKind.SCRIPT, (str(path), *arguments), start_method, tuple(preload))
+
+
+async def run(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> tuple[WorkerExit, str]:
+    """Run one worker to its end; returns that and what it printed."""
+    async with Workers(program, LogSettings(folder)) as workers:
+        group = await workers.start(1, [WorkerStart(0, 0, env or {})])
+        end = await exit_of(group)
+        await group.stop(0)
+    return end, (folder / "epoch_1/rank_0/output.log").read_text()
+
+
+async def output_of(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> str:
+    """What one worker prints, which ends well."""
+    end, printed = await run(program, folder, env)
+    assert (end.exit_code, end.message) == (0, ""), printed
+    return printed
+
+
+def hand_command(program: Program) -> list[str]:
+    """The command that starts the program by hand."""
+    before = {
+        ProgramKind.SCRIPT: [sys.executable],
+        ProgramKind.MODULE: [sys.executable, "-m"],
+        ProgramKind.COMMAND: [],
+    }
+    return [*before[program.kind], *program.argv]
+
+
+def by_hand(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        argv,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        check=False,
+    )
