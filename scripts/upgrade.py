@@ -19,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST, OTHERS = "3.11", ("3.12", "3.13", "3.14")
+SOURCE_ONLY = {"python-etcd": ("0.4.5", ("dnspython>=1.13", "urllib3>=1.7.1"))}
+"""What has no wheels, without which pip resolves for no other Python: its version, the last one, and what it needs."""
 HEADER = """\
 # The versions with which the project is tested; `make run` and `make test` install these. Renewed by `make upgrade`.
 """
@@ -28,7 +30,8 @@ def requirements(project: dict[str, Any]) -> list[str]:
     """What the project needs with all its extras, leaving out what it needs of itself."""
     extras = project["optional-dependencies"].values()
     every = {*project["dependencies"], *(requirement for extra in extras for requirement in extra)}
-    return sorted(requirement for requirement in every if not requirement.startswith(project["name"]))
+    every |= {need for _, needs in SOURCE_ONLY.values() for need in needs}
+    return sorted(requirement for requirement in every if not requirement.startswith((project["name"], *SOURCE_ONLY)))
 
 
 def resolve(pip: Path, python: str, wanted: list[str]) -> dict[str, str]:
@@ -53,7 +56,9 @@ def main() -> int:
         for python in OTHERS:
             missing = resolve(pip, python, pinned).keys() - pins.keys()
             print(f"Python {python}: {len(pinned)} pins" + (f"; not pinned: {', '.join(missing)}" if missing else ""))
-    CONSTRAINTS.write_text(HEADER + "".join(f"{pin}\n" for pin in pinned))
+    pins |= {name: version for name, (version, _) in SOURCE_ONLY.items()}
+    lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
+    CONSTRAINTS.write_text(HEADER + "".join(lines))
     print(f"{CONSTRAINTS.name} is renewed; `make test` installs and tries it.")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import uuid
 from typing import TYPE_CHECKING
@@ -11,6 +12,12 @@ import pytest_asyncio
 from hypothesis import HealthCheck, settings
 
 from tests.support.etcd import EtcdServer
+from tests.support.testbed.collection import (  # noqa: F401 - hooks, which pytest finds here
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -20,7 +27,8 @@ pytest.register_assert_rewrite("tests.support.store_conformance")  # it asserts 
 
 # How fast examples are made says how busy the machine is, and nothing of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+settings.register_profile("exhaustive", settings.get_profile("patient"), max_examples=20_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 
 
 # A shell that starts something in the background has it ignore these; what the tests start would ignore them, too.

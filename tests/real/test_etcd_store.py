@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-import trustme
+import pytest_asyncio
 
+from tests.support import etcd_kinds
 from tests.support.answers import answering, http
+from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
 from tests.support.store_conformance import HANGS, StoreBehaviour, confirmed, ended, seen
 from tests.support.tcp_proxy import TcpProxy
@@ -47,15 +49,24 @@ async def ask(server: EtcdServer, path: str, message: dict[str, Any]) -> None:
         assert response.status == 200, await response.text()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=etcd_kinds.parameters(*etcd_kinds.V3))
+async def each_etcd(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[EtcdServer]:
+    """An etcd of each version."""
+    async with request.param.server(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
 class TestEtcdV3Store(StoreBehaviour):
     @pytest.fixture
-    async def store(self, etcd: EtcdServer) -> AsyncIterator[EtcdV3Store]:
-        async with opened(etcd.settings) as store:
+    async def store(self, each_etcd: EtcdServer) -> AsyncIterator[EtcdV3Store]:
+        async with opened(each_etcd.settings) as store:
             yield store
 
     @pytest.fixture
-    async def other(self, etcd: EtcdServer) -> AsyncIterator[EtcdV3Store]:
-        async with opened(etcd.settings) as store:
+    async def other(self, each_etcd: EtcdServer) -> AsyncIterator[EtcdV3Store]:
+        async with opened(each_etcd.settings) as store:
             yield store
 
     @pytest.fixture
@@ -63,8 +74,8 @@ class TestEtcdV3Store(StoreBehaviour):
         return 1.0
 
     @pytest.fixture
-    def compact(self, etcd: EtcdServer) -> Callable[[int], Awaitable[None]]:
-        return lambda revision: ask(etcd, "/v3/kv/compaction", {"revision": revision})
+    def compact(self, each_etcd: EtcdServer) -> Callable[[int], Awaitable[None]]:
+        return lambda revision: ask(each_etcd, "/v3/kv/compaction", {"revision": revision})
 
 
 # What a network and a server can do
@@ -382,41 +393,15 @@ async def test_credentials_do_no_harm_where_nobody_asks_for_them(etcd: EtcdServe
 # TLS
 
 
-@dataclasses.dataclass(frozen=True)
-class Certificates:
-    """Files with certificates, all signed by one authority."""
-
-    authority: str
-    server: str
-    server_key: str
-    client: str
-    client_key: str
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def written(name: str, blob: trustme.Blob) -> str:
-        blob.write_to_path(folder / name)
-        return str(folder / name)
-
-    authority = trustme.CA()
-    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("client.test")
-    return Certificates(
-        authority=written("ca.pem", authority.cert_pem),
-        server=written("server.pem", server.cert_chain_pems[0]),
-        server_key=written("server.key", server.private_key_pem),
-        client=written("client.pem", client.cert_chain_pems[0]),
-        client_key=written("client.key", client.private_key_pem),
-    )
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture
 async def tls_etcd(tmp_path: Path, certificates: Certificates) -> AsyncIterator[EtcdServer]:
     """An etcd that serves TLS."""
-    pair = [f"--cert-file={certificates.server}", f"--key-file={certificates.server_key}"]
-    async with EtcdServer(tmp_path, protocol="https", args=pair) as server:
+    async with EtcdServer(tmp_path, protocol="https", args=certificates.etcd_flags) as server:
         yield server
 
 
@@ -446,16 +431,12 @@ async def test_the_wrong_protocol_is_told_as_such(tls_etcd: EtcdServer, etcd: Et
 async def test_a_server_that_wants_to_know_its_clients_is_shown_a_certificate(
     tmp_path: Path, certificates: Certificates
 ) -> None:
-    args = [
-        f"--cert-file={certificates.server}",
-        f"--key-file={certificates.server_key}",
-        f"--trusted-ca-file={certificates.authority}",
-        "--client-cert-auth",
-    ]
-    async with EtcdServer(tmp_path, protocol="https", args=args) as server:
+    async with EtcdServer(tmp_path, protocol="https", args=certificates.etcd_flags_for_clients) as server:
         stranger = dataclasses.replace(server.settings, ca_cert=certificates.authority)
         with pytest.raises(StoreRefused, match="no TLS connection"):
             await connect(stranger)
+        with pytest.raises(StoreRefused, match="speaks https only"):
+            await connect(dataclasses.replace(server.settings, protocol="http"))
         known = dataclasses.replace(stranger, cert=certificates.client, key=certificates.client_key)
         await (await connect(known)).close()
 

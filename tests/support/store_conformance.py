@@ -227,7 +227,7 @@ class StoreBehaviour:
         async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
             await confirmed(watch)
             keeping[0].cancel()
-            clock = await store.grant(5 * second)
+            clock = await store.grant(3 * second)
             await store.put(prefix + "clock", b"", lease=clock)
             assert [change.key for change in await seen(watch, 2)] == [prefix + "clock"] * 2
             assert await store.get(prefix + "lasting") is not None
@@ -235,6 +235,48 @@ class StoreBehaviour:
             assert [change.key for change in await seen(watch, 1)] == [prefix + "lasting"]
         for task in await asyncio.gather(*keeping, return_exceptions=True):
             assert isinstance(task, asyncio.CancelledError)
+
+    async def test_keeping_a_lease_alive_changes_nothing_that_anybody_sees(
+        self, store: Store, other: Store, prefix: str
+    ) -> None:
+        own, shared = await store.grant(60), await store.grant(60, lease=run_lease(prefix))
+        async with contextlib.aclosing(other.watch(prefix, 0)) as watch:
+            await confirmed(watch)
+            for lease in (own, shared):
+                await store.put(f"{prefix}{lease}", b"before", lease=lease)
+            seen_by_other = {change.key: change.revision for change in await seen(watch, 2)}
+            listed = {entry.key: entry.modified for entry in (await store.list(prefix)).entries}
+            for _ in range(3):
+                await store.keep_alive(own)
+                await other.grant(60, lease=shared)
+            for client in (store, other):
+                assert {entry.key: entry.modified for entry in (await client.list(prefix)).entries} == listed
+                for key, revision in listed.items():
+                    entry = await client.get(key)
+                    assert entry is not None
+                    assert entry.modified == revision
+            # Who has seen a key's last write may still swap it, whether it was told of it or has read it.
+            for key, revision in seen_by_other.items():
+                assert await other.swap(key, b"after", expected=revision) is not None
+            assert [change.entry and change.entry.value for change in await seen(watch, 2)] == [b"after"] * 2
+        for key, revision in listed.items():
+            assert await store.swap(key, b"too late", expected=revision) is None
+
+    async def test_a_key_that_somebody_else_has_taken_over_is_not_kept_alive_with_the_lease_that_it_had(
+        self, store: Store, other: Store, prefix: str, second: float
+    ) -> None:
+        first, taking = await store.grant(60), await other.grant(second)
+        await store.put(prefix + "mine", b"", lease=first)
+        revision = await store.put(prefix + "taken", b"", lease=first)
+        taken = await other.swap(prefix + "taken", b"", expected=revision, lease=taking)
+        assert taken is not None
+        async with contextlib.aclosing(store.watch(prefix, taken + 1)) as watch:
+            await confirmed(watch)
+            await store.keep_alive(first)
+            assert [(change.key, change.entry) for change in await seen(watch, 1)] == [(prefix + "taken", None)]
+            await store.keep_alive(first)
+        await store.revoke(first)
+        assert (await store.list(prefix)).entries == ()
 
     async def test_revoking_a_lease_deletes_its_keys_at_once(self, store: Store, prefix: str) -> None:
         lease = await store.grant(60)

@@ -1,4 +1,4 @@
-"""A TCP proxy that tests put between a client and a server, to cut the line or to let it fall silent."""
+"""A TCP proxy that tests put between a client and a server: to cut the line, delay it, let it fall silent, or count."""
 
 from __future__ import annotations
 
@@ -16,18 +16,29 @@ class _Line:
         writers: to the client and to the server.
     """
 
-    def __init__(self, *writers: asyncio.StreamWriter) -> None:
+    def __init__(self, proxy: TcpProxy, *writers: asyncio.StreamWriter) -> None:
         self.sent = bytearray()
         self.flowing = asyncio.Event()
         self.flowing.set()
         self.writers = writers
+        self._proxy = proxy
 
-    async def carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, note: bool) -> None:
-        """Carry bytes in one direction until one side ends."""
+    async def carry_requests(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        """Carry what the client sends until one side ends."""
         with contextlib.suppress(OSError):
             while chunk := await source.read(1 << 16):
-                if note:
-                    self.sent += chunk
+                self.sent += chunk
+                self._proxy.note_request()
+                await asyncio.sleep(self._proxy.delay)
+                await self.flowing.wait()
+                sink.write(chunk)
+                await sink.drain()
+        self.cut()
+
+    async def carry_answers(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        """Carry what the server sends until one side ends."""
+        with contextlib.suppress(OSError):
+            while chunk := await source.read(1 << 16):
                 await self.flowing.wait()
                 sink.write(chunk)
                 await sink.drain()
@@ -37,6 +48,7 @@ class _Line:
         """Break it off on both sides, without a farewell."""
         for writer in self.writers:
             writer.transport.abort()
+        self.flowing.set()  # whoever waits for it finds the line dead
 
 
 class TcpProxy:
@@ -44,12 +56,21 @@ class TcpProxy:
 
     Args:
         target: host:port.
+
+    Attributes:
+        delay: seconds for which whatever a client sends is held up, answers not.
+        requests: how often clients have sent something.
+        connections: how often they have connected.
     """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
+        self.delay = 0.0
+        self.requests = 0
+        self.connections = 0
         self._target = host, int(port)
         self._silent = False
+        self._more = asyncio.Event()
         self._lines: set[_Line] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -61,10 +82,10 @@ class TcpProxy:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        self.cut()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Not cancelled, which asyncio would report as a mistake of theirs.
+        while self._tasks:
+            self.cut()
+            await asyncio.wait(self._tasks, timeout=0.1)
         await self._server.wait_closed()
 
     @property
@@ -84,6 +105,23 @@ class TcpProxy:
         for line in self._lines:
             line.flowing.clear()
 
+    def speak_again(self) -> None:
+        """Carry on where it fell silent."""
+        self._silent = False
+        for line in self._lines:
+            line.flowing.set()
+
+    async def until_sent(self, text: bytes) -> None:
+        """Wait until a client whose connection stands has sent this."""
+        while not any(text in line.sent for line in self._lines):
+            self._more.clear()
+            await self._more.wait()
+
+    def note_request(self) -> None:
+        """A client has sent something."""
+        self.requests += 1
+        self._more.set()
+
     def stall(self, having_sent: bytes) -> int:
         """Have the connections whose client has sent these bytes fall silent; all else goes on. Tells how many."""
         chosen = [line for line in self._lines if having_sent in line.sent]
@@ -96,19 +134,20 @@ class TcpProxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self.connections += 1
         try:
             target_reader, target_writer = await asyncio.open_connection(*self._target)
         except OSError:
             writer.transport.abort()
             return
-        line = _Line(writer, target_writer)
+        line = _Line(self, writer, target_writer)
         if self._silent:
             line.flowing.clear()
         self._lines.add(line)
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(line.carry(reader, target_writer, note=True))
-                both.create_task(line.carry(target_reader, writer, note=False))
+                both.create_task(line.carry_requests(reader, target_writer))
+                both.create_task(line.carry_answers(target_reader, writer))
         finally:
             line.cut()
             self._lines.discard(line)

@@ -1,4 +1,4 @@
-"""What is said where a real Kubernetes cannot be had, and that nobody can take silence for success."""
+"""What is said where something that tests run on cannot be had, and that nobody can take silence for success."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ROOT = Missing("root", "run the tests as root")
 
 def test_the_closing_words_say_what_did_not_run_and_what_would_bring_it() -> None:
     assert availability.closing_words({"control_plane": GO, "node": ROOT}, {"control_plane": 7, "node": 1}) == [
-        "The tests on a real Kubernetes did NOT run: 7 tests with a real API server.",
+        "Did NOT run: 7 tests with a real API server.",
         "  missing: Go 1.26 or later",
         "  what brings it: install it",
-        "The tests on a real Kubernetes did NOT run: 1 test with a real kubelet.",
+        "Did NOT run: 1 test with a real kubelet.",
         "  missing: root",
         "  what brings it: run the tests as root",
     ]
@@ -34,7 +34,7 @@ def test_the_closing_words_say_what_did_not_run_and_what_would_bring_it() -> Non
 
 def test_what_both_lack_is_told_once() -> None:
     words = availability.closing_words({"control_plane": GO, "node": GO})
-    assert words[0] == ("The tests on a real Kubernetes did NOT run: tests with a real API server and a real kubelet.")
+    assert words[0] == "Did NOT run: tests with a real API server and a real kubelet."
     assert len(words) == 3
 
 
@@ -86,7 +86,7 @@ def test_what_is_made_is_told_with_its_time(made: Made) -> None:
     assert steps.make(wanted, made.said.append) == {}
     assert made.log == ["a", "last"]
     assert made.said == [
-        "What a real Kubernetes for the tests needs is made: up to 9 minutes on two cores.",
+        "What the tests run on is made: up to 9 minutes on two cores.",
         "- a: up to 8 minutes",
         "  a: done in 0 s",
         "- last: up to 60 seconds",
@@ -157,8 +157,8 @@ PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "tests/kubernetes/test_contr
 @pytest.mark.parametrize(("ci", "code"), [("false", 5), ("true", 1)])
 def test_tests_that_cannot_run_are_named_at_the_end_and_fail_in_ci(tmp_path: Path, ci: str, code: int) -> None:
     run = with_an_old_go(tmp_path, *PYTEST, CI=ci)
-    _, _, end = run.stdout.rpartition(" a real Kubernetes =")
-    assert re.search(r"The tests on a real Kubernetes did NOT run: \d+ tests with a real API server\.", end)
+    _, _, end = run.stdout.rpartition(" tests that did not run =")
+    assert re.search(r"Did NOT run: \d+ tests with a real API server\.", end)
     assert "missing: Go 1.26 or later" in end
     assert "too old for this (go1.19.8)" in end
     assert run.returncode == code
@@ -168,7 +168,7 @@ def test_tests_that_cannot_run_are_named_at_the_end_and_fail_in_ci(tmp_path: Pat
 def test_preparing_says_what_cannot_be_had(tmp_path: Path, ci: str, code: int) -> None:
     run = with_an_old_go(tmp_path, "-m", "tests.support.testbed", "prepare", "control_plane", CI=ci)
     assert run.stdout == ""  # what can be told at once is told before minutes are spent
-    assert "did NOT run: tests with a real API server" in run.stderr
+    assert "Did NOT run: tests with a real API server" in run.stderr
     assert "https://go.dev/dl/" in run.stderr
     assert run.returncode == code
 

@@ -64,6 +64,17 @@ def test_a_program_of_the_users_is_taken_and_that_is_said(
     assert capsys.readouterr().err == "kubectl 1.33 is taken from KUBEBUILDER_ASSETS.\n"
 
 
+def test_where_a_version_is_meant_a_program_of_the_users_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = program(tmp_path / "assets", "etcd", "etcd Version: 3.6.1")
+    monkeypatch.setenv(binaries.ASSETS_VARIABLE, str(own.parent))
+    assert binaries.is_ready("etcd")
+    assert not binaries.is_ready("etcd", the_users=False)
+    with pytest.raises(Missing, match=r"Go 1\.26"):
+        binaries.binary("etcd", the_users=False)
+
+
 @pytest.mark.parametrize("says", ["etcd Version: 3.4.35", "nothing of use"])
 def test_a_program_of_the_users_that_is_too_old_is_passed_by_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: str
@@ -111,7 +122,7 @@ def test_what_is_built_once_is_found_again(tmp_path: Path) -> None:
 def test_each_version_of_each_project_has_a_folder_of_its_own() -> None:
     folders = {binaries.built_folder(project).name for project in binaries.PROJECTS}
     assert len(folders) == len(binaries.PROJECTS)
-    assert all(re.fullmatch(r"[a-z]+-v\d+\.\d+\.\d+-[0-9a-f]{8}", name) for name in folders)
+    assert all(re.fullmatch(r"[a-z0-9]+-v\d+\.\d+\.\d+(-[0-9a-z.-]+)?-[0-9a-f]{8}", name) for name in folders)
 
 
 @pytest.mark.parametrize("project", binaries.PROJECTS, ids=lambda project: project.name)

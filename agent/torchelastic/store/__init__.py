@@ -1,6 +1,7 @@
 """The small store that the rendezvous stands on: get, put under a lease, compare-and-swap, watch from a revision.
 
-Adapters: :mod:`torchelastic.store.etcd_v3` (etcd 3.4 and later, over its JSON gateway) and
+Adapters: :mod:`torchelastic.store.etcd_v3` (etcd 3.4 and later, over its JSON gateway),
+:mod:`torchelastic.store.etcd_v2` (servers that have the API v2 only, through python-etcd) and
 :mod:`torchelastic.store.memory` (one process, for ``--standalone`` and for tests). :func:`connect` chooses.
 :mod:`torchelastic.store.lasting` writes what is to outlive its writer, :mod:`torchelastic.store.following` reads all
 that stands below a prefix and then every change of it.

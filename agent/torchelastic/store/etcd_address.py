@@ -71,6 +71,8 @@ async def speaks_tls(base: URL) -> bool:
     try:
         async with asyncio.timeout(SIDE_QUESTION_LIMIT):
             _, writer = await asyncio.open_connection(base.host, base.port, ssl=context)
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")  # so it refuses who shows no certificate
     except OSError:  # a time-out is one too
         return False
     writer.transport.abort()

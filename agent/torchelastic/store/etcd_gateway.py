@@ -98,6 +98,11 @@ class Gateway:
         """The servers, in the order in which they are asked."""
         return tuple(self._order)
 
+    @property
+    def has_no_choice(self) -> bool:
+        """Whether there is one server, and no token that may need renewal: nothing is learned by asking before."""
+        return len(self._bases) == 1 and self._settings.username is None
+
     async def call(
         self,
         path: str,

@@ -119,6 +119,10 @@ class Version(msgspec.Struct, frozen=True):
     etcdserver: str
 
 
+for _reply in (Answer, RangeAnswer, TxnAnswer, LeaseAnswer, Streamed[LeaseAnswer], Streamed[WatchAnswer]):
+    msgspec.json.Decoder(_reply)  # learns the type, which it would else do when the first one comes
+
+
 def encode(message: dict[str, Any]) -> bytes:
     """The message as JSON, its bytes as base64."""
     return msgspec.json.encode(message)

@@ -150,7 +150,8 @@ class EtcdV3Store:
     async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
         """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
         while True:
-            await self._ask_aside(prefix, start)
+            if start or not self._gateway.has_no_choice:
+                await self._ask_aside(prefix, start)
             server = self._gateway.endpoints[0]
             message = {"create_request": {**_below(prefix), "start_revision": start}}
             async with self._gateway.stream("/v3/watch", message, at=server) as stream:
@@ -177,24 +178,30 @@ class EtcdV3Store:
         await self._gateway.close()
 
     async def _check_server(self, endpoint: str) -> None:
+        """Ask what only a usable server answers; only where it does not, find out what listens there instead."""
         try:
-            version = (await self._gateway.read("/version", Version, at=endpoint)).etcdserver
+            answer = await self._gateway.call("/v3/kv/range", {"key": b"/"}, RangeAnswer, at=endpoint)
+        except NotAuthorized:
+            return  # it knows the user; which keys are theirs will show
         except StoreError as error:
             if protocol := await self._gateway.protocol_instead(endpoint):
                 raise StoreRefused(f"etcd at {endpoint} speaks {protocol} only: set this as the protocol") from error
-            raise
+            if not isinstance(error, NoGateway):
+                raise
+            raise await self._what_else(endpoint) from error
+        if not answer.header.revision:  # etcd's begin with 1
+            raise await self._what_else(endpoint)
+
+    async def _what_else(self, endpoint: str) -> NoGateway:
+        """What a server is that does not answer as etcd's gateway does, by what it says of its version."""
+        version = (await self._gateway.read("/version", Version, at=endpoint)).etcdserver
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is None:
-            raise NoGateway(f"what listens at {endpoint} is no etcd: it gives its version as {version!r:.80}")
+            return NoGateway(f"what listens at {endpoint} is no etcd: it gives its version as {version!r:.80}")
         if tuple(int(number) for number in numbers.groups()) < OLDEST_VERSION:
-            raise StoreRefused(f"etcd at {endpoint} has version {version:.40}, but 3.4 or later is needed")
-        try:
-            await self._gateway.call("/v3/kv/range", {"key": b"/"}, RangeAnswer, at=endpoint)
-        except NotAuthorized:
-            return  # it knows the user; which keys are theirs will show
-        except NoGateway as error:
-            advice = "start it with --enable-grpc-gateway=true"
-            raise StoreRefused(f"etcd at {endpoint} does not serve its JSON gateway: {advice}") from error
+            return NoGateway(f"etcd at {endpoint} has version {version:.40}, but 3.4 or later is needed")
+        advice = "start it with --enable-grpc-gateway=true"
+        return NoGateway(f"etcd at {endpoint} does not serve its JSON gateway: {advice}")
 
     async def _ask_aside(self, prefix: str, start: int, *, at: str | None = None) -> None:
         """Ask for something small, to see that a server is well, lets us read, and has come as far as ``start``.

@@ -1,10 +1,11 @@
-"""A real Kubernetes for the tests, on this machine: a control plane alone, and a whole node with real pods.
+"""What the tests run on, on this machine: a control plane alone, a whole node with real pods, etcds of any version.
 
 =====================  ==================================================================================
 module                 question
 =====================  ==================================================================================
 ``__main__``           how is all of it made before the tests?
 ``availability``       what is missing, and what would bring it?
+``collection``         how is it made for the tests that are wanted, and said where it cannot be?
 ``steps``              what is made in which order, and how long does it take?
 ``cache``              where is kept what takes long to make, and how do two runs share it?
 ``binaries``           where do kube-apiserver, kubelet, etcd, helm … come from?

@@ -1,4 +1,4 @@
-"""``python -m tests.support.testbed prepare``: makes what the tests on a real Kubernetes need, before they run.
+"""``python -m tests.support.testbed prepare``: makes what the tests run on, before they run.
 
 Without it, the tests make it when they are collected. It ends with 0 also where something cannot be had on this
 machine, which it says, unless CI is true in the environment.
@@ -16,7 +16,7 @@ def main() -> int:
     """Prepare, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.testbed", description=__doc__)
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
-    preparing = subcommands.add_parser("prepare", help="make what the tests on a real Kubernetes need")
+    preparing = subcommands.add_parser("prepare", help="make what the tests run on")
     preparing.add_argument(
         "beds",
         nargs="*",

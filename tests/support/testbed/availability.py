@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
     from tests.support.testbed.steps import Step
 
-Bed = Literal["control_plane", "node"]
+Bed = Literal["control_plane", "node", "etcds"]
 
 BEDS: Final[Mapping[Bed, str]] = {
     "control_plane": "a real API server",
     "node": "a real kubelet",
+    "etcds": "etcd 3.7 and 3.4",
 }
 """What each bed gives the tests; they carry its name as a marker."""
 
@@ -53,6 +54,9 @@ def needs(bed: Bed) -> Iterator[Step]:
     Raises:
         Missing: it can be told at once that not all of it can be made.
     """
+    if bed == "etcds":
+        yield from steps.programs("etcd", "etcd-3.4", the_users=False)
+        return
     # Also where the user names a cluster: what is broken on purpose is one of the tests' own.
     yield from steps.programs("kube-apiserver", "etcd", "helm")
     if bed == "node":
@@ -74,7 +78,7 @@ def closing_words(missing: Mapping[Bed, Missing], left_out: Mapping[Bed, int] | 
         counted = sum((left_out or {}).get(bed, 0) for bed in beds)
         tests = f"{counted} test{'s' * (counted != 1)}" if counted else "tests"
         lines += [
-            f"The tests on a real Kubernetes did NOT run: {tests} with {' and '.join(BEDS[bed] for bed in beds)}.",
+            f"Did NOT run: {tests} with {' and '.join(BEDS[bed] for bed in beds)}.",
             f"  missing: {why.part}",
             f"  what brings it: {why.remedy}",
         ]

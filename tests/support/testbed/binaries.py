@@ -110,6 +110,14 @@ PROJECTS: Final = (
         variables={},
         minutes=0.5,
     ),
+    # A release whose module is not named after its version: v3.4.14, by its commit.
+    Project(
+        name="etcd34",
+        module="go.etcd.io/etcd",
+        packages={"etcd-3.4": "go.etcd.io/etcd"},
+        variables={},
+        minutes=0.5,
+    ),
     Project(
         name="helm",
         module="helm.sh/helm/v3",
@@ -136,16 +144,17 @@ PROJECTS: Final = (
 
 
 @cache
-def binary(name: str) -> Path:
+def binary(name: str, *, the_users: bool = True) -> Path:
     """A program: the user's own if it will do, else the one in the cache, which is built if it is not there.
 
     Args:
         name: such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns.
+        the_users: False for the one in the cache in any case: the very version that go.mod names.
 
     Raises:
         Missing: it is not there and cannot be built.
     """
-    if own := of_the_user(name):
+    if the_users and (own := of_the_user(name)):
         return own
     project = project_of(name)
     folder = built_folder(project)
@@ -166,9 +175,10 @@ def knows(name: str) -> bool:
     return any(name in project.packages for project in PROJECTS)
 
 
-def is_ready(name: str) -> bool:
+def is_ready(name: str, *, the_users: bool = True) -> bool:
     """Whether :func:`binary` will find the program without building it."""
-    return of_the_user(name) is not None or (built_folder(project_of(name)) / name).exists()
+    own = of_the_user(name) if the_users else None
+    return own is not None or (built_folder(project_of(name)) / name).exists()
 
 
 def built_folder(project: Project) -> Path:

@@ -1,4 +1,4 @@
-"""What is made once before a real Kubernetes can run, how long each thing takes, and what can be made side by side."""
+"""What is made once before the tests can run, how long each thing takes, and what can be made side by side."""
 
 from __future__ import annotations
 
@@ -51,22 +51,26 @@ _IMAGES: Final = {"operator": (Lane.DOWNLOADS, 2.0), "agent": (Lane.DOWNLOADS, 6
 """Of images that are built from a Dockerfile: the lane, and the minutes."""
 
 
-def programs(*names: str) -> Iterator[Step]:
+def programs(*names: str, the_users: bool = True) -> Iterator[Step]:
     """Make these programs, and with each all others of its project.
+
+    Args:
+        names: of the programs.
+        the_users: whether the user's own will do.
 
     Raises:
         Missing: one is not there, and there is no compiler.
     """
     for name in names:
         project = binaries.project_of(name)
-        if not binaries.is_ready(name):
+        if not binaries.is_ready(name, the_users=the_users):
             binaries.compiler(project)
         yield Step(
             what=f"{', '.join(project.packages)} {project.version}, built from source",
             lane=Lane.COMPILER,
             minutes=project.minutes,
-            is_ready=partial(binaries.is_ready, name),
-            make=partial(binaries.binary, name),
+            is_ready=partial(binaries.is_ready, name, the_users=the_users),
+            make=partial(binaries.binary, name, the_users=the_users),
         )
 
 
@@ -129,7 +133,7 @@ def make(steps: Sequence[Step], say: Callable[[str], None]) -> dict[str, Missing
                 except Missing as why:
                     missing[step.what] = why
 
-    tell(f"What a real Kubernetes for the tests needs is made: up to {_minutes(todo):.0f} minutes on two cores.")
+    tell(f"What the tests run on is made: up to {_minutes(todo):.0f} minutes on two cores.")
     with ThreadPoolExecutor() as threads:
         list(threads.map(take, [lane for lane in Lane if lane is not Lane.LAST]))
     take(Lane.LAST)

@@ -1,0 +1,547 @@
+"""The store on a real etcd that speaks the API v2: what it shares with other adapters, and what only v2 does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from tests.support import etcd_kinds
+from tests.support.answers import answering, http
+from tests.support.certificates import make_certificates
+from tests.support.store_conformance import HANGS, StoreBehaviour, confirmed, ended, seen
+from tests.support.tcp_proxy import TcpProxy
+from torchelastic.contract import run_lease
+from torchelastic.errors import HistoryCompacted, LeaseLost, SettingsError, StoreRefused, StoreUnavailable
+from torchelastic.store import StoreSettings, connect
+from torchelastic.store.etcd_v2 import EtcdV2Store
+from torchelastic.store.etcd_v2_client import THREAD_NAME
+from torchelastic.store.etcd_v3 import EtcdV3Store
+from torchelastic.store.lasting import LastingKeys
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from torchelastic.store import Change
+
+pytestmark = pytest.mark.real
+
+V2 = etcd_kinds.V2[0]
+HISTORY = 1000
+"""So many changes does a v2 keep."""
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: StoreSettings, **changes: Any) -> AsyncIterator[EtcdV2Store]:
+    """A store for the length of a block."""
+    store = EtcdV2Store(dataclasses.replace(settings, **changes))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="session",
+    params=etcd_kinds.parameters(*(etcd_kinds.V2 if etcd_kinds.EXHAUSTIVE else etcd_kinds.V2[:1])),
+)
+async def etcd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdServer]:
+    """An etcd with the API v2 that the tests share."""
+    async with request.param.server(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest_asyncio.fixture
+async def own_etcd(tmp_path: Path) -> AsyncIterator[EtcdServer]:
+    """One for one test."""
+    async with V2.server(tmp_path) as server:
+        yield server
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Any:
+    """A store that is closed leaves no thread behind, whatever it was doing."""
+    yield
+    for thread in threads():
+        thread.join(HANGS)
+    assert threads() == []
+
+
+class TestEtcdV2Store(StoreBehaviour):
+    @pytest.fixture
+    async def store(self, etcd: EtcdServer) -> AsyncIterator[EtcdV2Store]:
+        async with opened(etcd.settings) as store:
+            yield store
+
+    @pytest.fixture
+    async def other(self, etcd: EtcdServer) -> AsyncIterator[EtcdV2Store]:
+        async with opened(etcd.settings) as store:
+            yield store
+
+    @pytest.fixture
+    def second(self) -> float:
+        return 1.0
+
+    @pytest.fixture
+    def compact(self, store: EtcdV2Store) -> Callable[[int], Awaitable[None]]:
+        async def forget(_: int) -> None:
+            for _ in range(HISTORY + 1):
+                await store.put("/elsewhere", b"")
+
+        return forget
+
+
+# Which API is spoken
+
+
+async def test_v3_is_preferred_where_both_are_served_and_v2_is_taken_where_it_is_asked_for(etcd: EtcdServer) -> None:
+    for version, kind in ((None, EtcdV3Store), (3, EtcdV3Store), (2, EtcdV2Store)):
+        store = await connect(dataclasses.replace(etcd.settings, version=version))
+        await store.close()
+        assert isinstance(store, kind)
+
+
+async def test_a_server_that_has_v2_alone_is_used_with_it_and_that_is_said_to_who_wants_to_know(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "torchelastic")
+    async with V2.server(tmp_path, args=["--enable-grpc-gateway=false"]) as server:
+        store = await connect(dataclasses.replace(server.settings, version=None))
+        await store.put("/a", b"")
+        assert await store.get("/a") is not None
+        await store.close()
+        assert isinstance(store, EtcdV2Store)
+        with pytest.raises(StoreRefused, match="does not serve its JSON gateway"):
+            await connect(dataclasses.replace(server.settings, version=3))
+    assert [record.levelname for record in caplog.records if "the API v2 of etcd is used" in record.message] == [
+        "DEBUG"
+    ]
+
+
+async def test_a_server_that_has_neither_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    async with etcd_kinds.V3[1].server(tmp_path, args=["--enable-grpc-gateway=false"]) as server:
+        with pytest.raises(StoreRefused, match=r"JSON gateway: start it with .*; nor does it serve the API v2$"):
+            await connect(server.settings)
+        with pytest.raises(StoreRefused, match=r"without its API v2 \(--enable-v2=true, until etcd 3\.5\)"):
+            await connect(dataclasses.replace(server.settings, version=2))
+
+
+async def test_without_python_etcd_its_lack_is_named(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("torchelastic.store.etcd_v2")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "etcd", None)
+    with pytest.raises(StoreRefused, match=r"^etcd's API v2 needs the package python-etcd: pip install python-etcd$"):
+        await connect(etcd.settings)
+
+
+# What a network and a server can do
+
+
+async def test_where_nobody_listens_the_error_names_the_place_and_the_reason() -> None:
+    settings = StoreSettings(endpoints=("127.0.0.1:1",), version=2)
+    with pytest.raises(StoreUnavailable, match=r"^etcd at 127\.0\.0\.1:1 does not answer: connection refused$"):
+        await connect(settings)
+    with pytest.raises(StoreUnavailable, match=r"none of the etcd servers 127\.0\.0\.1:1, 127\.0\.0\.1:2 answers"):
+        await connect(dataclasses.replace(settings, endpoints=("127.0.0.1:1", "127.0.0.1:2")))
+    with pytest.raises(StoreUnavailable, match=r"^etcd at etcd\.invalid:2379 cannot be found"):
+        await connect(dataclasses.replace(settings, endpoints=("etcd.invalid:2379",)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (http("404 Not Found", "no such page"), r"is no etcd, or one without its API v2 .* status 404, 'no such page'"),
+        (http("302 Found", ""), "is no etcd, or one without its API v2"),
+        (http("200 OK", "<html>Welcome</html>"), "does not answer as etcd's API v2 does"),
+        (http("200 OK", '{"action": "get", "node": 7}'), "does not answer as etcd's API v2 does"),
+        (http("400 Bad Request", '{"errorCode": 209, "message": "Invalid field", "cause": "x"}'), "Invalid field x"),
+        (lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP: 'SSH-2.0-OpenSSH_9.2'"),
+        (lambda _: b"HTTP/1.1 200 OK\r\n\r\n" + bytes(65 << 20), "an answer of more than 64 MiB"),
+    ],
+    ids=["not found", "redirect", "a page", "other json", "a refusal", "no http", "endless"],
+)
+async def test_a_server_that_is_no_usable_etcd_is_refused_in_a_sentence(
+    answer: Callable[[str], bytes], sentence: str
+) -> None:
+    async with answering(answer) as endpoint:
+        with pytest.raises(StoreRefused, match=sentence) as refused:
+            await connect(StoreSettings(endpoints=(endpoint,), version=2))
+        assert endpoint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http("503 Service Unavailable", "upstream is down"),
+        http("500 Internal Server Error", '{"errorCode": 300, "message": "Raft Internal Error", "cause": "timed out"}'),
+        lambda _: b"",
+        lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
+    ],
+    ids=["overloaded", "no leader", "hangs up", "half an answer"],
+)
+async def test_a_server_that_cannot_answer_now_may_be_asked_again(answer: Callable[[str], bytes]) -> None:
+    async with answering(answer) as endpoint:
+        with pytest.raises(StoreUnavailable, match=endpoint):
+            await connect(StoreSettings(endpoints=(endpoint,), version=2))
+
+
+async def test_a_key_with_odd_fields_harms_nobody() -> None:
+    node = '{"action": "get", "node": {"key": ["a"], "value": 7, "modifiedIndex": "x", "createdIndex": null}}'
+    async with answering(http("200 OK", node)) as endpoint, opened(StoreSettings(endpoints=(endpoint,))) as store:
+        with pytest.raises(StoreRefused, match="does not answer as etcd's API v2 does"):
+            await store.get("/a")
+
+
+async def test_what_others_have_put_below_the_prefix_is_passed_over(etcd: EtcdServer, prefix: str) -> None:
+    async with opened(etcd.settings) as store, aiohttp.ClientSession() as session:
+        async with contextlib.aclosing(store.watch(prefix, 0)) as watch:
+            await confirmed(watch)
+            async with session.put(f"{etcd.url}/v2/keys{prefix}byhand", data={"value": "x"}) as response:
+                assert response.status == 201
+            await store.put(prefix + "a", b"")
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "a"]
+        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "a"]
+
+
+async def test_a_folder_in_the_place_of_a_key_is_told_in_a_sentence(etcd: EtcdServer, prefix: str) -> None:
+    async with opened(etcd.settings) as store, aiohttp.ClientSession() as session:
+        async with session.put(f"{etcd.url}/v2/keys{prefix}a~?dir=true") as response:
+            assert response.status == 201
+        with pytest.raises(StoreRefused, match=rf"^etcd at {etcd.endpoint} refuses: Not a file"):
+            await store.put(prefix + "a", b"")
+
+
+async def test_names_of_servers_are_taken_as_they_are_written(etcd: EtcdServer, prefix: str) -> None:
+    endpoint = etcd.endpoint.replace("127.0.0.1", "LocalHost")
+    async with (
+        opened(etcd.settings, endpoints=(endpoint,)) as store,
+        contextlib.aclosing(store.watch(prefix, 0)) as watch,
+    ):
+        await confirmed(watch)
+        await store.put(prefix + "a", b"")
+        assert len(await seen(watch, 1)) == 1
+
+
+async def test_a_folder_that_somebody_removes_has_its_watchers_list_again(etcd: EtcdServer, prefix: str) -> None:
+    async with opened(etcd.settings) as store, aiohttp.ClientSession() as session:
+        await store.put(prefix + "n/a", b"")
+        async with contextlib.aclosing(store.watch(prefix + "n/", 0)) as watch:
+            await confirmed(watch)
+            async with session.delete(f"{etcd.url}/v2/keys{prefix}?recursive=true") as response:
+                assert response.status == 200
+            with pytest.raises(HistoryCompacted, match=r"was removed .* list again"):
+                await ended(watch)
+
+
+async def test_the_end_of_a_run_leaves_no_empty_folder(own_etcd: EtcdServer) -> None:
+    async with opened(own_etcd.settings) as store, aiohttp.ClientSession() as session:
+        lasting, lease = LastingKeys(store, "run"), await store.grant(60)
+        await lasting.put("/torchelastic/run/c/epoch", b"")
+        await store.put("/torchelastic/run/n/a", b"", lease=lease)
+        await store.put("/torchelastic/run/n/b", b"")
+        await lasting.end()
+        await store.revoke(lease)
+        await store.delete_prefix("/torchelastic/run/")
+        async with session.get(f"{own_etcd.url}/v2/keys/?recursive=true") as response:
+            assert "nodes" not in (await response.json())["node"]
+
+
+async def test_another_server_is_asked_where_one_does_not_listen(etcd: EtcdServer, prefix: str) -> None:
+    store = await connect(dataclasses.replace(etcd.settings, endpoints=("127.0.0.1:1", etcd.endpoint)))
+    lease = await store.grant(60)
+    revision = await store.put(prefix + "a", b"", lease=lease)
+    async with contextlib.aclosing(store.watch(prefix, revision)) as watch:
+        await confirmed(watch)
+        assert len(await seen(watch, 1)) == 1
+    await store.close()
+
+
+async def test_another_server_is_asked_where_one_hangs(etcd: EtcdServer, own_etcd: EtcdServer, prefix: str) -> None:
+    endpoints = (own_etcd.endpoint, etcd.endpoint)
+    async with opened(etcd.settings, endpoints=endpoints, request_timeout=1.0) as store:
+        with own_etcd.paused():
+            assert await store.get(prefix + "a") is None
+            await store.put(prefix + "a", b"")  # the server that hung is now the last to be asked
+            assert await store.get(prefix + "a") is not None
+
+
+async def test_a_server_that_hangs_is_told_within_the_time_limit(own_etcd: EtcdServer, prefix: str) -> None:
+    async with opened(own_etcd.settings, request_timeout=0.3) as store, asyncio.timeout(HANGS):
+        await store.put(prefix + "a", b"")
+        with own_etcd.paused():
+            for ask in (store.get(prefix + "a"), store.put(prefix + "a", b""), store.check()):
+                with pytest.raises(StoreUnavailable, match="gave no answer"):
+                    await ask
+        assert await store.get(prefix + "a") is not None
+
+
+async def test_who_no_longer_waits_holds_nobody_up(own_etcd: EtcdServer, prefix: str) -> None:
+    async with opened(own_etcd.settings, request_timeout=3600.0) as store, asyncio.timeout(HANGS):
+        await store.put(prefix + "a", b"")
+        with own_etcd.paused():
+            asking = [asyncio.create_task(store.get(prefix + "a")) for _ in range(3)]
+            done, _ = await asyncio.wait(asking, timeout=0.1)
+            assert not done
+            for task in asking:
+                task.cancel()
+        assert await store.get(prefix + "a") is not None
+
+
+async def test_python_etcd_says_nothing_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with opened(StoreSettings(endpoints=("127.0.0.1:1",))) as store:
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                await store.get("/a")
+    assert [record for record in caplog.records if record.name.startswith("etcd")] == []
+
+
+# Watches that break
+
+
+async def test_a_watch_of_a_server_that_stands_still_ends(own_etcd: EtcdServer, prefix: str) -> None:
+    async with (
+        opened(own_etcd.settings, silence_limit=0.6) as store,
+        contextlib.aclosing(store.watch(prefix, 0)) as watch,
+    ):
+        await confirmed(watch)
+        with own_etcd.paused(), pytest.raises(StoreUnavailable):
+            await ended(watch)
+
+
+async def test_a_quiet_watch_says_that_it_is_alive_and_goes_on(etcd: EtcdServer, prefix: str) -> None:
+    async with opened(etcd.settings, silence_limit=0.2) as store:
+        last = await store.put(prefix + "a", b"")
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch, asyncio.timeout(HANGS):
+            for _ in range(5):
+                assert await anext(watch) == ()
+            await store.put(prefix + "b", b"")
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "b"]
+
+
+async def test_a_quiet_watch_outlives_more_changes_elsewhere_than_etcd_keeps(etcd: EtcdServer, prefix: str) -> None:
+    async with (
+        opened(etcd.settings, silence_limit=0.2) as store,
+        contextlib.aclosing(store.watch(prefix, 0)) as watch,
+        asyncio.timeout(HANGS),
+    ):
+        await confirmed(watch)
+        for _ in range(2):
+            for _ in range(HISTORY * 3 // 4):
+                await store.put("/elsewhere", b"")
+            assert await anext(watch) == ()  # it has moved on
+        await store.put(prefix + "a", b"")
+        assert [change.key for change in await seen(watch, 1)] == [prefix + "a"]
+
+
+async def test_a_watch_of_a_server_that_stops_in_order_ends(own_etcd: EtcdServer, prefix: str) -> None:
+    async with opened(own_etcd.settings) as store, contextlib.aclosing(store.watch(prefix, 0)) as watch:
+        await confirmed(watch)
+        await own_etcd.stop()
+        with pytest.raises(StoreUnavailable):
+            await ended(watch)
+
+
+async def test_a_watch_whose_connection_is_cut_ends(etcd: EtcdServer, prefix: str) -> None:
+    async with TcpProxy(etcd.endpoint) as proxy, opened(etcd.settings, endpoints=(proxy.endpoint,)) as store:
+        last = await store.put(prefix + "a", b"")
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            ending = asyncio.create_task(ended(watch))
+            await proxy.until_sent(b"wait=true")
+            proxy.cut()
+            with pytest.raises(StoreUnavailable, match=proxy.endpoint):
+                await ending
+
+
+async def test_a_watch_whose_line_falls_silent_ends(etcd: EtcdServer, prefix: str) -> None:
+    async with (
+        TcpProxy(etcd.endpoint) as proxy,
+        opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=0.6) as store,
+    ):
+        last = await store.put(prefix + "a", b"")
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            proxy.fall_silent()
+            with pytest.raises(StoreUnavailable):
+                await ended(watch)
+
+
+async def test_nothing_is_lost_or_told_twice_over_kills_of_the_server(own_etcd: EtcdServer, prefix: str) -> None:
+    kill_after = (100, 200, 300)
+    told: list[Change] = []
+    due = [asyncio.Event() for _ in kill_after]
+
+    async def read(store: EtcdV2Store, start: int) -> None:
+        while not told or told[-1].key != prefix + "last":
+            with contextlib.suppress(StoreUnavailable):
+                async with contextlib.aclosing(store.watch(prefix, start)) as watch:
+                    async for changes in watch:
+                        told.extend(changes)
+                        start = told[-1].revision + 1 if told else start
+                        for count, event in zip(kill_after, due, strict=True):
+                            if len(told) >= count:
+                                event.set()
+                        if told and told[-1].key == prefix + "last":
+                            break
+            await asyncio.sleep(0.01)  # as a caller backs off
+
+    async def write(store: EtcdV2Store, writer: int) -> None:
+        for index in range(200):
+            while True:
+                with contextlib.suppress(StoreUnavailable):
+                    await store.put(f"{prefix}{writer}", str(index).encode())
+                    break
+                await asyncio.sleep(0.01)
+
+    async with opened(own_etcd.settings) as store, asyncio.timeout(3 * HANGS):
+        first = await store.put(prefix + "first", b"") + 1
+        reader = asyncio.create_task(read(store, first))
+        async with asyncio.TaskGroup() as writers:
+            for writer in range(2):
+                writers.create_task(write(store, writer))
+            for event in due:
+                await event.wait()
+                await own_etcd.kill()
+                await own_etcd.start()
+        await store.put(prefix + "last", b"")
+        await reader
+        async with contextlib.aclosing(store.watch(prefix, first)) as watch:
+            await confirmed(watch)
+            truth = await seen(watch, len(told))
+    assert len(told) > 400
+    assert told == truth
+    assert truth[-1].key == prefix + "last"
+
+
+async def test_an_etcd_that_came_back_without_its_data_does_not_leave_a_watch_waiting(
+    own_etcd: EtcdServer, prefix: str
+) -> None:
+    async with opened(own_etcd.settings) as store:
+        lease = await store.grant(60)
+        for index in range(10):
+            last = await store.put(f"{prefix}{index}", b"", lease=lease)
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            await confirmed(watch)
+            await own_etcd.kill()
+            own_etcd.wipe()
+            await own_etcd.start()
+            with pytest.raises((StoreUnavailable, HistoryCompacted)):
+                await ended(watch)
+        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
+            with pytest.raises(HistoryCompacted, match="has lost its data"):
+                await ended(watch)
+        with pytest.raises(LeaseLost):
+            await store.keep_alive(lease)
+
+
+# Who may do what
+
+
+@pytest.fixture
+async def guarded_etcd(own_etcd: EtcdServer) -> EtcdServer:
+    """An etcd with authentication: root may do all, alice what is below /torchelastic/, and nobody else anything."""
+    root = {"Authorization": aiohttp.encode_basic_auth("root", "s3cret")}
+
+    async def ask(path: str, message: dict[str, Any] | None = None) -> None:
+        async with session.put(f"{own_etcd.url}/v2/auth/{path}", json=message, headers=root) as response:
+            assert response.status in {200, 201}, await response.text()
+
+    keys = {"kv": {"read": ["/torchelastic/*"], "write": ["/torchelastic/*"]}}
+    async with aiohttp.ClientSession() as session:
+        await ask("users/root", {"user": "root", "password": "s3cret"})
+        await ask("roles/agents", {"role": "agents", "permissions": keys})
+        await ask("users/alice", {"user": "alice", "password": "s3cret", "roles": ["agents"]})
+        await ask("enable")
+        everything = {"kv": {"read": ["/*"], "write": ["/*"]}}
+        await ask("roles/guest", {"role": "guest", "revoke": everything})
+    return own_etcd
+
+
+async def test_a_user_works_below_the_prefix_that_is_theirs(guarded_etcd: EtcdServer) -> None:
+    store = await connect(dataclasses.replace(guarded_etcd.settings, username="alice", password="s3cret"))
+    lease = await store.grant(60)
+    revision = await store.put("/torchelastic/run/a", b"", lease=lease)
+    await store.keep_alive(lease)
+    lasting = LastingKeys(store, "run")
+    await lasting.put("/torchelastic/run/lasting", b"")
+    assert await store.grant(60, lease=run_lease("run")) == run_lease("run")
+    await lasting.end()
+    assert await store.get("/torchelastic/run/lasting") is None
+    async with contextlib.aclosing(store.watch("/torchelastic/run/a", revision)) as watch:
+        await confirmed(watch)
+        assert len(await seen(watch, 1)) == 1
+    refusal = "does not accept the user name and password, or not for these keys"
+    for refused in (store.put("/bob/a", b""), store.list("/bob/"), ended(store.watch("/bob/", 1))):
+        with pytest.raises(StoreRefused, match=refusal):
+            await refused
+    await store.close()
+
+
+async def test_wrong_or_missing_credentials_are_refused_and_never_shown(guarded_etcd: EtcdServer) -> None:
+    with pytest.raises(StoreRefused, match="wants a user name and a password"):
+        await connect(guarded_etcd.settings)
+    settings = dataclasses.replace(guarded_etcd.settings, username="alice", password="hunter2")
+    async with opened(settings) as store:
+        with pytest.raises(StoreRefused, match="does not accept the user name and password") as refused:
+            await store.put("/torchelastic/run/a", b"")
+    assert "hunter2" not in f"{refused.value!r} {refused.value.__context__!r} {settings!r}"
+
+
+async def test_credentials_do_no_harm_where_nobody_asks_for_them(etcd: EtcdServer, prefix: str) -> None:
+    async with opened(etcd.settings, username="alice", password="s3cret") as store:
+        await store.check()
+        assert await store.get(prefix + "a") is None
+
+
+# TLS
+
+
+async def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
+    certificates = make_certificates(tmp_path)
+    async with V2.server(tmp_path, protocol="https", args=certificates.etcd_flags_for_clients) as server:
+        known = dataclasses.replace(
+            server.settings,
+            ca_cert=certificates.authority,
+            cert=certificates.client,
+            key=certificates.client_key,
+        )
+        store = await connect(known)
+        revision = await store.put("/a", b"")
+        async with contextlib.aclosing(store.watch("/a", revision)) as watch:
+            await confirmed(watch)
+            assert len(await seen(watch, 1)) == 1
+        await store.close()
+        with pytest.raises(StoreRefused, match=r"certificate of etcd at .* cannot be trusted"):
+            await connect(dataclasses.replace(known, ca_cert=None))
+        elsewhere = server.endpoint.replace("127.0.0.1", "localhost")
+        with pytest.raises(StoreRefused, match=r"certificate of etcd at localhost:\d+ cannot be trusted"):
+            await connect(dataclasses.replace(known, endpoints=(elsewhere,)))
+        with pytest.raises(StoreRefused, match="no TLS connection"):
+            await connect(dataclasses.replace(known, cert=None, key=None))
+        with pytest.raises(StoreRefused, match="speaks https only"):
+            await connect(dataclasses.replace(server.settings, protocol="http"))
+
+
+async def test_the_wrong_protocol_and_unusable_files_are_told_as_such(etcd: EtcdServer, tmp_path: Path) -> None:
+    with pytest.raises(StoreRefused, match="speaks http only"):
+        await connect(dataclasses.replace(etcd.settings, protocol="https"))
+    with pytest.raises(SettingsError, match=r"the CA certificate .*absent\.pem"):
+        await connect(dataclasses.replace(etcd.settings, protocol="https", ca_cert=str(tmp_path / "absent.pem")))
+    with pytest.raises(SettingsError, match="is no address of an etcd server"):
+        await connect(dataclasses.replace(etcd.settings, endpoints=("host",)))

@@ -1,0 +1,159 @@
+"""Etcd is slow, silent, dead for a while, or another one than before: the epoch stays, and changes go on after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from tests.support import etcd_kinds
+from tests.support.nodes import Meeting, all_with
+from tests.support.tcp_proxy import TcpProxy
+from torchelastic.store import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from tests.support.nodes import TestNode
+    from torchelastic.store import Store
+
+pytestmark = pytest.mark.real
+
+LEASE = 1.0
+AWAY = 2.0
+"""Seconds for which a dead etcd is looked for, and counted how often."""
+
+
+@pytest_asyncio.fixture(params=etcd_kinds.chosen())
+async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EtcdServer]:
+    """An etcd of one kind, for one test."""
+    async with request.param.server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def line(any_etcd: EtcdServer) -> AsyncIterator[TcpProxy]:
+    """The line through which all nodes reach it."""
+    async with TcpProxy(any_etcd.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def meeting(any_etcd: EtcdServer, line: TcpProxy) -> AsyncIterator[Meeting]:
+    async def reach() -> Store:
+        settings = replace(any_etcd.settings, endpoints=(line.endpoint,), silence_limit=LEASE, request_timeout=LEASE)
+        return await connect(settings)
+
+    async with Meeting(reach, f"away-{uuid.uuid4()}", lease=LEASE, joining_window=1.0) as made:
+        yield made
+
+
+async def until_away(*nodes: TestNode) -> None:
+    await asyncio.gather(*(node.until_away() for node in nodes))
+
+
+def numbers(node: TestNode) -> list[int]:
+    return [epoch.number for epoch in node.epochs]
+
+
+async def test_a_slow_etcd_delays_changes_and_ends_nothing(meeting: Meeting, line: TcpProxy) -> None:
+    a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
+    first = await all_with(a, b, c)
+    line.delay = 0.3 / 5 * LEASE  # as 0.3 s are to the lease that is the default
+    await asyncio.sleep(2 * LEASE)  # the passing of the leases' time is what this is about
+    gone = next(node for node in (a, b, c) if node.inner.node == first.nodes[1])
+    left = [node for node in (a, b, c) if node is not gone]
+    await gone.crash()
+    second = await all_with(*left)
+    assert (second.number, second.cause) == (2, f"{gone.name} died")
+    d = await meeting.node("d", wanted=3)
+    assert (await all_with(*left, d)).number == 3
+    assert not any(node.isolated for node in (*left, d))
+
+
+async def test_a_dead_etcd_is_looked_for_calmly_and_complained_of_once(
+    meeting: Meeting, line: TcpProxy, any_etcd: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "torchelastic")
+    a, b = [await meeting.node(name) for name in "ab"]
+    first = await all_with(a, b)
+    await any_etcd.kill()
+    await until_away(a, b)
+    caplog.clear()
+    tries, busy = line.connections, time.process_time()
+    await asyncio.sleep(AWAY)  # for how often they try
+    tries, busy = line.connections - tries, time.process_time() - busy
+    # Each node has a watch and its own key, the leader another watch and the lasting keys: once a second each, at most.
+    assert 1 <= tries <= 12 * AWAY
+    assert busy < AWAY / 2
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 4
+    await any_etcd.start()
+    c = await meeting.node("c")
+    second = await all_with(a, b, c)
+    assert second.nodes[:2] == first.nodes
+    assert numbers(a) == numbers(b) == [1, 2]
+    assert not a.isolated
+    assert not b.isolated
+
+
+async def test_another_etcd_in_the_place_of_the_one_before_is_filled_with_what_the_nodes_know(
+    meeting: Meeting, any_etcd: EtcdServer
+) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    first = await all_with(a, b)
+    await any_etcd.kill()
+    await until_away(a, b)
+    any_etcd.wipe()
+    any_etcd.args.append("--initial-cluster-token=another")
+    await any_etcd.start()
+    c = await meeting.node("c")
+    second = await all_with(a, b, c)
+    assert (second.number, second.nodes[:2]) == (2, first.nodes)
+    assert numbers(a) == numbers(b) == [1, 2]
+
+
+async def test_silence_of_etcd_is_noticed_and_outlived(meeting: Meeting, line: TcpProxy) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    first = await all_with(a, b)
+    line.fall_silent()
+    await until_away(a, b)
+    await asyncio.sleep(2 * LEASE)  # all leases end meanwhile
+    line.speak_again()
+    c = await meeting.node("c")
+    second = await all_with(a, b, c)
+    assert (second.number, second.nodes[:2]) == (2, first.nodes)
+    assert not a.isolated
+    assert not b.isolated
+
+
+async def test_a_node_whose_line_alone_falls_silent_stays_in_the_epoch(meeting: Meeting, any_etcd: EtcdServer) -> None:
+    async with contextlib.AsyncExitStack() as lines:
+
+        async def own_line() -> TcpProxy:
+            return await lines.enter_async_context(TcpProxy(any_etcd.endpoint))
+
+        async def joined(name: str, own: TcpProxy) -> TestNode:
+            settings = replace(any_etcd.settings, endpoints=(own.endpoint,), silence_limit=0.5, request_timeout=0.5)
+            return await meeting.node(name, connect=lambda: connect(settings))
+
+        lines_of = {name: await own_line() for name in "ab"}
+        nodes = {name: await joined(name, lines_of[name]) for name in "ab"}
+        first = await all_with(*nodes.values())
+        follower = nodes[first.nodes[1].partition(".")[0]]
+        lines_of[follower.name].fall_silent()
+        await follower.until_away()
+        await asyncio.sleep(1.5 * LEASE)  # its lease ends; its link does not
+        lines_of[follower.name].speak_again()
+        c = await meeting.node("c")
+        second = await all_with(*nodes.values(), c)
+        assert (second.number, second.nodes[:2]) == (2, first.nodes)
+        assert not any(node.isolated for node in nodes.values())

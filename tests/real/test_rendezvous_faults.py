@@ -1,0 +1,61 @@
+"""Whatever befalls nodes, network and etcd: one epoch for each number, the right size, and progress once it is over."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from tests.support import etcd_kinds
+from tests.support.faults import LEASE, BrokenPromiseError, Play, script
+from torchelastic.settings import RendezvousSettings
+from torchelastic.store import retrying
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+SEED_VARIABLE = "TORCHELASTIC_FAULTS_SEED"
+ROUNDS = 8 if etcd_kinds.EXHAUSTIVE else 2
+
+
+def seeds() -> list[int]:
+    """The one in the environment, or as many as there is time for."""
+    if given := os.environ.get(SEED_VARIABLE):
+        return [int(given)]
+    return list(range(1, 13 if etcd_kinds.EXHAUSTIVE else 3))
+
+
+@pytest_asyncio.fixture(params=etcd_kinds.chosen())
+async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EtcdServer]:
+    """An etcd of one kind, for one test."""
+    async with request.param.server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has lost etcd looks for it as often, for each lease that passes, as with the lease that is the default."""
+    scale = LEASE / RendezvousSettings.__dataclass_fields__["lease"].default
+    monkeypatch.setattr(retrying, "RETRY_MAX", retrying.RETRY_MAX * scale)
+
+
+@pytest.mark.parametrize("seed", seeds())
+async def test_any_script_of_faults_keeps_the_promises_of_the_rendezvous(any_etcd: EtcdServer, seed: int) -> None:
+    played: list[str] = []
+    async with Play(any_etcd, f"faults-{uuid.uuid4()}") as play:
+        for part in script(seed, ROUNDS):
+            played += ["and then", *map(str, part.steps)]
+            try:
+                await play.play(part)
+            except BrokenPromiseError as broken:
+                again = f"{SEED_VARIABLE}={seed} plays it again"
+                pytest.fail("\n".join([f"{broken}", again, *played]), pytrace=False)
+    assert play.epochs

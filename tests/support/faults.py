@@ -1,0 +1,358 @@
+"""Scripts of faults for the rendezvous: nodes that come and go, links and lines that break, an etcd that is not itself.
+
+A script is a function of its seed alone, so that one that has found something can be played again. What it does to
+nodes and etcd is real, and so are they; every promise of the rendezvous is looked after while it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Self
+
+from tests.support.nodes import Meeting, TestNode
+from tests.support.tcp_proxy import TcpProxy
+from torchelastic.errors import StoreUnavailable
+from torchelastic.rendezvous.node import EpochBegan, Isolated, RunEnded
+from torchelastic.store import connect
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from tests.support.etcd import EtcdServer
+    from torchelastic.contract import EpochRecord
+    from torchelastic.store import Store
+
+LEASE: Final = 1.0
+"""Seconds; the shortest that etcd grants."""
+
+LOW, HIGH = 2, 4
+"""How many nodes train together."""
+
+MOST_NODES: Final = 6
+
+PATIENCE: Final = 60.0
+"""Seconds after which there is no progress any more, on a machine that is busy with others."""
+
+
+class What(enum.StrEnum):
+    """Something that happens."""
+
+    JOIN = "joins"
+    LEAVE = "leaves"
+    CRASH = "dies"
+    CUT_LINE = "has its connections to etcd cut"
+    STALL_LINE = "does not get through to etcd"
+    SLOW_LINE = "gets through to etcd slowly"
+    CUT_LINKS = "has all links cut that others hold to it"
+    ETCD_DOWN = "etcd is killed, and comes back with its data"
+    ETCD_EMPTY = "etcd is killed, and comes back without its data"
+    ETCD_PAUSED = "etcd stands still"
+    ALL_STALL = "nobody gets through to etcd"
+    ALL_SLOW = "everybody gets through to etcd slowly"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that happens, how long after the step before, and for how long."""
+
+    after: float
+    what: What
+    who: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lasting = f" for {self.seconds:.2f} s" if self.seconds else ""
+        return f"after {self.after:.2f} s: {f'{self.who} ' if self.who else ''}{self.what}{lasting}"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Steps after which all is well again.
+
+    Attributes:
+        steps: what happens.
+        all_stay: nobody comes or goes and no link breaks: the epoch must stay what it is.
+    """
+
+    steps: tuple[Step, ...]
+    all_stay: bool = False
+
+
+_TO_MEMBERS: Final = (What.LEAVE, What.CRASH, What.CUT_LINE, What.STALL_LINE, What.SLOW_LINE, What.CUT_LINKS)
+_TO_ETCD: Final = (What.ETCD_DOWN, What.ETCD_PAUSED, What.ALL_STALL, What.ALL_SLOW)
+
+
+def script(seed: int, rounds: int) -> list[Round]:
+    """What happens. The first node stays to the end: as long as one lives, numbers never fall."""
+    dice = random.Random(seed)
+    names = (f"n{number}" for number in itertools.count())
+    present = [next(names) for _ in range(dice.randint(LOW, HIGH))]
+    played = [Round(tuple(Step(dice.uniform(0, 0.1), What.JOIN, name) for name in present))]
+
+    def step(what: What) -> Step:
+        who, seconds = "", 0.0
+        if what is What.JOIN:
+            who = next(names)
+            present.append(who)
+        elif what in {What.LEAVE, What.CRASH}:
+            who = present.pop(dice.randrange(1, len(present)))
+        elif what in _TO_MEMBERS:
+            who = dice.choice(present)
+        if what not in {What.JOIN, What.LEAVE, What.CRASH, What.CUT_LINE, What.CUT_LINKS}:
+            seconds = dice.choice((0.1, 0.5, 1.0, 3.0)) * LEASE * dice.uniform(0.8, 1.2)
+        return Step(dice.choice((0.0, 0.02, 0.3)) * dice.random(), what, who, seconds)
+
+    for _ in range(rounds):
+        kind = dice.random()
+        if kind < 0.25:
+            steps = [step(dice.choice((*_TO_ETCD, What.ETCD_EMPTY))) for _ in range(dice.randint(1, 3))]
+            played.append(Round(tuple(steps), all_stay=True))
+            continue
+        # While an etcd is empty, those who know what stood in it must live, else nobody knows it; and fewer than are
+        # wanted may come, since as many as are wanted wait for nobody.
+        empty = kind >= 0.75
+        choices = (What.CUT_LINE, What.SLOW_LINE, What.JOIN) if empty else (What.JOIN, *_TO_MEMBERS, *_TO_ETCD)
+        steps = [step(What.ETCD_EMPTY)] if empty else []
+        for _ in range(dice.randint(2, 6)):
+            what = dice.choice(choices)
+            joined = sum(each.what is What.JOIN for each in steps)
+            if what is What.JOIN and (len(present) >= MOST_NODES or (empty and joined >= HIGH - 1)):
+                continue
+            if what in {What.LEAVE, What.CRASH} and len(present) < 2:
+                continue
+            steps.append(step(what))
+        steps += [step(What.JOIN) for _ in range(LOW - len(present))]
+        played.append(Round(tuple(steps)))
+    return played
+
+
+class BrokenPromiseError(AssertionError):
+    """A promise of the rendezvous was not kept."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One node, the line through which it reaches etcd, and what it was told."""
+
+    name: str
+    line: TcpProxy
+    node: TestNode | None = None
+    told: list[EpochRecord] = field(default_factory=list)
+    isolated_in: int = -1
+    reading: asyncio.Task[None] | None = None
+
+
+class Play:
+    """Nodes of one run on one etcd, and the faults that befall them; an async context manager.
+
+    Args:
+        etcd: on which they meet; it is killed, paused and emptied.
+        run_id: of the run.
+    """
+
+    def __init__(self, etcd: EtcdServer, run_id: str) -> None:
+        self.epochs: dict[int, EpochRecord] = {}
+        self._etcd = etcd
+        self._live: dict[str, Member] = {}
+        self._broken: list[str] = []
+        self._meeting = Meeting(
+            self._reach_directly, run_id, lease=LEASE, joining_window=LEASE, join_timeout=10 * PATIENCE
+        )
+        self._stack = contextlib.AsyncExitStack()
+        self._news = asyncio.Event()
+        self._etcds_turn = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self._meeting)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(self._stop_reading(member) for member in self._live.values()))
+        await self._stack.aclose()
+
+    async def play(self, part: Round) -> None:
+        """Let the steps happen, and wait until all that live have come together again.
+
+        Raises:
+            BrokenPromiseError: a promise was not kept, or they have not.
+        """
+        before, cut_off = dict(self.epochs), self._cut_off()
+        async with asyncio.TaskGroup() as happening:
+            for step in part.steps:
+                await asyncio.sleep(step.after)
+                happening.create_task(self._happens(step))
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not self._together():
+                    self._check()
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise BrokenPromiseError(f"no progress: {self._state()}") from None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEASE / 2):
+                while True:
+                    self._news.clear()
+                    await self._news.wait()
+        self._check()
+        if not self._together():
+            raise BrokenPromiseError(f"no rest: {self._state()}")
+        if part.all_stay and before != self.epochs:
+            raise BrokenPromiseError(f"the epoch changed, though only etcd was away: {self._state()}")
+        if part.all_stay and cut_off != self._cut_off():
+            raise BrokenPromiseError(f"workers were stopped, though only etcd was away: {self._state()}")
+
+    # -- what happens
+
+    async def _happens(self, step: Step) -> None:
+        member = self._live.get(step.who)
+        match step.what:
+            case What.JOIN:
+                await self._join(step.who)
+            case What.LEAVE | What.CRASH:
+                await self._go(step.who, crash=step.what is What.CRASH)
+            case What.ETCD_DOWN | What.ETCD_EMPTY | What.ETCD_PAUSED:
+                async with self._etcds_turn:
+                    await self._etcd_away(step)
+            case What.CUT_LINKS:
+                if member is not None and member.node is not None:
+                    for transport in tuple(member.node.inner._server._transports):
+                        transport.abort()
+            case What.CUT_LINE:
+                if member is not None:
+                    member.line.cut()
+            case What.STALL_LINE | What.ALL_STALL:
+                await self._stall([member] if member else list(self._live.values()), step.seconds)
+            case What.SLOW_LINE | What.ALL_SLOW:
+                await self._slow([member] if member else list(self._live.values()), step.seconds)
+
+    async def _join(self, name: str) -> None:
+        line = await self._stack.enter_async_context(TcpProxy(self._etcd.endpoint))
+        member = self._live[name] = Member(name, line)
+        settings = replace(self._etcd.settings, endpoints=(line.endpoint,), request_timeout=LEASE, silence_limit=LEASE)
+
+        async def reach() -> Store:
+            while True:
+                with contextlib.suppress(StoreUnavailable):
+                    return await connect(settings)
+                await asyncio.sleep(0.05)
+
+        member.node = await self._meeting.node(name, low=LOW, high=HIGH, connect=reach)
+        member.reading = asyncio.create_task(self._read(member, member.node))
+
+    async def _go(self, name: str, *, crash: bool) -> None:
+        member = self._live.get(name)
+        while member is None or member.reading is None:  # it is just coming
+            await asyncio.sleep(0.01)
+            member = self._live.get(name)
+        del self._live[name]
+        await self._stop_reading(member)
+        assert member.node is not None
+        if crash:
+            await member.node.crash()
+        else:
+            await member.node.inner.leave()
+            await member.node.close()
+
+    async def _etcd_away(self, step: Step) -> None:
+        if step.what is What.ETCD_PAUSED:
+            with self._etcd.paused():
+                await asyncio.sleep(step.seconds)
+            return
+        await self._etcd.kill()
+        if step.what is What.ETCD_EMPTY:
+            self._etcd.wipe()
+        await asyncio.sleep(step.seconds)
+        await self._etcd.start()
+
+    async def _stall(self, members: list[Member], seconds: float) -> None:
+        for member in members:
+            member.line.fall_silent()
+        await asyncio.sleep(seconds)
+        for member in members:
+            member.line.speak_again()
+
+    async def _slow(self, members: list[Member], seconds: float) -> None:
+        for member in members:
+            member.line.delay = 0.15 * LEASE
+        await asyncio.sleep(seconds)
+        for member in members:
+            member.line.delay = 0.0
+
+    # -- what is promised
+
+    async def _read(self, member: Member, node: TestNode) -> None:
+        while True:
+            event = await node.inner.events.get()
+            if isinstance(event, EpochBegan):
+                if event.store is not None:
+                    event.store.close()
+                self._told(member, event.record)
+            elif isinstance(event, Isolated):
+                member.isolated_in = member.told[-1].number
+            elif isinstance(event, RunEnded):
+                self._broken.append(f"{member.name} was told that the run has ended: {event.record}")
+            self._news.set()
+
+    def _told(self, member: Member, epoch: EpochRecord) -> None:
+        standing = self.epochs.setdefault(epoch.number, epoch)
+        if standing != epoch:
+            self._broken.append(f"epoch {epoch.number} is {standing}, and to {member.name} it is {epoch}")
+        if member.told and member.told[-1].number >= epoch.number:
+            self._broken.append(f"{member.name} was told of {epoch.number} after {member.told[-1].number}")
+        if epoch.members and not LOW <= len(epoch.members) <= HIGH:
+            self._broken.append(f"epoch {epoch.number} has {len(epoch.members)} members")
+        if len(set(epoch.nodes)) < len(epoch.nodes):
+            self._broken.append(f"epoch {epoch.number} has a node twice: {epoch.nodes}")
+        member.told.append(epoch)
+
+    def _check(self) -> None:
+        for member in self._live.values():
+            if member.node is not None and member.node.inner.failed.done():
+                self._broken.append(f"{member.name} ended by itself: {member.node.inner.failed.exception()!r}")
+        if self._broken:
+            raise BrokenPromiseError("; ".join(self._broken))
+
+    def _together(self) -> bool:
+        """Whether every node that lives is in the last epoch, or waits because it is full, and knows it."""
+        if not self.epochs:
+            return False
+        last = self.epochs[max(self.epochs)]
+        ids = {member.node.inner.node for member in self._live.values() if member.node is not None}
+        return (
+            all(member.told and member.told[-1] == last for member in self._live.values())
+            and all(member.isolated_in < last.number for member in self._live.values())
+            and ids.issuperset(last.nodes)
+            and len(last.nodes) == min(len(self._live), HIGH)
+        )
+
+    def _cut_off(self) -> dict[str, int]:
+        return {name: member.isolated_in for name, member in self._live.items()}
+
+    def _state(self) -> str:
+        told = {
+            name: (
+                f"knows {member.told[-1].number if member.told else 'none'}"
+                + (f", isolated in {member.isolated_in}" if member.isolated_in >= 0 else "")
+            )
+            for name, member in self._live.items()
+        }
+        history = [
+            f"{epoch.number}: {', '.join(epoch.nodes) or 'nobody'} ({epoch.cause})" for epoch in self.epochs.values()
+        ]
+        return f"{told}; epochs: " + "; ".join(history)
+
+    async def _stop_reading(self, member: Member) -> None:
+        if member.reading is not None:
+            member.reading.cancel()
+            await asyncio.gather(member.reading, return_exceptions=True)
+
+    async def _reach_directly(self) -> Store:
+        return await connect(self._etcd.settings)
