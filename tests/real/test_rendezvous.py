@@ -7,12 +7,23 @@ import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from elastic_operator.store_mirror import StoreMirror
-from tests.support.nodes import Meeting, all_with
+from tests.support.nodes import Meeting, TestNode, all_with
 from tests.support.store_conformance import confirmed, seen
-from torchelastic.contract import FailureRecord, NodePhase, OutcomeState, RunKeys, SizeRecord, encode, run_lease
+from torchelastic.contract import (
+    EpochReason,
+    FailureKind,
+    FailureRecord,
+    NodePhase,
+    OutcomeState,
+    RunKeys,
+    SizeRecord,
+    encode,
+    run_lease,
+)
 from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:
@@ -131,6 +142,249 @@ async def test_a_late_node_learns_the_outcome_where_the_id_is_unique_and_begins_
         epoch = await all_with(late)
         assert late.outcome is None
         assert epoch.number == 1
+
+
+async def test_the_outcome_stands_while_a_node_of_that_run_lives_and_those_who_only_learn_of_it_do_not_count(
+    meeting: Meeting,
+) -> None:
+    a = await meeting.node("a", wanted=1)
+    await all_with(a)
+    a.inner.report(1, phase=NodePhase.DONE)
+    await a.until(lambda node: node.outcome is not None)
+    late = await meeting.node("late", wanted=1)
+    await late.until(lambda node: node.outcome is not None)
+    await late.inner._session.flush()
+    await a.close()
+    new = await meeting.node("new", wanted=1)
+    epoch = await new.until_with("new")
+    assert (epoch.number, new.outcome) == (1, None)
+    assert [record.nodes for record in late.epochs] == [a.epochs[-1].nodes]
+
+
+async def test_a_spare_takes_the_place_of_a_leader_that_died_in_the_same_change(meeting: Meeting) -> None:
+    a, b, c = [await meeting.node(name, wanted=2, gather=5.0) for name in "abc"]
+    first = await a.until_with("a", "b")
+    await c.until(lambda node: bool(node.epochs))
+    assert a.inner._leadership is not None
+    while a.inner._leadership._roster.peers[c.inner.node].record.epoch < first.number:
+        await a.inner._leadership._changed.after(a.inner._leadership._changed.count)
+    await a.crash()
+    assert (await all_with(b, c)).number == 2
+
+
+async def test_before_a_member_is_done_without_workers_that_asked_save_and_the_next_epoch_waits_for_them(
+    meeting: Meeting,
+) -> None:
+    a, b, c = [await meeting.node(name) for name in "abc"]
+    epoch = await all_with(a, b, c)
+    for node in (a, b):
+        await node.says(notice=600.0)
+    leaving = next(node for node in (a, b) if node.inner._leadership is None)
+    staying = a if leaving is b else b
+    await leaving.inner.leave()
+    for node in (a, b, c):
+        notice = await node.until_noticed()
+        assert (notice.epoch, notice.seconds, notice.cause) == (epoch.number, 30.0, f"{leaving.name} left")
+        assert notice.reason is EpochReason.NODE_LEFT
+    staying.inner.report(epoch.number, saved=1)
+    leaving.inner.report(epoch.number, saved=1)
+    after = await all_with(staying, c)
+    assert (after.number, after.restarts) == (2, 0)
+    await leaving.until(lambda node: node.epochs[-1] == after)
+    assert [record.number for record in staying.epochs] == [1, 2]
+
+
+async def test_a_leader_that_leaves_is_given_the_notice_by_the_next_one(meeting: Meeting) -> None:
+    a, b, c = [await meeting.node(name) for name in "abc"]
+    epoch = await all_with(a, b, c)
+    leader = next(node for node in (a, b, c) if node.inner._leadership is not None)
+    others = [node for node in (a, b, c) if node is not leader]
+    await leader.says(notice=20.0)
+    await leader.inner.leave()
+    for node in (a, b, c):
+        assert (await node.until_noticed()).seconds == 20.0
+    leader.inner.report(epoch.number, saved=1)
+    assert (await all_with(*others)).cause == f"{leader.name} left"
+
+
+async def test_a_notice_of_a_join_is_taken_back_when_nobody_joins_after_all_and_the_next_has_another_serial(
+    meeting: Meeting,
+) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    epoch = await all_with(a, b)
+    await a.says(notice=20.0)
+    c = await meeting.node("c")
+    for node in (a, b):
+        assert (await node.until_noticed()).cause == "c joined"
+    await c.close()
+    for node in (a, b):
+        await node.until_noticed(taken_back=True)
+    d = await meeting.node("d")
+    for node in (a, b):
+        assert (await node.until_noticed(serial=2)).cause == "d joined"
+        assert [record.number for record in node.epochs] == [1]
+    a.inner.report(epoch.number, saved=2)
+    assert (await all_with(a, b, d)).number == 2
+
+
+async def test_what_was_asked_for_in_one_epoch_is_not_asked_in_the_next_and_time_runs_out(meeting: Meeting) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    await all_with(a, b)
+    await a.says(notice=0.2)
+    c = await meeting.node("c")
+    await a.until_noticed()
+    assert (await all_with(a, b, c)).number == 2
+    d = await meeting.node("d")
+    assert (await all_with(a, b, c, d)).number == 3
+    assert a.notices == []
+
+
+async def test_a_death_ends_the_waiting_for_those_who_save(meeting: Meeting) -> None:
+    a, b, c = [await meeting.node(name) for name in "abc"]
+    await all_with(a, b, c)
+    await a.says(notice=600.0)
+    await b.inner.leave()
+    await a.until_noticed()
+    await c.crash()
+    assert (await all_with(a)).cause == "c died and b left"
+
+
+async def test_where_all_leave_they_are_told_when_the_last_of_them_has_saved(meeting: Meeting) -> None:
+    nodes = [await meeting.node(name) for name in "abc"]
+    epoch = await all_with(*nodes)
+    for node in nodes:
+        await node.says(notice=600.0)
+    await asyncio.gather(*(node.inner.leave() for node in nodes))
+    for node in nodes:
+        await node.until_noticed()
+        assert node.inner.led
+    for node in nodes:
+        node.inner.report(epoch.number, saved=1)
+    for node in nodes:
+        await node.until(lambda node: node.epochs[-1].number == 2)
+        assert node.epochs[-1].members == ()
+        await node.close()
+    late = await meeting.node("late", wanted=1)
+    assert (await all_with(late)).number == 3
+
+
+@pytest.mark.parametrize("loses_data", [False, True])
+async def test_a_notice_survives_whatever_happens_to_etcd(
+    own_etcd: EtcdServer, meeting: Meeting, loses_data: bool
+) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    epoch = await all_with(a, b)
+    await a.says(notice=600.0)
+    c = await meeting.node("c")
+    await a.until_noticed()
+    await own_etcd.kill()
+    if loses_data:
+        own_etcd.wipe()
+    await a.until_away()
+    await own_etcd.start()
+    a.inner.report(epoch.number, saved=1)
+    a.answers = True  # where etcd has lost the notice, another may be given
+    after = await all_with(a, b, c)
+    assert (after.number, after.nodes[:2]) == (2, epoch.nodes)
+
+
+async def test_neighbours_have_neighbouring_ranks(meeting: Meeting) -> None:
+    a, b = [await meeting.node(name, wanted=2, place=place) for name, place in (("a", "x"), ("b", "y"))]
+    first = await all_with(a, b)
+    c = await meeting.node("c", place="x")
+    store = await meeting.connect()
+    await store.put(a.inner.keys.size, encode(SizeRecord(min=1, max=8, wanted=3, generation=1)))
+    await store.close()
+    epoch = await all_with(a, b, c)
+    assert [node for node in epoch.nodes if node in first.nodes] == list(first.nodes)
+    ranks = {node.partition(".")[0]: rank for rank, node in enumerate(epoch.nodes)}
+    assert abs(ranks["a"] - ranks["c"]) == 1
+
+
+async def test_a_failure_that_is_declared_final_ends_the_run_for_all_whatever_is_left_of_the_budget(
+    meeting: Meeting,
+) -> None:
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    epoch = await all_with(a, b)
+
+    def failure(node: TestNode, kind: FailureKind, message: str, *, final: bool) -> FailureRecord:
+        return FailureRecord(
+            epoch=epoch.number,
+            rank=epoch.nodes.index(node.inner.node),
+            local_rank=0,
+            node=node.inner.node,
+            exit_code=1,
+            kind=kind,
+            message=message,
+            uptime=60.0,
+            final=final,
+        )
+
+    broken = failure(a, FailureKind.COMMUNICATION, "Connection closed by peer", final=False)
+    a.inner.report(epoch.number, failure=broken)
+    await a.inner._session.flush()
+    cause = failure(b, FailureKind.PROGRAM, "NonRetryableException: no such data", final=True)
+    b.inner.report(epoch.number, failure=cause)
+    for node in (a, b):
+        await node.until(lambda node: node.outcome is not None)
+        assert node.outcome is not None
+        assert (node.outcome.state, node.outcome.failure) == (OutcomeState.FAILED, cause)
+        assert "not tried again" in node.outcome.message
+        assert [record.number for record in node.epochs] == [1]
+
+
+async def test_an_epoch_stands_until_another_one_is_committed_or_the_run_has_ended(meeting: Meeting) -> None:
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    first = await all_with(a, b)
+    assert await a.inner.stands(first.number)
+    assert not await a.inner.stands(first.number + 1)
+    assert not await a.inner.stands(first.number - 1)
+    store = await meeting.connect()
+    entry = await store.get(a.inner.keys.epoch)
+    assert entry is not None
+    # Straight into the store: what this node has not heard of yet counts as well.
+    later = msgspec.structs.replace(first, number=7)
+    a.inner._control.changed.send = lambda: None  # type: ignore[method-assign]
+    await store.put(a.inner.keys.epoch, encode(later))
+    assert not await a.inner.stands(first.number)
+    await store.close()
+
+
+async def test_an_epoch_stands_while_etcd_is_away_as_long_as_its_peers_are_reached(
+    own_etcd: EtcdServer, meeting: Meeting
+) -> None:
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    epoch = await all_with(a, b)
+    await own_etcd.kill()
+    assert await a.inner.stands(epoch.number, timeout=1.0)
+    assert await b.inner.stands(epoch.number, timeout=1.0)
+    await b.crash()
+    assert not await a.inner.stands(epoch.number, timeout=1.0)
+    await own_etcd.start()
+
+
+async def test_no_epoch_stands_any_more_when_the_run_has_ended(meeting: Meeting) -> None:
+    a = await meeting.node("a", wanted=1)
+    epoch = await all_with(a)
+    a.inner.report(epoch.number, phase=NodePhase.DONE)
+    await a.until(lambda node: node.outcome is not None)
+    assert not await a.inner.stands(epoch.number)
+
+
+async def test_a_node_that_is_done_before_the_others_can_leave_and_the_run_still_succeeds(meeting: Meeting) -> None:
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    epoch = await all_with(a, b)
+    for node in (a, b):
+        await node.says(notice=20.0)
+    leaving = next(node for node in (a, b) if node.inner._leadership is None)
+    staying = a if leaving is b else b
+    await leaving.inner.leave()
+    await staying.until_noticed()
+    leaving.inner.report(epoch.number, phase=NodePhase.DONE)
+    staying.inner.report(epoch.number, phase=NodePhase.DONE)
+    await staying.until(lambda node: node.outcome is not None)
+    assert staying.outcome is not None
+    assert staying.outcome.state is OutcomeState.SUCCEEDED
 
 
 async def test_the_size_in_the_store_decides_and_a_spare_takes_over(

@@ -7,8 +7,8 @@ import itertools
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-from torchelastic.contract import EpochRecord, NodeRecord, OutcomeRecord, SizeRecord
-from torchelastic.rendezvous.node import EpochBegan, Isolated, RendezvousNode, RunEnded
+from torchelastic.contract import EpochRecord, NodeRecord, NoticeRecord, OutcomeRecord, SizeRecord
+from torchelastic.rendezvous.node import EpochBegan, Isolated, Noticed, RendezvousNode, RunEnded
 from torchelastic.settings import RendezvousSettings
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Meeting:
     """Makes nodes that meet in one place, and takes them down at the end."""
 
     def __init__(self, connect: Callable[[], Awaitable[Store]], run_id: str, **settings: Any) -> None:
-        self._connect = connect
+        self.connect = connect
         self._run_id = run_id
         self._settings = settings
         self._numbers = itertools.count()
@@ -40,17 +40,25 @@ class Meeting:
         await self._stack.aclose()
 
     async def node(
-        self, name: str, *, wanted: int | None = None, low: int = 1, high: int = 8, **settings: Any
+        self,
+        name: str,
+        *,
+        wanted: int | None = None,
+        low: int = 1,
+        high: int = 8,
+        place: str = "",
+        connect: Callable[[], Awaitable[Store]] | None = None,
+        **settings: Any,
     ) -> TestNode:
         size = SizeRecord(min=low, max=high, wanted=wanted)
         rules = RendezvousSettings(run_id=self._run_id, size=size, **{**self._settings, **settings})
-        store = await self._connect()
+        store = await (connect or self.connect)()
         self._stack.push_async_callback(store.close)
         inner = RendezvousNode(
             store,
             rules,
             node=f"{name}.{next(self._numbers)}",
-            record=NodeRecord(name=name, address="127.0.0.1", workers=1, size=size),
+            record=NodeRecord(name=name, address="127.0.0.1", workers=1, size=size, place=place),
         )
         node = TestNode(name, inner)
         self._stack.push_async_callback(node.close)
@@ -67,6 +75,10 @@ class TestNode:
         self.name = name
         self.inner = inner
         self.epochs: list[EpochRecord] = []
+        self.notices: list[NoticeRecord] = []
+        """Those of the present epoch."""
+        self.answers = False
+        """Whether its workers save at once when they are told."""
         self.outcome: OutcomeRecord | None = None
         self.isolated = False
         self._open = True
@@ -78,18 +90,35 @@ class TestNode:
                 event = await self.inner.events.get()
                 if isinstance(event, EpochBegan):
                     self.epochs.append(event.record)
+                    self.notices.clear()
                     if event.store is not None:
                         event.store.close()
+                elif isinstance(event, Noticed):
+                    self.notices.append(event.record)
+                    if self.answers:
+                        self.inner.report(event.record.epoch, saved=event.record.serial)
                 elif isinstance(event, RunEnded):
                     self.outcome = event.record
                 elif isinstance(event, Isolated):
                     self.isolated = True
         return self
 
+    async def says(self, **changes: Any) -> None:
+        """Report something of the present epoch, and wait until it stands in the store."""
+        self.inner.report(self.epochs[-1].number, **changes)
+        await self.inner._session.flush()
+
     async def until_with(self, *names: str) -> EpochRecord:
         """Wait for an epoch of exactly these nodes."""
         await self.until(lambda node: bool(node.epochs) and set(node.members) == set(names))
         return self.epochs[-1]
+
+    async def until_noticed(self, *, serial: int = 1, taken_back: bool = False) -> NoticeRecord:
+        """Wait until the node is told that its epoch is about to change, or no longer is."""
+        await self.until(
+            lambda node: any((told.serial, not told.seconds) == (serial, taken_back) for told in node.notices)
+        )
+        return self.notices[-1]
 
     async def until_away(self) -> None:
         """Wait until the node has noticed that it does not reach the store."""
@@ -117,9 +146,10 @@ class TestNode:
         """Go without a word, as on a SIGKILL: connections are closed, the lease is left to end by itself."""
         self._open = False
         assert self.inner._running is not None
+        # It listens no more, and then its links break: the order of a process that ends.
+        await self.inner._tasks.aclose()
         self.inner._running.cancel()
         await asyncio.gather(self.inner._running, return_exceptions=True)
-        await self.inner._tasks.aclose()
         self.inner._offer.close()
         self.drain()
 

@@ -15,7 +15,7 @@ from torchelastic.contract import (
     NodeRecord,
     SizeRecord,
 )
-from torchelastic.rendezvous.decide import Peer, View
+from torchelastic.rendezvous.view import Peer, View
 from torchelastic.settings import RendezvousSettings
 
 SETTINGS = RendezvousSettings(run_id="run", size=SizeRecord(min=1, max=4))
@@ -58,6 +58,7 @@ def failure(
     kind: FailureKind = FailureKind.PROGRAM,
     uptime: float = 60.0,
     message: str = "",
+    final: bool = False,
 ) -> FailureRecord:
     return FailureRecord(
         epoch=number,
@@ -68,6 +69,7 @@ def failure(
         kind=kind,
         uptime=uptime,
         message=message,
+        final=final,
     )
 
 

@@ -7,8 +7,19 @@ import dataclasses
 import pytest
 
 from tests.support.views import SETTINGS, epoch, failure, node_id, peer, view
-from torchelastic.contract import CONTRACT_VERSION, FailureKind, NodePhase, OutcomeRecord, OutcomeState
-from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, GiveWay, Hold, decide, root_cause
+from torchelastic.contract import (
+    CONTRACT_VERSION,
+    EpochReason,
+    FailureKind,
+    FailureRecord,
+    NodePhase,
+    OutcomeRecord,
+    OutcomeState,
+    decode_epoch,
+    encode,
+)
+from torchelastic.rendezvous.decide import decide, root_cause
+from torchelastic.rendezvous.view import Decision, EndRun, FormEpoch, GiveWay, Hold, Peer
 
 LATER = 1000.0
 
@@ -74,6 +85,50 @@ def test_newcomers_that_arrive_together_join_in_one_change() -> None:
     assert members(decide(view(*here, now=7.08, epoch=epoch(1, "a")), SETTINGS)) == ("a", "b", "c")
 
 
+def test_newcomers_that_come_one_after_the_other_do_not_hold_up_the_first_of_them_for_long() -> None:
+    crowd = [peer(f"n{chr(97 + i)}", joined=9 + i, arrived=7.0 + i * 0.04) for i in range(14)]
+    here = (peer("a", epoch=1), *crowd)
+    until = 7.0 + 10 * SETTINGS.gather
+    assert held(decide(view(*here, high=20, now=until - 0.01, epoch=epoch(1, "a")), SETTINGS)).until == until
+    assert len(members(decide(view(*here, high=20, now=until, epoch=epoch(1, "a")), SETTINGS))) == 15
+
+
+def test_a_newcomer_that_has_not_answered_yet_is_waited_for_a_moment_by_those_that_came_with_it() -> None:
+    late = peer("c", joined=6, arrived=7.01, answers=False)
+    here = (peer("a", epoch=1), peer("b", joined=5, arrived=7.0), late)
+    assert held(decide(view(*here, now=7.2, epoch=epoch(1, "a")), SETTINGS)).until == 7.5
+    assert members(decide(view(*here, now=7.5, epoch=epoch(1, "a")), SETTINGS)) == ("a", "b")
+    answers = (*here[:2], dataclasses.replace(late, answers=True))
+    assert members(decide(view(*answers, now=7.2, epoch=epoch(1, "a")), SETTINGS)) == ("a", "b", "c")
+
+
+def test_newcomers_stand_beside_members_of_their_own_place_and_survivors_keep_their_order() -> None:
+    here = (
+        peer("a", epoch=1, place="x"),
+        peer("b", epoch=1, place="y"),
+        peer("c", epoch=1, place="x"),
+        peer("d", joined=5, place="z"),
+        peer("e", joined=6, place="y"),
+        peer("f", joined=7, place="z"),
+        peer("g", joined=8, place="x"),
+        peer("h", joined=9),
+    )
+    decision = decide(view(*here, wanted=8, high=8, epoch=epoch(1, "a", "b", "c")), SETTINGS)
+    assert members(decision) == ("a", "b", "e", "c", "g", "d", "f", "h")
+
+
+def test_the_nodes_of_the_first_epoch_stand_together_by_place_whoever_came_first() -> None:
+    here = [peer(name, joined=i, place=place) for i, (name, place) in enumerate(zip("abcdef", "xyxyxy", strict=True))]
+    assert members(decide(view(*here, wanted=6, high=6), SETTINGS)) == ("a", "c", "e", "b", "d", "f")
+    turned = view(*reversed(here), wanted=6, high=6)
+    assert members(decide(turned, SETTINGS)) == ("a", "c", "e", "b", "d", "f")
+
+
+def test_who_is_taken_goes_by_seniority_and_not_by_place() -> None:
+    here = (peer("a", epoch=1, place="x"), peer("b", joined=5, place="y"), peer("c", joined=6, place="x"))
+    assert members(decide(view(*here, wanted=2, epoch=epoch(1, "a")), SETTINGS)) == ("a", "b")
+
+
 def test_survivors_keep_their_ranks_and_newcomers_come_behind_them() -> None:
     here = (peer("d", joined=1, arrived=0.0), peer("c", epoch=4, joined=9), peer("a", epoch=4, joined=8))
     decision = decide(view(*here, now=LATER, epoch=epoch(4, "c", "b", "a")), SETTINGS)
@@ -119,6 +174,32 @@ def test_below_the_minimum_after_a_loss_everybody_stops_and_waits() -> None:
     assert decision.record.cause == "b is gone; 1 node (a) of at least 2 is there; waiting for more"
 
 
+def test_a_run_that_waits_says_who_is_missing_and_fails_with_that_sentence() -> None:
+    waiting = view(peer("a", epoch=2), low=2, wanted=2, epoch=epoch(2), changed_at=10.0, missing=(node_id("b"),))
+    why = "1 node (a) of at least 2 is there; b is missing; waiting for more"
+    assert held(decide(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
+    decision = decide(dataclasses.replace(waiting, now=610.0), SETTINGS)
+    assert isinstance(decision, EndRun)
+    assert decision.record.message == f"no more nodes came within 600 s: {why}"
+
+
+def test_a_run_that_waits_says_who_has_not_answered_yet() -> None:
+    hold = held(decide(view(peer("a"), peer("b", answers=False), low=2, wanted=2), SETTINGS))
+    assert hold.why == "1 node (a) of at least 2 is there; b has not answered yet; waiting for more"
+
+
+def test_after_a_pause_that_nobody_has_waited_through_the_run_begins_as_at_the_start() -> None:
+    here = (peer("c", joined=70, arrived=50.0, epoch=2), peer("d", joined=71, arrived=50.0, epoch=2))
+    paused = view(*here, low=2, wanted=3, now=55.0, epoch=epoch(2, restarts=9), since=60, changed_at=49.0)
+    assert "joining window" in held(decide(paused, SETTINGS)).why
+    decision = decide(dataclasses.replace(paused, now=60.0), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert (members(decision), decision.record.restarts) == (("c", "d"), 0)
+    unique = decide(dataclasses.replace(paused, now=60.0), dataclasses.replace(SETTINGS, unique_run=True))
+    assert isinstance(unique, FormEpoch)
+    assert unique.record.restarts == 9
+
+
 def test_after_a_pause_an_epoch_forms_as_soon_as_there_are_enough() -> None:
     here = (peer("a", epoch=2), peer("c", joined=7, arrived=50.0))
     decision = decide(view(*here, low=2, wanted=2, now=50.0, epoch=epoch(2), changed_at=10.0), SETTINGS)
@@ -135,6 +216,11 @@ def test_a_failure_is_charged_and_the_same_nodes_go_on() -> None:
     assert isinstance(decision, FormEpoch)
     assert decision.record.restarts == 4
     assert decision.record.cause == "rank 1 on b: ValueError: bad"
+
+
+def test_a_failure_of_a_past_epoch_is_none_of_this_one() -> None:
+    here = (peer("a", epoch=2), peer("b", epoch=1, failure=failure("b", number=1)))
+    assert held(decide(view(*here, wanted=2, epoch=epoch(2, "a", "b")), SETTINGS)) == Hold()
 
 
 def test_a_failure_that_a_lost_member_explains_is_free() -> None:
@@ -183,6 +269,50 @@ def test_a_failure_after_a_healthy_time_starts_the_count_of_early_failures_anew(
     assert (decision.record.early, decision.record.restarts) == (0, 3)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_failure_that_is_declared_final_ends_the_run_at_once_whatever_else_has_happened(lost: bool) -> None:
+    final = failure("b", rank=1, message="NonRetryableException: no such data", final=True)
+    here = (
+        peer("a", epoch=1, failure=failure("a", kind=FailureKind.COMMUNICATION), failed_at=3),
+        peer("b", epoch=1, failure=final, failed_at=9),
+        peer("d", epoch=1),
+        *([] if lost else [peer("c", epoch=1, failure=failure("c", message="RuntimeError: x"), failed_at=2)]),
+    )
+    names = ("a", "b", "c", "d")
+    decision = decide(view(*here, wanted=4, epoch=epoch(1, *names), failed_since=0.0), SETTINGS)
+    assert isinstance(decision, EndRun)
+    assert (decision.record.state, decision.record.failure) == (OutcomeState.FAILED, final)
+    assert decision.record.message == (
+        "rank 1 on b: NonRetryableException: no such data; "
+        "this failure is declared final, so the run is not tried again, whatever is left of its restarts"
+    )
+
+
+def test_a_broken_collective_waits_for_a_final_failure_that_is_told_a_moment_later() -> None:
+    here = (peer("a", epoch=1, failure=failure("a", kind=FailureKind.COMMUNICATION)), peer("b", epoch=1))
+    situation = view(*here, wanted=2, now=1.05, epoch=epoch(1, "a", "b"), failed_since=1.0)
+    held(decide(situation, SETTINGS))
+    told = peer("b", epoch=1, failure=failure("b", final=True))
+    decision = decide(view(here[0], told, wanted=2, now=1.05, epoch=epoch(1, "a", "b"), failed_since=1.0), SETTINGS)
+    assert isinstance(decision, EndRun)
+    assert decision.record.failure == told.record.failure
+
+
+def test_an_exit_code_that_is_declared_final_is_not_when_something_else_explains_it() -> None:
+    broken = failure("a", kind=FailureKind.COMMUNICATION, final=True)
+    here = (peer("a", epoch=1, failure=broken), peer("b", epoch=1, failure=failure("b", message="killed by SIGKILL")))
+    explained = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b"), failed_since=0.0), SETTINGS)
+    assert isinstance(explained, FormEpoch)
+    assert explained.record.cause == "rank 0 on b: killed by SIGKILL"
+    assert isinstance(decide(view(here[0], wanted=2, epoch=epoch(1, "a", "b")), SETTINGS), FormEpoch)
+
+    alone = view(here[0], peer("b", epoch=1), wanted=2, now=0.5, epoch=epoch(1, "a", "b"), failed_since=0.0)
+    assert held(decide(alone, SETTINGS)).until == 1.0
+    ended = decide(dataclasses.replace(alone, now=1.0), SETTINGS)
+    assert isinstance(ended, EndRun)
+    assert ended.record.failure == broken
+
+
 def test_a_run_that_may_not_restart_says_so() -> None:
     settings = dataclasses.replace(SETTINGS, max_restarts=0)
     here = (peer("a", epoch=1, failure=failure("a", message="exit code 3")),)
@@ -203,6 +333,23 @@ def test_the_run_succeeds_when_all_members_are_done() -> None:
     decision = decide(situation, SETTINGS)
     assert isinstance(decision, EndRun)
     assert (decision.record.state, decision.record.epoch, decision.record.restarts) == (OutcomeState.SUCCEEDED, 7, 2)
+
+
+@pytest.mark.parametrize("gone", [(), (peer("a", epoch=1, phase=NodePhase.LEAVING),)])
+def test_a_node_that_is_done_can_go_without_a_loss_unless_it_may_serve_the_epochs_store(gone: tuple[Peer, ...]) -> None:
+    done = frozenset({node_id("a")})
+    rest = view(*gone, peer("b", epoch=1), wanted=2, epoch=epoch(1, "a", "b", store="10.0.0.98:30000"), done=done)
+    assert held(decide(rest, SETTINGS)) == Hold()
+    serving = dataclasses.replace(rest, epoch=epoch(1, "a", "b", store="10.0.0.97:30000"))
+    assert members(decide(serving, SETTINGS)) == ("b",)
+
+
+def test_a_failure_after_a_node_was_done_restarts_the_whole_epoch() -> None:
+    here = (peer("a", epoch=1, phase=NodePhase.DONE), peer("b", epoch=1, failure=failure("b")))
+    situation = view(*here, wanted=2, epoch=epoch(1, "a", "b"), done=frozenset({node_id("a")}), failed_since=0.0)
+    decision = decide(situation, SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert (members(decision), decision.record.reason) == (("a", "b"), EpochReason.WORKER_FAILED)
 
 
 @pytest.mark.parametrize("phase", [NodePhase.FINISHING, NodePhase.DONE])
@@ -248,7 +395,12 @@ def test_a_smaller_wanted_size_takes_the_named_nodes_away() -> None:
     assert members(decide(situation, SETTINGS)) == ("b", "c")
 
 
-def test_a_smaller_wanted_size_without_names_takes_the_newest_away() -> None:
+def test_a_node_that_is_taken_away_stops_though_all_others_are_lost() -> None:
+    decision = decide(view(peer("a", epoch=1), wanted=1, going=("a",), epoch=epoch(1, "a", "b")), SETTINGS)
+    assert members(decision) == ()
+
+
+def test_a_smaller_wanted_size_without_names_takes_the_last_ranks_away() -> None:
     here = (peer("a", epoch=1), peer("b", epoch=1), peer("c", epoch=1))
     assert members(decide(view(*here, wanted=2, epoch=epoch(1, "a", "b", "c")), SETTINGS)) == ("a", "b")
 
@@ -284,9 +436,13 @@ def test_a_node_that_was_cut_off_has_lost_its_epoch_and_is_taken_into_the_next()
     assert (decision.record.cause, decision.record.restarts) == ("b was cut off", 0)
 
 
-def test_nodes_that_know_a_later_epoch_than_the_store_are_brought_together_in_one_that_is_later_still() -> None:
+def test_a_leader_gives_way_to_nodes_that_know_more_than_the_store_and_else_forms_an_epoch_that_is_later_still() -> (
+    None
+):
     here = (peer("a", epoch=1, restarts=1), peer("b", epoch=3, restarts=2))
-    decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b", restarts=1)), SETTINGS)
+    situation = view(*here, wanted=2, epoch=epoch(1, "a", "b", restarts=1))
+    assert isinstance(decide(situation, SETTINGS), GiveWay)
+    decision = decide(dataclasses.replace(situation, gave_way=True), SETTINGS)
     assert members(decision) == ("a", "b")
     assert isinstance(decision, FormEpoch)
     assert (decision.record.number, decision.record.restarts) == (4, 2)
@@ -313,3 +469,31 @@ def test_a_run_of_which_nobody_is_left_has_its_whole_budget_again_where_its_id_m
     decision = decide(view(peer("n", epoch=4), wanted=1, epoch=epoch(4, "a", restarts=7, early=2)), settings)
     assert isinstance(decision, FormEpoch)
     assert (decision.record.number, decision.record.restarts, decision.record.early) == (5, restarts, 0)
+
+
+def test_a_cause_can_always_be_read_however_many_nodes_are_lost_and_however_long_the_texts_are() -> None:
+    crowd = [f"{'x' * 200}{i:03}{chr(97 + i % 20)}" for i in range(1000)]
+    lost = decide(view(peer("a", epoch=1), high=1000, epoch=epoch(1, "a", *crowd)), SETTINGS)
+    assert isinstance(lost, FormEpoch)
+    assert decode_epoch(encode(lost.record)).cause == "1000 nodes are gone"
+    long = failure("a", message="x" * 16384)
+    failed = decide(view(peer("a", epoch=1, failure=long), wanted=1, epoch=epoch(1, "a")), SETTINGS)
+    assert isinstance(failed, FormEpoch)
+    assert decode_epoch(encode(failed.record)).restarts == 1
+
+
+def test_who_failed_is_whoever_reports_it_and_not_whom_the_report_names() -> None:
+    of_another = FailureRecord(epoch=1, rank=0, local_rank=0, node="nobody.0000", exit_code=1)
+    decision = decide(view(peer("a", epoch=1, failure=of_another), wanted=1, epoch=epoch(1, "a")), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert decision.record.restarts == 1
+
+
+def test_nodes_that_know_of_epochs_by_hearsay_only_can_begin_anew() -> None:
+    here = (peer("a"), peer("b", epoch=7, phase=NodePhase.LEAVING))
+    decision = decide(view(*here, wanted=1, gave_way=True), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert (members(decision), decision.record.number) == (("a",), 8)
+    afterwards = decide(view(peer("a"), wanted=1, gave_way=True, known=7), SETTINGS)
+    assert isinstance(afterwards, FormEpoch)
+    assert afterwards.record.number == 8

@@ -52,8 +52,10 @@ async def test_a_member_that_is_slower_to_come_back_than_another_is_waited_for()
         c = await meeting.node("c")
         await c.inner._succession.until_leading()
         await comes_back("b")
-        while c.inner._leadership is None or "b.1" not in c.inner._leadership._peers:
+        while (leadership := c.inner._leadership) is None:
             await c.inner._control.changed.after(c.inner._control.changed.count)
+        while "b.1" not in leadership._roster.peers:
+            await leadership._changed.after(leadership._changed.count)
         await comes_back("a")
         epoch = await c.until_with("a", "b", "c")
         assert (epoch.number, epoch.nodes[:2]) == (5, ("a.1", "b.1"))

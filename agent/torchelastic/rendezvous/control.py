@@ -1,4 +1,4 @@
-"""A node's view of the few keys that everybody watches: leader, epoch, outcome, size."""
+"""A node's view of the few keys that everybody watches: leader, epoch, notice, outcome, size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from torchelastic.contract import LeaderRecord, OutcomeRecord, decode, decode_epoch, decode_size
+from torchelastic.contract import (
+    CONTRACT_VERSION,
+    LeaderRecord,
+    NoticeRecord,
+    OutcomeRecord,
+    decode,
+    decode_epoch,
+    decode_size,
+    other_version,
+)
 from torchelastic.errors import MalformedRecord
 from torchelastic.rendezvous.pulse import Pulse
 from torchelastic.store.api import Listing
@@ -52,6 +61,7 @@ class Control:
     def __init__(self, store: Store, keys: RunKeys) -> None:
         self.leader: Standing[LeaderRecord] = Standing()
         self.epoch: Standing[EpochRecord] = Standing()
+        self.notice: Standing[NoticeRecord] = Standing()
         self.outcome: Standing[OutcomeRecord] = Standing()
         self.size: Standing[SizeRecord] = Standing()
         self.changed = Pulse()
@@ -82,10 +92,33 @@ class Control:
                 if batch:
                     self.changed.send()
 
+    async def still_has(self, epoch: EpochRecord) -> bool:
+        """Whether the run is not over and has no later epoch than this one, read from the store now.
+
+        Raises:
+            StoreError: it could not be read.
+        """
+        entries = {entry.key: entry for entry in (await self._store.list(self._keys.control)).entries}
+        if self._keys.outcome in entries:
+            return False
+        if self._keys.epoch not in entries:
+            return True  # it has lost its data, and is about to be given them back
+        try:
+            stored = decode_epoch(entries[self._keys.epoch].value)
+        except MalformedRecord:
+            return False
+        return stored.number < epoch.number or stored == epoch
+
     def set_epoch(self, record: EpochRecord, revision: int) -> None:
         """Take note of an epoch that this node has just committed, ahead of the watch."""
         if revision > self.epoch.modified:
             self.epoch = Standing(record, revision)
+            self.changed.send()
+
+    def set_notice(self, record: NoticeRecord, revision: int) -> None:
+        """Take note of a notice that this node has just given, ahead of the watch."""
+        if revision > self.notice.modified:
+            self.notice = Standing(record, revision)
             self.changed.send()
 
     def set_leader(self, record: LeaderRecord, revision: int) -> None:
@@ -103,7 +136,8 @@ class Control:
 
     def _replace(self, entries: Iterable[Entry]) -> None:
         by_key = {entry.key: entry for entry in entries}
-        for key in (self._keys.leader, self._keys.epoch, self._keys.outcome, self._keys.size):
+        keys = self._keys
+        for key in (keys.leader, keys.epoch, keys.notice, keys.outcome, keys.size):
             self._set(key, by_key.get(key))
         if self._lost:
             self.back_at = asyncio.get_running_loop().time()
@@ -114,6 +148,8 @@ class Control:
     def _modified(self, key: str) -> int:
         if key == self._keys.leader:
             return self.leader.modified
+        if key == self._keys.notice:
+            return self.notice.modified
         return self.epoch.modified if key == self._keys.epoch else 0
 
     def _set(self, key: str, entry: Entry | None) -> None:
@@ -121,6 +157,8 @@ class Control:
             self.leader = self._standing(entry, _leader)
         elif key == self._keys.epoch:
             self.epoch = self._standing(entry, decode_epoch)
+        elif key == self._keys.notice:
+            self.notice = self._standing(entry, _notice)
         elif key == self._keys.outcome:
             self.outcome = self._standing(entry, _outcome)
         elif key == self._keys.size:
@@ -140,6 +178,13 @@ class Control:
 
 def _leader(data: bytes) -> LeaderRecord:
     return decode(data, LeaderRecord)
+
+
+def _notice(data: bytes) -> NoticeRecord:
+    notice = decode(data, NoticeRecord)
+    if notice.contract != CONTRACT_VERSION:
+        raise MalformedRecord(f"not a NoticeRecord for us: {other_version(notice.contract)}")
+    return notice
 
 
 def _outcome(data: bytes) -> OutcomeRecord:

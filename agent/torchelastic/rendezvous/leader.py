@@ -6,12 +6,15 @@ import asyncio
 import logging
 import math
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final
 
-from torchelastic.contract import CONTRACT_VERSION, EpochRecord, NodePhase, NodeRecord, bracketed, decode, encode
-from torchelastic.errors import MalformedRecord, StoreUnavailable
-from torchelastic.rendezvous.decide import Decision, EndRun, FormEpoch, GiveWay, Hold, Peer, View, decide
-from torchelastic.rendezvous.link import Verdict, probe
+from torchelastic.contract import encode
+from torchelastic.errors import StoreUnavailable
+from torchelastic.rendezvous.decide import decide
+from torchelastic.rendezvous.looks import Looks
+from torchelastic.rendezvous.pulse import Pulse
+from torchelastic.rendezvous.roster import Roster
+from torchelastic.rendezvous.view import Decision, EndRun, FormEpoch, GiveNotice, GiveWay, Hold
 from torchelastic.store.api import Listing
 from torchelastic.store.following import follow_for_good
 from torchelastic.store.retrying import retry_delay
@@ -19,29 +22,25 @@ from torchelastic.store.retrying import retry_delay
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from torchelastic.contract import RunKeys, SizeRecord
+    from torchelastic.contract import EpochRecord, RunKeys
     from torchelastic.rendezvous.control import Control
+    from torchelastic.rendezvous.looks import Links
+    from torchelastic.rendezvous.view import View
     from torchelastic.settings import RendezvousSettings
     from torchelastic.store.api import Entry, Store
     from torchelastic.store.lasting import LastingKeys
 
 logger = logging.getLogger(__name__)
 
-MEMBER_PATIENCE = 0.1
-"""Seconds after which a new leader looks at a member of the standing epoch that has not linked to it."""
+SHORT: Final = 1e-3
+"""Seconds that a decision takes at most for every piece of news to have one of its own."""
 
-LINK_PATIENCE = 1.0
-"""Seconds after which a node that has not linked counts as alive by its key alone: a network may forbid links."""
+SHARE: Final = 3
+"""A decision that took longer waits, after the next news, for twice its own time, in which more may come: among a
+thousand nodes the leader is kept from spending more than a third of its time on looking at all of them again."""
 
-SILENT_RECHECK = 1.0
-"""Seconds between looks at a member whose key is gone but which answers."""
-
-
-class Links(Protocol):
-    """Who holds a link to this node."""
-
-    def holds(self, node: str) -> bool:
-        """Whether the node does."""
+BREATH: Final = 1.0
+"""Seconds between two sentences of a leader on what it waits for, while nodes come one after the other."""
 
 
 class Leadership:
@@ -89,52 +88,37 @@ class Leadership:
         self._control = control
         self._links = links
         self._remembered = remembered
-        self._changed = control.changed
-        self._peers: dict[str, Peer] = {}
-        self._linked_once: set[str] = set()
-        self._has_linked = has_linked
+        self._changed = Pulse()
+        self._roster = Roster(node, control, keys, settings.size, dead)
+        self._looks = Looks(node, settings, self._roster, links, changed=self._changed, links_work=has_linked)
         self._took_expired_at = took_expired_at
         self._give_way = give_way
         self._gave_way = gave_way
-        self._dead = set(dead)
-        self._silent: set[str] = set()
-        self._left: set[str] = set()
-        self._done: set[str] = set()
         self._listed = False
-        self._epoch_seen = (0, 0.0)
-        self._failed_since: float | None = None
-        self._looks: asyncio.TaskGroup | None = None
         self._said = ""
+        self._say_from = 0.0
 
     async def run(self) -> None:
         """Lead, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            self._looks = tasks
+            tasks.create_task(self._looks.run())
             tasks.create_task(self._lasting.keep(at_once=self._control.epoch.record is None))
             tasks.create_task(self._watch_nodes())
+            tasks.create_task(self._hear_of_the_run())
             tasks.create_task(self._decide())
             tasks.create_task(self._end_patience())
 
     def link_came(self, node: str) -> None:
         """A node holds a link: it is alive, whatever was thought of it."""
-        self._linked_once.add(node)
-        self._dead.discard(node)
-        peer = self._peers.get(node)
-        if peer is not None and not peer.answers:
-            self._peers[node] = _with(peer, answers=True)
-        self._changed.send()
+        self._looks.link_came(node)
 
     def link_broke(self, node: str) -> None:
         """A node's link broke: look again before it counts as dead."""
-        peer = self._peers.get(node)
-        if peer is not None and self._looks is not None:
-            self._looks.create_task(self._look_after_break(peer))
+        self._looks.link_broke(node)
 
     async def reaches_a_peer(self) -> bool:
         """Whether one of those that hold a link answers, looked at now."""
-        linked = [peer for peer in self._peers.values() if self._links.holds(peer.id)]
-        verdicts = await asyncio.gather(*(self._probe(peer) for peer in linked))
-        return Verdict.ALIVE in verdicts
+        return await self._looks.find_one_alive()
 
     # -- watching
 
@@ -153,9 +137,20 @@ class Leadership:
                 if batch:
                     self._changed.send()
 
+    async def _hear_of_the_run(self) -> None:
+        """Pass on what happens to the run's keys, so that there is one thing to wait for.
+
+        The other way round, all that a node does would be woken by each of a thousand others.
+        """
+        changed = self._control.changed
+        seen = changed.count
+        while True:
+            seen = await changed.after(seen)
+            self._changed.send()
+
     def _relist(self, listing: Listing) -> None:
         present = {entry.key for entry in listing.entries}
-        for node in [node for node in self._peers if self._keys.node(node) not in present]:
+        for node in [node for node in self._roster.peers if self._keys.node(node) not in present]:
             self._gone(node)
         for entry in listing.entries:
             self._saw(entry)
@@ -164,114 +159,19 @@ class Leadership:
 
     def _saw(self, entry: Entry) -> None:
         node = entry.key.removeprefix(self._keys.nodes)
-        try:
-            record = decode(entry.value, NodeRecord)
-        except MalformedRecord as error:
-            logger.warning("ignoring the node %s: %s", node, error)
-            self._gone(node)
-            return
-        before = self._peers.get(node)
-        number = self._number()
-        failed = record.failure is not None and record.failure.epoch == number
-        if record.phase is NodePhase.DONE and record.epoch == number:
-            self._done.add(node)
-        self._silent.discard(node)
-        known = before is not None and before.failed_at and before.record.failure == record.failure
-        self._peers[node] = Peer(
-            id=node,
-            record=record,
-            joined=record.joined or entry.created,
-            arrived=before.arrived if before is not None else self._now(),
-            answers=before.answers if before is not None else self._answers(node),
-            failed_at=before.failed_at if known and before is not None else entry.modified if failed else 0,
-        )
-        if failed and self._failed_since is None:
-            self._failed_since = self._now()
-        if before is None and not self._peers[node].answers and self._looks is not None:
-            self._looks.create_task(self._wait_for_link(node))
+        answers = node == self._node or self._links.holds(node)
+        newcomer = self._roster.saw(entry, now=self._now(), answers=answers)
+        if newcomer is not None and not newcomer.answers:
+            self._looks.expect_link(node)
 
     def _gone(self, node: str) -> None:
-        peer = self._peers.pop(node, None)
-        if peer is None or node in self._dead or peer.record.phase is NodePhase.LEAVING:
-            self._left.add(node)
-            return
-        if self._looks is not None and (node == self._node or self._links.holds(node)):
+        peer = self._roster.gone(node)
+        if peer is not None and (node == self._node or self._links.holds(node)):
             # Its lease ended. If it answers, then only the store was away; else silence and lease agree.
-            self._silent.add(node)
-            self._looks.create_task(self._look_at_silent(peer))
+            self._roster.keep_silent(node)
+            self._looks.look_at_silent(peer)
 
-    def _answers(self, node: str) -> bool:
-        return node == self._node or self._links.holds(node)
-
-    # -- looking again
-
-    async def _wait_for_link(self, node: str) -> None:
-        """A node links to the leader at once; where it can't, its key has to do.
-
-        A refusal says that it is dead only where links are known to work: a network may refuse them all.
-        """
-        for patience in self._patience_with(node):
-            await asyncio.sleep(patience)
-            peer = self._peers.get(node)
-            if peer is None or peer.answers or node in self._linked_once:
-                return
-            if self._links_work() and await self._probe(peer) is Verdict.DEAD and not self._links.holds(node):
-                logger.info("%s is dead: it refuses a link", node)
-                self._dead.add(node)
-                self._changed.send()
-                return
-        if (peer := self._peers.get(node)) is not None:
-            self._peers[node] = _with(peer, answers=True)
-            self._changed.send()
-
-    def _patience_with(self, node: str) -> tuple[float, ...]:
-        """Seconds to wait for a node's link, before each look at the node."""
-        epoch = self._control.epoch.record
-        if epoch is None or node not in epoch.nodes:
-            return (LINK_PATIENCE, LINK_PATIENCE)
-        if self._node in epoch.nodes:
-            return (MEMBER_PATIENCE, LINK_PATIENCE)
-        # A newcomer leads, so none of the members may be left; the key of one that died stands for a lease's time.
-        return (MEMBER_PATIENCE, *(LINK_PATIENCE,) * math.ceil(self._settings.lease / LINK_PATIENCE))
-
-    async def _look_after_break(self, peer: Peer) -> None:
-        """Look until the node holds a link again, is dead, or its key is gone."""
-        tries = 0
-        while peer.id in self._peers and not self._links.holds(peer.id):
-            if await self._probe(peer) is Verdict.DEAD:
-                ending = self._control.outcome.record is not None or peer.id in self._done
-                if not ending and self._peers.get(peer.id, peer).record.phase is not NodePhase.LEAVING:
-                    logger.info("%s is dead: its link broke and it refuses a new one", peer.id)
-                self._dead.add(peer.id)
-                self._changed.send()
-                return
-            await asyncio.sleep(retry_delay(tries))
-            tries += 1
-
-    async def _look_at_silent(self, peer: Peer) -> None:
-        while peer.id in self._silent:
-            if peer.id != self._node and await self._probe(peer) is not Verdict.ALIVE:
-                self._silent.discard(peer.id)
-                self._changed.send()
-                return
-            await asyncio.sleep(SILENT_RECHECK)
-
-    def _links_work(self) -> bool:
-        return self._has_linked or bool(self._linked_once)
-
-    async def _probe(self, peer: Peer) -> Verdict:
-        address = f"{bracketed(peer.record.address)}:{peer.record.link}"
-        return await probe(address, run=self._settings.run_id, node=self._node, peer=peer.id)
-
-    def _returning(self) -> frozenset[str]:
-        """Members whose keys may be on their way back, because the store itself was away a moment ago."""
-        epoch = self._control.epoch.record
-        if epoch is None or self._patience_left() <= 0:
-            return frozenset()
-        members = frozenset(epoch.nodes)
-        if self._node not in members and not members & self._peers.keys():
-            return frozenset()  # a newcomer has waited for them before it took the lead, and none has come
-        return members - self._peers.keys() - self._left
+    # -- patience with a store that was away
 
     def _patience_left(self) -> float:
         since = self._patient_since()
@@ -299,11 +199,14 @@ class Leadership:
         tries = 0
         while True:
             seen = self._changed.count
+            began = self._now()
             decision = decide(self._view(), self._settings) if self._ready() else Hold()
+            took = self._now() - began
             if isinstance(decision, Hold):
-                self._say(decision)
-                wait = None if decision.until is None else max(decision.until - self._now(), 0.0)
-                await self._changed.after(seen, timeout=wait)
+                until = min(self._say(decision.why), math.inf if decision.until is None else decision.until)
+                wait = None if until == math.inf else max(until - self._now(), 0.0)
+                if await self._changed.after(seen, timeout=wait) != seen and took > SHORT:
+                    await asyncio.sleep((SHARE - 1) * took)
                 continue
             try:
                 await self._carry_out(decision)
@@ -317,84 +220,72 @@ class Leadership:
         leader = self._control.leader.record
         return self._listed and self._control.away_since is None and leader is not None and leader.node == self._node
 
-    def _say(self, decision: Hold) -> None:
-        if decision.why != self._said:
-            self._said = decision.why
-            if decision.why:
-                logger.info("%s", decision.why)
+    def _say(self, why: str) -> float:
+        """Say why nothing happens, at once and then once in a while; returns when to say it, where that is later."""
+        if why == self._said:
+            return math.inf
+        if why and self._now() < self._say_from:
+            return self._say_from
+        self._said = why
+        if why:
+            self._say_from = self._now() + BREATH
+            logger.info("%s", why)
+        return math.inf
 
     async def _carry_out(self, decision: Decision) -> None:
         seen = self._changed.count
         if isinstance(decision, FormEpoch):
             record = decision.record
             expected = self._control.epoch.modified
-            revision = await self._lasting.swap(self._keys.epoch, encode(record), expected=expected)
+            revision = None
+            if expected or await self._is_fresh():
+                revision = await self._lasting.swap(self._keys.epoch, encode(record), expected=expected)
             if revision is not None:
                 logger.debug("committed epoch %d: %s", record.number, record.cause)
                 self._control.set_epoch(record, revision)
                 return
+        elif isinstance(decision, GiveNotice):
+            notice = decision.record
+            expected = self._control.notice.modified
+            revision = await self._lasting.swap(self._keys.notice, encode(notice), expected=expected)
+            if revision is not None:
+                taken_back = "taken back: " if not notice.seconds else ""
+                logger.debug(
+                    "notice %d of the end of epoch %d: %s%s", notice.serial, notice.epoch, taken_back, notice.cause
+                )
+                self._control.set_notice(notice, revision)
+                return
         elif isinstance(decision, EndRun):
             expected = self._control.outcome.modified
-            if await self._lasting.swap(self._keys.outcome, encode(decision.record), expected=expected) is not None:
-                logger.debug("committed the outcome: %s", decision.record.state)
-        elif isinstance(decision, GiveWay):
+            if await self._is_fresh():
+                outcome = encode(decision.record)
+                if await self._lasting.swap(self._keys.outcome, outcome, expected=expected) is not None:
+                    logger.debug("committed the outcome: %s", decision.record.state)
+        elif isinstance(decision, GiveWay) and await self._is_fresh():
             logger.info("%s", decision.why)
             await self._give_way()
         # Somebody else was faster, or this node's own write is on its way back through the watch.
         await self._changed.after(seen, timeout=self._settings.lease)
 
+    async def _is_fresh(self) -> bool:
+        """Whether this node still leads the epoch on which it has just decided, read from the store.
+
+        An epoch is committed in the place of the one that its leader knew, and so by no leader of the past. The first
+        one has nothing before it, nor has an outcome: a leader that stood still for a while must not begin anew, or
+        end, what others have gone on with. Nor is the lead given up over an epoch that has only not been heard of yet.
+        """
+        listing = await self._store.list(self._keys.control)
+        stands = {entry.key: entry.modified for entry in listing.entries}
+        own = {self._keys.leader: self._control.leader.modified, self._keys.epoch: self._control.epoch.modified}
+        return all(stands.get(key, 0) == modified for key, modified in own.items())
+
     def _view(self) -> View:
-        now = self._now()
-        number = self._number()
-        if self._epoch_seen[0] != number:
-            self._epoch_seen = (number, now)
-            self._failed_since = None
-            self._done = {
-                node
-                for node, peer in self._peers.items()
-                if peer.record.phase is NodePhase.DONE and peer.record.epoch == number
-            }
-            for node, peer in self._peers.items():
-                if peer.record.failure is not None and peer.record.failure.epoch == number:
-                    self._failed_since = now
-                else:
-                    self._peers[node] = _with(peer, failed_at=0)
-        return View(
-            now=now,
-            peers=dict(self._peers),
-            size=self._size(),
-            epoch=self._control.epoch.record,
+        return self._roster.view(
+            now=self._now(),
+            patient=self._patience_left() > 0,
             remembered=self._remembered(),
-            outcome=self._control.outcome.record,
-            silent=self._returning() | self._silent,
-            dead=frozenset(self._dead),
-            done=frozenset(self._done),
-            changed_at=self._epoch_seen[1],
-            failed_since=self._failed_since,
             gave_way=self._gave_way,
         )
 
-    def _number(self) -> int:
-        record = self._control.epoch.record
-        return record.number if record is not None else 0
-
-    def _size(self) -> SizeRecord:
-        """The size of the highest generation: in the store, or brought along by a node."""
-        sizes = [peer.record.size for peer in self._peers.values() if peer.record.contract == CONTRACT_VERSION]
-        if self._control.size.record is not None:
-            sizes.append(self._control.size.record)
-        return max(sizes, key=lambda size: size.generation, default=self._settings.size)
-
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _with(peer: Peer, *, answers: bool | None = None, failed_at: int | None = None) -> Peer:
-    return Peer(
-        id=peer.id,
-        record=peer.record,
-        joined=peer.joined,
-        arrived=peer.arrived,
-        answers=peer.answers if answers is None else answers,
-        failed_at=peer.failed_at if failed_at is None else failed_at,
-    )

@@ -29,8 +29,17 @@ if TYPE_CHECKING:
 LINE_LIMIT: Final = 1024
 """Bytes of a line; longer ones are hung up on."""
 
+BACKLOG: Final = 4096
+"""So many connections may wait to be accepted: of a thousand nodes that link at once, none is to be turned away.
+
+A connection that finds no room is not refused: its client tries again a second later."""
+
 GREETING_TIMEOUT: Final = 2.0
 """Seconds for the other side to say its line."""
+
+SILENCE_LIMIT: Final = 3
+"""Seconds after which the kernel breaks a link whose other end it does not hear: before a lease of 5 s can end, so that
+nobody has to be looked at when it does."""
 
 
 class _Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -92,7 +101,7 @@ class LinkServer:
         return node in self._links
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=LINE_LIMIT)
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=LINE_LIMIT, backlog=BACKLOG)
         return self
 
     async def __aexit__(
@@ -118,6 +127,7 @@ class LinkServer:
                 return
             writer.write(encode(self._greeting) + b"\n")
             if greeting.stay:
+                _break_in_silence(writer)
                 await self._hold(greeting.node, reader)
         except OSError:
             pass  # the other side is gone
@@ -152,6 +162,7 @@ async def hold_link(address: str, *, run: str, node: str, peer: str, observer: L
     if streams is None:
         return verdict
     reader, writer = streams
+    _break_in_silence(writer)
     observer.link_came(peer)
     try:
         with suppress(OSError):
@@ -196,7 +207,7 @@ async def _greet(
                 raise
     except (ConnectionRefusedError, ConnectionResetError):
         return Verdict.DEAD, None
-    except (OSError, TimeoutError, ValueError):
+    except (OSError, TimeoutError, ValueError, OverflowError):  # the last two where it is no address at all
         return Verdict.SILENT, None
     if answer is not None and answer.run == greeting.run and answer.node == peer:
         return Verdict.ALIVE, (reader, writer)
@@ -212,6 +223,15 @@ async def _read_greeting(reader: asyncio.StreamReader) -> _Greeting | None:
         return decode(line, _Greeting)
     except (MalformedRecord, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
         return None
+
+
+def _break_in_silence(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    with suppress(OSError):  # it is broken already, and whoever reads from it will learn so
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_LIMIT - 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_LIMIT * 1000)
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
@@ -239,7 +259,7 @@ def _listening(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) 
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind(address)
-        listener.listen(4096)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
     except BaseException:
         listener.close()

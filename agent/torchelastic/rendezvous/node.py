@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from torchelastic.contract import (
@@ -17,59 +16,32 @@ from torchelastic.contract import (
     EpochRecord,
     NodePhase,
     NodeRecord,
-    OutcomeRecord,
+    NoticeRecord,
     RunKeys,
     bracketed,
 )
-from torchelastic.errors import StoreError, StoreUnavailable
+from torchelastic.errors import StoreError
 from torchelastic.rendezvous.control import Control
+from torchelastic.rendezvous.events import EpochBegan, Event, Isolated, Noticed, RunEnded
+from torchelastic.rendezvous.finished_runs import forget_finished_run
 from torchelastic.rendezvous.leader import Leadership
 from torchelastic.rendezvous.link import LinkServer, listen
 from torchelastic.rendezvous.session import Session
 from torchelastic.rendezvous.succession import Succession
 from torchelastic.store.lasting import LastingKeys
-from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
-    import socket
     from types import TracebackType
 
     from torchelastic.settings import RendezvousSettings
     from torchelastic.store.api import Store
 
+__all__ = ["EpochBegan", "Event", "Isolated", "Noticed", "RendezvousNode", "RunEnded"]
+
 logger = logging.getLogger(__name__)
 
 GOODBYE_LIMIT: Final = 2.0
 """Seconds that a node that ends takes at most to clear its keys away; where the store is away, its lease does it."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpochBegan:
-    """A new epoch stands.
-
-    Attributes:
-        record: who trains together.
-        store: the listening socket on which this node has to serve the epoch's TCPStore, where it is the one; the
-            receiver owns it.
-    """
-
-    record: EpochRecord
-    store: socket.socket | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    """The run has an outcome."""
-
-    record: OutcomeRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Isolated:
-    """This node reaches neither the store nor the peers of its epoch: it must stop its workers."""
-
-
-Event = EpochBegan | RunEnded | Isolated
 
 
 class RendezvousNode:
@@ -105,6 +77,7 @@ class RendezvousNode:
                 link=self._server.port,
                 store=self._offer.getsockname()[1],
                 metrics=record.metrics,
+                place=record.place,
             ),
             settings.lease,
             self._control.changed,
@@ -122,6 +95,7 @@ class RendezvousNode:
         self._leadership: Leadership | None = None
         self._ended = False
         self._told = 0
+        self._noticed: NoticeRecord | None = None
         self._leaving = False
         self._tasks = AsyncExitStack()
         self._running: asyncio.Task[None] | None = None
@@ -129,7 +103,7 @@ class RendezvousNode:
     # -- what the agent does
 
     async def __aenter__(self) -> Self:
-        await self._enter_run()
+        await forget_finished_run(self._store, self.keys, self._settings)
         await self._tasks.enter_async_context(self._server)
         self._running = asyncio.create_task(self._run())
         return self
@@ -160,26 +134,74 @@ class RendezvousNode:
             raise RuntimeError("the node is not open")
         return self._running
 
+    @property
+    def led(self) -> bool:
+        """Whether somebody forms the next epoch when it is time, as far as can be known; not where the store is away.
+
+        Where all nodes leave at once, and their workers have asked for a notice, one of them goes on to lead.
+        """
+        return self._control.away_since is None and self._succession.led
+
     def report(self, epoch: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
-        """Say how this node fares in an epoch: its phase, a failure. What is said of a past epoch is dropped."""
-        if self._session.record.epoch == epoch and not self._leaving:
+        """Say how this node fares in an epoch; what is said of a past one is dropped, and each epoch begins anew.
+
+        A node that leaves says so until the end. But when all its workers have ended with 0 before, it is done, and
+        its going is of no matter to anybody.
+
+        Args:
+            epoch: which epoch.
+            changes: fields of the node's record: ``phase``, ``failure``, ``notice`` (the seconds that its workers ask
+                for before a planned change), ``saved`` (the serial of the last notice that all of them have answered).
+        """
+        if self._leaving and changes.get("phase") is not NodePhase.DONE:
+            changes.pop("phase", None)
+        if self._session.record.epoch == epoch:
             self._session.update(**changes)
 
     async def leave(self, *, timeout: float = 1.0) -> None:  # noqa: ASYNC109 - bounds the wait for an absent store
-        """Say that this node goes, so that the others go on at once; it takes part in nothing from here on.
+        """Say that this node goes, so that the next epoch forms without it.
+
+        Its key stays, and it goes on being told what happens, until it is closed: it may be that the next epoch waits
+        for workers that asked for a notice, its own included.
 
         Args:
             timeout: seconds to wait for the store to take it.
         """
         self._leaving = True
         self._succession.stop_leading()
-        self._session.update(phase=NodePhase.LEAVING)
+        if self._session.record.phase is not NodePhase.DONE:
+            self._session.update(phase=NodePhase.LEAVING)
         try:
             async with asyncio.timeout(timeout):
                 await self._session.flush()
-                await self._succession.leave()
+                # Where all leave at once, one of them has to tell the others when the last worker has saved.
+                await self._succession.leave(stand_by=self._session.record.notice > 0)
         except (StoreError, TimeoutError):
             logger.info("the store is away: the others learn of this node's leaving by its link")
+
+    async def stands(self, epoch: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the wait for the store
+        """Whether an epoch in which this node is is still the run's, as of now: read from the store.
+
+        Where the store is away, it is as far as this node and the peer that it is linked to can know. The answer is of
+        the past when it arrives; an epoch that has ended stays so.
+
+        Args:
+            epoch: the epoch's number.
+            timeout: seconds to wait for the store.
+        """
+        told = self._succession.epoch
+        if told is None or told.number != epoch or self.node not in told.nodes or self._over():
+            return False
+        try:
+            async with asyncio.timeout(timeout):
+                stands = await self._control.still_has(told)
+        except (StoreError, TimeoutError):
+            stands = not self._has_peers() or await self._reaches_a_peer()
+        return stands and self._succession.epoch is told and not self._over()
+
+    def _over(self) -> bool:
+        """Whether the run has ended, or this node has stopped its workers because it reached nobody."""
+        return self._control.outcome.record is not None or self._session.record.phase is NodePhase.CUT_OFF
 
     # -- links, as the server tells them
 
@@ -195,29 +217,6 @@ class RendezvousNode:
 
     # -- the run
 
-    async def _enter_run(self) -> None:
-        """Clear away what a finished run of the same id left behind, where the id may be used again."""
-        tries = 0
-        deadline = asyncio.get_running_loop().time() + self._settings.join_timeout
-        while not self._settings.unique_run:
-            try:
-                listing = await self._store.list(self.keys.root)
-                entries = {entry.key: entry for entry in listing.entries}
-                outcome = entries.get(self.keys.outcome)
-                if outcome is None or any(key.startswith(self.keys.nodes) for key in entries):
-                    return
-                # The epoch first: as long as the outcome stands, nobody mistakes what is left for a living run.
-                for key in (self.keys.epoch, self.keys.leader, self.keys.outcome):
-                    if key in entries:
-                        await self._store.swap(key, None, expected=entries[key].modified)
-            except StoreUnavailable as error:
-                if tries == 0:
-                    logger.warning("%s; waiting for it", error)
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(retry_delay(tries))
-                tries += 1
-
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._session.run())
@@ -229,20 +228,31 @@ class RendezvousNode:
             tasks.create_task(self._notice_isolation())
 
     async def _tell_events(self) -> None:
-        """Give out epochs and the outcome as they come to stand."""
+        """Give out epochs, notices and in the end the outcome as they come to stand."""
         changed = self._control.changed
-        while True:
+        while not self._ended:
             seen = changed.count
             epoch, before = self._control.epoch.record, self._succession.epoch
             # The same number with other members: a store that had lost it, and a leader that did not know of it.
             if epoch is not None and (before is None or (epoch.number >= before.number and epoch != before)):
                 self._succession.epoch = epoch
                 self._tell_epoch(epoch)
+            self._tell_notice()
             outcome = self._control.outcome.record
-            if outcome is not None and not self._ended:
+            if outcome is not None:
                 self._ended = True
+                self._stand_aside()
                 self.events.put_nowait(RunEnded(outcome))
             await changed.after(seen)
+
+    def _stand_aside(self) -> None:
+        """The run has ended: the next run of this id is none of this node's business."""
+        self._succession.stop_leading()
+        epoch = self._succession.epoch
+        if epoch is None or self.node not in epoch.nodes:
+            # It has only learned of it, so nobody waits until it is gone.
+            self._leaving = True
+            self._session.update(phase=NodePhase.LEAVING, epoch=0, restarts=0)
 
     def _tell_epoch(self, epoch: EpochRecord) -> None:
         port = self._offer.getsockname()[1]
@@ -255,6 +265,7 @@ class RendezvousNode:
             # An epoch went by unseen, and may have named the port that this node offered: it is not offered again.
             self._offer.close()
             self._offer = listen(host)
+        self.events.put_nowait(EpochBegan(epoch, store))
         phase = NodePhase.LEAVING if self._leaving else NodePhase.READY
         self._session.update(
             epoch=epoch.number,
@@ -262,8 +273,18 @@ class RendezvousNode:
             store=self._offer.getsockname()[1],
             phase=phase,
             failure=None,
+            notice=0.0,
+            saved=0,
         )
-        self.events.put_nowait(EpochBegan(epoch, store))
+        self._noticed = None
+
+    def _tell_notice(self) -> None:
+        notice, epoch, before = self._control.notice.record, self._succession.epoch, self._noticed
+        if notice is None or epoch is None or notice.epoch != epoch.number or self.node not in epoch.nodes:
+            return
+        if notice != before and (notice.seconds or before is not None):
+            self._noticed = notice
+            self.events.put_nowait(Noticed(notice))
 
     async def _lead(self) -> None:
         """Lead for as long as the store says so."""

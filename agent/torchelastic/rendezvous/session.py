@@ -46,7 +46,9 @@ class Session:
         # An etcd that finds its feet again may never answer what it was asked before.
         self._patience = lease / 2
         self._wanted = Pulse()
+        self._progress = Pulse()
         self._written = 0
+        self._due = 0.0
         self._tries = 0
 
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
@@ -59,7 +61,7 @@ class Session:
     async def flush(self) -> None:
         """Wait until all updates so far are written."""
         while self._written < self._wanted.count or not self.lease:
-            await self._changed.after(self._changed.count)
+            await self._progress.after(self._progress.count)
 
     async def run(self) -> None:
         """Hold the lease and the key, until cancelled.
@@ -89,20 +91,25 @@ class Session:
             await self._store.revoke(lease)
 
     async def _hold(self) -> None:
+        now = asyncio.get_running_loop().time
         if not self.lease:
+            due = now() + self._ttl / 3
             async with asyncio.timeout(self._patience):
                 lease = await self._store.grant(self._ttl)
             await self._put(lease)
-            self.lease = lease
+            self.lease, self._due = lease, due
+            self._progress.send()
             self._changed.send()
         while True:
             if self._written == self._wanted.count:
-                await self._wanted.after(self._written, timeout=self._ttl / 3)
-            if self._written == self._wanted.count:
+                await self._wanted.after(self._written, timeout=max(self._due - now(), 0.0))
+            if now() >= self._due:  # also where there is something to write all the time
+                due = now() + self._ttl / 3
                 async with asyncio.timeout(self._patience):
                     await self._store.keep_alive(self.lease)
+                self._due = due
                 self._tries = 0
-            else:
+            if self._written < self._wanted.count:
                 await self._put(self.lease)
 
     async def _put(self, lease: int) -> None:
@@ -114,4 +121,4 @@ class Session:
             self.record = msgspec.structs.replace(self.record, joined=revision)
         self._written = count
         self._tries = 0
-        self._changed.send()
+        self._progress.send()

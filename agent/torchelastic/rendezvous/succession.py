@@ -3,7 +3,7 @@
 The lead is one leased key. It falls vacant in four ways, and each has its own wait before another node takes it:
 
 - nobody ever had it: whoever is first;
-- the leader resigned: the next in rank, at once;
+- the leader resigned: the next in rank, at once; a node that leaves itself comes after all others;
 - the leader died, which its link has shown: the next in rank, at once;
 - its lease ended though it answers: it was the store that was away, so the leader may come back for a lease's time.
   A newcomer, who has no link to tell by, waits as long.
@@ -92,12 +92,21 @@ class Succession:
         self._linked_to: str | None = None
         self._give_way_until = 0.0
         self._out = False
+        self._stands_by = False
 
     @property
     def leads(self) -> bool:
         """Whether this node has the lead."""
         leader = self._control.leader.record
         return leader is not None and leader.node == self._node and not self._out
+
+    @property
+    def led(self) -> bool:
+        """Whether somebody leads who is not known to be gone, or this node would, if nobody else did."""
+        leader = self._control.leader.record
+        if leader is None or leader.node in ("", self.dead_leader):
+            return self._stands_by
+        return leader.node != self._node or not self._out
 
     async def until_leading(self) -> None:
         """Wait until this node has the lead."""
@@ -154,16 +163,23 @@ class Succession:
         expired = self._expired()
         last = self._last_leader.node if self._last_leader is not None else None
         if epoch is None or not epoch.members or (expired and last == self._node):
-            return 0.0
+            return LONGEST_STEP if self._stands_by else 0.0
         heirs = [node for node in epoch.nodes if node != last]
         heir = self._node in heirs
-        wait = min((heirs.index(self._node) if heir else len(heirs)) * STEP, LONGEST_STEP)
+        last_wait = min(len(heirs) * STEP, LONGEST_STEP)
+        wait = min(heirs.index(self._node) * STEP, last_wait) if heir else last_wait
+        if self._stands_by:
+            wait += last_wait
         # Where all leases ended at once, the members are on their way back; a newcomer must not go on without them.
         return wait + self._lease if expired and (self.linked or not heir) else wait
 
     def _known_epoch(self) -> EpochRecord | None:
-        """The epoch that stands in the store, also where this node was not told of it yet; else the last one told."""
-        return self._control.epoch.record or self.epoch
+        """The later one of the epoch in the store, also where this node was not told of it yet, and the last one told.
+
+        Who knows more than a store that has lost something is heir by that, and can give it back.
+        """
+        stored, told = self._control.epoch.record, self.epoch
+        return told if stored is None or (told is not None and told.number > stored.number) else stored
 
     def _expired(self) -> bool:
         """Whether the lead fell vacant by the end of its lease, or never was taken."""
@@ -192,18 +208,21 @@ class Succession:
     # -- giving it up
 
     def stop_leading(self) -> None:
-        """Decide nothing any more, and never lead again."""
+        """Decide nothing any more."""
         self._out = True
         self._control.changed.send()
 
-    async def leave(self) -> None:
-        """Resign, and never lead again.
+    async def leave(self, *, stand_by: bool = False) -> None:
+        """Resign, and never lead again; with ``stand_by``, only where nobody else does, because all others leave too.
 
         Raises:
             StoreError: as the store does.
         """
         self.stop_leading()
         await self._resign()
+        if stand_by:
+            self._out, self._stands_by = False, True
+            self._control.changed.send()
 
     async def give_way(self) -> None:
         """Resign in favour of nodes that know more; lead again only if none of them has come forward.
@@ -219,7 +238,9 @@ class Succession:
         leader = self._control.leader
         if leader.record is not None and leader.record.node == self._node:
             # Not under this node's lease: whoever comes later sees that the lead was given up, and not lost.
-            await self._lasting.swap(self._keys.leader, encode(_VACANT), expected=leader.modified)
+            revision = await self._lasting.swap(self._keys.leader, encode(_VACANT), expected=leader.modified)
+            if revision is not None:
+                self._control.set_leader(_VACANT, revision)
 
     # -- following
 

@@ -1,0 +1,81 @@
+"""What comes of a decision: the next epoch, an epoch without members, or the end of a run that has waited in vain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from torchelastic.contract import EpochRecord, Member, OutcomeRecord, OutcomeState, bracketed, shorten
+from torchelastic.rendezvous.view import Decision, EndRun, FormEpoch, Hold
+from torchelastic.rendezvous.words import waiting_for
+
+if TYPE_CHECKING:
+    from torchelastic.contract import EpochReason
+    from torchelastic.rendezvous.placing import Candidates
+    from torchelastic.rendezvous.view import View
+    from torchelastic.settings import RendezvousSettings
+
+LONGEST_SENTENCE: Final = 12_000
+"""Characters of a cause or a message: the texts within it were bounded one by one."""
+
+
+def too_few(view: View, before: EpochRecord, them: Candidates, since: float, settings: RendezvousSettings) -> Decision:
+    """Wait for more nodes, and say for whom; after the join timeout, end the run with that sentence.
+
+    Args:
+        view: what the leader knows.
+        before: the last epoch.
+        them: who is there.
+        since: when the waiting began.
+        settings: the rules.
+    """
+    why = waiting_for(view, them, view.missing)
+    if view.now < since + settings.join_timeout:
+        return Hold(since + settings.join_timeout, why)
+    return EndRun(
+        OutcomeRecord(
+            state=OutcomeState.FAILED,
+            epoch=before.number,
+            restarts=before.restarts,
+            message=f"no more nodes came within {settings.join_timeout:g} s: {why}",
+        )
+    )
+
+
+def pause(view: View, before: EpochRecord, them: Candidates, reason: EpochReason, cause: str) -> Decision:
+    """An epoch without members: those that are left stop their workers and wait."""
+    return FormEpoch(
+        EpochRecord(
+            number=_next_number(view, before),
+            restarts=before.restarts,
+            early=before.early,
+            wanted=view.size.wanted,
+            reason=reason,
+            cause=shorten(f"{cause}; {waiting_for(view, them)}", LONGEST_SENTENCE),
+        )
+    )
+
+
+def _next_number(view: View, before: EpochRecord) -> int:
+    return max(before.number, view.known) + 1
+
+
+def form(view: View, before: EpochRecord, them: Candidates, reason: EpochReason, cause: str) -> Decision:
+    """The next epoch with the chosen nodes, its store on the first of them that offers a port that no epoch used."""
+    # Who has said that it knows the standing epoch has renewed its offer since.
+    standing = 0 if view.epoch is None else view.epoch.number
+    hosts = (peer for peer in them.chosen if peer.record.store and peer.record.epoch >= standing)
+    host = next(hosts, None)
+    if host is None:
+        return Hold(why="waiting for a node that can serve the next epoch's store")
+    return FormEpoch(
+        EpochRecord(
+            number=_next_number(view, before),
+            members=tuple(Member(peer.id, peer.record.address, peer.record.workers) for peer in them.chosen),
+            store=f"{bracketed(host.record.address)}:{host.record.store}",
+            restarts=before.restarts,
+            early=before.early,
+            wanted=view.size.wanted,
+            reason=reason,
+            cause=shorten(cause, LONGEST_SENTENCE),
+        )
+    )

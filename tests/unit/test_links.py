@@ -1,0 +1,111 @@
+"""A link server answers the nodes of its own run, and hangs up on everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager, closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchelastic.rendezvous.link import LinkServer, Verdict, hold_link, listen, probe
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+HELLO = {"run": "run", "node": "b.1", "stay": True}
+
+
+class Observer:
+    """Notes which links came and broke."""
+
+    def __init__(self) -> None:
+        self.seen: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    def link_came(self, node: str) -> None:
+        self.seen.put_nowait(("came", node))
+
+    def link_broke(self, node: str) -> None:
+        self.seen.put_nowait(("broke", node))
+
+
+@asynccontextmanager
+async def serving(node: str = "a.1", run: str = "run") -> AsyncIterator[tuple[LinkServer, Observer]]:
+    observer = Observer()
+    async with LinkServer(run=run, node=node, host="127.0.0.1", observer=observer) as server:
+        yield server, observer
+
+
+async def answer_to(server: LinkServer, line: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        writer.write(line)
+        async with asyncio.timeout(30):
+            return await reader.readline()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x80\x04\x95\n",
+        b"[]\n",
+        b'{"run": "another", "node": "b.1"}\n',
+        b'{"node": "b.1"}\n',
+        b'{"run": "run", "node": 7}\n',
+        json.dumps({**HELLO, "node": "x" * 300}).encode() + b"\n",
+        b'{"run": "run", "node": "' + b"x" * 5000 + b'"}\n',
+        b"[" * 900 + b"\n",
+    ],
+)
+async def test_whoever_speaks_anything_else_is_hung_up_on(line: bytes) -> None:
+    async with serving() as (server, observer):
+        assert await answer_to(server, line) == b""
+        assert observer.seen.empty()
+        assert await probe(f"127.0.0.1:{server.port}", run="run", node="b.1", peer="a.1") is Verdict.ALIVE
+
+
+async def test_whoever_says_more_than_a_greeting_loses_the_link() -> None:
+    async with serving() as (server, observer):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(json.dumps(HELLO).encode() + b"\n")
+        assert json.loads(await reader.readline())["node"] == "a.1"
+        assert await observer.seen.get() == ("came", "b.1")
+        assert server.holds("b.1")
+        writer.write(b"more")
+        assert await observer.seen.get() == ("broke", "b.1")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_the_end_of_a_server_shows_as_a_death() -> None:
+    observer = Observer()
+    async with serving() as (server, _):
+        address = f"127.0.0.1:{server.port}"
+        holding = asyncio.create_task(hold_link(address, run="run", node="b.1", peer="a.1", observer=observer))
+        assert await observer.seen.get() == ("came", "a.1")
+    assert await holding is Verdict.DEAD
+    assert await observer.seen.get() == ("broke", "a.1")
+
+
+async def test_another_node_at_the_address_is_a_death_and_another_run_is_a_silence() -> None:
+    async with serving(node="c.1") as (server, _):
+        address = f"127.0.0.1:{server.port}"
+        assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.DEAD
+        assert await probe(address, run="another", node="b.1", peer="a.1") is Verdict.SILENT
+
+
+async def test_whoever_listens_and_says_nothing_is_silent() -> None:
+    with closing(listen("127.0.0.1")) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is Verdict.SILENT
+
+
+async def test_nonsense_in_the_place_of_an_address_is_a_silence() -> None:
+    for address in ("nowhere", "127.0.0.1:port", "127.0.0.1:99999", "", "x" * 70 + ".invalid:1"):
+        assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.SILENT
