@@ -27,7 +27,7 @@ from torchelastic import flags, machine
 from torchelastic.contract import CONTRACT_VERSION, Env
 from torchelastic.errors import SettingsError
 from torchelastic.flags import CommandLine, Given
-from torchelastic.rendezvous_arguments import check_backend, read_conf, read_rendezvous, read_size, read_store
+from torchelastic.rendezvous_arguments import read_backend, read_conf, read_rendezvous, read_size, read_store
 from torchelastic.settings import AgentSettings, LogSettings, Program, ProgramKind, StartMethod, Streams
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         program=_program(line),
         workers=workers,
         logs=_logs(line, workers),
+        place=_place(line),
+        interface=_interface(line),
         **_optional(line, environ),
     )
     _warn_of_ignored(line, environ, size)
@@ -88,6 +90,12 @@ def _optional(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
         found["role"] = _name(role)
     if (grace := line.get("stop-grace")) is not None:
         found["stop_grace"] = grace.seconds(zero=True)
+    if (timeout := line.get("stop-timeout")) is not None:
+        found["stop_timeout"] = timeout.seconds(zero=True)
+    if (silence := line.get("heartbeat-timeout")) is not None:
+        found["heartbeat_timeout"] = silence.seconds()
+    if (codes := line.get("final-exit-codes")) is not None:
+        found["final_exit_codes"] = _exit_codes(codes)
     if (port := line.get("metrics-port") or _variable(environ, Env.METRICS_PORT)) is not None:
         found["metrics_port"] = port.integer(0, 65535)
     if (last_words := line.get("termination-log") or _variable(environ, Env.TERMINATION_LOG)) is not None:
@@ -115,9 +123,9 @@ def _store(line: CommandLine, size: SizeRecord) -> StoreSettings | None:
                 "name an etcd with --rdzv-endpoint in place of --standalone."
             )
         return None
-    check_backend(line)
+    version = read_backend(line)
     if (endpoint := line.get("rdzv-endpoint")) is not None:
-        return read_store(endpoint, read_conf(line))
+        return read_store(endpoint, read_conf(line), version=version)
     if size.max > 1:
         static = [given.source for name in _STATIC if (given := line.get(name)) is not None]
         habit = f" ({' and '.join(static)} can't do that here: the nodes meet in an etcd)" if static else ""
@@ -175,6 +183,24 @@ def _address(line: CommandLine, environ: Mapping[str, str], store: StoreSettings
     return "127.0.0.1" if store is None else machine.own_address(store.endpoints)
 
 
+def _interface(line: CommandLine) -> str:
+    """The interface of the address that was chosen for this node; of one that was only found out nothing follows."""
+    given = line.get("local-addr")
+    return "" if given is None else machine.interface_of(given.text.strip().removeprefix("[").removesuffix("]"))
+
+
+def _place(line: CommandLine) -> str:
+    given = line.get("place")
+    return machine.host_id() if given is None else _name(given)
+
+
+def _exit_codes(given: Given) -> frozenset[int]:
+    parts = [part.strip() for part in given.text.split(",")]
+    if not all(part.isdecimal() and len(part) <= 3 and 1 <= int(part) <= 255 for part in parts):
+        raise given.refused("these are exit codes from 1 to 255 with commas between them, for example 2,64")
+    return frozenset(int(part) for part in parts)
+
+
 def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
     """How many workers this node runs."""
     given = line.get("nproc-per-node")
@@ -211,16 +237,36 @@ def _program(line: CommandLine) -> Program:
     else:
         program = Program(ProgramKind.MODULE if line.has("module") else ProgramKind.SCRIPT, argv, method)
     _check_exists(program, is_command=line.has("no-python"))
+    if (preload := line.get("preload")) is not None:
+        program = dataclasses.replace(program, preload=_preload(preload, program))
     return program
+
+
+def _preload(given: Given, program: Program) -> tuple[str, ...]:
+    from torchelastic.agent.run_program import search_path  # as above
+
+    names = tuple(dict.fromkeys(filter(None, (part.strip() for part in given.text.split(",")))))
+    is_python = program.kind is not ProgramKind.COMMAND
+    first = (search_path(program.kind.value, program.argv[0]) if is_python else "") or str(Path.cwd())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise given.refused("these are names of modules with commas between them, for example numpy,PIL.Image")
+        if not _has_module(name, first):
+            raise given.refused(f"there is no module {name} (looked up from {first} and by {sys.executable})")
+    return names
+
+
+def _has_module(name: str, first: str) -> bool:
+    """Whether a module's package is there, in this folder or where the interpreter looks: nothing of it is run."""
+    package = name.partition(".")[0]
+    return package in sys.builtin_module_names or PathFinder.find_spec(package, [first, *sys.path]) is not None
 
 
 def _check_exists(program: Program, *, is_command: bool) -> None:
     """What cannot be found is said before anything is started, not by each worker on its own."""
     name = program.argv[0]
     if program.kind is ProgramKind.MODULE:
-        package = name.partition(".")[0]
-        # Where `python -m` looks: the working directory first. Finding a package runs nothing of it.
-        if package not in sys.builtin_module_names and not PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
+        if not _has_module(name, str(Path.cwd())):  # where `python -m` looks first
             raise SettingsError(f"There is no module {name} (looked up from {Path.cwd()} and by {sys.executable}).")
     elif program.kind is ProgramKind.SCRIPT:
         script = Path(name)

@@ -36,7 +36,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -389,7 +389,20 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 def encode(record: msgspec.Struct) -> bytes:
     """A record as the bytes that stand in the store."""
-    return msgspec.json.encode(record)
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        # A name or an exception's text with bytes that are no characters, which Python has kept as lone surrogates.
+        return msgspec.json.encode(_writable(msgspec.to_builtins(record)))
+
+
+def _writable(value: Any) -> Any:  # noqa: ANN401 - what JSON is made of
+    """The same, with a question mark for each half of a character; so no text becomes longer than it may be."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {key: _writable(each) for key, each in value.items()}
+    return [_writable(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def decode(data: bytes, kind: type[Record]) -> Record:

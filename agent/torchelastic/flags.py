@@ -105,8 +105,8 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         ),
         Flag(
             "heartbeat-timeout",
-            "a worker that has not called torchelastic.heartbeat() for so long counts as hung, which is a failure "
-            "(not in torchrun). Default: none does",
+            "a worker that has not called torchelastic.heartbeat(), or touched the file $TORCHELASTIC_HEARTBEAT_FILE, "
+            "for so long counts as hung, which is a failure (not in torchrun). Default: none does",
             "SECONDS",
         ),
         Flag("role", "role of the workers, for logs and metrics. Default: default", "NAME"),
@@ -124,7 +124,10 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     ),
     "This node": (
         Flag(
-            "local-addr", "address under which the other nodes reach it. Default: the one that routes to etcd", "ADDR"
+            "local-addr",
+            "address under which the other nodes reach it; gloo and NCCL use its interface. Default: the one that "
+            "routes to etcd, and gloo and NCCL find theirs",
+            "ADDR",
         ),
         Flag("node-name", "how it is called in logs and by the operator (not in torchrun). Default: host name", "NAME"),
         Flag(
@@ -216,8 +219,8 @@ class Given:
             raise self.refused(f"this is a whole number from {least} to {most}")
         return int(self.text)
 
-    def seconds(self, *, zero: bool = False) -> float:
-        """The value as a time in seconds; 0 only where ``zero`` allows it.
+    def seconds(self, *, zero: bool = False, most: float = math.inf) -> float:
+        """The value as a time in seconds, at most ``most``; 0 only where ``zero`` allows it.
 
         Raises:
             SettingsError: it is none.
@@ -228,6 +231,8 @@ class Given:
             value = math.nan
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             raise self.refused(f"this is a time in seconds, {'0 or more' if zero else 'above 0'}")
+        if value > most:
+            raise self.refused(f"this is a time of at most {most:,.0f} seconds")
         return value
 
     def switch(self) -> bool:

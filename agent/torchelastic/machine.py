@@ -1,4 +1,4 @@
-"""What this machine is: its own address, and how many CPUs and GPUs this process may use.
+"""What this machine is: which host, its own address, and how many CPUs and GPUs this process may use.
 
 Torch could tell the number of GPUs, but the agent's process never imports it; and it counts CPUs that the container's
 limit takes away again, so that ``--nproc-per-node auto`` would start one worker for each core of a large host.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 
 _ELSEWHERE: Final = ("192.0.2.1", 9)
 """An address reserved for documentation: the route to it is the default route."""
+
+_LOOPBACK: Final = "lo"
+
+_MESSAGE: Final = struct.Struct("=IHHII")
+_ATTRIBUTE: Final = struct.Struct("=HH")
+_GET_ADDRESSES, _ADDRESS, _DUMP, _ANY_ADDRESS, _OWN_ADDRESS = 22, 20, 0x301, 1, 2
+"""Netlink's numbers: RTM_GETADDR, RTM_NEWADDR, NLM_F_REQUEST with NLM_F_DUMP, IFA_ADDRESS and IFA_LOCAL."""
+
+_HOST_ID_LENGTH: Final = 12
+"""Of 32 digits: it stands in every node's key, and need only tell the hosts of one run apart."""
 
 
 def own_address(endpoints: Iterable[str]) -> str:
@@ -49,6 +60,82 @@ def _source_address(family: int, peer: tuple[str | int, ...] | tuple[int, bytes]
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def interface_of(host: str) -> str:
+    """The network interface that carries an address of this machine, given as that address or as a name of it.
+
+    Args:
+        host: a host name or an IP address, without brackets.
+
+    Returns:
+        The interface's name; empty for the loopback interface, and where the address is no interface's.
+    """
+    try:
+        found = socket.getaddrinfo(host.partition("%")[0], None, type=socket.SOCK_STREAM)
+        wanted = {socket.inet_pton(family, str(address[0]).partition("%")[0]) for family, _, _, _, address in found}
+        carried = _interface_addresses()
+    except OSError:
+        return ""
+    return next((name for name, address in carried if address in wanted and name != _LOOPBACK), "")
+
+
+def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What has gloo and NCCL use an interface, as far as the user has not said which.
+
+    Args:
+        interface: its name; empty where that is theirs to find out.
+        environ: what the user has said.
+    """
+    # NCCL takes a name as the beginning of one unless it is told otherwise: eth1 would stand for eth10, too.
+    variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+    return {name: value for name, value in variables.items() if name not in environ}
+
+
+def _interface_addresses() -> list[tuple[str, bytes]]:
+    """The addresses of all interfaces as the kernel tells them over netlink: in 4 bytes, or 16 for IPv6."""
+    found: list[tuple[str, bytes]] = []
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.settimeout(1.0)
+        body = struct.pack("=BBBBi", socket.AF_UNSPEC, 0, 0, 0, 0)
+        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(body), _GET_ADDRESSES, _DUMP, 1, 0) + body)
+        while True:
+            data = kernel.recv(1 << 16)
+            while data:
+                length, kind, _, _, _ = _MESSAGE.unpack_from(data)
+                if kind != _ADDRESS:  # the end, or an error
+                    return found
+                index = struct.unpack_from("=i", data, _MESSAGE.size + 4)[0]
+                attributes = _attributes(data[_MESSAGE.size + 8 : length])
+                # Of a point-to-point interface the first one is the peer's.
+                address = attributes.get(_OWN_ADDRESS, attributes.get(_ANY_ADDRESS))
+                if address is not None:
+                    found.append((socket.if_indextoname(index), address))
+                data = data[_aligned(length) :]
+
+
+def _attributes(data: bytes) -> dict[int, bytes]:
+    found = {}
+    while len(data) >= _ATTRIBUTE.size:
+        length, kind = _ATTRIBUTE.unpack_from(data)
+        found[kind] = data[_ATTRIBUTE.size : length]
+        data = data[_aligned(max(length, _ATTRIBUTE.size)) :]
+    return found
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
+
+
+def host_id(root: Path = Path("/")) -> str:
+    """What all containers of one host have in common, and no two hosts; empty where it cannot be told.
+
+    It changes when the host is started again, which ends all that runs there.
+
+    Args:
+        root: where /proc is looked up.
+    """
+    return _read(root / "proc/sys/kernel/random/boot_id").strip().replace("-", "")[:_HOST_ID_LENGTH]
 
 
 def cpu_count(root: Path = Path("/")) -> int:

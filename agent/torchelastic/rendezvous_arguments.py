@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 _MAX_NODES: Final = 1_000_000
 _MAX_RESTARTS: Final = 1_000_000
 
-_OURS: Final = {"torchelastic", "etcd", "etcd-v3"}
+_OURS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
+"""The names of our rendezvous, with the version of etcd's API where the name says one."""
+
+_MAX_NOTICE: Final = 86_400.0
 _INSTEAD: Final = {
     "c10d": "torch's own rendezvous is not spoken here; leave the flag out, and name an etcd with --rdzv-endpoint or, "
     "for one node, nothing at all",
     "static": "the nodes agree on ranks and addresses by themselves; leave the flag out, and name an etcd with "
     "--rdzv-endpoint or, for one node, nothing at all",
-    "etcd-v2": "etcd's old v2 API is not spoken; leave the flag out and use etcd 3.4 or later",
 }
 
 _ALIASES: Final = {"timeout": "join_timeout", "last_call_timeout": "joining_window"}
@@ -132,6 +134,8 @@ def read_rendezvous(
     numbers: dict[str, Any] = {key: read(conf[key]) for key, read in _MEETING.items() if key in conf}
     if restarts is not None:
         numbers["max_restarts"] = restarts.integer(0, _MAX_RESTARTS)
+    if (notice := line.get("notice")) is not None:
+        numbers["notice"] = notice.seconds(zero=True, most=_MAX_NOTICE)
     return RendezvousSettings(
         run_id=os.urandom(16).hex() if run_id is None else run_id.text,
         size=size,
@@ -140,20 +144,27 @@ def read_rendezvous(
     )
 
 
-def check_backend(line: CommandLine) -> None:
-    """Make sure that the rendezvous asked for is ours.
+def read_backend(line: CommandLine) -> int | None:
+    """The version of etcd's API that is asked for; None where it is to be found out.
 
     Raises:
-        SettingsError: it is another one; the message says what to use instead.
+        SettingsError: the rendezvous asked for is not ours; the message says what to use instead.
     """
     given = line.get("rdzv-backend")
-    if given is None or (name := given.text.strip().lower().replace("_", "-")) in _OURS:
-        return
+    if given is None:
+        return None
+    if (name := given.text.strip().lower().replace("_", "-")) in _OURS:
+        return _OURS[name]
     raise given.refused(_INSTEAD.get(name, "there is no such rendezvous here; leave the flag out to get ours, on etcd"))
 
 
-def read_store(endpoint: Given, conf: Conf) -> StoreSettings:
+def read_store(endpoint: Given, conf: Conf, *, version: int | None = None) -> StoreSettings:
     """Where the store is and how to reach it.
+
+    Args:
+        endpoint: the servers.
+        conf: what is said of them in ``--rdzv-conf``.
+        version: of etcd's API, where one is asked for.
 
     Raises:
         SettingsError: the address, the protocol, a file or the credentials cannot be used.
@@ -188,6 +199,7 @@ def read_store(endpoint: Given, conf: Conf) -> StoreSettings:
         key=files.get("key"),
         username=conf["username"].text if "username" in conf else None,
         password=conf["password"].text if "password" in conf else None,
+        version=version,
     )
 
 

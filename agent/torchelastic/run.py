@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from torchelastic.agent.agent import Ending
+    from torchelastic.agent.ending import Ending
     from torchelastic.settings import AgentSettings
 
 CHECK_FLAG = "--check"
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(settings: AgentSettings) -> Ending:
-    from torchelastic.agent.agent import Agent, Ending
+    from torchelastic.agent.agent import Agent
+    from torchelastic.agent.ending import Ending
     from torchelastic.metrics.agent import AgentMetrics
 
     async with AsyncExitStack() as stack:

@@ -134,6 +134,7 @@ class AgentSettings:
         heartbeat_timeout: seconds without a sign of life after which a worker counts as hung; None for no such limit.
         final_exit_codes: exit codes of workers after which trying again is no use.
         place: nodes with the same one are neighbours, and get neighbouring ranks; empty for none.
+        interface: the network interface that gloo and NCCL are told to use; empty where that is theirs to find out.
         metrics_port: of /metrics; 0 for any free one; None for no /metrics.
         termination_log: the file that gets the termination message.
     """
@@ -151,5 +152,6 @@ class AgentSettings:
     heartbeat_timeout: float | None = None
     final_exit_codes: frozenset[int] = frozenset()
     place: str = ""
+    interface: str = ""
     metrics_port: int | None = None
     termination_log: Path | None = None

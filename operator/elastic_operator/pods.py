@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.pod_ending import PodEnding, pod_ending
 from elastic_operator.template import WORKER, template_problem, worker_container
-from elastic_operator.unchecked import listing, mappings
+from elastic_operator.unchecked import integer, listing, mappings
 from torchelastic.contract import CONTRACT_VERSION, Env, encode
 from torchelastic.endpoints import parse_endpoints
 from torchelastic.errors import SettingsError
@@ -30,6 +31,7 @@ __all__ = [
     "Pet",
     "Surroundings",
     "agent_command",
+    "ending_of",
     "problem_of",
     "program_of",
     "resolved",
@@ -137,12 +139,20 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
         Env.CHECKPOINT_DIR: surroundings.checkpoints,
         Env.TERMINATION_LOG: surroundings.termination_log,
         Env.CONTRACT: str(CONTRACT_VERSION),
+        **ending_of(job.spec).env,
     }
     if surroundings.address is not None:
         env[Env.NODE_ADDRESS] = surroundings.address
     if surroundings.metrics_port is not None:
         env[Env.METRICS_PORT] = str(surroundings.metrics_port)
     return AgentCommand(argv, env)
+
+
+def ending_of(spec: ElasticJobSpec) -> PodEnding:
+    """How the pods of a job end."""
+    command, args = program_of(spec)
+    period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
+    return pod_ending(period=period, env=user_env(spec), flags=() if command else args)
 
 
 def program_of(spec: ElasticJobSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -6,12 +6,15 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import uuid
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.agents import MEETING, AgentProcess, until_gone
+from tests.support.crew import told
+from torchelastic.machine import interface_of, own_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,3 +210,205 @@ async def test_a_folder_for_logs_that_cannot_be_made_is_told_before_the_node_joi
         assert await agent.code() == 2
     [line] = agent.lines
     assert line.endswith(f"output cannot be written below {folder}: File name too long. Choose another --log-dir.")
+
+
+async def test_an_exit_code_that_is_declared_final_ends_the_run_at_once(line: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "final.py"
+    program.write_text("import os, sys, time\ntime.sleep(600) if os.environ['RANK'] == '0' else sys.exit(64)\n")
+    nodes = [*line, "--nnodes=2", "--final-exit-codes=3,64"]
+    log = tmp_path / "last-words"
+    async with (
+        AgentProcess(*nodes, program, env={"PET_TERMINATION_LOG": str(log)}) as a,
+        AgentProcess(*nodes, program) as b,
+    ):
+        assert [await a.code(), await b.code()] == [1, 1]
+    for agent in (a, b):
+        assert "rank 1 on " in agent.lines[-1]
+        assert "exit code 64; " in agent.lines[-1]
+        assert "epoch 2" not in agent.output
+    failure = json.loads(log.read_text())["failure"]
+    assert (failure["x"], failure["z"]) == (64, True)
+
+
+FINAL = """
+from torchelastic.worker import NonRetryableException
+
+class NoSuchDataSet(NonRetryableException):
+    def __init__(self, name):
+        self.name = name
+
+    def __str__(self):
+        return f"there is no data set {self.name}"
+"""
+
+RAISED = f"""{FINAL}
+try:
+    raise NoSuchDataSet("ignored")
+except NoSuchDataSet:
+    pass
+raise NoSuchDataSet("mnist")
+"""
+
+RECORDED = f"""{FINAL}
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise NoSuchDataSet("mnist")
+
+main()
+"""
+
+
+@pytest.mark.parametrize("source", [RAISED, RECORDED], ids=["raised", "recorded"])
+@pytest.mark.parametrize("method", ["fork-server", "exec"])
+async def test_an_exception_that_says_that_trying_again_is_no_use_ends_the_run(
+    tmp_path: Path, source: str, method: str
+) -> None:
+    program = tmp_path / "final.py"
+    program.write_text(source)
+    log = tmp_path / "last-words"
+    async with AgentProcess("--standalone", f"--start-method={method}", f"--termination-log={log}", program) as agent:
+        assert await agent.code() == 1
+    assert "NoSuchDataSet: there is no data set mnist" in agent.lines[-1]
+    assert "epoch 2" not in agent.output
+    assert json.loads(log.read_text())["failure"]["z"] is True
+
+
+async def test_such_an_exception_that_is_caught_and_followed_by_another_one_is_none(tmp_path: Path) -> None:
+    program = tmp_path / "caught.py"
+    program.write_text(
+        f"{FINAL}\ntry:\n    raise NoSuchDataSet('a')\nexcept NoSuchDataSet:\n    raise OSError('b') from None\n"
+    )
+    async with AgentProcess("--standalone", "--max-restarts=1", "--start-method=exec", program) as agent:
+        assert await agent.code() == 1
+    assert "OSError: b" in agent.lines[-1]
+    assert "epoch 2" in agent.output
+
+
+STANDS = """
+import json, multiprocessing, os, sys, time
+from pathlib import Path
+from torchelastic import worker
+
+def ask(whose):
+    print(f"{whose}: {worker.epoch_stands(timeout=1)}", flush=True)
+
+if __name__ == "__main__":
+    ask("worker")
+    child = multiprocessing.get_context("spawn").Process(target=ask, args=("child",))
+    child.start()
+    child.join()
+    names = ("TORCHELASTIC_WORKER_CHANNEL", "TORCHELASTIC_EPOCH", "LOCAL_RANK")
+    print(json.dumps({name: os.environ[name] for name in names}), os.getpid(), flush=True)
+    while not (Path(sys.argv[1]) / "ask").exists():
+        time.sleep(0.01)
+    ask("worker of an agent that does not answer")
+    (Path(sys.argv[1]) / "asked").touch()
+    time.sleep(600)
+"""
+
+ASK = "from torchelastic import worker; print(worker.epoch_stands())"
+
+
+async def _asked_with(environment: str) -> str:
+    """What a process is answered that has a worker's environment, but is none of its processes."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ASK), env={**os.environ, **json.loads(environment)}, stdout=asyncio.subprocess.PIPE
+    )
+    return (await process.communicate())[0].decode().strip()
+
+
+async def test_an_epoch_stands_for_its_own_workers_until_it_ends(tmp_path: Path) -> None:
+    program = tmp_path / "stands.py"
+    program.write_text(STANDS)
+    async with AgentProcess("--standalone", program, tmp_path, env={"TMPDIR": str(tmp_path)}) as agent:
+        await agent.said("worker: True")
+        await agent.said("child: True")
+        first = await agent.said(r"(\{.*\}) (\d+)")
+        os.kill(int(first[2]), signal.SIGKILL)
+        await agent.said("epoch 2: ")
+        seen = len(agent.lines)
+        second = await agent.said(r"(\{.*\}) (\d+)", since=seen)
+        assert json.loads(second[1])["TORCHELASTIC_EPOCH"] == "2"
+        assert await _asked_with(first[1]) == "False"
+        assert await _asked_with(second[1]) == "False"
+        agent.kill(signal.SIGSTOP)
+        (tmp_path / "ask").touch()
+        await told(tmp_path / "asked")
+        agent.kill(signal.SIGCONT)
+        await agent.said("worker of an agent that does not answer: False")
+    assert await _asked_with(second[1]) == "False"
+
+
+@pytest.mark.parametrize(("seconds", "cleaned"), [("60", True), ("0", False)])
+async def test_workers_of_an_epoch_that_failed_have_the_time_to_stop_that_was_given(
+    tmp_path: Path, seconds: str, cleaned: bool
+) -> None:
+    program = tmp_path / "stopping.py"
+    program.write_text(
+        """
+import os, signal, sys, time
+from pathlib import Path
+here, rank = Path(sys.argv[1]), os.environ["RANK"]
+if os.environ["TORCHELASTIC_EPOCH"] == "2":
+    sys.exit(0)
+if rank == "1":
+    while not (here / "up").exists():
+        time.sleep(0.01)
+    sys.exit(5)
+
+def clean(*_):
+    (here / "cleaned").touch()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, clean)
+(here / "up").touch()
+time.sleep(600)
+"""
+    )
+    async with AgentProcess(
+        "--standalone", "--nproc-per-node=2", f"--stop-timeout={seconds}", program, tmp_path
+    ) as agent:
+        assert await agent.code() == 0
+    assert "exit code 5" in agent.output
+    assert (tmp_path / "cleaned").exists() is cleaned
+
+
+async def test_a_deep_folder_for_temporary_files_is_no_hindrance(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100) / ("y" * 100)
+    deep.mkdir(parents=True)
+    program = tmp_path / "asking.py"
+    program.write_text(
+        "from torchelastic import worker\nworker.ask_for_notice(5)\nprint('stands:', worker.epoch_stands())\n"
+    )
+    async with AgentProcess("--standalone", program, env={"TMPDIR": str(deep)}) as agent:
+        assert await agent.code() == 0
+    assert "stands: True" in agent.output
+    assert [*deep.iterdir()] == []
+
+
+NETWORK = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+print("gloo", os.environ.get("GLOO_SOCKET_IFNAME", "chooses"), "nccl", os.environ.get("NCCL_SOCKET_IFNAME", "chooses"))
+"""
+
+
+async def test_gloo_and_nccl_use_the_interface_of_the_address_that_was_chosen(tmp_path: Path) -> None:
+    program = tmp_path / "network.py"
+    program.write_text(NETWORK)
+    address = own_address(["no-such-host.invalid:1"])
+    interface = interface_of(address) or "chooses"
+    nodes = ["--standalone", "--nproc-per-node=2"]
+    async with AgentProcess(*nodes, f"--local-addr={address}", program, env={"NCCL_SOCKET_IFNAME": "ib7"}) as agent:
+        assert await agent.code() == 0
+    assert f"gloo {interface} nccl ib7" in agent.output
+    async with AgentProcess(*nodes, program, env={"TORCHELASTIC_NODE_ADDRESS": address}) as agent:
+        assert await agent.code() == 0
+    assert "gloo chooses nccl chooses" in agent.output

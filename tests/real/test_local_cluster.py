@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import pytest_asyncio
 
 from elastic_operator.errors import BadInput, NotFound
 from elastic_operator.local.client import connect, find_job, known_jobs
+from tests.support.crew import told
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from torchelastic.contract import KEY_ROOT
 from torchelastic.store import connect as connect_store
@@ -141,6 +143,36 @@ async def test_pods_that_do_not_want_to_end_are_killed_in_seconds(home: Path, tm
         async with asyncio.timeout(10):
             assert await run.exit_code() == 130, run.output
         assert processes_of(home) == {}
+
+
+SAVES = """
+import os, time
+from pathlib import Path
+from torchelastic import worker
+
+rank = os.environ["RANK"]
+worker.ask_for_notice(20)
+time.sleep(1)  # it goes to the agent, the store, and elasticjob
+Path(f"asked.{rank}").touch()
+while worker.notice() is None:
+    time.sleep(0.01)
+time.sleep(4)  # longer than pods have that do not ask
+Path(f"saved.{rank}").touch()
+worker.saved()
+time.sleep(600)
+"""
+
+
+async def test_an_interrupted_run_lets_workers_save_that_have_asked_for_it(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(SAVES)
+    async with LocalRun(home, manifest(tmp_path, command=[sys.executable, "saves.py"])) as run:
+        await run.trains(2)
+        for rank in range(2):
+            await told(tmp_path / f"asked.{rank}")
+        run.process.send_signal(signal.SIGINT)
+        assert await run.exit_code() == 130, run.output
+        assert processes_of(home) == {}
+    assert {path.name for path in tmp_path.glob("saved.*")} == {"saved.0", "saved.1"}
 
 
 async def test_who_asks_again_does_not_wait_for_pods_that_hang(home: Path, tmp_path: Path) -> None:

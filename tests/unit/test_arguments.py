@@ -183,13 +183,19 @@ def test_standalone_needs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert "--standalone is a run of one node" in sentence("--standalone", "--nnodes=1:2")
 
 
-@pytest.mark.parametrize("backend", ["torchelastic", "etcd", "etcd-v3", "ETCD_V3"])
-def test_ours_is_the_backend_by_any_of_its_names(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "version"),
+    [("torchelastic", None), ("etcd", None), ("etcd-v3", 3), ("ETCD_V3", 3), ("etcd-v2", 2), ("etcd_v2", 2)],
+)
+def test_ours_is_the_backend_by_any_of_its_names_which_may_say_the_version_of_etcds_api(
+    backend: str, version: int | None
+) -> None:
     settings = run(f"--rdzv-backend={backend}", *SEVERAL)
     assert settings.store is not None
+    assert settings.store.version == version
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static", "etcd-v2", "zookeeper"])
+@pytest.mark.parametrize("backend", ["c10d", "static", "etcd-v4", "zookeeper"])
 def test_another_backend_is_refused_with_what_to_use_instead(backend: str) -> None:
     told = sentence(f"--rdzv-backend={backend}", *SEVERAL)
     assert told.startswith(f"--rdzv-backend {backend}: ")
@@ -376,6 +382,38 @@ def test_a_program_that_is_not_there_is_told_before_anything_starts(folder: Path
     assert sentence("--start-method=thread").startswith("--start-method thread: this is fork-server or exec")
 
 
+def test_modules_to_preload_are_looked_up_beside_the_program_and_where_the_interpreter_looks(folder: Path) -> None:
+    (folder / "lib").mkdir()
+    (folder / "lib" / "train.py").touch()
+    (folder / "lib" / "beside.py").touch()
+    line = "--preload= numpy , json.tool,,beside,numpy"
+    assert run(line, program="lib/train.py").program.preload == ("numpy", "json.tool", "beside")
+    assert run().program.preload == ()
+    told = sentence(line)
+    assert told.startswith("--preload  numpy , json.tool,,beside,numpy: there is no module beside (looked up from ")
+    assert sentence("--preload=no-name", environ={}).startswith("--preload no-name: these are names of modules")
+    assert run("-m", environ={"PET_PRELOAD": "pkg"}, program="pkg.x").program.preload == ("pkg",)
+
+
+# -- failures and what comes before a change
+
+
+def test_times_around_a_change_are_in_seconds() -> None:
+    settings = run("--notice=90", "--stop-timeout=1.5", "--heartbeat-timeout=60")
+    assert (settings.rendezvous.notice, settings.stop_timeout, settings.heartbeat_timeout) == (90.0, 1.5, 60.0)
+    environ = {"PET_NOTICE": "0", "PET_STOP_TIMEOUT": "0", "PET_STOP_GRACE": "7"}
+    settings = run(environ=environ)
+    assert (settings.rendezvous.notice, settings.stop_timeout, settings.stop_grace) == (0.0, 0.0, 7.0)
+    assert run().heartbeat_timeout is None
+    assert (run().rendezvous.notice, run().stop_timeout) == (30.0, 0.0)
+
+
+def test_exit_codes_can_be_declared_final() -> None:
+    assert run("--final-exit-codes=2, 64").final_exit_codes == frozenset({2, 64})
+    assert run(environ={"PET_FINAL_EXIT_CODES": "255"}).final_exit_codes == frozenset({255})
+    assert run().final_exit_codes == frozenset()
+
+
 # -- output
 
 
@@ -441,6 +479,21 @@ def test_flags_about_this_node_win_over_the_environment() -> None:
     assert (settings.termination_log, settings.stop_grace) == (Path("/b"), 0.0)
 
 
+def test_the_place_of_a_node_is_its_host_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "host_id", lambda: "0123456789ab")
+    assert run().place == "0123456789ab"
+    assert run("--place=rack-7").place == "rack-7"
+    assert run(environ={"PET_PLACE": "rack-8"}).place == "rack-8"
+
+
+def test_an_address_that_was_chosen_also_chooses_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "interface_of", {"10.0.0.7": "eth1", "fd00::2": "eth2"}.get)
+    assert run("--local-addr=10.0.0.7").interface == "eth1"
+    assert run(environ={"PET_LOCAL_ADDR": "[fd00::2]"}).interface == "eth2"
+    assert run(environ={Env.NODE_ADDRESS: "10.0.0.7"}).interface == ""
+    assert run().interface == ""
+
+
 def test_the_operators_size_wins_over_nnodes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     environ = {Env.SIZE: encode(SizeRecord(min=1, max=4, wanted=2)).decode()}
     assert run("--nnodes=2:8", *SEVERAL, environ=environ).rendezvous.size.max == 4
@@ -493,6 +546,19 @@ def test_torchruns_fixed_ranks_are_ignored_with_one_warning(caplog: pytest.LogCa
     ("flag", "expected"),
     [
         ("--stop-grace=-1", "--stop-grace -1: this is a time in seconds, 0 or more."),
+        ("--stop-timeout=soon", "--stop-timeout soon: this is a time in seconds, 0 or more."),
+        ("--notice=-1", "--notice -1: this is a time in seconds, 0 or more."),
+        ("--notice=86401", "--notice 86401: this is a time of at most 86,400 seconds."),
+        ("--heartbeat-timeout=0", "--heartbeat-timeout 0: this is a time in seconds, above 0."),
+        ("--final-exit-codes=0", "--final-exit-codes 0: these are exit codes from 1 to 255 with commas between them"),
+        ("--final-exit-codes=1,,2", "--final-exit-codes 1,,2: these are exit codes from 1 to 255"),
+        ("--final-exit-codes=-9", "--final-exit-codes -9: these are exit codes from 1 to 255"),
+        ("--place=", "--place needs a value: NAME."),
+        ("--preload=torch;os", "--preload torch;os: these are names of modules with commas between them"),
+        (
+            "--shutdown-timeout=3",
+            "--shutdown-timeout is a flag of torchrun that torchelastic-run does not have: say it",
+        ),
         ("--monitor-interval=0", "--monitor-interval 0: this is a time in seconds, above 0."),
         ("--stop-grace=inf", "--stop-grace inf: this is a time in seconds, 0 or more."),
         ("--max-restarts=3x", "--max-restarts 3x: this is a whole number from 0 to 1000000."),

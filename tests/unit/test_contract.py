@@ -8,6 +8,7 @@ import pytest
 from torchelastic.contract import (
     CONTRACT_VERSION,
     EpochRecord,
+    FailureRecord,
     LeaderRecord,
     Member,
     NodeRecord,
@@ -69,3 +70,26 @@ def test_the_lease_of_a_run_has_an_id_that_all_can_work_out_and_etcd_takes() -> 
     assert len(leases) == 7
     assert all(0 < lease < 2**63 for lease in leases)
     assert run_lease("0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11") == 383779628911130922
+
+
+def test_texts_that_are_no_unicode_can_be_written_and_are_not_longer_than_before() -> None:
+    record = EpochRecord(number=7, members=(Member("a.1", "\udcff", 2),), cause="\udcff" * 16384)
+    read = decode_epoch(encode(record))
+    assert (read.number, read.members, read.cause) == (7, (Member("a.1", "?", 2),), "?" * 16384)
+
+
+@pytest.mark.parametrize("text", ["a", "ß", "訓", "🧯", "\n", "\x00", "\udcff", "\U0001f9ef\u200d"])
+def test_last_words_are_whole_and_fit_whatever_the_texts_are_made_of(text: str) -> None:
+    failure = FailureRecord(epoch=1, rank=2, local_rank=0, node="a.1", exit_code=-9, message=text * 4096)
+    message = TerminationMessage(reason="WorkerFailed", message=text * 16000, epoch=3, failure=failure)
+    words = encode_termination_message(message)
+    assert len(words) <= 4096
+    read = decode(words, TerminationMessage)
+    assert read.failure is not None
+    assert (read.reason, read.epoch, read.failure.exit_code) == ("WorkerFailed", 3, -9)
+    assert "\ufffd" not in words.decode()
+    whole = text.encode(errors="replace").decode()
+    for shortened in (read.message, read.failure.message):
+        assert shortened.startswith(whole)
+        assert shortened.endswith(whole)
+        assert " … " in shortened

@@ -41,6 +41,12 @@ def test_an_exception_is_told_with_the_last_place_in_the_users_own_code(told: Pa
     assert words(told, 1) == "RuntimeError: sizes differ (train.py:12)"
 
 
+def test_a_torch_that_was_built_where_it_is_counts_as_a_library(told: Path) -> None:
+    built = TRACE.replace("/venv/lib/python3.12/site-packages", "/opt/pytorch")
+    told.write_text(record("RuntimeError: sizes differ", built))
+    assert words(told, 1) == "RuntimeError: sizes differ (train.py:12)"
+
+
 def test_an_exception_inside_libraries_alone_is_told_with_the_last_place_in_them(told: Path) -> None:
     told.write_text(record("KeyError: 'x'", "\n".join(TRACE.splitlines()[3:])))
     assert words(told, 1) == "KeyError: 'x' (module.py:1751)"
@@ -63,7 +69,8 @@ def test_torchs_prefix_of_the_rank_is_no_part_of_the_exception(told: Path) -> No
         (3, "loading\n\nno such data set\n", "exit code 3; it last printed: loading | no such data set"),
         (-9, "whatever", "killed by SIGKILL"),
         (-15, "whatever", "killed by SIGTERM"),
-        (-11, "Fatal Python error: Segmentation fault", "killed by SIGSEGV; it last printed: Fatal Python error: Segm"),
+        (-11, "loading\nFatal Python error: Segmentation fault", "killed by SIGSEGV: Segmentation fault"),
+        (-6, "python: malloc.c:2599: corrupted top size", "killed by SIGABRT; it last printed: python: malloc.c:2599"),
         (-63, "", "killed by signal 63"),
     ],
 )
@@ -88,6 +95,12 @@ def test_a_kill_for_memory_is_named_as_that(told: Path) -> None:
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [10.0.0.2]: Broken pipe",
         "RuntimeError: Connection reset by peer",
         "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)",
+        "[PG ID 0 Rank 1] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress",
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:33, remote process exited or there was a network error",
+        "DistStoreError: wait timeout after 2000ms, keys: /default_pg/0//cpu//0/1",
+        "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:123] Application timeout caused pair closure",
+        "RuntimeError: NCCL communicator was aborted on rank 1.",
     ],
 )
 def test_what_a_broken_collective_raises_is_a_failure_of_communication(told: Path, text: str) -> None:
@@ -104,11 +117,69 @@ def test_what_a_broken_collective_raises_is_a_failure_of_communication(told: Pat
         "RuntimeError: CUDA error: an illegal memory access was encountered",
         "TimeoutError: the data server did not answer",
         "BrokenPipeError: [Errno 32] Broken pipe",
+        "DistBackendError: Process group watchdog thread terminated with exception: CUDA error: device-side assert",
+        "DistBackendError: NCCL error, ncclUnhandledCudaError: Call failed. Last error: Cuda failure 2 'out of memory'",
     ],
 )
 def test_what_the_program_itself_raises_is_a_failure_of_the_program(told: Path, text: str) -> None:
     told.write_text(record(text))
     assert explain(1, error_file=told, tail="", memory=False).kind is FailureKind.PROGRAM
+
+
+def test_a_word_about_gloo_and_one_about_a_timeout_lines_later_are_no_broken_collective(told: Path) -> None:
+    tail = "[Gloo] Rank 0 is connected to 1 peer ranks.\nloading\nthe data server: timeout\n"
+    assert explain(3, error_file=told, tail=tail, memory=False).kind is FailureKind.PROGRAM
+
+
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+PROGRAM_FIRST = f"""{TRACE}ValueError: bad input
+{DURING}{TRACE.replace("12", "20")}RuntimeError: [gloo/pair.cc:5] Connection closed by peer
+"""
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_collective_that_breaks_when_the_program_fails_does_not_take_its_place(told: Path, recorded: bool) -> None:
+    tail = f"epoch 3\n{PROGRAM_FIRST}"
+    if recorded:
+        told.write_text(record(PROGRAM_FIRST.splitlines()[-1], PROGRAM_FIRST))
+        tail = ""
+    explanation = explain(1, error_file=told, tail=tail, memory=False)
+    assert (explanation.kind, explanation.message) == (FailureKind.PROGRAM, "ValueError: bad input (train.py:12)")
+
+
+def test_an_exception_of_the_program_that_follows_another_one_is_told(told: Path) -> None:
+    tail = f"{TRACE}KeyError: 'lr'\n{DURING}{TRACE.replace('12', '20')}ConfigError: lr is missing\n"
+    assert words(told, 1, tail) == "ConfigError: lr is missing (train.py:20)"
+
+
+NCCL_ABORT = """[rank1]:[E1122 10:00:00 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: Watchdog caught collective
+Exception raised from checkTimeout at ProcessGroupNCCL.cpp:618 (most recent call first):
+frame #0: c10::Error::Error(...) + 0x96 (0x7f in libc10.so)
+frame #1: <unknown function> + 0x94ac3
+"""
+
+FAULT = """Fatal Python error: Aborted
+
+Current thread 0x00007f (most recent call first):
+  File "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 2500 in all_reduce
+  File "/home/me/train.py", line 12 in main
+  File "/home/me/train.py", line 20 in <module>
+"""
+
+
+def test_a_process_that_nccl_aborts_is_told_with_what_it_said_last(told: Path) -> None:
+    explanation = explain(-6, error_file=told, tail=NCCL_ABORT, memory=False)
+    assert explanation.kind is FailureKind.COMMUNICATION
+    assert explanation.message.startswith(
+        "killed by SIGABRT: DistBackendError: [PG ID 0 Rank 1] Process group watchdog"
+    )
+    assert words(told, -6, NCCL_ABORT + FAULT).endswith("Watchdog caught collective (train.py:12)")
+
+
+def test_a_crash_is_told_with_its_place_where_a_fault_handler_shows_it(told: Path) -> None:
+    assert words(told, -6, FAULT) == "killed by SIGABRT: Aborted (train.py:12)"
 
 
 @pytest.mark.parametrize(

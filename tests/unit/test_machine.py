@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchelastic.machine import cpu_count, gpu_count, own_address
+from torchelastic.machine import cpu_count, gpu_count, host_id, interface_of, interface_variables, own_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +115,33 @@ def test_the_own_address_is_that_of_the_interface_towards_the_store() -> None:
 
 def test_a_store_whose_name_does_not_resolve_yet_is_passed_over() -> None:
     assert own_address(["no-such-host.invalid:2379", "127.0.0.1:2379"]) == "127.0.0.1"
+
+
+def test_the_interface_of_an_address_is_the_one_that_carries_it() -> None:
+    address = own_address(["no-such-host.invalid:2379"])
+    interface = interface_of(address)
+    if address == "127.0.0.1":  # a machine without a network
+        assert interface == ""
+    else:
+        assert interface in {name for _, name in socket.if_nameindex()}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "192.0.2.77", "no-such-host.invalid", "fe80::1%lo"])
+def test_loopback_and_what_is_no_address_of_this_machine_has_no_interface(host: str) -> None:
+    assert interface_of(host) == ""
+
+
+def test_gloo_and_nccl_are_told_the_interface_unless_the_user_has_told_them() -> None:
+    both = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert interface_variables("eth1", {}) == both
+    assert interface_variables("eth1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert interface_variables("", {}) == {}
+
+
+def test_a_host_has_one_name_that_is_short(tmp_path: Path) -> None:
+    path = "proc/sys/kernel/random/boot_id"
+    assert host_id(write(tmp_path, {path: "6689fc4e-1b95-417a-ab25-c17f951d50f4\n"})) == "6689fc4e1b95"
+    assert host_id(tmp_path / "nowhere") == ""
 
 
 def test_without_any_name_that_resolves_it_is_an_address_of_this_machine() -> None:

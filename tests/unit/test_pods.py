@@ -13,6 +13,7 @@ from elastic_operator.pods import (
     AgentCommand,
     Surroundings,
     agent_command,
+    ending_of,
     problem_of,
     program_of,
     resolved,
@@ -103,6 +104,17 @@ def test_another_launcher_takes_the_place_of_the_first_words() -> None:
     started = agent_command(a_job(args=("x.py",)), POD, replace(HERE, launcher=launcher))
 
     assert started.argv == (*launcher, "x.py")
+
+
+def test_the_agent_is_told_the_notice_that_fits_into_the_pods_time_to_end(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").touch()
+    job = a_job(args=(str(script),), template=pod_template(terminationGracePeriodSeconds=120))
+    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
+
+    assert ending_of(job.spec).period == 120
+    assert settings.rendezvous.notice + settings.stop_grace + 25 == 120
+    by_itself = as_the_agent_reads_it(agent_command(a_job(args=(str(script),)), POD, HERE))
+    assert by_itself.rendezvous.notice + by_itself.stop_grace < ending_of(a_job().spec).period
 
 
 def template(**container: object) -> dict[str, object]:

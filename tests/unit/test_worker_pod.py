@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.kube.settings import PodSettings
-from elastic_operator.kube.worker_pod import GRACE_AROUND, WORKERS_GRACE, worker_pod
+from elastic_operator.kube.worker_pod import worker_pod
 from elastic_operator.model import NewPod
+from elastic_operator.pod_ending import AROUND, GRACE, NOTICE
 from elastic_operator.pods import RESERVED, problem_of
 from tests.support.builders import UID, a_job, size
 from torchelastic.contract import CONTRACT_VERSION, Env
-from torchelastic.settings import AgentSettings
+from torchelastic.settings import AgentSettings, RendezvousSettings
 
 POD = NewPod(name="digits-1-bcdfg", index=1, size=size(2, generation=3), failures=2)
 STORE = "10.96.0.7:2379"
@@ -88,7 +89,7 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
             "hostname": "digits-1",
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": 30,
+            "terminationGracePeriodSeconds": 60,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [
                 {
@@ -307,27 +308,60 @@ def test_the_port_of_metrics_is_the_operators_to_choose_and_stands_beside_the_te
 
 
 @pytest.mark.parametrize(
-    ("spec", "grace"),
+    ("spec", "period"),
     [
-        ({}, 30),
-        ({"args": ("--stop-grace=60.5", "x.py")}, 86),
-        ({"args": ("--stop_grace", "60", "x.py")}, 85),
-        ({"args": ("--stop-grace=1", "x.py")}, 30),
-        ({"args": ("--stop-grace=soon", "x.py")}, 30),
-        ({"args": ("--stop-grace",)}, 30),
-        ({"args": ("--stop-grace=inf", "x.py")}, 30),
-        ({"args": ("--stop-grace=60",), "command": ("x",)}, 30),
-        ({"env": ({"name": "PET_STOP_GRACE", "value": "95"},)}, 120),
-        ({"env": ({"name": "PET_STOP_GRACE", "valueFrom": {}},)}, 30),
+        ({}, 60),
+        ({"args": ("--stop-grace=60.5", "x.py")}, 116),
+        ({"args": ("--stop_grace", "60", "x.py")}, 115),
+        ({"args": ("--stop-grace=1", "x.py")}, 60),
+        ({"args": ("--stop-grace=soon", "x.py")}, 60),
+        ({"args": ("--stop-grace",)}, 60),
+        ({"args": ("--stop-grace=inf", "x.py")}, 60),
+        ({"args": ("--stop-grace=60",), "command": ("x",)}, 60),
+        ({"env": ({"name": "PET_STOP_GRACE", "value": "95"},)}, 150),
+        ({"env": ({"name": "PET_STOP_GRACE", "valueFrom": {}},)}, 60),
+        ({"args": ("--notice", "100", "x.py")}, 130),
+        ({"env": ({"name": "PET_NOTICE", "value": "0"},)}, 60),
+        ({"env": ({"name": "PET_NOTICE", "value": "300"}, {"name": "PET_STOP_GRACE", "value": "10"})}, 335),
     ],
 )
-def test_a_pod_has_more_time_to_end_than_its_workers(spec: dict[str, Any], grace: int) -> None:
-    assert pod_of(**spec)["spec"]["terminationGracePeriodSeconds"] == grace
+def test_a_pod_has_more_time_to_end_than_notice_and_grace_take(spec: dict[str, Any], period: int) -> None:
+    pod = pod_of(**spec)
+    assert pod["spec"]["terminationGracePeriodSeconds"] == period
+    mine = {entry["name"] for entry in spec.get("env", ())}
+    assert {"PET_NOTICE", "PET_STOP_GRACE"} & env_of(worker_of(pod)).keys() == mine
 
 
-def test_the_workers_grace_is_what_the_agent_gives_by_itself() -> None:
-    assert AgentSettings.__dataclass_fields__["stop_grace"].default == WORKERS_GRACE
-    assert GRACE_AROUND > 0
+@pytest.mark.parametrize(
+    ("period", "notice", "grace"), [(3600, 3570, 5), (90, 62.5, 5), (30, 17.5, 5), (8, 3, 3), (0, 0, 0)]
+)
+def test_a_period_of_the_templates_is_divided_among_notice_grace_and_what_is_around(
+    period: int, notice: float, grace: float
+) -> None:
+    pod = pod_of({"terminationGracePeriodSeconds": period})
+    assert pod["spec"]["terminationGracePeriodSeconds"] == period
+    told = env_of(worker_of(pod))
+    assert (float(told["PET_NOTICE"]), float(told["PET_STOP_GRACE"])) == (notice, grace)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ({"args": ("--notice=20", "x.py")}, {"PET_STOP_GRACE": "2.5"}),
+        ({"args": ("--stop-grace=10", "x.py")}, {"PET_NOTICE": "12.5"}),
+        ({"args": ("--stop-grace=60", "x.py")}, {"PET_NOTICE": "0"}),
+        ({"args": ("--stop-grace=2", "--notice=3", "x.py")}, {}),
+    ],
+)
+def test_within_a_period_of_the_templates_the_users_own_times_stand(spec: dict[str, Any], told: dict[str, str]) -> None:
+    given = env_of(worker_of(pod_of({"terminationGracePeriodSeconds": 30}, **spec)))
+    assert {name: given[name] for name in ("PET_NOTICE", "PET_STOP_GRACE") if name in given} == told
+
+
+def test_notice_and_grace_are_what_the_agent_gives_by_itself() -> None:
+    assert AgentSettings.__dataclass_fields__["stop_grace"].default == GRACE
+    assert RendezvousSettings.__dataclass_fields__["notice"].default == NOTICE
+    assert AROUND > 0
 
 
 # Whatever the template is

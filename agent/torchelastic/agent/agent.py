@@ -8,91 +8,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-import signal
 import time
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from torchelastic.agent.workers import GroupEnded, StartError, Workers, WorkerStart
-from torchelastic.contract import (
-    ExitCode,
-    FailureKind,
-    FailureRecord,
-    NodePhase,
-    NodeRecord,
-    OutcomeRecord,
-    OutcomeState,
-    TerminationMessage,
+from torchelastic.agent.ending import Ending
+from torchelastic.agent.failure import in_full
+from torchelastic.agent.happenings import (
+    Happenings,
+    RendezvousFailed,
+    Signalled,
+    StoreServerEnded,
+    WorkerEnded,
+    WorkersSpoke,
 )
+from torchelastic.agent.notices import Notices
+from torchelastic.agent.signals import LEAVING_SIGNALS, SignalledFirst, Signals
+from torchelastic.agent.worker_channel import WorkerChannel
+from torchelastic.agent.workers import StartError, Workers, WorkerStart
+from torchelastic.contract import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState
 from torchelastic.errors import SettingsError, StoreError, StoreUnavailable
+from torchelastic.machine import interface_variables
 from torchelastic.output import started
-from torchelastic.rendezvous.decide import describe
-from torchelastic.rendezvous.node import EpochBegan, Event, Isolated, RendezvousNode, RunEnded
+from torchelastic.rendezvous.node import EpochBegan, Isolated, Noticed, RendezvousNode, RunEnded
 from torchelastic.rendezvous.ranks import worker_environments
 from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
-    from types import TracebackType
+    import signal
+    from collections.abc import Mapping, Sequence
 
     from torchelastic.agent.workers import StoreServer, WorkerExit, WorkerGroup
-    from torchelastic.contract import EpochRecord
+    from torchelastic.contract import EpochRecord, OutcomeRecord
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.settings import AgentSettings
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
-LEAVING_SIGNALS: Final = {signal.SIGTERM: ExitCode.LEFT, signal.SIGINT: ExitCode.INTERRUPTED}
-
-
-@dataclass(frozen=True, slots=True)
-class Signalled:
-    """Somebody asked this agent to go."""
-
-    number: signal.Signals
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEnded:
-    """A worker of an epoch came to its end."""
-
-    epoch: int
-    exit: WorkerExit
-
-
-@dataclass(frozen=True, slots=True)
-class StoreServerEnded:
-    """The process that served an epoch's TCPStore ended by itself."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class RendezvousFailed:
-    """This node cannot take part any more."""
-
-    error: BaseException | None
-
-
-Happening = Event | Signalled | WorkerEnded | StoreServerEnded | RendezvousFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How an agent ended.
-
-    Attributes:
-        code: its exit code.
-        message: its last words.
-    """
-
-    code: ExitCode
-    message: TerminationMessage
+UNHEARD: Final = 0.5
+"""Seconds after which a node that leaves takes it that nobody will form the epoch without it, unless one does or gives
+notice of it: where all leave at once, or the store is away."""
 
 
 class Agent:
@@ -106,14 +64,15 @@ class Agent:
     def __init__(self, settings: AgentSettings, metrics: AgentMetrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._queue: asyncio.Queue[Happening] = asyncio.Queue()
-        self._signals = _Signals(self._queue)
+        self._happenings = Happenings()
+        self._signals = Signals(lambda number: self._happenings.put(Signalled(number)))
+        self._channel: WorkerChannel
+        self._notices: Notices
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
         self._epoch: EpochRecord | None = None
         self._group: WorkerGroup | None = None
         self._unfinished: set[int] = set()
         self._store_server: StoreServer | None = None
-        self._pumps: list[asyncio.Task[None]] = []
         self._broken_at: float | None = None
         self._began_at = 0.0
 
@@ -134,6 +93,8 @@ class Agent:
                         settings.logs,
                         role=settings.role,
                         local_world_size=settings.workers,
+                        environment=interface_variables(settings.interface, os.environ),
+                        heartbeat_timeout=settings.heartbeat_timeout,
                         alone=True,
                     )
                 )
@@ -142,26 +103,31 @@ class Agent:
                 node = RendezvousNode(
                     store, settings.rendezvous, node=self._node_id, record=self._introduction(metrics_port)
                 )
+                self._channel = await stack.enter_async_context(
+                    WorkerChannel(
+                        workers.scratch,
+                        stands=lambda epoch, timeout: node.stands(epoch, timeout=timeout),
+                        changed=lambda: self._happenings.put(WorkersSpoke()),
+                    )
+                )
+                self._notices = Notices(self._channel, node, limit=settings.rendezvous.notice)
                 # Whoever joins before it can start its workers makes the others wait for it.
                 await self._signals.unless_first(workers.ready())
                 await self._signals.unless_first(stack.enter_async_context(node))
             except StoreError as error:
-                return _ending(ExitCode.STORE, "StoreUnavailable", f"{error}")
+                return Ending.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
             except (StartError, SettingsError) as error:
-                return _ending(ExitCode.BAD_INPUT, "BadInput", f"{error}")
-            except _SignalledFirst as signalled:
+                return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
+            except SignalledFirst as signalled:
                 return self._left(signalled.number)
             stack.push_async_callback(self._stop_workers, 0.0)
-            self._pump(self._pump_events(node))
+            await stack.enter_async_context(self._happenings)
+            self._happenings.follow_rendezvous(node)
             try:
                 return await self._live(workers, node)
             except SettingsError as error:
                 await node.leave()
-                return _ending(ExitCode.BAD_INPUT, "BadInput", f"{error}")
-            finally:
-                for pump in self._pumps:
-                    pump.cancel()
-                await asyncio.gather(*self._pumps, return_exceptions=True)
+                return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
 
     def _introduction(self, metrics_port: int) -> NodeRecord:
         return NodeRecord(
@@ -170,6 +136,7 @@ class Agent:
             workers=self._settings.workers,
             size=self._settings.rendezvous.size,
             metrics=metrics_port,
+            place=self._settings.place,
         )
 
     async def _connect(self) -> Store:
@@ -195,37 +162,42 @@ class Agent:
 
     async def _live(self, workers: Workers, node: RendezvousNode) -> Ending:
         while True:
-            happening = await self._queue.get()
-            match happening:
+            match happening := await self._happenings.next():
                 case EpochBegan():
-                    with suppress(_SignalledFirst):  # the signal itself stands in the queue
+                    with suppress(SignalledFirst):  # the signal itself stands in the queue
                         await self._signals.unless_first(self._begin_epoch(happening, workers, node))
                 case WorkerEnded():
                     await self._worker_ended(happening, node)
+                case Noticed(record):
+                    self._notices.told(record)
+                case WorkersSpoke():
+                    self._notices.report()
                 case StoreServerEnded(epoch):
                     await self._store_server_ended(epoch, node)
                 case Isolated():
                     await self._stop_workers(0.0)
                 case RunEnded(outcome):
-                    await self._stop_workers(0.0)
-                    return self._run_ended(outcome)
+                    await self._stop_workers(self._settings.stop_timeout)
+                    self._told_of_the_end(outcome)
+                    return Ending.with_the_run(outcome)
                 case Signalled(number):
-                    logger.info("%s: leaving the run", number.name)
-                    await node.leave()
-                    await self._stop_workers(self._settings.stop_grace)
+                    await self._leave(number, node)
                     return self._left(number)
                 case RendezvousFailed(error):
                     if not isinstance(error, StoreError):
                         logger.error("the rendezvous broke", exc_info=error)
                     await self._stop_workers(0.0)
-                    return _ending(ExitCode.STORE, "StoreUnavailable", f"{error or 'the rendezvous ended by itself'}")
+                    return Ending.because(
+                        ExitCode.STORE, "StoreUnavailable", f"{error or 'the rendezvous ended by itself'}"
+                    )
 
     async def _begin_epoch(self, began: EpochBegan, workers: Workers, node: RendezvousNode) -> None:
         epoch = began.record
         logger.info("epoch %d: %s", epoch.number, epoch.cause)
         if self._group is not None and self._broken_at is None:
             self._broken_at = time.monotonic()
-        await self._stop_workers(0.0)
+        await self._stop_workers(self._settings.stop_timeout)
+        self._notices.begin(epoch.number)
         self._epoch = epoch
         self._began_at = time.monotonic()
         self._metrics.epoch(epoch.number, epoch.world_size)
@@ -256,7 +228,7 @@ class Agent:
             self._metrics.recovered(time.monotonic() - self._broken_at, epoch.reason)
             self._broken_at = None
         logger.info("%s", started(epoch.number, [int(env["RANK"]) for env in environments], epoch.world_size))
-        self._pump(self._pump_exits(self._group, epoch.number))
+        self._happenings.follow_workers(self._group, epoch.number)
 
     async def _start(
         self, began: EpochBegan, workers: Workers, environments: Sequence[Mapping[str, str]]
@@ -266,32 +238,43 @@ class Agent:
         Side by side: the store's socket is bound already, so workers that are faster than the store wait there.
         """
         epoch = began.record.number
-        starts = [WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), env) for env in environments]
+        starts = [
+            WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), {**env, **self._channel.variables})
+            for env in environments
+        ]
         serving = None if began.store is None else asyncio.ensure_future(workers.serve_store(began.store))
         try:
             self._group = await workers.start(epoch, starts)
+            self._channel.began(self._group.pids)
         finally:
             if serving is not None:
                 self._store_server = await serving
-                self._pump(self._pump_store_server(self._store_server, epoch))
+                self._happenings.follow_store_server(self._store_server, epoch)
         return self._group
 
     async def _worker_ended(self, ended: WorkerEnded, node: RendezvousNode) -> None:
-        if self._group is None or self._epoch is None or ended.epoch != self._epoch.number:
+        if self._is_of_the_past(ended):
             return
         if ended.exit.exit_code == 0:
-            self._unfinished.discard(ended.exit.local_rank)
-            done = not self._unfinished
-            node.report(ended.epoch, phase=NodePhase.DONE if done else NodePhase.FINISHING)
-            if done:
-                self._metrics.worker_state(self._settings.role, "succeeded")
+            self._worker_succeeded(ended, node)
             return
         failure = self._failure(ended.exit, ended.epoch)
         node.report(ended.epoch, failure=failure)
-        logger.warning("%s", describe(failure))
+        logger.warning("%s", in_full(failure))
         self._broken_at = time.monotonic()
         self._metrics.worker_state(self._settings.role, "unhealthy")
-        await self._stop_workers(0.0)
+        await self._stop_workers(self._settings.stop_timeout)
+
+    def _is_of_the_past(self, ended: WorkerEnded) -> bool:
+        return self._group is None or self._epoch is None or ended.epoch != self._epoch.number
+
+    def _worker_succeeded(self, ended: WorkerEnded, node: RendezvousNode) -> None:
+        self._channel.forget(ended.exit.local_rank)
+        self._unfinished.discard(ended.exit.local_rank)
+        done = not self._unfinished
+        node.report(ended.epoch, phase=NodePhase.DONE if done else NodePhase.FINISHING)
+        if done:
+            self._metrics.worker_state(self._settings.role, "succeeded")
 
     async def _store_server_ended(self, epoch: int, node: RendezvousNode) -> None:
         if self._epoch is None or epoch != self._epoch.number or self._group is None:
@@ -315,8 +298,8 @@ class Agent:
             uptime=round(time.monotonic() - self._began_at, 3),
         )
         node.report(epoch.number, failure=failure)
-        logger.warning("%s", describe(failure))
-        await self._stop_workers(0.0)
+        logger.warning("%s", in_full(failure))
+        await self._stop_workers(self._settings.stop_timeout)
 
     def _failure(self, worker: WorkerExit, epoch: int) -> FailureRecord:
         return FailureRecord(
@@ -330,28 +313,64 @@ class Agent:
             pid=worker.pid,
             message=worker.message,
             uptime=round(worker.uptime, 3),
+            final=worker.final or worker.exit_code in self._settings.final_exit_codes,
         )
+
+    async def _leave(self, number: signal.Signals, node: RendezvousNode) -> None:
+        """Leave the run, and end the workers when nobody needs them any more.
+
+        They run on until the epoch without this node stands: where any worker of the epoch has asked for a notice, all
+        of them run on until they have saved. Where nobody will form that epoch, this node's own workers are waited for.
+        """
+        logger.info("%s: leaving the run", number.name)
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._settings.rendezvous.notice
+        self._notices.leave(f"{self._settings.node_name} leaves ({number.name})")
+        await self._signals.unless_hurried(node.leave())
+        alone = self._epoch is None or len(self._epoch.members) == 1
+        unheard = clock() + (0 if alone else UNHEARD)
+        while self._group is not None and not self._signals.hurry.is_set():
+            waits_for_others = self._notices.stands or not self._notices.answered
+            left = (until if waits_for_others else min(unheard, until)) - clock()
+            if left <= 0 or await self._ends_leaving(left, node):
+                break
+        await self._stop_workers(self._settings.stop_grace)
+        self._metrics.worker_state(self._settings.role, "stopped")
+
+    async def _ends_leaving(self, seconds: float, node: RendezvousNode) -> bool:
+        """Take in what happens next to a node that leaves; whether its workers are to end now."""
+        match await self._happenings.next(seconds):
+            case None:
+                pass
+            case Noticed(record):
+                self._notices.told(record)
+            case WorkersSpoke():
+                self._notices.report()
+            case WorkerEnded() as ended if self._is_of_the_past(ended):
+                pass
+            case WorkerEnded() as ended if ended.exit.exit_code == 0:
+                self._worker_succeeded(ended, node)
+                return not self._unfinished
+            case EpochBegan(store=listener):
+                if listener is not None:
+                    listener.close()
+                return True
+            case _:
+                return True
+        return False
 
     async def _stop_workers(self, grace: float) -> None:
         """End the workers of this node and their store; a second signal cuts the grace short."""
-        group, self._group = self._group, None
-        if group is not None:
-            stopping = asyncio.ensure_future(group.stop(grace))
-            hurry = asyncio.ensure_future(self._signals.hurry.wait())
-            try:
-                await asyncio.wait((stopping, hurry), return_when=asyncio.FIRST_COMPLETED)
-                if not stopping.done():
-                    await group.stop(0.0)
-                await stopping
-            finally:
-                hurry.cancel()
+        if self._group is not None:
+            await self._signals.unless_hurried(self._group.stop(grace))
+            if not self._group.stopped:
+                await self._group.stop(0.0)
+            self._group = None
         server, self._store_server = self._store_server, None
         if server is not None:
             await server.close()
 
-    # -- endings
-
-    def _run_ended(self, outcome: OutcomeRecord) -> Ending:
+    def _told_of_the_end(self, outcome: OutcomeRecord) -> None:
         succeeded = outcome.state is OutcomeState.SUCCEEDED
         self._metrics.run_ended(
             self._settings.role,
@@ -361,109 +380,7 @@ class Agent:
         )
         if succeeded:
             logger.info("the run has succeeded")
-            return _ending(ExitCode.SUCCEEDED, "Succeeded", "", epoch=outcome.epoch)
-        reason = "WorkerFailed" if outcome.failure is not None else "TooFewNodes"
-        return Ending(
-            ExitCode.FAILED,
-            TerminationMessage(reason=reason, message=outcome.message, epoch=outcome.epoch, failure=outcome.failure),
-        )
 
     def _left(self, number: signal.Signals) -> Ending:
         code = LEAVING_SIGNALS[number]
-        return _ending(code, "Left", f"left on {number.name}", epoch=self._epoch.number if self._epoch else 0)
-
-    # -- what feeds the queue
-
-    def _pump(self, feeding: Coroutine[Any, Any, None]) -> None:
-        self._pumps.append(asyncio.get_running_loop().create_task(feeding))
-        self._pumps = [pump for pump in self._pumps if not pump.done()]
-
-    async def _pump_events(self, node: RendezvousNode) -> None:
-        while True:
-            getting = asyncio.ensure_future(node.events.get())
-            await asyncio.wait((getting, node.failed), return_when=asyncio.FIRST_COMPLETED)
-            if not getting.done():
-                getting.cancel()
-                self._queue.put_nowait(RendezvousFailed(_first_cause(node.failed.exception())))
-                return
-            self._queue.put_nowait(getting.result())
-
-    async def _pump_exits(self, group: WorkerGroup, epoch: int) -> None:
-        with suppress(GroupEnded):
-            while True:
-                self._queue.put_nowait(WorkerEnded(epoch, await group.next_exit()))
-
-    async def _pump_store_server(self, server: StoreServer, epoch: int) -> None:
-        await asyncio.wait((server.ended,))
-        self._queue.put_nowait(StoreServerEnded(epoch))
-
-
-class _SignalledFirst(Exception):  # noqa: N818 - control flow within this module
-    """A signal came before the agent took part."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
-
-
-class _Signals:
-    """Puts the signals that ask the agent to go into its queue; a context manager.
-
-    Attributes:
-        hurry: set by the second signal.
-    """
-
-    def __init__(self, queue: asyncio.Queue[Happening]) -> None:
-        self.hurry = asyncio.Event()
-        self._queue = queue
-        self._first: asyncio.Future[signal.Signals] | None = None
-
-    def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        self._first = loop.create_future()
-        for number in LEAVING_SIGNALS:
-            loop.add_signal_handler(number, self._came, number)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        for number in LEAVING_SIGNALS:
-            loop.remove_signal_handler(number)
-
-    async def unless_first(self, doing: Coroutine[Any, Any, Result]) -> Result:
-        """Do something, unless a signal comes first.
-
-        Raises:
-            _SignalledFirst: one did; what was being done is cancelled.
-        """
-        if self._first is None:
-            raise RuntimeError("signals are not watched yet")
-        task = asyncio.ensure_future(doing)
-        try:
-            await asyncio.wait((task, self._first), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise _SignalledFirst(self._first.result())
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    def _came(self, number: signal.Signals) -> None:
-        if self._first is None or self._first.done():
-            self.hurry.set()
-            return
-        self._first.set_result(number)
-        self._queue.put_nowait(Signalled(number))
-
-
-def _ending(code: ExitCode, reason: str, message: str, *, epoch: int = 0) -> Ending:
-    return Ending(code, TerminationMessage(reason=reason, message=message, epoch=epoch))
-
-
-def _first_cause(error: BaseException | None) -> BaseException | None:
-    """The error that a group of errors is about."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        return Ending.because(code, "Left", f"left on {number.name}", epoch=self._epoch.number if self._epoch else 0)

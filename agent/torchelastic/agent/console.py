@@ -1,6 +1,8 @@
 """Writing to the agent's own standard streams, from a thread.
 
-So a reader that is slow stops the workers' output, and never the agent.
+So a reader that is slow stops the workers' output, and never the agent. That holds for the agent's own words too, which
+go the same way where the process is the agent's: only one thread writes, so none of them comes to stand in the middle
+of a long line.
 
 Whole lines are written in pieces that the kernel does not interleave with what other processes write to the same pipe.
 """
@@ -9,39 +11,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import select
+import sys
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _HELD_LIMIT: Final = 1 << 20
 
+_Queue = queue.SimpleQueue[tuple[int, bytes, int] | None]
+"""Descriptors and what is to be written to them, with how much of it counts as held; None at the end."""
+
 
 class Console:
     """The agent's standard output and standard error, as workers' output reaches them.
 
     Its thread ends with :meth:`close`, or with the process.
+
+    Args:
+        carries_log: what is logged to standard error goes this way too, until it is closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, carries_log: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._queue: _Queue = queue.SimpleQueue()
         self._held = 0
         self._waiting: list[Callable[[], None]] = []
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._over = asyncio.Event()
         self._broken: set[int] = set()
+        self._carried = _handlers_to_standard_error() if carries_log else []
+        for handler in self._carried:
+            handler.setStream(_Words(self._queue))
         threading.Thread(target=self._write_all, name="console", daemon=True).start()
 
     def write(self, descriptor: int, lines: bytes) -> None:
         """Have whole lines written to a descriptor."""
         self._held += len(lines)
-        self._idle.clear()
-        self._queue.put((descriptor, lines))
+        self._queue.put((descriptor, lines, len(lines)))
 
     @property
     def full(self) -> bool:
@@ -54,14 +65,14 @@ class Console:
 
     async def close(self, patience: float) -> None:
         """Wait until all is written, for some seconds at most."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), patience)
+        for handler in self._carried:
+            handler.setStream(sys.stderr)
         self._queue.put(None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), patience)
 
     def _written(self, size: int) -> None:
         self._held -= size
-        if not self._held:
-            self._idle.set()
         if not self.full:
             waiting, self._waiting = self._waiting, []
             for resume in waiting:
@@ -69,15 +80,38 @@ class Console:
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
-            descriptor, lines = item
+            descriptor, lines, held = item
             if descriptor not in self._broken:
                 try:
                     for piece in _pieces(lines):
                         _write(descriptor, piece)
                 except OSError:  # nobody reads it any more; the workers' output is then dropped
                     self._broken.add(descriptor)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._written, len(lines))
+            self._tell(self._written, held)
+        self._tell(self._over.set)
+
+    def _tell(self, callback: Callable[..., None], *arguments: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+class _Words:
+    """A stream for :mod:`logging`. What is written there by any thread is never waited for, and never held back."""
+
+    def __init__(self, queue: _Queue) -> None:
+        self._queue = queue
+
+    def write(self, text: str) -> None:
+        self._queue.put((2, text.encode(errors="backslashreplace"), 0))
+
+    def flush(self) -> None:
+        pass
+
+
+def _handlers_to_standard_error() -> list[logging.StreamHandler[Any]]:
+    """Those of the root logger that write there."""
+    streams = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    return [handler for handler in streams if handler.stream is sys.stderr]
 
 
 def _pieces(lines: bytes) -> list[bytes]:

@@ -38,6 +38,7 @@ def main() -> None:
         ready, _, _ = select.select([pidfd, 0], [], [])
         if not watched.read() or pidfd in ready:
             break
+    watched.read()  # what was told to a guard that was still starting when the agent died
     end(mark, watched)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from torchelastic.agent.processes import python_code, spawn
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torchelastic.agent.processes import Child, Reaper
@@ -28,13 +29,13 @@ class Guard:
     Args:
         reaper: which gets to know the guard.
         mark: the mark in the environment of all that belongs to the workers.
-        scratch: a folder to be removed with them.
+        folders: to be removed with them.
     """
 
-    def __init__(self, reaper: Reaper, mark: str, scratch: Path) -> None:
+    def __init__(self, reaper: Reaper, mark: str, folders: Sequence[Path]) -> None:
         self._reaper = reaper
         self._mark = mark
-        self._scratch = scratch
+        self._folders = folders
         self._workers: set[int] = set()
         self._child: Child
         self._started = 0.0
@@ -56,7 +57,8 @@ class Guard:
         self._started = asyncio.get_running_loop().time()
         self._child = self._reaper.adopt(pid)
         self._child.ended.add_done_callback(self._ended)
-        self._tell(str(self._scratch))
+        for folder in self._folders:
+            self._tell(str(folder))
         for worker in self._workers:
             self._tell(f"+{worker}")
 

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.agent import failure
+from torchelastic.agent import failure, hang
 from torchelastic.agent.process_table import Table, carries, read_mark, with_descendants
 from torchelastic.contract import FailureKind
 from torchelastic.errors import TorchElasticError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchelastic.agent.guarding import Guard
+    from torchelastic.agent.heartbeats import Heartbeats
     from torchelastic.agent.memory_kills import MemoryKills
     from torchelastic.agent.processes import Child, Reaper
     from torchelastic.agent.worker_logs import WorkerOutput
@@ -57,6 +58,7 @@ class WorkerExit:
         uptime: seconds from its start to its end.
         kind: how much of an explanation it is; without a meaning where the exit code is 0.
         message: in words; empty where the exit code is 0.
+        final: whether the program said that trying again is no use.
     """
 
     local_rank: int
@@ -66,6 +68,7 @@ class WorkerExit:
     uptime: float
     kind: FailureKind
     message: str
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +101,25 @@ class WorkerGroup:
         guard: is told when they are gone.
         memory_kills: counts processes that were killed for memory.
         mark: the mark in the environment of all that belongs to this agent's workers.
+        heartbeats: of the workers; one that is silent for too long is ended. None where none are expected.
     """
 
     def __init__(
-        self, workers: Sequence[Worker], *, reaper: Reaper, guard: Guard, memory_kills: MemoryKills, mark: str
+        self,
+        workers: Sequence[Worker],
+        *,
+        reaper: Reaper,
+        guard: Guard,
+        memory_kills: MemoryKills,
+        mark: str,
+        heartbeats: Heartbeats | None = None,
     ) -> None:
         self._workers = tuple(workers)
         self._reaper = reaper
         self._guard = guard
         self._memory_kills = memory_kills
         self._mark = mark
-        self._exits: deque[asyncio.Task[WorkerExit]] = deque()
+        self._exits: deque[asyncio.Future[WorkerExit]] = deque()
         self._clearing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._unseen = {worker.child.pid for worker in self._workers}
@@ -117,6 +128,8 @@ class WorkerGroup:
         for worker in self._workers:
             guard.add(worker.child.pid)
             worker.child.ended.add_done_callback(lambda _, worker=worker: self._ended(worker))  # type: ignore[misc]
+        self._hangs: dict[int, hang.Hang] = {}
+        self._watching = None if heartbeats is None else asyncio.create_task(self._watch(heartbeats))
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -157,6 +170,9 @@ class WorkerGroup:
         """
         self._stopping = True
         self._changed.set()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         children = [worker.child for worker in self._workers if worker.child.running]
         if grace > 0 and children:
             for child in children:
@@ -171,26 +187,36 @@ class WorkerGroup:
         self._stopped = True
 
     def _ended(self, worker: Worker) -> None:
-        self._unseen.discard(worker.child.pid)
         if not self._stopping:
-            self._exits.append(asyncio.create_task(self._conclude(worker)))
+            if worker.start.local_rank not in self._hangs:
+                self._tell(asyncio.create_task(self._conclude(worker)), worker.child.pid)
             clearing = asyncio.create_task(self._clear(worker))
             self._clearing.add(clearing)
             clearing.add_done_callback(self._clearing.discard)
+        self._changed.set()
+
+    def _tell(self, told: asyncio.Future[WorkerExit], pid: int) -> None:
+        self._exits.append(told)
+        self._unseen.discard(pid)
         self._changed.set()
 
     async def _conclude(self, worker: Worker) -> WorkerExit:
         """Say why a worker ended."""
         exit_code = worker.child.ended.result()
         explanation = failure.Explanation(FailureKind.PROGRAM, "")
+        hung = self._hangs.get(worker.start.local_rank)
         if exit_code != 0:
             if exit_code != -signal.SIGKILL:
                 await worker.output.drained(_DRAIN)
-            explanation = failure.explain(
-                exit_code,
-                error_file=worker.output.error_file,
-                tail=worker.output.tail(),
-                memory=self._memory_kills.count() > worker.memory_kills,
+            explanation = (
+                hang.explain(hung, worker.output.tail())
+                if hung is not None and exit_code in hang.ENDS
+                else failure.explain(
+                    exit_code,
+                    error_file=worker.output.error_file,
+                    tail=worker.output.tail(),
+                    memory=self._memory_kills.count() > worker.memory_kills,
+                )
             )
         return WorkerExit(
             local_rank=worker.start.local_rank,
@@ -200,7 +226,26 @@ class WorkerGroup:
             uptime=worker.child.end_time - worker.started,
             kind=explanation.kind,
             message=explanation.message,
+            final=explanation.final,
         )
+
+    async def _watch(self, heartbeats: Heartbeats) -> None:
+        """End workers that hang, until none runs.
+
+        What one waits for, all may be silent of: so those who fell silent with it are ended, too, and whoever says most
+        is told first.
+        """
+        workers = {worker.start.local_rank: worker for worker in self._workers}
+        while silent := await heartbeats.silent(lambda: self.running):
+            hung = [workers[local_rank] for local_rank in silent]
+            for worker in hung:
+                self._hangs[worker.start.local_rank] = hang.hang_of(worker.child, heartbeats.timeout)
+            await asyncio.gather(*(hang.end(each.child, self._hangs[each.start.local_rank]) for each in hung))
+            exits = await asyncio.gather(*(self._conclude(worker) for worker in hung))
+            for exit_ in sorted(exits, key=lambda exit_: exit_.kind is not FailureKind.PROGRAM):
+                told: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
+                told.set_result(exit_)
+                self._tell(told, exit_.pid)
 
     async def _clear(self, worker: Worker) -> None:
         """End what a worker has left behind while the others go on."""

@@ -24,7 +24,8 @@ TAIL_LIMIT: Final = 16 << 10
 """Bytes of the end of a worker's output that may be looked at to say why it failed."""
 
 _CHUNK: Final = 64 << 10
-_LINE_LIMIT: Final = 64 << 10
+_LINE_LIMIT: Final = 1 << 20
+"""Bytes of a line; longer ones are passed on in parts."""
 
 
 class LogPipe:
@@ -221,8 +222,12 @@ def _unwritable(folder: Path, error: OSError) -> SettingsError:
 
 
 def open_log(path: Path) -> int:
-    """A descriptor that appends to a file."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    """A descriptor that appends to a file, on a line of its own where the one that wrote there last has ended none."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+    return descriptor
 
 
 def _unused(folder: Path, stem: str, suffix: str) -> Path:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from torchelastic.agent import hang
 from torchelastic.agent.console import Console
 from torchelastic.agent.fork_server import ForkServer, StartError
 from torchelastic.agent.forked_child import STORE
 from torchelastic.agent.guarding import Guard
+from torchelastic.agent.heartbeats import Heartbeats
 from torchelastic.agent.launcher import Launcher
 from torchelastic.agent.processes import Reaper
 from torchelastic.agent.store_main import READY
@@ -29,6 +31,7 @@ from torchelastic.agent.worker_group import GroupEnded, WorkerExit, WorkerGroup,
 from torchelastic.agent.worker_logs import make_folder, open_output
 from torchelastic.errors import SettingsError
 from torchelastic.output import DEFAULT_ROLE, worker_prefix
+from torchelastic.worker import HEARTBEAT_FILE
 
 if TYPE_CHECKING:
     import socket
@@ -78,6 +81,8 @@ class Workers:
         local_world_size: how many workers there will be on this node: with several, each computes on one thread unless
             OMP_NUM_THREADS says otherwise, as under torchrun.
         environment: what all workers have in theirs beside this process's own.
+        heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung, and is ended; None where no
+            heartbeats are expected.
         alone: this process is the agent and nothing else, so whatever becomes its child and is not known is an orphan.
             False in a program of somebody else's, whose own children are left alone.
 
@@ -93,19 +98,22 @@ class Workers:
         role: str = DEFAULT_ROLE,
         local_world_size: int = 1,
         environment: Mapping[str, str] = types.MappingProxyType({}),
+        heartbeat_timeout: float | None = None,
         alone: bool = False,
     ) -> None:
         self._program = program
         self._logs = logs
         self._role = role
         self._local_world_size = local_world_size
-        self._environment = environment
+        self._environment = environment if heartbeat_timeout is None else {**environment, **hang.VARIABLES}
+        self._heartbeat_timeout = heartbeat_timeout
         self._mark = secrets.token_hex(8)
         self._reaper = Reaper(alone=alone)
         self._stack = contextlib.AsyncExitStack()
         self._stores: list[StoreServer] = []
         self._group: WorkerGroup | None = None
         self.scratch: Path
+        self._heartbeats: Path
         self._console: Console
         self._guard: Guard
         self._launcher: Launcher
@@ -116,10 +124,15 @@ class Workers:
             make_folder(self._logs)
             self.scratch = _scratch()
             stack.callback(shutil.rmtree, self.scratch, ignore_errors=True)
+            folders = [self.scratch]
+            if self._heartbeat_timeout is not None:
+                self._heartbeats = _in_memory() or self.scratch / "heartbeats"
+                stack.callback(shutil.rmtree, self._heartbeats, ignore_errors=True)
+                folders.append(self._heartbeats)
             stack.enter_context(self._reaper)
-            self._console = Console()
+            self._console = Console(carries_log=self._reaper.alone)
             stack.push_async_callback(self._console.close, _CONSOLE_PATIENCE)
-            self._guard = Guard(self._reaper, self._mark, self.scratch)
+            self._guard = Guard(self._reaper, self._mark, folders)
             self._guard.start()
             stack.push_async_callback(self._guard.close)
             self._launcher = Launcher(
@@ -157,8 +170,6 @@ class Workers:
             StartError: torch cannot be imported.
         """
         await self._fork_server.ready()
-        if self._fork_server.import_error:
-            raise StartError(f"torch cannot be imported by {sys.executable}: {self._fork_server.import_error}")
 
     async def serve_store(self, listener: socket.socket) -> StoreServer:
         """Serve a TCPStore, once torch is imported.
@@ -176,8 +187,6 @@ class Workers:
             local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
             [process] = await self._fork_server.fork(1)
             with process.link:
-                if self._fork_server.import_error:
-                    raise StartError(f"torch cannot be imported by {sys.executable}: {self._fork_server.import_error}")
                 store = StoreServer(process.child)
                 self._stores.append(store)
                 store.ended.add_done_callback(lambda _: self._stores.remove(store))
@@ -207,6 +216,7 @@ class Workers:
         """
         if self._group is not None and not self._group.stopped:
             raise RuntimeError("the workers of the epoch before have not been stopped")
+        heartbeats, workers = self._with_heartbeats(epoch, workers)
         with contextlib.ExitStack() as stack:
             outputs = []
             for worker in workers:
@@ -233,8 +243,26 @@ class Workers:
             guard=self._guard,
             memory_kills=self._launcher.memory_kills,
             mark=self._mark,
+            heartbeats=heartbeats,
         )
         return self._group
+
+    def _with_heartbeats(
+        self, epoch: int, workers: Sequence[WorkerStart]
+    ) -> tuple[Heartbeats | None, Sequence[WorkerStart]]:
+        """Give each worker a file for its heartbeats, where any are expected."""
+        if self._heartbeat_timeout is None:
+            return None, workers
+        heartbeats = Heartbeats(self._heartbeats / str(epoch), self._heartbeat_timeout)
+        try:
+            return heartbeats, [
+                dataclasses.replace(start, env={**start.env, HEARTBEAT_FILE: str(heartbeats.file(start.local_rank))})
+                for start in workers
+            ]
+        except OSError as error:
+            raise SettingsError(
+                f"no file for heartbeats can be made below {self._heartbeats}: {error.strerror}. Make room there."
+            ) from None
 
 
 def _scratch() -> Path:
@@ -245,3 +273,10 @@ def _scratch() -> Path:
             f"there is no folder for temporary files: {error.strerror}. Mount one that can be written at /tmp, or name "
             "one in TMPDIR."
         ) from None
+
+
+def _in_memory() -> Path | None:
+    """A folder where a write waits for no disk, however busy that is; None where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
+    return None

@@ -10,6 +10,7 @@ twice (:func:`elastic_operator.pods.problem_of`), then these defaults:
 * No environment variables for each service of the namespace: a job needs none, and in a namespace of thousands their
   number alone keeps containers from starting. No token for the API server, to which no agent ever talks.
 * No rights beyond those of an ordinary process.
+* A time to end in which the workers can save: see :mod:`elastic_operator.pod_ending`.
 * No probe. Whether the agent serves is told by the store, at once and without polling; and no service sends
   anything to these pods that would have to wait until they are ready.
 """
@@ -17,9 +18,6 @@ twice (:func:`elastic_operator.pods.problem_of`), then these defaults:
 from __future__ import annotations
 
 import copy
-import itertools
-import math
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.kube.ownership import common_labels, own_labels, owner_reference
@@ -42,29 +40,18 @@ from elastic_operator.names import (
     ROLE_WORKER,
     hostname,
 )
-from elastic_operator.pods import Surroundings, agent_command, program_of, user_env
+from elastic_operator.pods import Surroundings, agent_command, ending_of, user_env
 from elastic_operator.template import NEVER, WORKER
-from elastic_operator.unchecked import mapping, mappings, text
+from elastic_operator.unchecked import mapping, mappings
 from torchelastic.contract import CONTRACT_VERSION, Env, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from elastic_operator.kube.settings import PodSettings
     from elastic_operator.model import Job, NewPod
     from elastic_operator.spec import ElasticJobSpec, Json
 
-WORKERS_GRACE: Final = 5.0
-"""Seconds that an agent gives its workers between SIGTERM and SIGKILL where nobody says otherwise."""
-
-GRACE_AROUND: Final = 25.0
-"""Seconds that a pod gets beyond its workers' grace: for saying goodbye, for a store that is slow, for last words."""
-
 _TERMINATION_LOG: Final = "/dev/termination-log"
 _DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
-_LONGEST_GRACE: Final = 7 * 24 * 3600.0
-_STOP_GRACE_FLAG: Final = re.compile(r"--?stop[-_]grace(?:=(?P<seconds>.*))?")
-_STOP_GRACE_VARIABLE: Final = "PET_STOP_GRACE"
 
 
 def worker_pod(job: Job, new: NewPod, settings: PodSettings, *, store: str) -> dict[str, Any]:
@@ -113,7 +100,7 @@ def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: objec
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": SECCOMP,
-        "terminationGracePeriodSeconds": math.ceil(_workers_grace(job.spec) + GRACE_AROUND),
+        "terminationGracePeriodSeconds": ending_of(job.spec).period,
     }
     pod = completed(given, defaults)
     if not isinstance(pod, dict):
@@ -175,27 +162,3 @@ def _folders(spec: ElasticJobSpec) -> tuple[Folder, ...]:
         Folder("/tmp", "tmp", {"emptyDir": {}}),  # noqa: S108
         Folder(CHECKPOINT_FOLDER, "checkpoints", copy.deepcopy(dict(checkpoints))),
     )
-
-
-def _workers_grace(spec: ElasticJobSpec) -> float:
-    """The longest grace that the agent may be asked to give its workers.
-
-    A flag of the program's own that is called the same only makes it longer, and a pod ends as soon as its agent does.
-    """
-    return max([WORKERS_GRACE, *_graces(spec)])
-
-
-def _graces(spec: ElasticJobSpec) -> Iterator[float]:
-    said = [text(entry, "value") for entry in user_env(spec) if entry.get("name") == _STOP_GRACE_VARIABLE]
-    command, args = program_of(spec)
-    if not command:
-        for word, following in itertools.pairwise((*args, "")):
-            if (flag := _STOP_GRACE_FLAG.fullmatch(word)) is not None:
-                said.append(following if flag["seconds"] is None else flag["seconds"])
-    for seconds in said:
-        try:
-            grace = float(seconds)
-        except ValueError:
-            continue  # the agent will refuse it, in its own words
-        if math.isfinite(grace):
-            yield min(grace, _LONGEST_GRACE)

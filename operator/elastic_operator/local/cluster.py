@@ -19,6 +19,7 @@ from elastic_operator.local.etcd_process import EtcdProcess
 from elastic_operator.local.pod_process import PodProcess
 from elastic_operator.model import EtcdState, JobEvent, Observed, Plan
 from elastic_operator.names import LocalReason
+from elastic_operator.pods import ending_of
 from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError
 
@@ -64,7 +65,6 @@ class LocalCluster:
         *,
         etcd: EtcdSettings | None,
         command: Callable[[NewPod, str], PodCommand],
-        grace: float,
         changed: Callable[[], None],
         broken: Callable[[ElasticJobError], None],
     ) -> None:
@@ -74,13 +74,11 @@ class LocalCluster:
             live: the job.
             etcd: how to run the job's etcd; None where the manifest names one.
             command: what the process of a new pod is, given the store's endpoint.
-            grace: seconds between SIGTERM and SIGKILL where a pod is removed.
             changed: called whenever something has changed.
             broken: called when the run can't go on, with what to tell.
         """
         self._live = live
         self._command = command
-        self._grace = grace
         self._changed = changed
         self._tasks = asyncio.TaskGroup()
         self._broken = broken
@@ -159,11 +157,19 @@ class LocalCluster:
         self.events.append(ToldEvent(time.time(), event))
         self._changed()
 
-    async def end_pods(self, grace: float) -> None:
-        """End all pods, and return when they have ended. They stay among the pods, so that their end can be told."""
+    def notice_asked(self) -> float:
+        """Seconds that the workers ask for to save before they end."""
+        return max((node.notice for node in self.mirror.nodes.values()), default=0.0)
+
+    async def end_pods(self, grace: float | None = None) -> None:
+        """End all pods, and return when they have ended. They stay among the pods, so that their end can be told.
+
+        Args:
+            grace: seconds between SIGTERM and SIGKILL; None for what a pod has in any case.
+        """
         self._ending = True
         for pod in self._living():
-            pod.remove(grace)
+            pod.remove(self._period() if grace is None else grace)
         await self.pods_ended()
 
     async def pods_ended(self) -> None:
@@ -184,6 +190,10 @@ class LocalCluster:
             task = self._store_tasks.pop()
             task.cancel()
             await asyncio.wait([task])
+
+    def _period(self) -> float:
+        """Seconds between SIGTERM and SIGKILL where a pod is removed, as on Kubernetes."""
+        return ending_of(self._live.job().spec).period
 
     def _living(self) -> list[PodProcess]:
         return [pod for pod in self.pods if pod.ended is None]
@@ -234,7 +244,7 @@ class LocalCluster:
         for pod in self.pods:
             if pod.name == removal.name and pod.uid == removal.uid:
                 if pod.ended is None:
-                    pod.remove(self._grace)
+                    pod.remove(self._period())
                 else:
                     self.pods.remove(pod)
                 return

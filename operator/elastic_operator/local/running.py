@@ -40,10 +40,7 @@ if TYPE_CHECKING:
     from elastic_operator.manifest import Manifest
 
 STOP_GRACE: Final = 3.0
-"""Seconds that pods have to end in when the user interrupts the run: they are asked first, then killed."""
-
-POD_GRACE: Final = 30.0
-"""Seconds that a pod has to end in otherwise, as on Kubernetes where the template says nothing else."""
+"""Seconds that pods have to end in when the user interrupts the run, beyond the notice that their workers asked for."""
 
 _VIEW_INTERVAL: Final = 0.1
 _RECORD_INTERVAL: Final = 0.5
@@ -111,7 +108,6 @@ class LocalRun:
             self._live,
             etcd=etcd,
             command=lambda pod, store: self._commands.command(self._live.job(), pod, store),
-            grace=POD_GRACE,
             changed=self._changed,
             broken=lambda error: end.begin(Ending(How.BAD_INPUT, str(error), error)),
         )
@@ -173,7 +169,7 @@ class LocalRun:
         if cluster.has_living_pods:
             if observer is not None:
                 observer.say_ending("ending its pods; Ctrl-C again kills them at once")
-            await cluster.end_pods(POD_GRACE if ending.how is How.DELETED else STOP_GRACE)
+            await cluster.end_pods(None if ending.how is How.DELETED else STOP_GRACE + cluster.notice_asked())
         await cluster.end_store()
         if not self._live.status.state.finished:
             self._live.status = replace(self._live.status, replicas=0, ready=0)

@@ -1,0 +1,166 @@
+"""What a launcher in Python gives to an agent, and gets back. The names and their meaning are torch's."""
+
+from __future__ import annotations
+
+import datetime as dt
+import enum
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.errors import SettingsError
+from torchelastic.output import DEFAULT_ROLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torchelastic.rendezvous.api import RendezvousHandler
+
+__all__ = ["ProcessFailure", "RunResult", "WorkerSpec", "WorkerState"]
+
+ExitCodes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=False)
+class WorkerSpec:
+    """What each worker of a node runs, and how.
+
+    Attributes:
+        role: of the workers; shown before the lines of their output unless it is the default one.
+        local_world_size: how many of them there are on this node.
+        rdzv_handler: how this node meets its peers; None for a run of this node alone.
+        fn: the function that each worker calls; the older name of ``entrypoint``.
+        entrypoint: that function, or a command. A function, what it refers to and its arguments are carried over by
+            cloudpickle, so it may be a lambda or stand in ``__main__``.
+        args: its arguments, the same for all workers.
+        max_restarts: how many failures of workers the run may have, on all nodes together.
+        monitor_interval: seconds after which a handler that is not ours is asked for changes; workers are not asked.
+        master_port: port of the store in which the workers meet, where a handler that is not ours is used and this node
+            becomes the first one; None for any free one.
+        master_addr: its host; None for this node's own address.
+        local_addr: where the other nodes reach this one; None to have it found out.
+        redirects: streams that go to files only, with a folder for them: 0 none, 1 stdout, 2 stderr, 3 both; or such a
+            number by local rank.
+        tee: streams that go to files and on, likewise.
+        final_exit_codes: exit codes of workers after which the run fails at once, whatever restarts are left.
+        heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no such limit.
+
+    Raises:
+        SettingsError: it makes no sense; the message says what to change.
+    """
+
+    role: str = DEFAULT_ROLE
+    local_world_size: int = 1
+    rdzv_handler: RendezvousHandler | None = None
+    fn: Callable[..., Any] | None = None
+    entrypoint: Callable[..., Any] | str | None = None
+    args: tuple[Any, ...] = ()
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    master_port: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+    redirects: int | Mapping[int, int] = 0
+    tee: int | Mapping[int, int] = 0
+    final_exit_codes: ExitCodes = ()
+    heartbeat_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.fn is not None and self.entrypoint is not None:
+            raise SettingsError("WorkerSpec has both fn and entrypoint, which mean the same: leave out fn.")
+        if not (self.fn or self.entrypoint):
+            raise SettingsError("WorkerSpec has nothing to run: give a function or a command as entrypoint.")
+        if self.local_world_size < 1:
+            raise SettingsError(f"WorkerSpec.local_world_size={self.local_world_size}: at least one worker is needed.")
+        if self.max_restarts < 0:
+            raise SettingsError(f"WorkerSpec.max_restarts={self.max_restarts}: this is 0 or more.")
+        if self.monitor_interval <= 0:
+            raise SettingsError(f"WorkerSpec.monitor_interval={self.monitor_interval:g}: this is above 0, in seconds.")
+
+    @property
+    def program(self) -> Callable[..., Any] | str:
+        """The function or the command, under whichever name it was given."""
+        program = self.entrypoint or self.fn
+        if program is None:
+            raise AssertionError("__post_init__ has seen to it")
+        return program
+
+    def get_entrypoint_name(self) -> str:
+        """What is run, for people."""
+        program = self.program
+        if isinstance(program, str):
+            return Path(program).name
+        return str(getattr(program, "__qualname__", type(program).__qualname__))
+
+
+class WorkerState(enum.StrEnum):
+    """How the workers of a node are, together."""
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    """Ended by the agent."""
+    SUCCEEDED = "SUCCEEDED"
+    """Ended with 0, all of them."""
+    FAILED = "FAILED"
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Whether there are workers that run."""
+        return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFailure:
+    """A worker that failed.
+
+    Attributes:
+        local_rank: its rank on its node.
+        pid: its process id there.
+        exitcode: what it returned, or the negative number of the signal that ended it.
+        message: why, in words.
+        host: the address of its node.
+        timestamp: when that was known here, in seconds since 1970.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    message: str
+    host: str = ""
+    timestamp: int = 0
+
+    def signal_name(self) -> str:
+        """The signal that ended it; empty where none did."""
+        if self.exitcode >= 0:
+            return ""
+        try:
+            return signal.Signals(-self.exitcode).name
+        except ValueError:
+            return f"signal {-self.exitcode}"
+
+    def timestamp_isoformat(self) -> str:
+        """When that was known here, for people."""
+        return dt.datetime.fromtimestamp(self.timestamp, dt.UTC).astimezone().isoformat(sep="_")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended for this node.
+
+    Attributes:
+        state: SUCCEEDED; FAILED; or STOPPED where this node has left the run, or was not needed.
+        return_values: what the function returned, by global rank, of this node's workers; None for commands.
+        failures: the failed workers by global rank. The first one is the root cause, on whichever node it was.
+    """
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        """Whether the run has failed."""
+        return self.state == WorkerState.FAILED

@@ -1,0 +1,27 @@
+"""The guard ends what a dead agent has left, whenever that died."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchelastic.agent.processes import python_code
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+
+def test_a_guard_whose_agent_died_while_it_started_still_removes_what_it_was_told_of(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    (folder / "file").touch()
+    agent = subprocess.Popen([sys.executable, "-c", ""])
+    agent.wait(60)
+    guard = [*python_code("torchelastic.agent.guard", minimal=True), str(agent.pid), "a mark that nothing carries"]
+    subprocess.run(guard, input=f"{folder}\n".encode(), timeout=60, check=True)
+    assert not folder.exists()

@@ -1,0 +1,185 @@
+"""Workers that hang: they are found out by their silence, and it is said where they hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.support.agents import AgentProcess
+from tests.support.crew import eventually
+
+pytestmark = pytest.mark.real
+
+ONCE = ("--standalone", "--max-restarts=0", "--heartbeat-timeout=1")
+PATIENT = (*ONCE[:2], "--heartbeat-timeout=4")
+"""For workers that are to stay alive, on a machine that is busy with others."""
+
+
+def program_of(folder: Path, source: str) -> Path:
+    path = folder / "program.py"
+    path.write_text(dedent(source))
+    return path
+
+
+STUCK = """
+    import time
+    from torchelastic import worker
+
+    def stuck():
+        while True:
+            time.sleep(60)
+
+    def train():
+        worker.heartbeat()
+        print("going on", flush=True)
+        stuck()
+
+    train()
+    """
+
+
+@pytest.mark.parametrize("method", ["fork-server", "exec"])
+async def test_a_worker_that_hangs_fails_with_the_place_where_it_hangs(tmp_path: Path, method: str) -> None:
+    program = program_of(tmp_path, STUCK)
+    log = tmp_path / "last-words"
+    async with AgentProcess(*ONCE, f"--start-method={method}", f"--termination-log={log}", program) as agent:
+        assert await agent.code() == 1
+    failure = json.loads(log.read_text())["failure"]
+    where = "it was in stuck (program.py:7), called by train (program.py:12), called by <module> (program.py:14)"
+    assert failure["t"] == f"no heartbeat for 1 s; {where}"
+    assert failure["x"] == -signal.SIGABRT
+    assert "[rank 0] Fatal Python error: Aborted" in agent.output
+
+
+async def test_a_worker_that_is_stopped_is_called_that(tmp_path: Path) -> None:
+    program = program_of(
+        tmp_path,
+        """
+        import os, time
+        from torchelastic import worker
+        print(f"pid {os.getpid()}", flush=True)
+        while True:
+            worker.heartbeat()
+            time.sleep(0.05)
+        """,
+    )
+    async with AgentProcess(*ONCE, program) as agent:
+        os.kill(int((await agent.said(r"pid (\d+)"))[1]), signal.SIGSTOP)
+        assert await agent.code() == 1
+    assert "rank 0 on " in agent.lines[-1]
+    assert "stopped (SIGSTOP): no heartbeat for 1 s" in agent.lines[-1]
+
+
+async def test_heartbeats_keep_a_worker_alive_from_any_of_its_threads(tmp_path: Path) -> None:
+    program = program_of(
+        tmp_path,
+        """
+        import threading, time
+        from torchelastic import worker
+        over = threading.Event()
+
+        def beat():
+            while not over.wait(0.05):
+                worker.heartbeat()
+
+        threading.Thread(target=beat).start()
+        time.sleep(6)
+        over.set()
+        print("all is well", flush=True)
+        """,
+    )
+    async with AgentProcess(*PATIENT, program) as agent:
+        assert await agent.code() == 0
+    assert "all is well" in agent.output
+
+
+async def test_a_program_that_is_not_python_touches_a_file(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        'for step in 1 2 3 4 5 6 7 8 9 10 11 12; do touch "$TORCHELASTIC_HEARTBEAT_FILE"; sleep 0.5; done\n'
+        "echo trained; exec sleep 60\n"
+    )
+    async with AgentProcess(*PATIENT, "--no-python", "sh", script) as agent:
+        assert await agent.code() == 1
+    assert "[rank 0] trained" in agent.output
+    assert agent.lines[-1].endswith(": no heartbeat for 4 s; it may not restart")
+
+
+async def test_a_worker_that_never_says_anything_hangs_too_and_one_that_ignores_its_end_is_killed(
+    tmp_path: Path,
+) -> None:
+    program = program_of(
+        tmp_path, "import signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(300)"
+    )
+    async with AgentProcess(*ONCE, program) as agent:
+        assert await agent.code() == 1
+    assert "no heartbeat for 1 s" in agent.lines[-1]
+
+
+async def test_what_a_worker_forks_does_not_answer_for_it(tmp_path: Path) -> None:
+    program = program_of(
+        tmp_path,
+        """
+        import multiprocessing, os, time
+        from torchelastic import worker
+
+        def beat():
+            print("beating", flush=True)
+            while True:
+                worker.heartbeat()
+                time.sleep(0.05)
+
+        if __name__ == "__main__":
+            multiprocessing.get_context("fork").Process(target=beat).start()
+            multiprocessing.get_context("spawn").Process(target=beat).start()
+            if os.fork() == 0:
+                beat()
+            time.sleep(300)
+        """,
+    )
+    async with AgentProcess(*ONCE[:2], "--heartbeat-timeout=5", program) as agent:
+        assert await agent.code() == 1
+    assert agent.output.count("[rank 0] beating") == 3
+    assert "no heartbeat for 5 s; it was in <module> (program.py:" in agent.lines[-1]
+
+
+async def test_who_keeps_the_others_waiting_is_named_and_not_who_waits(tmp_path: Path) -> None:
+    program = program_of(
+        tmp_path,
+        """
+        import time, torch, torch.distributed as dist
+        from torchelastic import worker
+
+        dist.init_process_group("gloo")
+
+        def stuck():
+            time.sleep(300)
+
+        for step in range(5):
+            worker.heartbeat()
+            if step == 4 and dist.get_rank() == 2:
+                stuck()
+            dist.all_reduce(torch.ones(1))
+        """,
+    )
+    async with AgentProcess(*ONCE[:2], "--heartbeat-timeout=10", "--nproc-per-node=3", program) as agent:
+        assert await agent.code() == 1
+    assert "rank 2 on " in agent.lines[-1]
+    assert "no heartbeat for 10 s; it was in stuck (program.py:8)" in agent.lines[-1]
+
+
+async def test_nothing_is_left_of_an_agent_that_is_killed(tmp_path: Path) -> None:
+    program = program_of(
+        tmp_path,
+        "import os, time; print('file', os.environ['TORCHELASTIC_HEARTBEAT_FILE'], flush=True); time.sleep(300)",
+    )
+    async with AgentProcess("--standalone", "--heartbeat-timeout=300", program) as agent:
+        file = Path((await agent.said(r"file (/\S+)"))[1])
+        assert file.exists()
+        agent.kill()
+        await eventually(lambda: not file.parents[1].exists())

@@ -1,0 +1,88 @@
+"""The page about the agent names every flag, key, variable and code that there is, with its default, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchelastic import flags, rendezvous_arguments
+from torchelastic.contract import EpochRecord, ExitCode, Member, SizeRecord
+from torchelastic.rendezvous.ranks import worker_environments
+from torchelastic.settings import AgentSettings, RendezvousSettings
+
+PAGE = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
+
+FLAGS = {flag.name: flag for group in flags.FLAGS.values() for flag in group}
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """The rows of the tables below a heading, by the names in their first column."""
+    section = re.split(r"^#+ ", PAGE.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    found = {}
+    for line in section.splitlines():
+        if line.startswith("|"):
+            first, *others = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+            found.update(dict.fromkeys(re.findall(r"\w[\w-]*", first), others))
+    return found
+
+
+def test_the_tables_name_every_flag_and_no_other() -> None:
+    named = set(re.findall(r"`(?:-\w`, `)?--([a-z-]+)", "\n".join(re.findall(r"^\| `-.*", PAGE, re.MULTILINE))))
+    assert named == FLAGS.keys()
+    for flag in FLAGS.values():
+        assert not flag.short or f"`-{flag.short}`, `--{flag.name}" in PAGE
+
+
+def test_no_flag_is_spoken_of_that_does_not_exist() -> None:
+    assert set(re.findall(r"--([a-z][a-z-]+)", PAGE)) <= FLAGS.keys() | flags._NOT_HERE.keys()
+
+
+@pytest.mark.parametrize(
+    ("flag", "default"),
+    [
+        ("max-restarts", RendezvousSettings.__dataclass_fields__["max_restarts"].default),
+        ("notice", RendezvousSettings.__dataclass_fields__["notice"].default),
+        ("stop-timeout", AgentSettings.__dataclass_fields__["stop_timeout"].default),
+        ("stop-grace", AgentSettings.__dataclass_fields__["stop_grace"].default),
+        ("role", AgentSettings.__dataclass_fields__["role"].default),
+    ],
+)
+def test_defaults_of_flags_are_those_of_the_settings(flag: str, default: float | str) -> None:
+    shown = default if isinstance(default, str) else f"{default:g}"
+    assert rows("Flags")[flag][0] == f"`{shown}`"
+    assert f"Default: {shown}" in FLAGS[flag].help or flag == "max-restarts"
+
+
+def test_the_keys_of_the_configuration_are_all_there_with_their_defaults() -> None:
+    table = rows("--rdzv-conf")
+    known = {*rendezvous_arguments._MEETING, *rendezvous_arguments._STORE, *rendezvous_arguments._ALIASES}
+    assert table.keys() - {"also"} == known
+    fields = RendezvousSettings.__dataclass_fields__
+    for key in rendezvous_arguments._MEETING:
+        assert f"`{fields[key].default:g}`" in table[key][0].split(", "), key
+
+
+def test_the_variables_of_a_worker_are_all_there() -> None:
+    epoch = EpochRecord(number=1, members=(Member("a.1", "10.0.0.1", 1),), store="10.0.0.1:1")
+    [environment] = worker_environments(epoch, "a.1", role="default", run_id="x", max_restarts=1)
+    assert environment.keys() <= rows("What a worker finds").keys()
+
+
+def test_the_exit_codes_are_all_there() -> None:
+    codes = {name for name in rows("How it ends") if name.isdecimal()}
+    assert codes == {str(code.value) for code in ExitCode}
+
+
+def test_the_page_is_within_reach() -> None:
+    assert "](docs/agent.md)" in (Path(__file__).parents[2] / "README.md").read_text()
+    headings = re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]*)\)", PAGE)) <= anchors
+
+
+def test_a_size_on_the_page_is_one_that_is_understood() -> None:
+    for text in re.findall(r"--nnodes ([0-9:]+)", PAGE):
+        size = rendezvous_arguments.read_size(flags.read(["--nnodes", text, "x.py"], {}), {})
+        assert isinstance(size, SizeRecord)

@@ -1,0 +1,221 @@
+"""What launchers' authors see first: names, parameters, specs, and what they are told where something cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import torchelastic
+from torchelastic import LaunchConfig, LocalElasticAgent, RunResult, WorkerSpec, WorkerState
+from torchelastic.agent.server import ProcessFailure
+from torchelastic.contract import Env
+from torchelastic.errors import SettingsError
+from torchelastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousHandlerRegistry,
+    RendezvousInfo,
+    RendezvousParameters,
+)
+from torchelastic.rendezvous.handler import ElasticRendezvousHandler
+from torchelastic.rendezvous.handler_settings import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class OneNode(RendezvousHandler):
+    """Has what every handler must have, and nothing else."""
+
+    def next_rendezvous(self) -> Any:
+        return "store", 0, 1
+
+
+def parameters(**changes: Any) -> RendezvousParameters:
+    given: dict[str, Any] = {
+        "backend": "torchelastic",
+        "endpoint": "etcd:2379",
+        "run_id": "digits-7",
+        "min_nodes": 1,
+        "max_nodes": 4,
+    }
+    return RendezvousParameters(**{**given, **changes})
+
+
+def test_importing_torchelastic_costs_next_to_nothing_and_offers_all_its_names() -> None:
+    program = """
+import sys
+before = set(sys.modules)
+import torchelastic
+heavy = {"torch", "aiohttp", "msgspec", "asyncio", "prometheus_client", "torchelastic.agent"}
+assert not heavy & (set(sys.modules) - before)
+torchelastic.heartbeat, torchelastic.epoch_stands
+assert not {"torch", "aiohttp", "prometheus_client", "torchelastic.agent"} & set(sys.modules)
+for name in torchelastic.__all__:
+    getattr(torchelastic, name)
+assert "torch" not in sys.modules
+assert "LaunchConfig" in dir(torchelastic)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'State'"):
+        _ = torchelastic.State  # type: ignore[attr-defined]
+    from torchelastic.multiprocessing import errors
+
+    with pytest.raises(AttributeError, match="no attribute 'recorded'"):
+        _ = errors.recorded
+
+
+def test_torchrun_finds_our_rendezvous_without_our_importing_torch_or_anything_that_takes_time() -> None:
+    program = """
+import sys
+from importlib.metadata import entry_points
+creator = entry_points(group="torchrun.handlers")["torchelastic"].load()()
+assert callable(creator)
+assert not {"torch", "aiohttp", "msgspec", "asyncio"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_handler_needs_one_method_only() -> None:
+    handler = OneNode()
+    assert handler.num_nodes_waiting() == 0
+    assert not handler.is_closed()
+    assert handler.shutdown()
+    assert handler.get_backend() == "OneNode"
+    handler.set_closed()
+
+
+def test_an_info_can_be_taken_apart_like_a_tuple() -> None:
+    store: Any = object()
+    assert tuple(RendezvousInfo(store, 1, 2)) == (store, 1, 2)
+
+
+def test_parameters_are_read_as_torch_reads_them() -> None:
+    given = parameters(switch="True", off=0, count="12", odd="perhaps")
+    assert given.get("switch") == "True"
+    assert (given.get_as_bool("switch"), given.get_as_bool("off"), given.get_as_bool("absent", True)) == (
+        True,
+        False,
+        True,
+    )
+    assert (given.get_as_int("count"), given.get_as_int("absent")) == (12, None)
+    for read in (given.get_as_bool, given.get_as_int):
+        with pytest.raises(ValueError, match="'perhaps'"):
+            read("odd")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"backend": ""}, "is empty"),
+        ({"min_nodes": 0}, "at least one node"),
+        ({"min_nodes": 5}, "max_nodes=4 is below min_nodes=5"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parameters(**changes)
+
+
+def test_a_registry_knows_ours_and_what_was_registered_and_no_name_twice() -> None:
+    registry = RendezvousHandlerRegistry()
+
+    def create(params: RendezvousParameters) -> RendezvousHandler:
+        assert params.run_id == "digits-7"
+        return OneNode()
+
+    registry.register("mine", create)
+    registry.register("mine", create)
+    with pytest.raises(ValueError, match="another rendezvous handler with the name mine"):
+        registry.register("mine", lambda _: OneNode())
+    assert isinstance(registry.create_handler(parameters(backend="mine")), OneNode)
+    ours = registry.create_handler(parameters())
+    assert isinstance(ours, ElasticRendezvousHandler)
+    assert (ours.get_backend(), ours.get_run_id(), ours.use_agent_store) == ("torchelastic", "digits-7", True)
+
+
+def test_torchs_words_become_our_settings() -> None:
+    settings = read_settings(parameters(timeout=900, last_call_timeout="3", lease=2.5, local_addr="10.0.0.7"), {})
+    rules = settings.rendezvous
+    assert (rules.run_id, rules.join_timeout, rules.joining_window, rules.lease) == ("digits-7", 900, 3, 2.5)
+    assert (rules.size.min, rules.size.max, rules.size.wanted) == (1, 4, None)
+    assert settings.store is not None
+    assert settings.store.endpoints == ("etcd:2379",)
+    assert settings.address == "10.0.0.7"
+
+
+def test_our_word_wins_over_the_one_that_torchs_launcher_adds() -> None:
+    assert read_settings(parameters(timeout=900, join_timeout=5), {}).rendezvous.join_timeout == 5
+
+
+def test_the_operators_word_on_the_size_and_the_node_wins() -> None:
+    environ = {Env.SIZE: '{"n":2,"x":3,"w":3}', Env.NODE_NAME: "digits-1", Env.NODE_ADDRESS: "10.1.0.2"}
+    settings = read_settings(parameters(), environ)
+    assert (settings.rendezvous.size.wanted, settings.node_name, settings.address) == (3, "digits-1", "10.1.0.2")
+
+
+def test_one_node_needs_neither_an_etcd_nor_an_id() -> None:
+    settings = read_settings(parameters(endpoint="", run_id="", min_nodes=1, max_nodes=1), {})
+    assert settings.store is None
+    assert settings.address == "127.0.0.1"
+    assert settings.rendezvous.run_id
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"endpoint": ""}, "needs an etcd where they meet"),
+        ({"run_id": ""}, "--rdzv-id is missing"),
+        ({"endpoint": "etcd:99999"}, "has the port 99999"),
+        ({"lesae": 1}, "did you mean lease"),
+        ({"lease": "long"}, "this is a time in seconds"),
+        ({"password": "a,b"}, "password has a comma in it"),
+    ],
+)
+def test_what_a_handler_cannot_honour_is_said_when_it_is_made(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        ElasticRendezvousHandler(parameters(**changes))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: WorkerSpec(), "nothing to run"),
+        (lambda: WorkerSpec(fn=print, entrypoint="python"), "both fn and entrypoint"),
+        (lambda: WorkerSpec(fn=print, local_world_size=0), "at least one worker"),
+        (lambda: WorkerSpec(fn=print, max_restarts=-1), "this is 0 or more"),
+        (lambda: WorkerSpec(fn=print, monitor_interval=0), "above 0"),
+        (lambda: LocalElasticAgent(WorkerSpec(fn=print), start_method="thread"), "fork-server or exec"),
+        (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee=4)), "0 .none., 1"),
+        (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee={1: 3})), "of which there are 1"),
+        (lambda: LocalElasticAgent(WorkerSpec(fn=print, redirects=3)), "name one as log_dir"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_refused_with_what_to_change(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        make()
+
+
+def test_a_spec_names_what_it_runs() -> None:
+    assert WorkerSpec(fn=parameters).get_entrypoint_name() == "parameters"
+    assert WorkerSpec(entrypoint="/usr/bin/python3").get_entrypoint_name() == "python3"
+    assert WorkerSpec(entrypoint=print).role == "default"
+
+
+def test_a_result_says_whether_the_run_has_failed_and_a_failure_by_what() -> None:
+    assert not RunResult(WorkerState.SUCCEEDED, {0: 1}).is_failed()
+    assert RunResult(WorkerState.FAILED).is_failed()
+    killed, ended = ProcessFailure(0, 7, -9, "killed"), ProcessFailure(0, 7, 3, "exit code 3")
+    assert (killed.signal_name(), ended.signal_name()) == ("SIGKILL", "")
+    assert killed.timestamp_isoformat()
+    assert WorkerState.is_running(WorkerState.HEALTHY)
+
+
+def test_a_launch_has_torchs_fields_and_defaults_that_work() -> None:
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
+    assert (config.rdzv_backend, config.max_restarts, config.run_id) == ("torchelastic", 3, "")
