@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -39,10 +40,27 @@ print(f"rank {rank} is done", flush=True)
 
 
 class AgentProcess:
-    """One ``torchelastic-run`` with its output; ended, whatever happens, at the end of ``async with``."""
+    """One ``torchelastic-run`` with its output; ended, whatever happens, at the end of ``async with``.
 
-    def __init__(self, *arguments: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+    Args:
+        arguments: its command line.
+        env: laid over the test's own environment.
+        cwd: its working directory.
+        within: a command that executes the agent, which is appended to it.
+    """
+
+    program: Sequence[str] = ("-m", "torchelastic.run")
+    """What Python is told to run, before the arguments."""
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
         self._arguments = [str(argument) for argument in arguments]
+        self._within = within
         self._env = {**os.environ, **(env or {})}
         self._cwd = cwd
         self._process: asyncio.subprocess.Process | None = None
@@ -53,9 +71,9 @@ class AgentProcess:
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
+            *self._within,
             sys.executable,
-            "-m",
-            "torchelastic.run",
+            *self.program,
             *self._arguments,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

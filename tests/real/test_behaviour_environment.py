@@ -1,0 +1,131 @@
+"""A worker's environment: the documented variables, equal on all ranks where they come from the epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import AgentProcess
+from tests.support.namespaces import network
+from tests.support.puppets import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from tests.support.puppets import Puppet
+
+pytestmark = pytest.mark.real
+
+OF_THE_EPOCH = {
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_EPOCH",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "WORLD_SIZE",
+}
+
+
+def equal_on_all(workers: Sequence[Puppet]) -> dict[str, str]:
+    """What comes from the epoch, which no two workers may see differently."""
+    [values] = {tuple(sorted((name, worker.env[name]) for name in OF_THE_EPOCH)) for worker in workers}
+    return dict(values)
+
+
+async def test_the_environment_is_the_documented_one_and_equal_on_all_ranks_where_it_comes_from_the_epoch(
+    tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    flags = ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=5", "--role=trainer")
+    async with (
+        Stage(tmp_path, etcd) as stage,
+        stage.agent("one", *flags, "--local-addr=127.0.0.2") as one,
+        stage.agent("two", *flags, "--local-addr=127.0.0.3") as two,
+    ):
+        workers = await stage.epoch(1, world=4)
+        shared = equal_on_all(workers)
+        assert shared.pop("MASTER_ADDR") in {"127.0.0.2", "127.0.0.3"}
+        port = shared.pop("MASTER_PORT")
+        assert shared == {
+            "GROUP_WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "ROLE_NAME": "trainer",
+            "ROLE_WORLD_SIZE": "4",
+            "TORCHELASTIC_EPOCH": "1",
+            "TORCHELASTIC_MAX_RESTARTS": "5",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": stage.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": "4",
+        }
+        own = ["RANK", "ROLE_RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+        assert [[worker.env[name] for name in own] for worker in workers] == [
+            ["0", "0", "0", "0", "2"],
+            ["1", "1", "0", "1", "2"],
+            ["2", "2", "1", "0", "2"],
+            ["3", "3", "1", "1", "2"],
+        ]
+        assert len({worker.env["TORCHELASTIC_ERROR_FILE"] for worker in workers}) == 4
+
+        workers[3].tell("raise SystemExit(7)")
+        workers = await stage.epoch(2, world=4)
+        shared = equal_on_all(workers)
+        assert (shared["TORCHELASTIC_EPOCH"], shared["TORCHELASTIC_RESTART_COUNT"]) == ("2", "1")
+        assert shared["MASTER_PORT"] != port
+        address = (shared["MASTER_ADDR"], int(shared["MASTER_PORT"]))
+        reached = f"import socket; socket.create_connection({address}).close(); answer = True"
+        assert [await worker.does(reached) for worker in workers] == [True] * 4
+
+        for worker in workers:
+            worker.tell("raise SystemExit(0)")
+        assert [await one.code(), await two.code()] == [0, 0]
+
+
+MET = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print("met at", *(os.environ[name] for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")))
+"""
+
+
+async def test_the_address_of_a_node_has_gloo_and_nccl_use_its_interface_unless_the_user_said_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    program = tmp_path / "met.py"
+    program.write_text(MET)
+    flags = ("--standalone", "--nproc-per-node=2", "--local-addr=10.1.2.3")
+    within = network("rack7", "10.1.2.3")
+    async with (
+        AgentProcess(*flags, program, within=within) as agent,
+        AgentProcess(*flags, program, within=within, env={"NCCL_SOCKET_IFNAME": "ib0"}) as other,
+    ):
+        await agent.said(r"\[rank 0\] met at 10\.1\.2\.3 rack7 =rack7$")
+        await other.said(r"\[rank 0\] met at 10\.1\.2\.3 rack7 ib0$")
+        assert [await agent.code(), await other.code()] == [0, 0]
+
+
+async def test_nodes_of_one_place_have_neighbouring_ranks(tmp_path: Path, etcd: EtcdServer) -> None:
+    flags = ("--nnodes=3", "--rdzv-conf=joining_window=3600")
+    async with (
+        Stage(tmp_path, etcd) as stage,
+        stage.agent("left-1", *flags, "--place=left") as left,
+        stage.agent("right", *flags, "--place=right") as right,
+        stage.agent("left-2", *flags, "--place=left") as other,
+    ):
+        workers = await stage.epoch(1, world=3)
+        assert workers[1].node.startswith("left")
+        for worker in workers:
+            worker.tell("raise SystemExit(0)")
+        assert [await agent.code() for agent in (left, right, other)] == [0, 0, 0]

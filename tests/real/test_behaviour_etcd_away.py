@@ -1,0 +1,141 @@
+"""Training never stops for etcd: it is paused, killed, away, replaced by an empty one, and hard to get into."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import ssl
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from tests.support.certificates import make_certificates
+from tests.support.etcd import EtcdServer
+from tests.support.puppets import TRAINING, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from tests.support.agents import AgentProcess
+    from tests.support.puppets import Puppet
+
+pytestmark = pytest.mark.real
+
+LEASE = 1.0
+
+
+async def train_on(workers: Sequence[Puppet]) -> None:
+    """Return when all of them have trained together some more."""
+    before = [await worker.does("answer = rounds") for worker in workers]
+    more = "import time\nwhile rounds < {}: time.sleep(0.005)\nanswer = rounds"
+    after = [await worker.does(more.format(rounds + 10)) for worker, rounds in zip(workers, before, strict=True)]
+    assert all(now > then for now, then in zip(after, before, strict=True))
+
+
+@contextlib.asynccontextmanager
+async def nobody_serving(port: int) -> AsyncIterator[list[float]]:
+    """In the place of a server, somebody who hangs up on all that call, and notes when."""
+    calls: list[float] = []
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls.append(asyncio.get_running_loop().time())
+        writer.transport.abort()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", port)
+    try:
+        yield calls
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+def words(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
+    """What the agents said of something so far."""
+    return [line for agent in agents for line in agent.lines if part in line]
+
+
+async def test_training_never_stops_for_etcd_and_agents_neither_hammer_it_nor_complain_all_the_time(
+    tmp_path: Path, own_etcd: EtcdServer
+) -> None:
+    flags = ("--nnodes=1:3", f"--rdzv-conf=joining_window=1,lease={LEASE:g}")
+    port = int(own_etcd.endpoint.rpartition(":")[2])
+    async with (
+        Stage(tmp_path, own_etcd) as stage,
+        stage.agent("a", *flags) as a,
+        stage.agent("b", *flags) as b,
+    ):
+        workers = await stage.epoch(1, world=2)
+        await asyncio.gather(*(worker.does(TRAINING) for worker in workers))
+
+        with own_etcd.paused():
+            await asyncio.sleep(2.5 * LEASE)  # the passing of the leases' time is what this is about
+            await train_on(workers)
+        assert stage.epochs == {1}
+
+        said = len(words((a, b)))
+        await own_etcd.kill()
+        async with nobody_serving(port) as calls:
+            await asyncio.gather(*(agent.said("lost sight of the run's keys") for agent in (a, b)))
+            await asyncio.sleep(2.0)  # for how often they call
+            await train_on(workers)
+        assert 2 <= len(calls) < 60
+        assert len(words((a, b), "lost sight of")) == 2
+        assert len(words((a, b))) - said <= 4, "one warning of each of those who speak with etcd"
+
+        own_etcd.wipe()
+        await own_etcd.start()
+        async with stage.agent("c", *flags) as c:
+            grown = await stage.epoch(2, world=3)
+            assert [worker.node for worker in grown] == [*(worker.node for worker in workers), "c"]
+            assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in grown} == {"0"}
+            for worker in grown:
+                worker.tell("raise SystemExit(0)")
+            assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
+        assert stage.epochs == {1, 2}
+
+
+@pytest.fixture
+async def fortress(tmp_path: Path) -> AsyncIterator[tuple[EtcdServer, str]]:
+    """An etcd that wants to see certificates, a user and a password; and the configuration that gets one in."""
+    files = make_certificates(tmp_path)
+    context = ssl.create_default_context(cafile=files.authority)
+    context.load_cert_chain(files.client, files.client_key)
+    async with (
+        EtcdServer(tmp_path, protocol="https", args=files.etcd_flags_for_clients) as server,
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def ask(path: str, message: dict[str, Any]) -> None:
+            async with session.post(f"{server.url}/v3/auth/{path}", json=message, ssl=context) as response:
+                assert response.status == 200, await response.text()
+
+        first, end = (base64.b64encode(key).decode() for key in (b"/torchelastic/", b"/torchelastic0"))
+        for role, user in (("root", "root"), ("trainers", "alice")):
+            await ask("role/add", {"name": role})
+            if role != "root":
+                permission = {"permType": "READWRITE", "key": first, "range_end": end}
+                await ask("role/grant", {"name": role, "perm": permission})
+            await ask("user/add", {"name": user, "password": "s3cret"})
+            await ask("user/grant", {"user": user, "role": role})
+        await ask("enable", {})
+        tls = f"cacert={files.authority},cert={files.client},key={files.client_key}"
+        yield server, f"--rdzv-conf={tls},username=alice,password="
+
+
+async def test_several_servers_certificates_a_user_and_a_password_are_given_on_the_command_line(
+    tmp_path: Path, fortress: tuple[EtcdServer, str]
+) -> None:
+    server, conf = fortress
+    place = f"--rdzv-endpoint=127.0.0.1:1,{server.endpoint}"
+    async with Stage(tmp_path, server) as stage:
+        async with stage.agent("a", place, "--nnodes=1:1", f"{conf}s3cret") as agent:
+            [worker] = await stage.epoch(1, world=1)
+            worker.tell("raise SystemExit(0)")
+            assert await agent.code() == 0
+        async with stage.agent("a", place, "--nnodes=1:1", f"{conf}hunter2") as agent:
+            assert await agent.code() == 3
+        assert "does not accept the user name and password" in agent.lines[-1]
+        assert "hunter2" not in agent.output

@@ -1,0 +1,180 @@
+"""A worker that fails is named, with its reason, in the log, in the store and in the last words of its agent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from tests.support.memory_limit import memory_limit
+from tests.support.puppets import Stage
+from torchelastic.contract import (
+    EpochRecord,
+    FailureKind,
+    FailureRecord,
+    LeaderRecord,
+    NodeRecord,
+    OutcomeRecord,
+    TerminationMessage,
+    decode,
+    decode_epoch,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from torchelastic.store import Entry
+
+pytestmark = pytest.mark.real
+
+CLOCKS = {"ahead": 10, "right": 0, "behind": -10}
+"""Seconds by which clocks are wrong, from the latest to the earliest."""
+
+PATIENT = "--rdzv-conf=lease=60,early_failures=100"
+
+TOLD_BY_RECORD = """
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise KeyError("no such layer")
+
+main()
+"""
+
+BROKEN_COLLECTIVE = """
+raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+"""
+
+
+def failures(state: Mapping[str, Entry], stage: Stage) -> dict[str, FailureRecord]:
+    """What each node has told of a failure of its own."""
+    nodes = [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(stage.keys.nodes)]
+    return {node.name: node.failure for node in nodes if node.failure is not None}
+
+
+def epoch_of(state: Mapping[str, Entry], stage: Stage) -> EpochRecord:
+    return decode_epoch(state[stage.keys.epoch].value)
+
+
+@pytest.fixture
+def skewed(tmp_path: Path) -> dict[str, dict[str, str]]:
+    """Environments by the name of a clock: what a process in one of them takes for the time is 10 s off."""
+    made = {}
+    for name, seconds in CLOCKS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(
+            f"import time\nreal, time.time = time.time, lambda: real() + {seconds}\n"
+        )
+        made[name] = {"PYTHONPATH": str(folder)}
+    return made
+
+
+async def test_the_root_cause_goes_by_class_and_then_by_the_stores_order_whatever_the_clocks_say(
+    tmp_path: Path, etcd: EtcdServer, skewed: dict[str, dict[str, str]]
+) -> None:
+    flags = ("--nnodes=3", "--max-restarts=1", PATIENT)
+    async with Stage(tmp_path, etcd) as stage, contextlib.AsyncExitStack() as stack:
+        agents = {
+            name: await stack.enter_async_context(stage.agent(name, *flags, env=env)) for name, env in skewed.items()
+        }
+
+        async def fail_in_this_order(epoch: int, orders: list[str]) -> list[str]:
+            """Two nodes fail while the leader looks away; gives back their names, in order."""
+            workers = await stage.epoch(epoch, world=3)
+            state = await stage.until(lambda state: stage.keys.leader in state)
+            leader = decode(state[stage.keys.leader].value, LeaderRecord).node.rpartition(".")[0]
+            # The first one's clock is ahead of the second one's, so by their clocks the second one was first.
+            others = [worker for name in CLOCKS for worker in workers if worker.node == name != leader]
+            times = [await worker.does("import time; answer = time.time()") for worker in others]
+            assert times[0] > times[1] + 5
+            agents[leader].kill(signal.SIGSTOP)
+            for number, (worker, order) in enumerate(zip(others, orders, strict=True), 1):
+                worker.tell(order)
+                await stage.until(lambda state, number=number: len(failures(state, stage)) >= number)
+            agents[leader].kill(signal.SIGCONT)
+            return [worker.node for worker in others]
+
+        first, second = await fail_in_this_order(1, ["raise ValueError('first')", "raise ValueError('second')"])
+        told = epoch_of(await stage.until(lambda state: epoch_of(state, stage).number == 2), stage)
+        assert told.cause == f"rank {rank_of(told, first)} on {first}: ValueError: first (order.py:1)"
+
+        first, second = await fail_in_this_order(2, [BROKEN_COLLECTIVE, "raise ValueError('what broke it')"])
+        for agent in agents.values():
+            assert await agent.code() == 1
+            assert f"on {second}: ValueError: what broke it (order.py:1)" in agent.lines[-1]
+
+
+def rank_of(epoch: EpochRecord, node: str) -> int:
+    return [member.node.rpartition(".")[0] for member in epoch.members].index(node)
+
+
+async def test_a_failure_is_told_with_its_reason_in_the_log_the_store_and_the_last_words(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    last_words = tmp_path / "termination-log"
+    flags = ("--nnodes=1:1", "--max-restarts=4", PATIENT, f"--termination-log={last_words}")
+    async with Stage(tmp_path, etcd) as stage, stage.agent("one", *flags) as agent:
+        for epoch, (order, told, end) in enumerate(
+            [
+                (TOLD_BY_RECORD, "KeyError: 'no such layer' (order.py:6)", "exit code 1"),
+                ("raise ValueError('bad input')", "ValueError: bad input (order.py:1)", "exit code 1"),
+                ("os.write(2, b'no space left'); os._exit(4)", "it last printed: no space left", "exit code 4"),
+                ("import signal; os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS", "SIGBUS"),
+            ],
+            1,
+        ):
+            [worker] = await stage.epoch(epoch, world=1)
+            since = len(agent.lines)
+            worker.tell(order)
+            await stage.epoch(epoch + 1, world=1)
+            said = (await agent.said(r"rank 0 on one.*", since=since))[0]
+            assert told in said
+            assert end in said
+            assert str(worker.pid) in said
+            state = await stage.until(lambda state, epoch=epoch: epoch_of(state, stage).number == epoch + 1)
+            assert told in epoch_of(state, stage).cause
+
+        [worker] = await stage.epoch(5, world=1)
+        worker.tell("raise ValueError('\\udcff' + 'großes Pech 🧯' * 2000)")
+        assert await agent.code() == 1
+        outcome = (await stage.until(lambda state: stage.keys.outcome in state))[stage.keys.outcome]
+        failure = decode(outcome.value, OutcomeRecord).failure
+        assert failure is not None
+        assert (failure.epoch, failure.rank, failure.local_rank, failure.host) == (5, 0, 0, "127.0.0.1")
+        assert (failure.pid, failure.exit_code, failure.kind) == (worker.pid, 1, FailureKind.PROGRAM)
+        assert failure.message.startswith("ValueError: ")
+        assert failure.message.endswith("großes Pech 🧯 (order.py:1)")
+
+    text = last_words.read_bytes()
+    assert len(text) <= 4096
+    assert len(text) > 3000
+    words = msgspec.json.decode(text, type=TerminationMessage)
+    assert json.loads(text.decode())["reason"] == words.reason == "WorkerFailed"
+    assert words.failure is not None
+    assert msgspec.structs.replace(words.failure, message="") == msgspec.structs.replace(failure, message="")
+    assert words.failure.message.startswith("ValueError: ")
+    assert words.failure.message.endswith("großes Pech 🧯 (order.py:1)")
+    assert "no restart is left of the 4 that it may have" in words.message
+
+
+async def test_a_worker_that_is_killed_for_memory_is_named_as_that(tmp_path: Path) -> None:
+    with memory_limit(600) as within:
+        async with (
+            Stage(tmp_path, None) as stage,
+            stage.agent("one", "--standalone", "--nproc-per-node=2", "--max-restarts=1", within=within) as agent,
+        ):
+            workers = await stage.epoch(1, world=2)
+            workers[1].tell("all = []\nwhile True: all.append(bytes(16 << 20) + b'1')")
+            workers = await stage.epoch(2, world=2)
+            await agent.said(r"rank 1 on one.*: killed by SIGKILL: out of memory")
+            workers[0].tell("import signal; os.kill(os.getpid(), signal.SIGKILL)")
+            assert await agent.code() == 1
+        assert "rank 0 on one: killed by SIGKILL; no restart is left" in agent.lines[-1]

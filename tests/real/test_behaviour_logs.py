@@ -1,0 +1,132 @@
+"""What workers print reaches its place whole, whoever else prints there, however slowly it is read, run after run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.crew import told
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+LONG = 200_000
+"""Bytes of a line that no pipe takes at once."""
+
+TALKATIVE = f"""
+import os, sys
+rank, epoch = os.environ["RANK"], os.environ["TORCHELASTIC_EPOCH"]
+children = []
+for child in range(2):
+    if (pid := os.fork()) == 0:
+        for number in range(100):
+            os.write(1, b"child %d line %d\\n" % (child, number))
+        os._exit(0)
+    children.append(pid)
+os.write(2, rank.encode() * {LONG} + b"\\n")
+for pid in children:
+    os.waitpid(pid, 0)
+for number in range(100):
+    for piece in ("piece ", str(number), " is ", "whole\\n"):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+sys.stdout.write("the end without a newline")
+sys.stdout.flush()
+if epoch == "1" and rank == "1":
+    os._exit(7)
+if epoch == "1":
+    import signal
+    signal.pause()
+open(f"{{sys.argv[1]}}/up.{{rank}}", "w").close()
+"""
+
+
+async def test_no_line_is_torn_by_other_writers_or_by_a_reader_that_reads_late(tmp_path: Path) -> None:
+    program = tmp_path / "talkative.py"
+    program.write_text(TALKATIVE)
+    agent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "torchelastic.run", "--standalone", "--nproc-per-node=2", "--node-name=one"),
+        *(program, tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        limit=16,  # bytes that are read ahead: what nobody has asked for stays in the pipe
+    )
+    assert agent.stdout
+    assert agent.stderr
+    try:
+        # The agent is not held up by its reader: a worker fails, is told of, and the next epoch runs.
+        for rank in (0, 1):
+            await told(tmp_path / f"up.{rank}")
+        async with asyncio.timeout(PATIENCE):
+            out, err = await asyncio.gather(agent.stdout.read(), agent.stderr.read())
+            assert await agent.wait() == 0
+    finally:
+        if agent.returncode is None:
+            agent.kill()
+            await agent.wait()
+
+    of_workers: dict[bytes, list[bytes]] = {b"0": [], b"1": []}
+    for line in out.splitlines():
+        match = re.fullmatch(rb"\[rank ([01])\] (.*)", line)
+        assert match, line
+        of_workers[match[1]].append(match[2])
+    for rank in (b"0", b"1"):
+        lines = of_workers[rank]
+        ends = lines.count(b"the end without a newline")
+        assert ends in ({1, 2} if rank == b"0" else {2}), "rank 0 may be ended before it has come so far"
+        for expected in (
+            *(b"child %d line %d" % (child, number) for child in range(2) for number in range(100)),
+            *(b"piece %d is whole" % number for number in range(100)),
+        ):
+            assert lines.count(expected) in {1, 2}, expected
+            lines = [line for line in lines if line != expected]
+        assert set(lines) == {b"the end without a newline"}
+
+    own, theirs = [], []
+    for line in err.splitlines():
+        (theirs if line.startswith(b"[rank") else own).append(line)
+    assert set(theirs) == {b"[rank %s] %s" % (rank, rank * LONG) for rank in (b"0", b"1")}
+    assert all(re.match(rb"[0-9:]{8} \[one\] ", line) for line in own), own
+    assert [line for line in own if b"rank 1 on one" in line and b"exit code 7" in line]
+
+
+async def test_files_are_neither_deleted_nor_overwritten_by_a_restart_nor_by_the_next_run(tmp_path: Path) -> None:
+    program = tmp_path / "failing.py"
+    program.write_text(
+        """if True:
+            import os, sys
+            print(f"rank {os.environ['RANK']} of epoch {os.environ['TORCHELASTIC_EPOCH']}", end="", flush=True)
+            print("oh", end="", file=sys.stderr, flush=True)
+            sys.exit(os.environ["TORCHELASTIC_EPOCH"] == "1" and 7)
+        """
+    )
+    logs = tmp_path / "logs"
+    flags = ("--standalone", "--nproc-per-node=2", f"--log-dir={logs}", "--tee=0:1,1:3", "--redirects=0:2")
+    for _ in range(2):
+        async with AgentProcess(*flags, program) as agent:
+            assert await agent.code() == 0
+        assert {f"[rank {rank}] rank {rank} of epoch 2" for rank in (0, 1)} <= {*agent.lines}
+        assert "[rank 1] oh" in agent.lines
+        assert "[rank 0] oh" not in agent.lines
+    found = {os.fspath(path.relative_to(logs)): path.read_text() for path in logs.rglob("*.log")}
+    ended = {f"epoch_1/rank_{rank}/{stream}.log" for rank in (0, 1) for stream in ("stdout", "stderr")}
+    for name, text in found.items():
+        epoch, rank = int(name[6]), int(name[13])
+        line = "oh" if "stderr" in name else f"rank {rank} of epoch {epoch}"
+        # The first that fails in epoch 1 ends the other one, perhaps before it has printed.
+        assert text in ({f"{line}\n{line}"} if name not in ended else {f"{line}\n{line}", line, ""}), name
+    assert found.keys() == {
+        f"epoch_{epoch}/rank_{rank}/{stream}.log"
+        for epoch in (1, 2)
+        for rank in (0, 1)
+        for stream in ("stdout", "stderr")
+    }

@@ -1,0 +1,133 @@
+"""What is a loss and what is none: agents are cut off, forgotten by etcd, stopped, killed and asked to go."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from tests.support.crew import eventually
+from tests.support.links import cut, links_to
+from tests.support.puppets import Stage
+from torchelastic.contract import LeaderRecord, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from tests.support.puppets import Puppet
+    from torchelastic.store import Entry
+
+pytestmark = pytest.mark.real
+
+PATIENT = "--rdzv-conf=joining_window=3600,lease=6"
+
+
+def leader_in(state: Mapping[str, Entry], stage: Stage) -> LeaderRecord:
+    return decode(state[stage.keys.leader].value, LeaderRecord)
+
+
+def nodes_in(state: Mapping[str, Entry], stage: Stage) -> set[str]:
+    """The names of all nodes whose keys stand."""
+    return {key.removeprefix(stage.keys.nodes).rpartition(".")[0] for key in state if key.startswith(stage.keys.nodes)}
+
+
+async def end_leases(etcd: EtcdServer, below: str) -> int:
+    """Have etcd end all leases on which keys below a prefix hang; tells how many."""
+    async with aiohttp.ClientSession(etcd.url) as session:
+
+        async def ask(path: str, **message: Any) -> dict[str, Any]:
+            async with session.post(f"/v3/{path}", json=message) as response:
+                answer: dict[str, Any] = await response.json()
+                return answer
+
+        import base64
+
+        ended = 0
+        for lease in (await ask("lease/leases"))["leases"]:
+            keys = (await ask("lease/timetolive", ID=lease["ID"], keys=True)).get("keys", [])
+            if any(base64.b64decode(key).decode().startswith(below) for key in keys):
+                await ask("lease/revoke", ID=lease["ID"])
+                ended += 1
+        return ended
+
+
+def nodes_of(workers: Sequence[Puppet]) -> list[str]:
+    return [worker.node for worker in workers]
+
+
+async def test_cut_links_and_ended_leases_are_no_loss_and_the_leaders_own_death_costs_no_more_than_anothers(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    flags = ("--nnodes=1:3", PATIENT)
+    async with Stage(tmp_path, etcd) as stage, contextlib.AsyncExitStack() as stack:
+        agents = {name: await stack.enter_async_context(stage.agent(name, *flags)) for name in ("a", "b", "c")}
+        first = await stage.epoch(1, world=3)
+        leader = leader_in(await stage.until(lambda state: stage.keys.leader in state), stage)
+        leading, port = leader.node.rpartition(".")[0], int(leader.address.rpartition(":")[2])
+
+        # The links are cut between healthy agents.
+        pid = agents[leading].pid
+        await eventually(lambda: len(links_to(pid, port)) == 2)
+        before = links_to(pid, port)
+        for descriptor in before.values():
+            cut(pid, descriptor)
+        await eventually(lambda: len(links_to(pid, port).keys() - before.keys()) == 2)
+
+        # The leases of all end, though all of them live.
+        assert await end_leases(etcd, stage.keys.nodes) == 3
+        await stage.until(lambda state: nodes_in(state, stage) == {"a", "b", "c"} and stage.keys.leader in state)
+        assert [await worker.does("answer = 'alive'") for worker in first] == ["alive"] * 3
+        assert stage.epochs == {1}
+
+        # The leader dies, and is done without at once.
+        [heir, other] = [worker.node for worker in first if worker.node != leading]
+        agents[leading].kill()
+        second = await stage.epoch(2, world=2)
+        assert nodes_of(second) == [heir, other]
+        await agents[other].said(f"epoch 2: {leading} died")
+
+        # Whoever leads now is asked to go; that ends nothing for the others.
+        leader = leader_in(await stage.until(lambda state: leader_in(state, stage) != leader), stage)
+        leading = leader.node.rpartition(".")[0]
+        agents[leading].kill(signal.SIGTERM)
+        assert await agents[leading].code() == 143
+        [last] = await stage.epoch(3, world=1)
+        async with stage.agent("d", *flags) as d:
+            fourth = await stage.epoch(4, world=2)
+            assert nodes_of(fourth) == [last.node, "d"]
+            assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in fourth} == {"0"}
+            for worker in fourth:
+                worker.tell("raise SystemExit(0)")
+            assert [await d.code(), await agents[last.node].code()] == [0, 0]
+
+
+async def test_silence_together_with_the_end_of_the_lease_is_a_loss_and_who_comes_back_stops_its_workers_first(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    flags = ("--nnodes=1:2", "--rdzv-conf=joining_window=3600,lease=1")
+    async with (
+        Stage(tmp_path, etcd) as stage,
+        stage.agent("a", *flags) as a,
+        stage.agent("b", *flags) as b,
+    ):
+        agents = {"a": a, "b": b}
+        staying, stopped = await stage.epoch(1, world=2)
+        agents[stopped.node].kill(signal.SIGSTOP)
+        [alone] = await stage.epoch(2, world=1)
+        assert alone.node == staying.node
+        # The worker of the agent that was stopped runs on, and is told not to commit anything.
+        stands = "import torchelastic; answer = torchelastic.epoch_stands(timeout=0.5)"
+        assert not await stopped.does(stands)
+        assert await alone.does(stands.replace("0.5", "30"))
+        agents[stopped.node].kill(signal.SIGCONT)
+        together = await stage.epoch(3, world=2)
+        assert nodes_of(together) == [staying.node, stopped.node]
+        await stopped.gone()
+        for worker in together:
+            worker.tell("raise SystemExit(0)")
+        assert [await a.code(), await b.code()] == [0, 0]

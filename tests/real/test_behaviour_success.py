@@ -1,0 +1,90 @@
+"""The end of a run that succeeds: said once, at once, and to those who come late."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.nodes import Meeting, all_with
+from tests.support.puppets import Stage
+from torchelastic.contract import Env, LeaderRecord, NodePhase, OutcomeState, decode
+from torchelastic.store import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from torchelastic.store import Store
+
+pytestmark = pytest.mark.real
+
+
+async def test_who_ends_early_is_no_failure_newcomers_wait_then_and_a_failure_after_it_restarts_all(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    flags = ("--rdzv-conf=joining_window=3600,lease=60",)
+    two, three = ({Env.SIZE: size, Env.UNIQUE_RUN: "1"} for size in ('{"n":1,"x":2}', '{"g":1,"n":1,"x":3}'))
+    async with (
+        Stage(tmp_path, etcd) as stage,
+        stage.agent("a", *flags, env=two) as a,
+        stage.agent("b", *flags, env=two) as b,
+    ):
+        early, late = await stage.epoch(1, world=2)
+        state = await stage.until(lambda state: stage.keys.leader in state)
+        leader = decode(state[stage.keys.leader].value, LeaderRecord).node
+        early.tell("raise SystemExit(0)")
+        await early.gone()
+        async with stage.agent("c", *flags, env=three) as c:
+            await (a if leader.startswith("a.") else b).said("the run is about to finish; whoever comes now waits")
+            assert stage.epochs == {1}
+            late.tell("raise SystemExit(7)")
+            workers = await stage.epoch(2, world=3)
+            assert [worker.node for worker in workers] == [early.node, late.node, "c"]
+            assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers} == {"1"}
+            for worker in workers:
+                worker.tell("raise SystemExit(0)")
+            assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
+
+            state = await stage.until(lambda state: stage.keys.outcome in state)
+            outcome = state[stage.keys.outcome]
+            assert json.loads(outcome.value) == {"o": "succeeded", "e": 2, "r": 1}
+            assert outcome.created == outcome.modified
+
+        async with stage.agent("d", *flags, env=three) as d:
+            assert await d.code() == 0
+            assert d.lines[-1].endswith("the run has succeeded")
+            assert "started rank" not in d.output
+
+
+@pytest.fixture
+async def meeting(etcd: EtcdServer) -> AsyncIterator[Meeting]:
+    async def reach() -> Store:
+        return await connect(etcd.settings)
+
+    async with Meeting(reach, f"test-{uuid.uuid4()}") as made:
+        yield made
+
+
+async def test_where_an_id_may_be_used_again_the_end_stands_while_a_node_lives_and_the_next_one_begins_a_new_run(
+    meeting: Meeting,
+) -> None:
+    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    await all_with(a, b)
+    for node in (a, b):
+        node.inner.report(1, phase=NodePhase.DONE)
+    for node in (a, b):
+        await node.until(lambda node: node.outcome is not None)
+    await a.close()
+    c = await meeting.node("c", wanted=2)
+    await c.until(lambda node: node.outcome is not None)
+    assert c.outcome is not None
+    assert c.outcome.state is OutcomeState.SUCCEEDED
+    for node in (b, c):
+        await node.close()
+    d = await meeting.node("d", wanted=1)
+    assert (await all_with(d)).number == 1
+    assert d.outcome is None

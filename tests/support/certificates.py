@@ -1,0 +1,58 @@
+"""Certificates for tests of TLS, all signed by one authority."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trustme
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Files with certificates.
+
+    Attributes:
+        authority: of whoever signed the others.
+        server: for 127.0.0.1.
+        server_key: its private key.
+        client: for client.test.
+        client_key: its private key.
+    """
+
+    authority: str
+    server: str
+    server_key: str
+    client: str
+    client_key: str
+
+    @property
+    def etcd_flags(self) -> list[str]:
+        """With which an etcd shows the server's."""
+        return [f"--cert-file={self.server}", f"--key-file={self.server_key}"]
+
+    @property
+    def etcd_flags_for_clients(self) -> list[str]:
+        """With which it also wants to see its clients'."""
+        return [*self.etcd_flags, f"--trusted-ca-file={self.authority}", "--client-cert-auth"]
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """New ones, below a folder."""
+
+    def written(name: str, blob: trustme.Blob) -> str:
+        blob.write_to_path(folder / name)
+        return str(folder / name)
+
+    authority = trustme.CA()
+    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("client.test")
+    return Certificates(
+        authority=written("ca.pem", authority.cert_pem),
+        server=written("server.pem", server.cert_chain_pems[0]),
+        server_key=written("server.key", server.private_key_pem),
+        client=written("client.pem", client.cert_chain_pems[0]),
+        client_key=written("client.key", client.private_key_pem),
+    )

@@ -1,0 +1,64 @@
+"""Launchers in Python for tests, as their authors would write them: each is a script of its own."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+from tests.support.agents import AgentProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Launcher(AgentProcess):
+    """A script that launches workers, with its output."""
+
+    program = ()
+
+
+def script(folder: Path, source: str, *, name: str = "launcher.py") -> Path:
+    """A script of this source.
+
+    Args:
+        folder: where it is put.
+        source: its source; what all tests' functions use is put before it.
+        name: its file's name.
+    """
+    path = folder / name
+    path.write_text(COMMON + dedent(source))
+    return path
+
+
+COMMON = """\
+import os, signal, sys, threading, time
+
+def meet():
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert total.item() == world
+    env = os.environ
+    print(f"epoch {env['TORCHELASTIC_EPOCH']} rank {rank} of {world} pid {os.getpid()}"
+          f" restart {env['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+    return dist
+
+def stay(dist, stop):
+    import torch
+    while True:
+        flag = torch.tensor([float(os.path.exists(stop))])
+        dist.all_reduce(flag)
+        if flag.item():
+            break
+        time.sleep(0.01)
+    dist.destroy_process_group()
+
+def meet_and_stay(stop):
+    dist = meet()
+    rank = dist.get_rank()
+    stay(dist, stop)
+    return rank
+"""
+"""Functions for workers: they meet and say so, and stay together until a file appears."""

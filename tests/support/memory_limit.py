@@ -1,0 +1,47 @@
+"""A control group with a limit of memory, as a container has one, of whichever version this machine has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.testbed import availability, node_cgroups
+from tests.support.testbed.cache import Missing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def memory_limit(megabytes: int) -> Iterator[tuple[str, ...]]:
+    """A command that executes what is appended to it within a control group of so many megabytes.
+
+    Where this user may not make one, the test is told as skipped; on the machine that must miss nothing it fails.
+    """
+    try:
+        found = node_cgroups.of_this_machine()
+        node_cgroups.check(found)
+    except Missing as why:
+        if availability.must_not_miss():
+            pytest.fail(str(why))
+        pytest.skip(str(why))
+    groups = node_cgroups.plan(
+        [hierarchy for hierarchy in found if hierarchy.version == 2 or hierarchy.options == "memory"],
+        f"elastic-test-{os.getpid()}",
+    )
+    node_cgroups.make(groups)
+    try:
+        [folder] = map(Path, groups.folders)
+        limit = folder / ("memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes")
+        limit.write_text(str(megabytes << 20))
+        for swap in ("memory.swap.max", "memory.swappiness"):
+            if (folder / swap).exists():
+                (folder / swap).write_text("0")
+        yield ("sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh")
+    finally:
+        left = node_cgroups.remove(groups)
+        assert not left

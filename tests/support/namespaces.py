@@ -1,0 +1,47 @@
+"""Commands that execute what is appended to them in namespaces of its own, as a container has them.
+
+Where this user may not have any, the test is told as skipped; on the machine that must miss nothing it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from tests.support.testbed import availability
+
+
+def first_process() -> tuple[str, ...]:
+    """As the first process of a PID namespace."""
+    return _tried("--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+def network(interface: str, address: str) -> tuple[str, ...]:
+    """In a network in which there is nothing but the loopback interface, and one with this address."""
+    other = f"{interface}-peer"
+    lines = (
+        "ip link set lo up",
+        f"ip link add {interface} type veth peer name {other}",
+        f"ip address add {address}/24 dev {interface}",
+        f"ip link set {interface} up",
+        f"ip link set {other} up",
+        'exec "$@"',
+    )
+    return _tried("--net", "sh", "-c", " && ".join(lines), "sh")
+
+
+def _tried(*arguments: str) -> tuple[str, ...]:
+    rights = () if os.geteuid() == 0 else ("--map-root-user",)
+    command = ("unshare", *rights, *arguments)
+    why = "there is no unshare: install util-linux"
+    if shutil.which("unshare"):
+        tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
+        if tried.returncode == 0:
+            return command
+        why = f"no namespace can be had: {tried.stderr.strip()}"
+    if availability.must_not_miss():
+        pytest.fail(why)
+    pytest.skip(why)

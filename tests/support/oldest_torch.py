@@ -1,0 +1,148 @@
+"""The oldest torch that is supported: tests run programs with a Python that has it before this environment's own.
+
+What the package index has is built for CUDA, whose libraries are several times as large as torch and of no use without
+a GPU. They are left out, but for two small ones: the dynamic linker is content with libraries of the same names in
+which nothing does anything. All else is torch as it was released.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tests.support.testbed.cache import Missing, cache_folder, locked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VERSION: Final = "2.8.0"
+
+MINUTES: Final = 2.0
+"""How long it takes on two cores, the first time."""
+
+_LAST_PYTHON: Final = (3, 13)
+_LAYOUT: Final = 1
+_GIGABYTES: Final = 4.0
+"""Needed while it is made; 1.8 afterwards."""
+
+_WITH_CUDA: Final = ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-cupti-cu12==12.8.90")
+"""What torch calls while it is imported."""
+
+_CUDAS: Final = re.compile(r"lib(?:cu|nccl|nv)[A-Za-z]*\.so\.\d+")
+_CUDAS_SYMBOL: Final = re.compile(r"nccl|cu")
+
+
+def make_python(folder: Path) -> Path:
+    """A Python like this one, with all its packages, in which torch is the oldest one.
+
+    Args:
+        folder: in which it is made; it may not be there yet.
+
+    Raises:
+        Missing: that torch cannot be had here.
+    """
+    torch = packages()
+    venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
+    (own,) = folder.glob("lib/python3*/site-packages")
+    behind = [path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}]
+    lines = [f"import site; site.addsitedir({path!r})" for path in (str(torch), *behind)]
+    (own / "oldest-torch.pth").write_text("\n".join(lines) + "\n")
+    return folder / "bin" / "python"
+
+
+def packages() -> Path:
+    """The folder with the packages that go before this environment's; made if it is not there.
+
+    Raises:
+        Missing: something that is needed for it is not here.
+    """
+    folder = _folder()
+    if not folder.exists():
+        with locked("torch"):
+            if not folder.exists():
+                _make(folder)
+    return folder
+
+
+def is_ready() -> bool:
+    """Whether :func:`packages` finds them without making them."""
+    return _folder().exists()
+
+
+def _folder() -> Path:
+    return cache_folder() / f"torch-{VERSION}-{sys.implementation.cache_tag}-{_LAYOUT}"
+
+
+def _make(folder: Path) -> None:
+    if sys.version_info[:2] > _LAST_PYTHON:
+        newest = ".".join(map(str, _LAST_PYTHON))
+        raise Missing(f"torch {VERSION} for Python {platform.python_version()}", f"run the tests on Python {newest}")
+    if shutil.disk_usage(folder.parent).free < _GIGABYTES * 1e9:
+        raise Missing(f"{_GIGABYTES:g} GB of disk for torch {VERSION}", f"free some below {folder.parent}")
+    cuda = _WITH_CUDA if platform.machine() == "x86_64" else ()
+    for tool in ("cc", "nm", "readelf") if cuda else ():
+        if shutil.which(tool) is None:
+            raise Missing(f"`{tool}`, for what stands in CUDA's place", "install a C compiler, such as Debian's gcc")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="tmp-", ignore_cleanup_errors=True) as scratch:
+        made = Path(scratch) / "packages"
+        _install([f"torch=={VERSION}", *cuda], made, Path(scratch))
+        if cuda:
+            _stand_in_for_cuda(made / "torch" / "lib", Path(scratch))
+        made.rename(folder)
+
+
+def _install(packages: Sequence[str], target: Path, scratch: Path) -> None:
+    tool = (
+        [sys.executable, "-m", "pip", "install", "--no-compile", "--no-cache-dir", "--quiet"]
+        if importlib.util.find_spec("pip")
+        else ["uv", "pip", "install", "--python", sys.executable, "--no-cache", "--quiet"]
+    )
+    environment = {**os.environ, "TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    try:
+        done = subprocess.run(
+            [*tool, "--no-deps", "--target", str(target), *packages],
+            env={**environment, "PIP_ROOT_USER_ACTION": "ignore"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Missing(f"torch {VERSION}", f"{tool[-1]} could not be run: {error}") from None
+    if done.returncode:
+        words = " ".join(done.stderr.split())[-300:]
+        raise Missing(f"torch {VERSION}", f"the package index has to be reached (it was said: {words})")
+
+
+def _stand_in_for_cuda(libraries: Path, scratch: Path) -> None:
+    """Put a library in the place of each of CUDA's that is not there: all that torch refers to, and nothing in it."""
+    torchs = [str(path) for path in libraries.glob("lib*.so")]
+    wanted = set(_CUDAS.findall(_said("readelf", "-d", *torchs))) - {"libcudart.so.12", "libcupti.so.12"}
+    symbols: dict[str, set[str]] = {}
+    for symbol in re.findall(r"^\s+[Uw] (\S+)$", _said("nm", "-D", "--undefined-only", *torchs), re.MULTILINE):
+        name, _, version = symbol.partition("@")
+        if version or _CUDAS_SYMBOL.match(name):
+            symbols.setdefault(version.removeprefix("@"), set()).add(name)
+    for library in sorted(wanted):
+        versioned = library if library in symbols else ""  # without versions of symbols, each may have them all
+        source, versions = scratch / "empty.s", scratch / "versions"
+        labels = "".join(f".globl {name}\n.type {name},@function\n{name}:\n" for name in symbols[versioned])
+        source.write_text(f'.text\n{labels}ud2\n.section .note.GNU-stack,"",@progbits\n')
+        versions.write_text(f"{library} {{ global: *; }};\n")
+        script = [f"-Wl,--version-script={versions}"] if versioned else []
+        _said(
+            "cc", "-shared", "-nostdlib", f"-Wl,-soname,{library}", *script, "-o", f"{libraries / library}", f"{source}"
+        )
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
