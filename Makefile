@@ -12,10 +12,10 @@ export VENV PYTHON
 python := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo install test testbed check lint upgrade clean
+.PHONY: help run demo install test test-exhaustive testbed check lint upgrade clean
 
 help: ## say what can be made
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 run: install ## train examples/digits.yaml elastically on this machine
 	@$(VENV)/bin/elasticjob run examples/digits.yaml $(ARGS)
@@ -28,6 +28,10 @@ install: ## make the virtual environment that `make run` needs, and nothing else
 
 test: lint testbed ## everything: the checks, and all tests on real processes and a real Kubernetes
 	$(python) -m pytest tests $(ARGS)
+
+test-exhaustive: lint testbed ## all tests with far more examples and servers, and a soak of 200 random faults (hours)
+	HYPOTHESIS_PROFILE=exhaustive TORCHELASTIC_EXHAUSTIVE=1 $(python) -m pytest tests --timeout 3600 $(ARGS)
+	$(python) -m benchmarks.soak --faults 200 --agents 4
 
 testbed: ## build the Kubernetes and the images that the tests run on, once, into the user's cache folder
 	@scripts/bootstrap.sh dev

@@ -1,0 +1,16 @@
+"""What the workers run while memory is measured: they import torch, tell so like :mod:`benchmarks.worker`, and wait."""
+
+import json
+import os
+import signal
+import time
+
+import torch.distributed  # noqa: F401 - that is all there is to it
+
+now = time.monotonic()
+facts = {"node": os.environ["BENCHMARK_NODE"], "pid": os.getpid(), "rank": int(os.environ["RANK"])}
+times = dict.fromkeys(("began", "imported", "met", "reduced", "at"), now)
+pipe = os.open(os.environ["BENCHMARK_BEATS"], os.O_WRONLY)
+os.write(pipe, json.dumps({**facts, **times, "epoch": 0, "world": int(os.environ["WORLD_SIZE"])}).encode() + b"\n")
+while True:
+    signal.pause()

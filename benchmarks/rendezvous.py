@@ -1,0 +1,327 @@
+"""How long nodes take to meet: ours against a real etcd, and torchrun's c10d rendezvous beside it.
+
+N nodes, in a few processes, run the agent's own protocol code: each has a store, connections, a lease, a watch and a
+link of its own, and decodes every record itself. The size is known (min 1, max 2 N, N wanted). Measured are:
+
+- *first*: all N come at once, with nothing connected, until the last of them knows the epoch with all of them;
+- *a worker fails*: a member reports it, until all N know the next epoch;
+- *one leaves, one comes*: both at once, until all N that are there then know an epoch with the newcomer;
+- *the leader leaves, one comes*: the same, with the node that led.
+
+The processes are up and have everything imported before the clock starts; what lies between is all that the nodes do,
+beginning with their connections to etcd. Every repeat has fresh processes, and an etcd of its own that has served
+others before.
+
+The peer is torchrun's dynamic rendezvous with its c10d backend, with the same N in the same run
+(:mod:`benchmarks.rendezvous_torch`); its last_call_timeout is 1 s, though torchrun's default is 30 s. It is measured
+twice: with room for more nodes (N:2N), as ours, and with none (N:N), where it closes as soon as it is full.
+
+Then the requests to etcd, and the bytes on the wire, are counted in a run of their own (:mod:`benchmarks.metering`),
+and the processor time of a first meeting is divided between the nodes, their leader and etcd: on one machine N nodes
+share what in a cluster each of them has for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.etcd import choose_etcd, cpu_seconds, etcd_serving
+from benchmarks.metering import Meter
+from benchmarks.rendezvous_crew import Change, Crew
+from benchmarks.report import Measurement, Report
+from elastic_operator.errors import BadInput
+from elastic_operator.local.tether import tethered
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FIRST: Final = "first"
+FAILED: Final = "a worker fails"
+SWAPPED: Final = "one leaves, one comes"
+LED: Final = "the leader leaves, one comes"
+
+KINDS: Final = (FIRST, FAILED, SWAPPED, LED)
+
+INCLUDES: Final = {
+    FIRST: "connecting to etcd, lease, key, watch, link to the leader and the epoch's commit, until the last has it",
+    FAILED: "from the member's report until all nodes know the next epoch",
+    SWAPPED: "from both at once, the newcomer's connecting included, until all nodes know the epoch with it",
+    LED: "from both at once, the succession and the newcomer's connecting included, until all know the epoch with it",
+}
+
+AT_MOST: Final = {2: 0.02, 64: 0.1, 1000: 2.0}
+"""Seconds that a rendezvous of so many nodes should take at most."""
+
+RATIO_AT_LEAST: Final = {64: 15.0}
+"""So many times as long should torchrun take with so many nodes."""
+
+LAST_CALL: Final = 1.0
+"""torchrun's last_call_timeout here; its default is 30 s."""
+
+NO_WAIT_FOR_NAMES: Final = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""torchrun's connections ask for the names of hosts; where nobody answers, that is not to take long."""
+
+MANY: Final = 64
+"""More nodes than this are measured at most three times."""
+
+DEFAULT_LEASE: Final = 5.0
+"""The agent's own."""
+
+CALM: Final = 60.0
+"""The lease of many nodes, and of those whose requests are counted, in seconds: none is sent because time goes by."""
+
+
+async def timed(etcd: Path, nodes: int, processes: int) -> dict[str, float]:
+    """The seconds of one first meeting of so many nodes and of each kind of change after it."""
+    layout = shares(nodes, processes)
+    taken = {}
+    async with (
+        etcd_serving(etcd) as server,
+        Crew(server.endpoint, direct=server.endpoint, shares=layout, patience=patience(nodes)) as crew,
+    ):
+        for kind in KINDS:
+            change = await carry_out(kind, crew)
+            taken[kind] = change.seconds
+            await crew.settle()
+    if change.warnings:
+        _note(f"{nodes} nodes: {change.warnings} warnings, the first: {change.warning}")
+    return taken
+
+
+async def counted(etcd: Path, nodes: int, processes: int) -> list[dict[str, Any]]:
+    """The requests and bytes of a first meeting and of the changes after it, each to the last write that it causes."""
+    rows = []
+    async with etcd_serving(etcd) as server, Meter(server.endpoint) as meter:
+        layout = shares(nodes, processes)
+        async with Crew(meter.endpoint, direct=server.endpoint, shares=layout, patience=CALM) as crew:
+            for kind in KINDS:
+                before, epoch = meter.copy(), crew.epoch
+                await carry_out(kind, crew)
+                await crew.settle()
+                facts = {"epochs": crew.epoch - epoch, "epoch_bytes": await crew.epoch_bytes()}
+                rows.append({"kind": kind, "nodes": nodes, **facts, **_count(nodes, before, meter)})
+    return rows
+
+
+async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
+    """Who had the processor while N - 1 nodes came to one that leads already, alone in a process of its own."""
+    layout = [1, *shares(nodes - 1, processes)]
+    async with (
+        etcd_serving(etcd) as server,
+        Crew(server.endpoint, direct=server.endpoint, shares=layout, patience=patience(nodes)) as crew,
+    ):
+        await crew.lead()
+        before = cpu_seconds(server.pid or 0)
+        change = await crew.come()
+        of_etcd = cpu_seconds(server.pid or 0) - before
+    of_leader, *of_nodes = change.cpu
+    whole = of_leader + sum(of_nodes) + of_etcd
+    return {
+        "nodes": nodes,
+        "seconds": change.seconds,
+        "cpu_of_leader": of_leader,
+        "cpu_of_nodes": sum(of_nodes),
+        "cpu_of_etcd": of_etcd,
+        "cpu_per_node": sum(of_nodes) / (nodes - 1),
+        "share_of_leader": of_leader / whole,
+        "share_of_nodes": sum(of_nodes) / whole,
+        "share_of_etcd": of_etcd / whole,
+    }
+
+
+async def torchrun(nodes: int, most: int) -> dict[str, float]:
+    """The seconds of torchrun's first and second meeting of so many nodes, and room for so many."""
+    process = await asyncio.create_subprocess_exec(
+        *tethered((sys.executable, "-m", "benchmarks.rendezvous_torch", str(nodes), str(most), str(LAST_CALL))),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | NO_WAIT_FOR_NAMES,
+    )
+    told, complaints = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"torchrun's rendezvous of {nodes} nodes failed: {complaints.decode()[-2000:]}")
+    first, again = json.loads(told)
+    return {FIRST: first, FAILED: again}
+
+
+async def carry_out(kind: str, crew: Crew) -> Change:
+    """Make one change of this kind."""
+    if kind == FIRST:
+        return await crew.come()
+    leader = await crew.leader()
+    if kind == FAILED:
+        return await crew.fail(crew.others(leader)[-1])
+    if kind == SWAPPED:
+        return await crew.swap(leave=crew.others(leader)[-1], come="late-1")
+    return await crew.swap(leave=leader, come="late-2")
+
+
+def shares(nodes: int, processes: int) -> list[int]:
+    """How many nodes each process gets."""
+    count = max(min(nodes, processes), 1)
+    return [nodes // count + (index < nodes % count) for index in range(count)]
+
+
+def patience(nodes: int) -> float:
+    """The lease of the nodes, and what they wait for etcd: the agent's own defaults, but for many a minute.
+
+    Of many that share a few cores some would not get to renew theirs in time, and be lost. No time that is measured
+    depends on it: nobody falls silent.
+    """
+    return DEFAULT_LEASE if nodes <= MANY else CALM
+
+
+async def measure(arguments: argparse.Namespace) -> Report:
+    """Measure everything that was asked for."""
+    etcd = await choose_etcd(arguments.etcd)
+    settings = {
+        "nodes": arguments.nodes,
+        "peer_nodes": arguments.peer_nodes,
+        "repeats": {nodes: repeats(nodes, arguments.repeats) for nodes in arguments.nodes},
+        "processes": arguments.processes,
+        "etcd": [str(etcd), "--unsafe-no-fsync"],
+        "size": "min 1, max 2 N, N wanted",
+        "lease": {nodes: patience(nodes) for nodes in arguments.nodes},
+        "torchrun": {
+            "nnodes": "N:2N, and N:N in torchrun_full",
+            "last_call_timeout": LAST_CALL,
+            "default_last_call_timeout": 30,
+            "includes": "next_rendezvous of all, called at once; their connections stand before",
+        },
+    }
+    report = Report("rendezvous", settings=settings, etcd=etcd)
+    full, operations, processor = [], [], []
+    for nodes in arguments.nodes:
+        ours: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        peers: dict[str, list[float]] = {}
+        fulls: dict[str, list[float]] = {}
+        for _ in range(repeats(nodes, arguments.repeats)):
+            _note(f"{nodes} nodes")
+            _collect(ours, await timed(etcd, nodes, arguments.processes))
+            if nodes in arguments.peer_nodes:
+                _note(f"{nodes} nodes of torchrun")
+                _collect(peers, await torchrun(nodes, 2 * nodes))
+                _collect(fulls, await torchrun(nodes, nodes))
+        for kind in KINDS:
+            report.add(
+                Measurement(
+                    f"N={nodes}, {kind}",
+                    ours=ours[kind],
+                    peer=peers.get(kind, ()),
+                    peer_name="torchrun, c10d",
+                    includes=INCLUDES[kind],
+                    ours_at_most=AT_MOST.get(nodes),
+                    ratio_at_least=RATIO_AT_LEAST.get(nodes),
+                    details={"nodes": nodes, "torchrun_full": fulls.get(kind, [])},
+                )
+            )
+        full += [_against_full(nodes, kind, ours[kind], fulls[kind]) for kind in fulls]
+        _note(f"{nodes} nodes, counting")
+        operations += await counted(etcd, nodes, arguments.processes)
+        processor.append(await shared_out(etcd, nodes, arguments.processes))
+    report.tell("torchrun_full", full)
+    report.tell("requests_and_bytes", [_flat(row) for row in operations])
+    report.tell("requests_by_kind", [{name: row[name] for name in ("kind", "nodes", "by_kind")} for row in operations])
+    report.tell("processor_seconds", processor)
+    return report
+
+
+def repeats(nodes: int, asked: int) -> int:
+    """How often so many nodes are measured: those that take long, at most three times."""
+    return asked if nodes <= MANY else min(asked, 3)
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rendezvous", description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON to standard output, a table to standard error")
+    parser.add_argument("--nodes", type=_numbers, default=[2, 8, 64, 256, 1000], help="N, or several with commas")
+    parser.add_argument("--peer-nodes", type=_numbers, default=[2, 8, 64], help="for which N torchrun is measured too")
+    parser.add_argument("--repeats", type=_count_of, default=5, help=f"how often; above {MANY} nodes at most 3 times")
+    parser.add_argument(
+        "--processes",
+        type=_count_of,
+        default=len(os.sched_getaffinity(0)),
+        help="that share the nodes; one for each core",
+    )
+    parser.add_argument("--etcd", type=_existing, help="the binary to measure with")
+    arguments = parser.parse_args()
+    # A thousand nodes have some ten thousand connections; whatever is started here may have as many.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        report = asyncio.run(measure(arguments))
+    except BadInput as error:
+        sys.exit(f"python -m benchmarks.rendezvous: {error}")
+    report.show(as_json=arguments.json)
+
+
+def _count(nodes: int, before: Meter, after: Meter) -> dict[str, Any]:
+    kinds = {path: after.requests[path] - before.requests[path] for path in sorted(after.requests)}
+    requests = sum(kinds.values())
+    sent = after.sent.total() - before.sent.total()
+    received = after.received.total() - before.received.total()
+    return {
+        "requests": requests,
+        "requests_per_node": requests / nodes,
+        "sent_bytes": sent,
+        "received_bytes": received,
+        "bytes_per_node": (sent + received) / nodes,
+        "by_kind": {path: count for path, count in kinds.items() if count},
+    }
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "by_kind"}
+
+
+def _against_full(nodes: int, kind: str, ours: Sequence[float], full: Sequence[float]) -> dict[str, Any]:
+    mine, theirs = statistics.median(ours), statistics.median(full)
+    return {"nodes": nodes, "kind": kind, "ours": mine, "torchrun N:N": theirs, "ratio": theirs / mine}
+
+
+def _collect(samples: dict[str, list[float]], taken: dict[str, float]) -> None:
+    for kind, value in taken.items():
+        samples.setdefault(kind, []).append(value)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        numbers = [0]
+    if any(number < 2 for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} should be numbers of nodes with commas between them, each 2 or more"
+        )
+    return numbers
+
+
+def _count_of(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number, 1 or more")
+    return int(text)
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The processes with nodes that :mod:`benchmarks.rendezvous` steers, and what it learns from them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from benchmarks.etcd import wake
+from elastic_operator.local.tether import tethered
+from torchelastic.contract import LeaderRecord, NodeRecord, RunKeys, decode
+from torchelastic.store import Listing, StoreSettings, connect, follow
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+    from collections.abc import AsyncIterator, Sequence
+    from types import TracebackType
+
+    from torchelastic.store import Store
+
+RUN_ID: Final = "benchmark"
+
+_HEAD_START: Final = 0.05
+"""Seconds between an order and the moment at which it is carried out, so that all processes begin together."""
+
+_LIMIT: Final = 300.0
+"""Seconds after which a change that does not come to its end is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What one change of membership took.
+
+    Attributes:
+        seconds: from its beginning until the last node knew the epoch that followed.
+        epoch: the number of that epoch.
+        cpu: seconds of processor time that each process had meanwhile, in their order.
+        warnings: how many the nodes have logged since they came.
+        warning: the first of them.
+    """
+
+    seconds: float
+    epoch: int
+    cpu: tuple[float, ...]
+    warnings: int
+    warning: str
+
+
+class Crew:
+    """N nodes in a few processes; within ``async with`` the processes are up, and no node has come yet.
+
+    Args:
+        endpoint: host:port of the etcd that the nodes use.
+        direct: host:port of the same etcd, for looking at it without being counted.
+        shares: how many nodes each process gets.
+        patience: the nodes' lease, and what they wait for etcd, in seconds.
+    """
+
+    def __init__(self, endpoint: str, *, direct: str, shares: Sequence[int], patience: float) -> None:
+        self._direct = direct
+        self._keys = RunKeys.of(RUN_ID)
+        self._arguments = [endpoint, RUN_ID, str(sum(shares)), str(patience)]
+        self._size = sum(shares)
+        numbers = iter(range(self._size))
+        self.names = [[f"node-{next(numbers):04}" for _ in range(share)] for share in shares]
+        """The names of the nodes that come, by process."""
+        self._processes: list[Process] = []
+        self._present: list[set[str]] = [set() for _ in shares]
+        self.epoch = 0
+        """The number of the last epoch that all nodes knew."""
+
+    async def __aenter__(self) -> Self:
+        await wake(self._direct)
+        for _ in self.names:
+            process = await asyncio.create_subprocess_exec(
+                *tethered((sys.executable, "-m", "benchmarks.rendezvous_nodes", *self._arguments)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            self._processes.append(process)
+        for process in self._processes:
+            await _answer(process)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def lead(self) -> None:
+        """Have the first node of the first process come before all others, and wait until it leads."""
+        leader = self.names[0].pop(0)
+        self._present[0].add(leader)
+        order = {"at": 0.0, "come": [leader], "fail": None, "leave": None, "until": None}
+        await _ordered(self._processes[0], order)
+        async with self._looking() as store, aclosing(follow(store, self._keys.control)) as news:
+            async for batch in news:
+                entries = batch.entries if isinstance(batch, Listing) else [change.entry for change in batch]
+                if any(entry is not None and entry.key == self._keys.leader for entry in entries):
+                    return
+
+    async def come(self) -> Change:
+        """Have all nodes come that have not come yet, all at once."""
+        return await self._change(self.names, None, None, None)
+
+    async def fail(self, name: str) -> Change:
+        """Have a worker of a node fail."""
+        return await self._change([[] for _ in self.names], name, None, None)
+
+    async def swap(self, *, leave: str, come: str) -> Change:
+        """Have one node leave and another one come, both at once; in different processes where there are two."""
+        home = next(index for index, present in enumerate(self._present) if leave in present)
+        newcomers: list[list[str]] = [[] for _ in self.names]
+        newcomers[(home + 1) % len(newcomers)].append(come)
+        return await self._change(newcomers, None, leave, come)
+
+    async def _change(
+        self, newcomers: Sequence[Sequence[str]], fail: str | None, leave: str | None, joined: str | None
+    ) -> Change:
+        until = {"above": self.epoch, "size": self._size, "with": joined}
+        start = time.monotonic() + _HEAD_START
+        orders = [
+            {
+                "at": start,
+                "come": newcomers[index],
+                "fail": fail if fail in present else None,
+                "leave": leave if leave in present else None,
+                "until": until,
+            }
+            for index, present in enumerate(self._present)
+        ]
+        try:
+            async with asyncio.timeout(_LIMIT):
+                answers = await asyncio.gather(*map(_ordered, self._processes, orders))
+        except TimeoutError as error:
+            raise RuntimeError(f"{self._size} nodes have not met within {_LIMIT:g} seconds") from error
+        for present, names in zip(self._present, newcomers, strict=True):
+            present.update(names)
+            present.discard(leave or "")
+        self.epoch = max(int(answer["epoch"]) for answer in answers)
+        return Change(
+            seconds=max(answer["last"] for answer in answers) - min(answer["began"] for answer in answers),
+            epoch=self.epoch,
+            cpu=tuple(answer["cpu"] for answer in answers),
+            warnings=sum(answer["warnings"] for answer in answers),
+            warning=next((answer["warning"] for answer in answers if answer["warning"]), ""),
+        )
+
+    async def leader(self) -> str:
+        """The name of the node that leads."""
+        async with self._looking() as store:
+            entry = await store.get(self._keys.leader)
+        if entry is None:
+            raise RuntimeError("nobody leads")
+        return decode(entry.value, LeaderRecord).node.rpartition(".")[0]
+
+    async def epoch_bytes(self) -> int:
+        """How long the record of the standing epoch is."""
+        async with self._looking() as store:
+            entry = await store.get(self._keys.epoch)
+        return len(entry.value) if entry is not None else 0
+
+    def others(self, leader: str) -> list[str]:
+        """The names of the nodes that are there and do not lead."""
+        return [name for present in self._present for name in sorted(present) if name != leader]
+
+    async def settle(self) -> None:
+        """Wait until every node has said in the store that it knows the last epoch: the last write of a change."""
+        wanted = {name for present in self._present for name in present}
+        known: dict[str, int] = {}
+        async with self._looking() as store, aclosing(follow(store, self._keys.nodes)) as news:
+            async for batch in news:
+                entries = batch.entries if isinstance(batch, Listing) else [change.entry for change in batch]
+                for entry in entries:
+                    if entry is not None:
+                        record = decode(entry.value, NodeRecord)
+                        known[record.name] = record.epoch
+                told = {known.get(name, 0) for name in wanted}
+                if len(told) == 1 and min(told) >= self.epoch:
+                    self.epoch = min(told)
+                    return
+
+    @asynccontextmanager
+    async def _looking(self) -> AsyncIterator[Store]:
+        store = await connect(StoreSettings(endpoints=(self._direct,)))
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+async def _ordered(process: Process, order: dict[str, Any]) -> dict[str, Any]:
+    if process.stdin is None:
+        raise RuntimeError("the process with nodes takes no orders")
+    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    return await _answer(process)
+
+
+async def _answer(process: Process) -> dict[str, Any]:
+    line = await process.stdout.readline() if process.stdout is not None else b""
+    if not line:
+        raise RuntimeError("a process with nodes has ended; what it said stands above")
+    answer: dict[str, Any] = json.loads(line)
+    return answer

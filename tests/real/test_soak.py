@@ -1,0 +1,104 @@
+"""Random faults, one after the other, after which nothing is broken or left over; and the benchmarks themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks.soak_faults import KINDS, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 150.0
+
+
+def command(benchmark: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments]
+
+
+def measured(scratch: Path, argv: Sequence[str]) -> dict[str, Any]:
+    """The document that a benchmark prints; nothing is left when it has."""
+    done = subprocess.run(
+        argv, cwd=ROOT, env=environment(scratch), capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(scratch.iterdir())
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+@pytest.fixture
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a benchmark has its files, which tells its processes from others; short, for sockets."""
+    return tmp_path_factory.mktemp("b")
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    return {**os.environ, "TMPDIR": str(scratch)}
+
+
+def left_of(scratch: Path) -> list[str]:
+    """The command lines of all living processes that were started in such an environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (process / "environ").read_bytes()
+            argv = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(scratch).encode() in variables and argv:
+            found.append(argv.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+def test_after_each_of_some_random_faults_all_agents_train_together_and_nothing_is_left_over(scratch: Path) -> None:
+    document = measured(scratch, command("soak", "--json", f"--faults={len(KINDS)}", "--agents=4", "--seed=26"))
+    assert document["passed"]
+    assert sum(len(each["ours"]["samples"]) for each in document["measurements"]) == len(document["history"])
+
+
+def test_a_seed_chooses_the_same_faults_again_and_another_one_others() -> None:
+    assert plan(1, 200, 4, 2.0) == plan(1, 200, 4, 2.0) != plan(2, 200, 4, 2.0)
+    strikes = plan(1, 200, 4, 2.0)
+    assert sum(len(strike) for strike in strikes) == 200
+    assert {fault.kind for strike in strikes[: len(KINDS)] for fault in strike} == KINDS.keys()
+    for strike in strikes:
+        slots = [slot for fault in strike for slot in fault.slots]
+        assert len(slots) == len(set(slots))
+
+
+def test_recovery_is_measured_without_a_peer_at_hand(scratch: Path) -> None:
+    document = measured(
+        scratch, command("recovery", "--json", "--alone", "--repeat=1", "--settle=0", "--only=start", "--only=worker")
+    )
+    assert [each["name"] for each in document["measurements"]] == ["start", "worker killed"]
+    for each in document["measurements"]:
+        [seconds] = each["ours"]["samples"]
+        assert sum(each["details"]["phases of ours"].values()) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_benchmark_that_is_interrupted_leaves_nothing(scratch: Path, number: signal.Signals) -> None:
+    argv = command("soak", "--faults=100", "--agents=2")
+    with subprocess.Popen(argv, cwd=ROOT, env=environment(scratch), stderr=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stderr is not None
+        said = benchmark.stderr.readline()
+        assert "2 agents train" in said, said + benchmark.stderr.read()
+        benchmark.stderr.readline()  # a fault later
+        assert left_of(scratch)
+        benchmark.send_signal(number)
+        benchmark.stderr.read()  # until the last process that may write there has ended
+        benchmark.wait(LIMIT)
+    assert not left_of(scratch)
+    assert not list(scratch.iterdir())
