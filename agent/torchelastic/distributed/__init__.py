@@ -1,1 +1,1 @@
-"""The older name of the launcher: ``python -m torchelastic.distributed.launch``."""
+"""Older names of launchers: ``python -m torchelastic.distributed.launch``, and :mod:`.launcher` as torch has it."""

@@ -1,0 +1,74 @@
+"""Each example of the page on launching from Python does what the page says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import MEETING
+from tests.support.launchers import Launcher
+
+if TYPE_CHECKING:
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.real
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python-api.md").read_text()
+EXAMPLES = re.findall(r"^## ([^\n]*)$|^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def example(heading: str, number: int = 0) -> str:
+    """The source of an example, by the heading above it."""
+    here, sources = "", []
+    for title, source in EXAMPLES:
+        here = title or here
+        if source and here == heading:
+            sources.append(source)
+    return sources[number]
+
+
+@pytest.mark.parametrize(
+    ("heading", "said"),
+    [
+        ("One call", r"\{0: 6\.0, 1: 6\.0\}"),
+        ("When the run fails", r"rank \d exited with 1: ValueError: the learning rate is negative"),
+        ("A launcher of your own", "rank 0 returned: hello there"),
+    ],
+)
+async def test_an_example_for_one_node_prints_what_it_says(tmp_path: Path, heading: str, said: str) -> None:
+    path = tmp_path / "example.py"
+    path.write_text(example(heading))
+    async with Launcher(path) as launcher:
+        assert await launcher.code() == 0, launcher.output
+    assert re.search(said, launcher.output), launcher.output
+
+
+async def test_the_example_for_several_nodes_trains_on_both(tmp_path: Path, etcd: EtcdServer) -> None:
+    path = tmp_path / "example.py"
+    path.write_text(example("One call", 1))
+    run_id = str(uuid.uuid4())
+    async with Launcher(path, etcd.endpoint, run_id) as a, Launcher(path, etcd.endpoint, run_id) as b:
+        assert [await a.code(), await b.code()] == [0, 0]
+    assert {a.lines[-1], b.lines[-1]} == {"{0: 0}", "{1: 1}"}
+
+
+async def test_the_command_line_for_torchrun_works_as_it_stands(tmp_path: Path, etcd: EtcdServer) -> None:
+    [line] = re.findall(r"^```sh\n(torchrun .*)\n```$", PAGE, re.MULTILINE)
+    (tmp_path / "train.py").write_text(MEETING)
+    stop = tmp_path / "stop"
+    _, *words = shlex.split(line.replace("etcd:2379", etcd.endpoint).replace("digits-7", str(uuid.uuid4())))
+    command = ["-m", "torch.distributed.run", "--rdzv-conf=joining_window=2", *words, stop]
+    async with Launcher(*command, cwd=tmp_path) as a, Launcher(*command, cwd=tmp_path) as b:
+        await asyncio.gather(a.trains(world=2), b.trains(world=2))
+        stop.touch()
+        assert [await a.code(), await b.code()] == [0, 0]
+
+
+def test_every_example_is_run_here() -> None:
+    assert sum(1 for _, source in EXAMPLES if source) == 4

@@ -1,0 +1,247 @@
+"""Our rendezvous as a handler that is called and waited for: whoever calls when, nobody waits in an epoch that is over.
+
+Agents are played by threads that do what torch's agent does: meet, tell each other something through the store that
+they were given, look now and then whether somebody waits, and meet again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+
+from torchelastic.contract import OutcomeRecord, OutcomeState, RunKeys, decode
+from torchelastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torchelastic.store import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.support.etcd import EtcdServer
+    from torchelastic.rendezvous import RendezvousHandler
+
+pytestmark = pytest.mark.real
+
+LIMIT = 60.0
+"""Seconds after which a test gives up."""
+
+
+class PretendAgent:
+    """An agent without workers; the end of ``with`` ends it as a signal would."""
+
+    def __init__(self, handler: RendezvousHandler, name: str) -> None:
+        self.handler = handler
+        self.name = name
+        self.worlds: list[list[str]] = []
+        self.error: Exception | None = None
+        self._failing = threading.Event()
+        self._finishing = threading.Event()
+        self._leaving = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+        self.ended()
+
+    def leave(self) -> None:
+        """It is ended from outside."""
+        self._leaving.set()
+        self.handler.set_closed()
+
+    def fail(self) -> None:
+        """Its workers fail."""
+        self._failing.set()
+
+    def finish(self) -> None:
+        """Its workers succeed."""
+        self._finishing.set()
+
+    def ended(self) -> None:
+        """Wait for its end."""
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive(), f"{self.name} hangs after {self.worlds}"
+
+    def met(self, *names: str, since: int = 0) -> int:
+        """Wait until it has met exactly these; returns how many meetings there were."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: any(set(each) == set(names) for each in self.worlds[since:]), LIMIT)
+            assert found, f"{self.name} has met {self.worlds[since:]}, {self.error}"
+            return len(self.worlds)
+
+    def _run(self) -> None:
+        try:
+            while not self._over():
+                self._failing.clear()
+                met = self._exchange(self.handler.next_rendezvous())
+                with self._changed:
+                    self.worlds.append(met)
+                    self._changed.notify_all()
+                while not (self._over() or self._failing.is_set() or self.handler.num_nodes_waiting()):
+                    time.sleep(0.005)
+            if self._finishing.is_set():
+                self.handler.shutdown()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
+
+    def _over(self) -> bool:
+        return self._finishing.is_set() or self._leaving.is_set()
+
+    def _exchange(self, info: Any) -> list[str]:
+        info.store.set(f"name/{info.rank}", self.name)
+        return [info.store.get(f"name/{rank}").decode() for rank in range(info.world_size)]
+
+
+@pytest.fixture
+def run_id() -> str:
+    return str(uuid.uuid4())
+
+
+@pytest.fixture
+def agent(etcd: EtcdServer, run_id: str) -> Iterator[Callable[..., PretendAgent]]:
+    """Makes agents of one run, and ends them."""
+    with contextlib.ExitStack() as stack:
+
+        def make(name: str, least: int = 1, most: int = 8, **config: Any) -> PretendAgent:
+            parameters = RendezvousParameters(
+                "torchelastic", etcd.endpoint, run_id, least, most, local_addr="127.0.0.1", **{"lease": 1, **config}
+            )
+            return stack.enter_context(PretendAgent(rendezvous_handler_registry.create_handler(parameters), name))
+
+        yield make
+
+
+def test_agents_that_come_one_after_the_other_end_up_together(agent: Callable[..., PretendAgent]) -> None:
+    agents = [agent(name, joining_window=0, gather=0) for name in "abcd"]
+    for each in agents:
+        each.met(*"abcd")
+    assert {each.worlds[-1][0] for each in agents} == {agents[0].worlds[-1][0]}
+
+
+def test_a_failure_brings_all_together_again_and_counts_for_nobody(agent: Callable[..., PretendAgent]) -> None:
+    agents = {name: agent(name, least=3, most=3) for name in "abc"}
+    for failing in "abcabc":
+        seen = {name: each.met(*"abc") for name, each in agents.items()}
+        agents[failing].fail()
+        for name, each in agents.items():
+            each.met(*"abc", since=seen[name])
+    assert all(len(each.worlds) == 7 for each in agents.values())
+
+
+def test_when_all_fail_at_once_they_meet_once_more(agent: Callable[..., PretendAgent]) -> None:
+    agents = [agent(name, least=2, most=2) for name in "ab"]
+    seen = [each.met(*"ab") for each in agents]
+    for each in agents:
+        each.fail()
+    for each, before in zip(agents, seen, strict=True):
+        each.met(*"ab", since=before)
+    assert all(each.error is None for each in agents)
+
+
+# A connection that was accepted when its server closed, and not yet served, is left to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_when_nobody_waits_in_an_epoch_that_is_over(
+    agent: Callable[..., PretendAgent], seed: int
+) -> None:
+    dice = random.Random(seed)
+    there = [agent(f"{number}", joining_window=0, gather=0) for number in range(2)]
+    for number in range(2, 25):
+        match dice.choice(["come", "go", "fail", "fail"]):
+            case "come" if len(there) < 6:
+                there.append(agent(f"{number}", joining_window=0, gather=0))
+            case "go" if len(there) > 1 and (been := [each for each in there if each.worlds]):
+                going = dice.choice(been)
+                there.remove(going)
+                going.leave()
+            case _:
+                dice.choice(there).fail()
+        time.sleep(dice.choice([0, 0.002, 0.05]))
+    newest = agent("last", joining_window=0, gather=0)
+    for each in [*there, newest]:
+        each.met("last", *(other.name for other in there))
+        assert each.error is None
+
+
+async def test_the_run_has_succeeded_when_all_have(
+    agent: Callable[..., PretendAgent], etcd: EtcdServer, run_id: str
+) -> None:
+    agents = [agent(name, least=2, most=2) for name in "ab"]
+    for each in agents:
+        each.met(*"ab")
+        assert not each.handler.is_closed()
+    agents[0].finish()
+    agents[1].finish()
+    for each in agents:
+        each.ended()
+        assert each.handler.is_closed()
+        assert each.error is None
+    store = await connect(etcd.settings)
+    try:
+        listing = await store.list(RunKeys.of(run_id).root)
+    finally:
+        await store.close()
+    outcomes = [entry.value for entry in listing.entries if entry.key == RunKeys.of(run_id).outcome]
+    assert [decode(value, OutcomeRecord).state for value in outcomes] == [OutcomeState.SUCCEEDED]
+    assert not [entry.key for entry in listing.entries if entry.key.startswith(RunKeys.of(run_id).nodes)]
+
+
+def test_an_agent_that_fails_leaves_and_closes_the_run_for_nobody(agent: Callable[..., PretendAgent]) -> None:
+    a, b = agent("a", most=2), agent("b", most=2)
+    a.met(*"ab")
+    b.met(*"ab")
+    with contextlib.suppress(LookupError):
+        try:
+            {}["its workers have failed for good"]
+        finally:
+            a.handler.shutdown()
+    b.met("b")
+    assert a.handler.is_closed()
+    with pytest.raises(RendezvousClosedError, match="has left"):
+        a.handler.next_rendezvous()
+    c = agent("c", most=2)
+    b.met(*"bc")
+    c.met(*"bc")
+
+
+def test_too_few_agents_wait_for_as_long_as_they_were_told(agent: Callable[..., PretendAgent]) -> None:
+    a = agent("a", least=2, most=2, timeout=0.3)
+    a.ended()
+    assert isinstance(a.error, RendezvousTimeoutError)
+    assert "no more nodes came within 0.3 s: 1 node" in str(a.error)
+
+
+async def test_an_etcd_that_is_away_disturbs_nobody_and_what_happened_meanwhile_is_made_up_for(
+    own_etcd: EtcdServer,
+) -> None:
+    parameters = RendezvousParameters(
+        "etcd", own_etcd.endpoint, "outage", 1, 2, local_addr="127.0.0.1", lease=1, joining_window=0.2
+    )
+    with PretendAgent(rendezvous_handler_registry.create_handler(parameters), "a") as a:
+        a.met("a")
+        await own_etcd.kill()
+        await asyncio.sleep(1.5)  # longer than the lease
+        assert a.handler.num_nodes_waiting() == 0
+        a.fail()
+        await own_etcd.start()
+        a.met("a", since=1)
+        with PretendAgent(rendezvous_handler_registry.create_handler(parameters), "b") as b:
+            a.met(*"ab")
+            b.met(*"ab")

@@ -1,0 +1,398 @@
+"""What a launcher's author gets from ``torchelastic``: agents for functions, on our rendezvous and on others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import until_gone
+from tests.support.etcd import free_ports
+from tests.support.launchers import Launcher, script
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def stop(tmp_path: Path) -> Iterator[Path]:
+    """The file whose appearance lets the workers finish."""
+    path = tmp_path / "stop"
+    yield path
+    path.touch()
+
+
+async def output_of(path: Path, *arguments: str | Path, code: int = 0, env: dict[str, str] | None = None) -> str:
+    """Run a launcher to its end."""
+    async with Launcher(path, *arguments, env=env) as launcher:
+        assert await launcher.code() == code, launcher.output
+    return launcher.output
+
+
+GUIDE = """
+    from typing import Tuple
+    from torchelastic import metrics
+    from torchelastic.agent.server import WorkerSpec
+    from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torchelastic.rendezvous import RendezvousHandler
+
+    class MyRendezvousHandler(RendezvousHandler):
+        def next_rendezvous(self) -> Tuple["torch.distributed.Store", int, int]:
+            from torch.distributed import HashStore
+            return HashStore(), 0, 1
+
+    def train(words, times):
+        dist = meet()
+        return f"{words} " * times + str(dist.get_rank())
+
+    if __name__ == "__main__":
+        metrics.initialize_metrics()
+        spec = WorkerSpec(
+            local_world_size=2,
+            fn=train,
+            args=("hello from", 2),
+            rdzv_handler=MyRendezvousHandler(),
+            max_restarts=3,
+            monitor_interval=1,
+        )
+        run_result = LocalElasticAgent(spec, start_method="fork").run(spec.role)
+        if run_result.is_failed():
+            print(f"worker 0 failed with: {run_result.failures[0]}")
+        else:
+            print(f"worker 0 return value is: {run_result.return_values[0]}")
+            print(f"all are: {run_result.return_values}, state {run_result.state.name}")
+"""
+
+
+@pytest.mark.usefixtures("each_torch")
+async def test_a_launcher_as_the_customisation_guide_shows_it(tmp_path: Path) -> None:
+    output = await output_of(script(tmp_path, GUIDE))
+    assert "worker 0 return value is: hello from hello from 0" in output
+    assert "all are: {0: 'hello from hello from 0', 1: 'hello from hello from 1'}, state SUCCEEDED" in output
+    assert "Warning" not in output
+
+
+LAUNCH = """
+    import json, logging
+    from torchelastic.launcher.api import LaunchConfig, elastic_launch
+
+    if __name__ == "__main__":
+        logging.basicConfig(level=logging.INFO)
+        config = LaunchConfig(**json.loads(sys.argv[1]))
+        print("returned", elastic_launch(config, meet_and_stay)(sys.argv[2]), flush=True)
+"""
+
+
+def config(**values: object) -> str:
+    """A LaunchConfig, as JSON."""
+    import json
+
+    asked = {
+        "min_nodes": 2,
+        "max_nodes": 2,
+        "nproc_per_node": 1,
+        "run_id": str(uuid.uuid4()),
+        "local_addr": "127.0.0.1",
+    }
+    return json.dumps({**asked, **values})
+
+
+@pytest.fixture
+def configs(request: pytest.FixtureRequest, etcd: EtcdServer) -> tuple[str, str]:
+    """Configurations of two nodes of one run, on the rendezvous that the test is parametrised with."""
+    backend = getattr(request, "param", "torchelastic")
+    run_id = str(uuid.uuid4())
+    common = {"run_id": run_id, "rdzv_backend": backend, "rdzv_endpoint": f"127.0.0.1:{free_ports(1)[0]}"}
+    match backend:
+        case "torchelastic":
+            one = config(**common | {"rdzv_endpoint": etcd.endpoint, "rdzv_configs": {"lease": 2}})
+            return one, one
+        case "static":
+            one, two = (config(**common, rdzv_configs={"rank": rank, "timeout": 60}) for rank in (0, 1))
+            return one, two
+    one = config(**common)
+    return one, one
+
+
+BACKENDS = ["torchelastic", "c10d", "static"]
+
+
+@pytest.mark.parametrize("configs", BACKENDS, indirect=True)
+async def test_two_nodes_meet_on_any_rendezvous_and_return_what_their_workers_return(
+    tmp_path: Path, stop: Path, configs: tuple[str, str]
+) -> None:
+    path = script(tmp_path, LAUNCH)
+    async with Launcher(path, configs[0], stop) as a, Launcher(path, configs[1], stop) as b:
+        await asyncio.gather(a.trains(world=2), b.trains(world=2))
+        stop.touch()
+        assert [await a.code(), await b.code()] == [0, 0]
+    returned = {line for launcher in (a, b) for line in launcher.lines if line.startswith("returned")}
+    assert returned == {"returned {0: 0}", "returned {1: 1}"}
+
+
+@pytest.mark.parametrize("configs", BACKENDS, indirect=True)
+async def test_a_killed_worker_restarts_those_of_both_nodes_which_agree_on_epoch_and_count(
+    tmp_path: Path, stop: Path, configs: tuple[str, str]
+) -> None:
+    path = script(tmp_path, LAUNCH)
+    async with Launcher(path, configs[0], stop) as a, Launcher(path, configs[1], stop) as b:
+        workers = await asyncio.gather(a.trains(world=2), b.trains(world=2))
+        os.kill(workers[1], signal.SIGKILL)
+        for launcher in (a, b):
+            await launcher.said(r"epoch 2 rank \d of 2 pid \d+ restart 1")
+        stop.touch()
+        assert [await a.code(), await b.code()] == [0, 0]
+
+
+@pytest.mark.parametrize("backend", ["torchelastic", "c10d"])
+async def test_a_node_that_comes_later_is_taken_in(tmp_path: Path, stop: Path, etcd: EtcdServer, backend: str) -> None:
+    endpoint = etcd.endpoint if backend == "torchelastic" else f"127.0.0.1:{free_ports(1)[0]}"
+    waits = {"last_call_timeout": 1}
+    both = config(min_nodes=1, rdzv_backend=backend, rdzv_endpoint=endpoint, rdzv_configs=waits)
+    path = script(tmp_path, LAUNCH)
+    async with Launcher(path, both, stop) as a:
+        await a.trains(world=1)
+        async with Launcher(path, both, stop) as b:
+            await asyncio.gather(a.trains(world=2), b.trains(world=2))
+            stop.touch()
+            assert [await a.code(), await b.code()] == [0, 0]
+
+
+FAILING = """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torchelastic import LaunchConfig, elastic_launch
+    from torchelastic.multiprocessing.errors import record
+
+    def fail(folder):
+        open(os.path.join(folder, f"{os.environ['RANK']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"), "x").close()
+        if os.environ["RANK"] == "1":
+            raise ValueError("the data are broken")
+        time.sleep(600)
+
+    @record
+    def main():
+        try:
+            elastic_launch(LaunchConfig(1, 1, 3, max_restarts=2), fail)(sys.argv[1])
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            print(f"rank {rank} first: {failure.message}, exit code {failure.exitcode}, of {list(error.failures)}")
+            raise
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.mark.usefixtures("each_torch")
+async def test_a_run_that_fails_raises_torchs_exception_with_the_root_cause_after_all_restarts(tmp_path: Path) -> None:
+    folder, told = tmp_path / "ran", tmp_path / "error.json"
+    folder.mkdir()
+    path = script(tmp_path, FAILING)
+    output = await output_of(path, folder, code=1, env={"TORCHELASTIC_ERROR_FILE": str(told)})
+    assert re.search(r"rank 1 first: ValueError: the data are broken.*, exit code 1, of \[1\]", output)
+    assert sorted(each.name for each in folder.iterdir()) == sorted(
+        f"{rank}.{restart}" for rank in range(3) for restart in range(3)
+    )
+    assert "ValueError: the data are broken" in told.read_text()
+
+
+async def test_whatever_python_can_make_is_carried_to_the_workers_and_back(tmp_path: Path) -> None:
+    output = await output_of(
+        script(
+            tmp_path,
+            """
+            import enum
+            from dataclasses import dataclass
+            from torchelastic import LocalElasticAgent, WorkerSpec
+
+            class Colour(enum.Enum):
+                RED = 1
+
+            @dataclass
+            class Point:
+                x: object
+                def moved(self, by): return Point(self.x + by)
+
+            def returned(function, *args):
+                spec = WorkerSpec(entrypoint=function, args=args)
+                return LocalElasticAgent(spec).run().return_values[0]
+
+            if __name__ == "__main__":
+                far = 40
+                print("closure", returned(lambda by: far + by, 2))
+                print("method", returned(Point(1).moved, 2) == Point(3))
+                print("class", isinstance(returned(Point, 1), Point))
+                print("enum", returned(lambda colour: colour, Colour.RED) is Colour.RED)
+                print("large", len(returned(lambda data: data * 2, b"x" * 50_000_000)))
+                print("exit", returned(sys.exit, 0))
+            """,
+        )
+    )
+    said = [line for line in output.splitlines() if not line.startswith("[")]
+    assert said == ["closure 42", "method True", "class True", "enum True", "large 100000000", "exit None"]
+
+
+async def test_a_command_is_run_as_well_as_a_function(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys; print('ran', sys.argv[1:], os.environ['RANK']); sys.exit(int(sys.argv[1]))")
+    output = await output_of(
+        script(
+            tmp_path,
+            """
+            from torchelastic import LaunchConfig, LocalElasticAgent, WorkerSpec, elastic_launch
+
+            if __name__ == "__main__":
+                config = LaunchConfig(1, 1, 2)
+                print("returned", elastic_launch(config, "python")(sys.argv[1], 0))
+                spec = WorkerSpec(entrypoint=sys.executable, args=(sys.argv[1], 7), max_restarts=0)
+                failure = LocalElasticAgent(spec).run().failures[0]
+                print("failed with", failure.exitcode)
+            """,
+        ),
+        program,
+    )
+    assert "returned {0: None, 1: None}" in output
+    assert "failed with 7" in output
+    assert "[rank 1] ran ['0'] 1" in output
+
+
+LIBRARY = """
+    import asyncio, subprocess
+    from torchelastic import LocalElasticAgent, WorkerSpec
+
+    spec = WorkerSpec(local_world_size=2, entrypoint=meet_and_stay, args=(sys.argv[1],))
+"""
+
+
+async def test_an_agent_runs_in_any_thread_and_beside_a_running_event_loop(tmp_path: Path, stop: Path) -> None:
+    stop.touch()
+    output = await output_of(
+        script(
+            tmp_path,
+            LIBRARY
+            + """
+    async def main():
+        print("in a loop", LocalElasticAgent(spec).run().return_values)
+        agents = [LocalElasticAgent(spec) for _ in range(2)]
+        answers = await asyncio.gather(*(asyncio.to_thread(agent.run) for agent in agents), return_exceptions=True)
+        print("in threads", *sorted(map(str, answers), reverse=True), sep=" | ")
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+""",
+        ),
+        stop,
+    )
+    assert "in a loop {0: 0, 1: 1}" in output
+    assert "in threads | RunResult(state=<WorkerState.SUCCEEDED" in output
+    assert "| Another agent runs in this process" in output
+
+
+async def test_the_programs_own_signal_handlers_and_children_are_respected(tmp_path: Path, stop: Path) -> None:
+    path = script(
+        tmp_path,
+        LIBRARY
+        + """
+    if __name__ == "__main__":
+        mine = subprocess.Popen(["sleep", "600"])
+        agent = LocalElasticAgent(spec)
+        def leave(*_):
+            print("asked", flush=True)
+            agent.stop()
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        result = agent.run()
+        print("state", result.state.name, "mine", mine.poll(), signal.getsignal(signal.SIGTERM) is leave, flush=True)
+        mine.kill()
+        print("code", mine.wait())
+        try:
+            LocalElasticAgent(spec).run()
+        except KeyboardInterrupt:
+            print("interrupted", threading.active_count(), flush=True)
+""",
+    )
+    async with Launcher(path, stop) as launcher:
+        worker = await launcher.trains(world=2)
+        launcher.kill(signal.SIGTERM)
+        await until_gone(worker)
+        await launcher.said("state STOPPED mine None True")
+        await launcher.said("code -9")
+        since = len(launcher.lines)
+        worker = await launcher.trains(world=2, since=since)
+        launcher.kill(signal.SIGINT)
+        await until_gone(worker)
+        assert await launcher.code() == 0
+    assert "interrupted 1" in launcher.output
+
+
+async def test_workers_die_with_a_program_that_is_killed(tmp_path: Path, stop: Path) -> None:
+    path = script(tmp_path, LIBRARY + "\n    if __name__ == '__main__':\n        LocalElasticAgent(spec).run()\n")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        async with Launcher(path, stop) as launcher:
+            worker = await launcher.trains(world=2)
+            launcher.kill(number)
+            await until_gone(worker)
+            assert await launcher.code() == -number
+
+
+async def test_what_cannot_be_is_said_in_a_sentence(tmp_path: Path) -> None:
+    output = await output_of(
+        script(
+            tmp_path,
+            """
+            from torchelastic import LaunchConfig, LocalElasticAgent, RendezvousHandler, WorkerSpec, elastic_launch
+
+            class Broken(RendezvousHandler):
+                def next_rendezvous(self):
+                    raise LookupError("nowhere to be found")
+
+            class Odd(RendezvousHandler):
+                def next_rendezvous(self):
+                    return "somewhere"
+
+            class Spare(RendezvousHandler):
+                def next_rendezvous(self):
+                    from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+                    raise RendezvousGracefulExitError("not needed")
+
+            def said(doing):
+                try:
+                    doing()
+                except Exception as error:
+                    print(f"{type(error).__name__}: {error}")
+
+            if __name__ == "__main__":
+                said(lambda: LocalElasticAgent(WorkerSpec(fn=print, args=(threading.Lock(),))).run())
+                said(lambda: LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Broken())).run())
+                said(lambda: LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Odd())).run())
+                print(LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Spare())).run())
+                said(lambda: LocalElasticAgent(WorkerSpec(fn=print), start_method="thread"))
+                said(lambda: elastic_launch(LaunchConfig(1, 2, 1), print)())
+                said(lambda: elastic_launch(LaunchConfig(1, 2, 1, rdzv_endpoint="127.0.0.1:1"), print)())
+                config = LaunchConfig(2, 2, 1, run_id="x", rdzv_endpoint="127.0.0.1:1", rdzv_timeout=0.1)
+                said(lambda: elastic_launch(config, print)())
+            """,
+        )
+    )
+    lines = output.splitlines()
+    for wanted in (
+        r"SettingsError: The function print or what it is called with cannot be carried to a worker: TypeError: .*lock",
+        r"LookupError: nowhere to be found",
+        r"RendezvousStateError: next_rendezvous\(\) has to return .*'somewhere'",
+        r"RunResult\(state=<WorkerState.STOPPED: 'STOPPED'>, return_values=\{\}, failures=\{\}\)",
+        r"SettingsError: start_method=thread: this is fork-server or exec",
+        r"SettingsError: A run of up to 2 nodes needs an etcd",
+        r"SettingsError: --rdzv-id is missing",
+        r"RendezvousConnectionError: .*127\.0\.0\.1:1",
+    ):
+        assert any(re.match(wanted, line) for line in lines), (wanted, output)
