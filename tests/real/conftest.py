@@ -1,27 +1,22 @@
 """The two ends of the range of torch that is supported, for tests that ask for them, or for all.
 
-With ELASTICJOB_TEST_TORCH=oldest in the environment every test here runs its programs with the oldest torch. What is
-needed for that is installed when tests are collected, so that no test's time limit has to hold for it.
+With ELASTICJOB_TEST_TORCH=oldest in the environment every test here runs its programs with the oldest torch, which is
+part of the test bed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support import oldest_torch
-from tests.support.testbed import availability
-from tests.support.testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
-
-MISSING = pytest.StashKey[tuple[Missing, int]]()
 
 OLDEST_FOR_ALL = os.environ.get("ELASTICJOB_TEST_TORCH", "") == "oldest"
 
@@ -55,39 +50,9 @@ def _chosen_torch(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m: nothing is made for tests that are not wanted
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = [item for item in items if item.get_closest_marker("oldest_torch")]
-    if config.option.collectonly or oldest_torch.is_ready() or not (wanted or OLDEST_FOR_ALL):
-        return
-    try:
-        with _heard(config) as say:
-            say(f"torch {oldest_torch.VERSION} is installed for the tests: up to {oldest_torch.MINUTES:g} minutes.")
-            oldest_torch.packages()
-    except Missing as why:
-        config.stash[MISSING] = (why, len(wanted))
-        config.hook.pytest_deselected(items=wanted)
-        items[:] = [item for item in items if item not in wanted]
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if MISSING in config.stash:
-        why, count = config.stash[MISSING]
-        terminalreporter.section("the oldest torch", red=True, bold=True)
-        terminalreporter.line(f"{count} tests with torch {oldest_torch.VERSION} did NOT run.", red=True)
-        terminalreporter.line(f"  missing: {why.part}", red=True)
-        terminalreporter.line(f"  what brings it: {why.remedy}", red=True)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if MISSING in session.config.stash and availability.must_not_miss():
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-@contextlib.contextmanager
-def _heard(config: pytest.Config) -> Iterator[Any]:
-    """Let what takes a while be told while it goes on; pytest keeps what is printed to itself."""
-    reporter = config.pluginmanager.getplugin("terminalreporter")
-    capture = config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
-        yield reporter.write_line if reporter else print
+@pytest.hookimpl(tryfirst=True)  # before what the tests run on is made
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if OLDEST_FOR_ALL and item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.oldest_torch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,16 @@ def test_a_loss_never_waits_for_a_replacement() -> None:
 def test_a_lease_that_ended_while_its_node_answers_is_no_loss() -> None:
     situation = view(peer("a", epoch=1), wanted=2, epoch=epoch(1, "a", "b"), silent=frozenset({node_id("b")}))
     assert held(decide(situation, SETTINGS)) == Hold()
+
+
+@pytest.mark.parametrize("what", [{"dead": frozenset({node_id("a")})}, {"failed_since": 1.0}])
+def test_after_an_absence_of_the_store_no_change_is_made_without_members_that_are_on_their_way_back(what: Any) -> None:
+    broken = failure("a") if "failed_since" in what else None
+    here = (peer("a", epoch=1, failure=broken), peer("b", epoch=1))
+    silent = frozenset({node_id("c")})
+    situation = view(*here, wanted=3, now=2.0, epoch=epoch(1, "a", "b", "c"), silent=silent, patient_until=5.0, **what)
+    assert held(decide(situation, SETTINGS)).until == 5.0
+    assert "b" in members(decide(dataclasses.replace(situation, now=5.0), SETTINGS))
 
 
 def test_a_dead_member_is_lost_though_its_key_still_stands() -> None:

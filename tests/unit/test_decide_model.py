@@ -470,7 +470,7 @@ class Run(RuleBasedStateMachine):
         assert node.listener.roster is not None
         return node.listener.roster.view(
             now=self.now,
-            patient=self.now < node.listener.back_at + RULES.lease,
+            patient_until=node.listener.back_at + RULES.lease,
             remembered=node.told,
             gave_way=node.gave_way,
         )

@@ -29,12 +29,11 @@ from torchelastic.agent.signals import LEAVING_SIGNALS, SignalledFirst, Signals
 from torchelastic.agent.worker_channel import WorkerChannel
 from torchelastic.agent.workers import StartError, Workers, WorkerStart
 from torchelastic.contract import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState
-from torchelastic.errors import SettingsError, StoreError, StoreUnavailable
+from torchelastic.errors import SettingsError, StoreError
 from torchelastic.machine import interface_variables
 from torchelastic.output import started
 from torchelastic.rendezvous.node import EpochBegan, Isolated, Noticed, RendezvousNode, RunEnded
 from torchelastic.rendezvous.ranks import worker_environments
-from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
     import signal
@@ -82,27 +81,12 @@ class Agent:
         Args:
             metrics_port: port on which /metrics is served, to be told to the operator; 0 for none.
         """
-        settings = self._settings
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:
                 # First of all: the fork server imports torch while the rest goes on.
-                workers = await stack.enter_async_context(
-                    Workers(
-                        settings.program,
-                        settings.logs,
-                        role=settings.role,
-                        local_world_size=settings.workers,
-                        environment=interface_variables(settings.interface, os.environ),
-                        heartbeat_timeout=settings.heartbeat_timeout,
-                        alone=True,
-                    )
-                )
-                store = await self._signals.unless_first(self._connect())
-                stack.push_async_callback(store.close)
-                node = RendezvousNode(
-                    store, settings.rendezvous, node=self._node_id, record=self._introduction(metrics_port)
-                )
+                workers = await self._open_workers(stack)
+                node = await self._make_node(stack, metrics_port)
                 self._channel = await stack.enter_async_context(
                     WorkerChannel(
                         workers.scratch,
@@ -110,7 +94,7 @@ class Agent:
                         changed=lambda: self._happenings.put(WorkersSpoke()),
                     )
                 )
-                self._notices = Notices(self._channel, node, limit=settings.rendezvous.notice)
+                self._notices = Notices(self._channel, node, limit=self._settings.rendezvous.notice)
                 # Whoever joins before it can start its workers makes the others wait for it.
                 await self._signals.unless_first(workers.ready())
                 await self._signals.unless_first(stack.enter_async_context(node))
@@ -129,6 +113,27 @@ class Agent:
                 await node.leave()
                 return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
 
+    async def _open_workers(self, stack: AsyncExitStack, *, alone: bool = True) -> Workers:
+        settings = self._settings
+        return await stack.enter_async_context(
+            Workers(
+                settings.program,
+                settings.logs,
+                role=settings.role,
+                local_world_size=settings.workers,
+                environment=interface_variables(settings.interface, os.environ),
+                heartbeat_timeout=settings.heartbeat_timeout,
+                alone=alone,
+            )
+        )
+
+    async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
+        store = await self._signals.unless_first(self._connect())
+        stack.push_async_callback(store.close)
+        return RendezvousNode(
+            store, self._settings.rendezvous, node=self._node_id, record=self._introduction(metrics_port)
+        )
+
     def _introduction(self, metrics_port: int) -> NodeRecord:
         return NodeRecord(
             name=self._settings.node_name,
@@ -140,23 +145,14 @@ class Agent:
         )
 
     async def _connect(self) -> Store:
-        """The store, waiting for it as long as for peers: where both start at once, etcd may be the later one."""
-        from torchelastic import store  # with its HTTP client: the fork server was to be started first
-
+        """The store; its HTTP client is imported here, since the fork server was to be started first."""
         if self._settings.store is None:
-            return store.MemoryStore()
-        deadline = time.monotonic() + self._settings.rendezvous.join_timeout
-        tries = 0
-        while True:
-            try:
-                return await store.connect(self._settings.store)
-            except StoreUnavailable as error:
-                if tries == 0:
-                    logger.warning("%s; trying again for %g s", error, self._settings.rendezvous.join_timeout)
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(retry_delay(tries))
-            tries += 1
+            from torchelastic.store import MemoryStore
+
+            return MemoryStore()
+        from torchelastic.store.connecting import connect_within
+
+        return await connect_within(self._settings.store, self._settings.rendezvous.join_timeout)
 
     # -- what happens
 

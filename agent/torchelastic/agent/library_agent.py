@@ -7,35 +7,29 @@ rendezvous, or a handler that is not ours.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
 import time
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from torchelastic.agent.agent import Agent
-from torchelastic.agent.ending import Ending
-from torchelastic.agent.happenings import Signalled, WorkersSpoke
-from torchelastic.agent.notices import Notices
+from torchelastic.agent.happenings import Signalled
 from torchelastic.agent.server.api import ProcessFailure
-from torchelastic.agent.signals import SignalledFirst, Signals
-from torchelastic.agent.worker_channel import WorkerChannel
-from torchelastic.agent.workers import StartError, Workers
+from torchelastic.agent.signals import Signals
 from torchelastic.contract import ExitCode
-from torchelastic.errors import SettingsError, StoreError
-from torchelastic.machine import interface_variables
-from torchelastic.rendezvous.node import RendezvousNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AsyncExitStack
     from pathlib import Path
     from types import TracebackType
 
+    from torchelastic.agent.ending import Ending
     from torchelastic.agent.function_call import FunctionCall
-    from torchelastic.agent.workers import WorkerExit
+    from torchelastic.agent.workers import WorkerExit, Workers
     from torchelastic.contract import FailureRecord
     from torchelastic.metrics.agent import AgentMetrics
+    from torchelastic.rendezvous.node import RendezvousNode
     from torchelastic.rendezvous.polled import PolledNode
     from torchelastic.settings import AgentSettings
 
@@ -78,57 +72,22 @@ class LibraryAgent(Agent):
         """Have the agent leave the run, as on SIGTERM; asked twice, it does not wait for its workers."""
         self._requests.ask()
 
-    async def run(self, metrics_port: int = 0) -> Ending:
-        """Take part until the run has ended, or this agent is asked to go.
+    async def _open_workers(self, stack: AsyncExitStack, *, alone: bool = False) -> Workers:
+        workers = await super()._open_workers(stack, alone=alone)
+        if self._call is not None:
+            self._call.put(workers.scratch)
+        return workers
 
-        Args:
-            metrics_port: port on which /metrics is served, to be told to the operator; 0 for none.
-        """
-        settings = self._settings
-        async with AsyncExitStack() as stack:
-            stack.enter_context(self._signals)
-            try:
-                workers = await stack.enter_async_context(
-                    Workers(
-                        settings.program,
-                        settings.logs,
-                        role=settings.role,
-                        local_world_size=settings.workers,
-                        environment=interface_variables(settings.interface, os.environ),
-                        heartbeat_timeout=settings.heartbeat_timeout,
-                        alone=False,
-                    )
-                )
-                if self._call is not None:
-                    self._call.put(workers.scratch)
-                node = await self._meeting(stack, metrics_port)
-                self._channel = await stack.enter_async_context(
-                    WorkerChannel(
-                        workers.scratch,
-                        stands=lambda epoch, timeout: node.stands(epoch, timeout=timeout),
-                        changed=lambda: self._happenings.put(WorkersSpoke()),
-                    )
-                )
-                self._notices = Notices(self._channel, node, limit=settings.rendezvous.notice)
-                await self._signals.unless_first(workers.ready())
-                await self._signals.unless_first(stack.enter_async_context(node))
-            except StoreError as error:
-                return Ending.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
-            except StartError as error:
-                return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
-            except SignalledFirst as signalled:
-                return self._left(signalled.number)
-            stack.push_async_callback(self._stop_workers, 0.0)
-            await stack.enter_async_context(self._happenings)
-            self._happenings.follow_rendezvous(node)
-            try:
-                ending = await self._live(workers, node)
-            except SettingsError:
-                await node.leave()
-                raise
-            if ending.code is ExitCode.SUCCEEDED:
-                self._take_results(workers.scratch)
-            return ending
+    async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
+        if self._foreign is not None:
+            return cast("RendezvousNode", self._foreign)  # it does what is asked of one here
+        return await super()._make_node(stack, metrics_port)
+
+    async def _live(self, workers: Workers, node: RendezvousNode) -> Ending:
+        ending = await super()._live(workers, node)
+        if ending.code is ExitCode.SUCCEEDED:
+            self._take_results(workers.scratch)
+        return ending
 
     def _take_results(self, scratch: Path) -> None:
         epoch = self._epoch
@@ -138,15 +97,6 @@ class LibraryAgent(Agent):
         first = sum(member.workers for member in epoch.members[:position])
         ranks = range(first, first + epoch.members[position].workers)
         self.results = dict.fromkeys(ranks) if self._call is None else self._call.results(scratch, epoch.number, ranks)
-
-    async def _meeting(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
-        if self._foreign is not None:
-            return cast("RendezvousNode", self._foreign)  # it does what is asked of one here
-        store = await self._signals.unless_first(self._connect())
-        stack.push_async_callback(store.close)
-        return RendezvousNode(
-            store, self._settings.rendezvous, node=self._node_id, record=self._introduction(metrics_port)
-        )
 
     def _failure(self, worker: WorkerExit, epoch: int) -> FailureRecord:
         failure = super()._failure(worker, epoch)

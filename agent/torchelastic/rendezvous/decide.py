@@ -82,6 +82,9 @@ def _go_on(view: View, epoch: EpochRecord, settings: RendezvousSettings) -> Deci
     needed = [node for node in view.ranks if not _has_done_its_part(node, view, epoch)]
     lost = [node for node in needed if _is_lost(node, view)]
     leaving = [node for node in needed if node in view.peers and node not in view.dead and view.leaves(node)]
+    if (lost or leaving or failures) and view.incomplete and view.now < view.patient_until:
+        # They would be missing in the next epoch, and may know of a later one than a store that has lost its data.
+        return Hold(view.patient_until, "the store was away; waiting for the members to come back to it")
     if lost:
         return _continue_without(view, epoch, [*lost, *leaving], settings)
     if leaving:
@@ -316,7 +319,7 @@ def _change_membership(view: View, epoch: EpochRecord, settings: RendezvousSetti
         return notices.call_off(view, Hold())
     if finishing:
         return notices.call_off(view, Hold(why="the run is about to finish; whoever comes now waits"))
-    if not view.silent.isdisjoint(view.ranks):
+    if view.incomplete:
         return Hold(why="a member's key is on its way back; whoever comes now waits")
     if any(not view.peers[node].answers for node in view.ranks if node in view.peers):
         return Hold(why="a member has not linked to its new leader yet; whoever comes now waits")

@@ -173,24 +173,22 @@ class Leadership:
 
     # -- patience with a store that was away
 
-    def _patience_left(self) -> float:
-        since = self._patient_since()
-        return 0.0 if since is None else since + self._settings.lease - self._now()
-
-    def _patient_since(self) -> float | None:
-        """When the store came back, or this node took a lead that had expired, whichever was later."""
-        return max((time for time in (self._control.back_at, self._took_expired_at) if time is not None), default=None)
+    def _patient_until(self) -> float:
+        """A lease's time after the store came back, or this node took a lead that had expired, whichever was later."""
+        times = [time for time in (self._control.back_at, self._took_expired_at) if time is not None]
+        return max(times, default=-math.inf) + self._settings.lease
 
     async def _end_patience(self) -> None:
-        seen = None
+        """See to it that it is decided anew when the patience ends."""
+        ended = -math.inf
         while True:
-            count = self._changed.count
-            if self._patient_since() == seen:
-                await self._changed.after(count)
-            elif self._patience_left() > 0:
-                await asyncio.sleep(self._patience_left())
+            seen, until = self._changed.count, self._patient_until()
+            if until == ended:
+                await self._changed.after(seen)
+            elif self._now() < until:
+                await asyncio.sleep(until - self._now())
             else:
-                seen = self._patient_since()
+                ended = until
                 self._changed.send()
 
     # -- deciding
@@ -282,7 +280,7 @@ class Leadership:
     def _view(self) -> View:
         return self._roster.view(
             now=self._now(),
-            patient=self._patience_left() > 0,
+            patient_until=self._patient_until(),
             remembered=self._remembered(),
             gave_way=self._gave_way,
         )

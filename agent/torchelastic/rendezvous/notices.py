@@ -78,9 +78,7 @@ def call_off(view: View, otherwise: Hold) -> Decision:
 
 def _awaits_an_answer(view: View, notice: NoticeRecord) -> bool:
     """Whether a member has yet to answer; also one whose key, with its answer, is on its way back."""
-    if not view.silent.isdisjoint(view.ranks):
-        return True
-    return any(peer.record.saved < notice.serial for peer in _asking(view))
+    return view.incomplete or any(peer.record.saved < notice.serial for peer in _asking(view))
 
 
 def _asking(view: View) -> Iterator[Peer]:

@@ -149,12 +149,12 @@ class Roster:
 
         Args:
             now: the leader's clock.
-            patient: whether members without a key are waited for, because the store itself was away a moment ago.
+            patient_until: until when members without a key are waited for, because the store itself was away before.
             remembered: the last epoch that this node has seen.
             gave_way: whether it has given way before to nodes that know more.
         """
         self._look_up(now)
-        silent = self._silent | self._returning() if patient else self._silent
+        silent = self._silent | self._returning() if now < patient_until else self._silent
         return View(
             now=now,
             peers=self._peers.copy(),
@@ -165,6 +165,7 @@ class Roster:
             notice=self._notice,
             noticed_at=self._noticed_at,
             silent=frozenset(silent),
+            patient_until=patient_until,
             dead=frozenset(self._dead),
             left=frozenset(self._left),
             done=frozenset(self._done),

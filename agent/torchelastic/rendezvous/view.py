@@ -52,6 +52,7 @@ class View:
         notice: the last notice that was given.
         noticed_at: when this leader first saw that notice.
         silent: members without a key that still hold their link: their lease ended, they did not.
+        patient_until: until when no change is made without members that are on their way back to a store that was away.
         dead: nodes whose death is certain though their key may still stand.
         left: nodes that had said that they leave, and whose key is gone.
         done: members that were seen done with this epoch, also if they are gone by now.
@@ -74,6 +75,7 @@ class View:
     notice: NoticeRecord | None = None
     noticed_at: float = 0.0
     silent: frozenset[str] = frozenset()
+    patient_until: float = 0.0
     dead: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     done: frozenset[str] = frozenset()
@@ -89,6 +91,11 @@ class View:
         object.__setattr__(self, "ranks", {node: rank for rank, node in enumerate(nodes)})
         numbers = (peer.record.epoch for peer in self.peers.values())
         object.__setattr__(self, "known", max((n for n in numbers if self.known < n < COUNT_LIMIT), default=self.known))
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a member has no key though it is not known to be gone."""
+        return not self.silent.isdisjoint(self.ranks)
 
     def leaves(self, node: str) -> bool:
         """Whether the node is on its way out, or gone after having said so."""

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
     from tests.support.testbed.steps import Step
 
-Bed = Literal["control_plane", "node", "etcds"]
+Bed = Literal["control_plane", "node", "etcds", "oldest_torch"]
 
 BEDS: Final[Mapping[Bed, str]] = {
     "control_plane": "a real API server",
     "node": "a real kubelet",
     "etcds": "etcd 3.7 and 3.4",
+    "oldest_torch": "the oldest torch that is supported",
 }
 """What each bed gives the tests; they carry its name as a marker."""
 
@@ -56,6 +57,9 @@ def needs(bed: Bed) -> Iterator[Step]:
     """
     if bed == "etcds":
         yield from steps.programs("etcd", "etcd-3.4", the_users=False)
+        return
+    if bed == "oldest_torch":
+        yield steps.oldest_torch()
         return
     # Also where the user names a cluster: what is broken on purpose is one of the tests' own.
     yield from steps.programs("kube-apiserver", "etcd", "helm")

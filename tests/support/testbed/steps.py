@@ -86,6 +86,19 @@ def unpacked_packages() -> Iterator[Step]:
         )
 
 
+def oldest_torch() -> Step:
+    """Install the oldest torch that is supported."""
+    from tests.support import oldest_torch as oldest
+
+    return Step(
+        what=f"torch {oldest.VERSION}",
+        lane=Lane.DOWNLOADS,
+        minutes=oldest.MINUTES,
+        is_ready=oldest.is_ready,
+        make=oldest.packages,
+    )
+
+
 def images() -> Iterator[Step]:
     """Make all images."""
     from tests.support.testbed import images as all_images
