@@ -27,7 +27,7 @@ pytest.register_assert_rewrite("tests.support.store_conformance")  # it asserts 
 
 # How fast examples are made says how busy the machine is, and nothing of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("exhaustive", settings.get_profile("patient"), max_examples=20_000)
+settings.register_profile("exhaustive", settings.get_profile("patient"), max_examples=10_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 
 

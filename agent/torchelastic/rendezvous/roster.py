@@ -144,7 +144,9 @@ class Roster:
 
     # -- what follows from it
 
-    def view(self, *, now: float, patient: bool, remembered: EpochRecord | None = None, gave_way: bool = False) -> View:
+    def view(
+        self, *, now: float, patient_until: float, remembered: EpochRecord | None = None, gave_way: bool = False
+    ) -> View:
         """All that the leader knows.
 
         Args:
