@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.support.nodes import PATIENCE, Meeting
 from torchelastic.contract import EpochRecord, LeaderRecord, Member, RunKeys, encode
+from torchelastic.rendezvous.leader import Leadership
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -23,19 +24,17 @@ def let_it_hear_nothing(node: TestNode, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(node.inner._control, "_set", lambda _key, _entry: None)
 
 
-async def looks_before_it_acts(node: TestNode, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """What the leader finds when it looks, and then has had the time to act upon."""
-    while (leadership := node.inner._leadership) is None:
-        await asyncio.sleep(0)
-    look, found = leadership._is_fresh, asyncio.get_running_loop().create_future()
+async def looks_before_it_acts(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """What the only leader of this process finds when it looks, and then has had the time to act upon."""
+    look, found = Leadership._is_fresh, asyncio.get_running_loop().create_future()
 
-    async def watched() -> bool:
-        fresh = await look()
+    async def watched(leadership: Leadership) -> bool:
+        fresh = await look(leadership)
         if not found.done():
             found.set_result(fresh)
         return fresh
 
-    monkeypatch.setattr(leadership, "_is_fresh", watched)
+    monkeypatch.setattr(Leadership, "_is_fresh", watched)
     async with asyncio.timeout(PATIENCE):
         fresh = await found
     assert isinstance(fresh, bool)
@@ -53,7 +52,7 @@ async def test_it_does_not_end_a_run_that_others_go_on_with(monkeypatch: pytest.
         await a.inner._succession.until_leading()
         let_it_hear_nothing(a, monkeypatch)
         await data.put(KEYS.leader, encode(SUCCESSOR))
-        assert not await looks_before_it_acts(a, monkeypatch)
+        assert not await looks_before_it_acts(monkeypatch)
         assert await data.get(KEYS.outcome) is None
 
 
@@ -70,7 +69,7 @@ async def test_it_does_not_begin_anew_what_others_have_begun(monkeypatch: pytest
         await data.put(KEYS.leader, encode(SUCCESSOR))
         begun = encode(EpochRecord(number=1, members=(Member("b.9", "127.0.0.1", 1),), store="127.0.0.1:1"))
         await data.put(KEYS.epoch, begun)
-        assert not await looks_before_it_acts(a, monkeypatch)
+        assert not await looks_before_it_acts(monkeypatch)
         entry = await data.get(KEYS.epoch)
         assert entry is not None
         assert entry.value == begun
