@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from tests.support import etcd_kinds
 from tests.support.nodes import Meeting, all_with
@@ -119,6 +120,40 @@ async def test_another_etcd_in_the_place_of_the_one_before_is_filled_with_what_t
     second = await all_with(a, b, c)
     assert (second.number, second.nodes[:2]) == (2, first.nodes)
     assert numbers(a) == numbers(b) == [1, 2]
+
+
+@contextlib.asynccontextmanager
+async def somebody_else(port: int) -> AsyncIterator[None]:
+    """In the place of etcd, what a proxy says of a server that it does not find."""
+    app = web.Application()
+
+    async def say_no(_: web.Request) -> web.Response:
+        return web.Response(status=404, text="default backend - 404")
+
+    app.router.add_route("*", "/{path:.*}", say_no)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def test_whatever_answers_in_the_place_of_etcd_while_it_is_away_ends_nothing(
+    meeting: Meeting, any_etcd: EtcdServer
+) -> None:
+    a, b = [await meeting.node(name) for name in "ab"]
+    first = await all_with(a, b)
+    await any_etcd.kill()
+    async with somebody_else(int(any_etcd.endpoint.rpartition(":")[2])):
+        await until_away(a, b)
+        await asyncio.sleep(1.5 * LEASE)  # for all that the nodes ask meanwhile
+    await any_etcd.start()
+    c = await meeting.node("c")
+    second = await all_with(a, b, c)
+    assert (second.number, second.nodes[:2]) == (2, first.nodes)
+    assert not any(node.isolated or node.inner.failed.done() for node in (a, b, c))
 
 
 async def test_silence_of_etcd_is_noticed_and_outlived(meeting: Meeting, line: TcpProxy) -> None:

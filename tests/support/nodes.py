@@ -140,6 +140,8 @@ class TestNode:
                 told.append(event.record)
                 if event.store is not None:
                     event.store.close()
+            elif isinstance(event, Isolated):
+                self.isolated = True
         return told
 
     async def crash(self) -> None:
@@ -147,7 +149,7 @@ class TestNode:
         self._open = False
         assert self.inner._running is not None
         # It listens no more, and then its links break: the order of a process that ends.
-        await self.inner._tasks.aclose()
+        await self.inner._server.close()
         self.inner._running.cancel()
         await asyncio.gather(self.inner._running, return_exceptions=True)
         self.inner._offer.close()

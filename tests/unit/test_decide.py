@@ -149,6 +149,15 @@ def test_a_spare_takes_the_place_of_a_lost_member_at_once() -> None:
     assert (decision.record.restarts, decision.record.cause) == (0, "b is gone")
 
 
+def test_a_spare_that_has_not_answered_a_new_leader_yet_is_waited_for_a_moment() -> None:
+    spare = peer("c", epoch=1, arrived=7.0, answers=False)
+    here = (peer("a", epoch=1, arrived=7.0), spare)
+    assert held(decide(view(*here, wanted=2, now=7.49, epoch=epoch(1, "a", "b")), SETTINGS)).until == 7.5
+    assert members(decide(view(*here, wanted=2, now=7.5, epoch=epoch(1, "a", "b")), SETTINGS)) == ("a",)
+    answers = (here[0], dataclasses.replace(spare, answers=True))
+    assert members(decide(view(*answers, wanted=2, now=7.1, epoch=epoch(1, "a", "b")), SETTINGS)) == ("a", "c")
+
+
 def test_a_loss_never_waits_for_a_replacement() -> None:
     here = (peer("a", epoch=1), peer("b", epoch=1, phase=NodePhase.LEAVING))
     decision = decide(view(*here, wanted=2, epoch=epoch(1, "a", "b")), SETTINGS)
@@ -395,6 +404,12 @@ def test_newcomers_wait_until_each_member_has_been_heard_of() -> None:
     assert members(decide(gone, SETTINGS)) == ("a", "c")
 
 
+def test_newcomers_wait_for_a_member_whose_key_is_on_its_way_back_and_do_not_take_its_place() -> None:
+    here = (peer("a", epoch=1), peer("c", joined=9))
+    waiting = view(*here, wanted=3, epoch=epoch(1, "a", "b"), silent=frozenset([node_id("b")]))
+    assert "on its way back" in held(decide(waiting, SETTINGS)).why
+
+
 def test_nothing_happens_after_the_outcome() -> None:
     ended = OutcomeRecord(state=OutcomeState.SUCCEEDED)
     assert held(decide(view(peer("a"), epoch=epoch(1, "b"), outcome=ended), SETTINGS)) == Hold()
@@ -445,6 +460,11 @@ def test_a_node_that_was_cut_off_has_lost_its_epoch_and_is_taken_into_the_next()
     assert members(decision) == ("a", "b")
     assert isinstance(decision, FormEpoch)
     assert (decision.record.cause, decision.record.restarts) == ("b was cut off", 0)
+
+
+def test_a_node_that_was_cut_off_in_an_epoch_before_and_has_not_heard_of_this_one_yet_is_no_loss() -> None:
+    here = (peer("a", epoch=2), peer("b", epoch=1, phase=NodePhase.CUT_OFF))
+    assert decide(view(*here, wanted=2, epoch=epoch(2, "a", "b")), SETTINGS) == Hold()
 
 
 def test_a_leader_gives_way_to_nodes_that_know_more_than_the_store_and_else_forms_an_epoch_that_is_later_still() -> (

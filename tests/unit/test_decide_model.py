@@ -195,16 +195,13 @@ class Run(RuleBasedStateMachine):
 
     @rule(place=st.sampled_from(["", "x", "y"]))
     def a_node_joins(self, place: str) -> None:
-        if sum(node.alive for node in self.nodes.values()) < MAX_NODES:
-            self.born += 1
-            name = f"n{self.born}"
-            said = record(name, place=place, address=f"10.0.0.{self.born}", size=SizeRecord(min=2, max=4))
-            self.nodes[f"{name}.0000"] = Node(said, Listener(self.store, f"{name}.0000"))
-            self.says(f"{name}.0000")
+        self.comes(place)
 
     @about(lambda node: node.alive and node.record.phase is not NodePhase.DONE)
     def a_node_leaves(self, name: str) -> None:
         self.says(name, phase=NodePhase.LEAVING)
+        if self.nodes[name].listener.leads():
+            self.resigns(name)
 
     @about(lambda node: node.alive and node.leaving)
     def a_node_that_leaves_is_gone(self, name: str) -> None:
@@ -273,8 +270,8 @@ class Run(RuleBasedStateMachine):
     def the_store_is_backed_up(self) -> None:
         self.backup = (self.store.revision, self.store.entries.copy())
 
-    @rule(loses=st.sampled_from(["nothing", "leases", "what is new", "everything"]))
-    def the_store_is_started_again(self, loses: str) -> None:
+    @rule(loses=st.sampled_from(["nothing", "leases", "what is new", "everything"]), newcomer_leads=st.booleans())
+    def the_store_is_started_again(self, loses: str, newcomer_leads: bool) -> None:
         if loses in ("what is new", "everything"):
             self.store.go_back(*(self.backup if loses == "what is new" else (1, {})))
             self.backup = (1, {})
@@ -289,6 +286,8 @@ class Run(RuleBasedStateMachine):
             self.relist(node.listener)
         if self.size.generation:
             self.store.write(KEYS.size, encode(self.size))
+        if newcomer_leads and (newcomer := self.comes("")) is not None:
+            self.leads(newcomer)  # and knows of nothing but what the store has kept
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 1.1, 6.0, 11.0]), calm=st.booleans())
     def time_passes(self, seconds: float, calm: bool) -> None:
@@ -321,7 +320,7 @@ class Run(RuleBasedStateMachine):
     def a_leader_looks_at_those_who_do_not_answer(self, name: str) -> None:
         self.looks(self.nodes[name].listener)
 
-    @about(lambda node: node.alive and node.key)
+    @about(lambda node: node.alive and node.key and not node.leaving)
     def a_node_takes_the_lead(self, name: str) -> None:
         self.leads(name)
 
@@ -352,13 +351,27 @@ class Run(RuleBasedStateMachine):
             for name in living:
                 self.hears_of_the_run(name, 1000)
             leading = [name for name in living if self.nodes[name].listener.leads()]
-            for name in leading or [name for name in living if not self.nodes[name].gave_way][:1] or living[:1]:
+            # Where nobody leads, the youngest is the first to take it: so those who know least have to give way. Who
+            # leaves does not lead any more, as long as there is anybody else.
+            heirs = [name for name in living if not self.nodes[name].leaving] or living
+            for name in leading or [name for name in heirs if not self.nodes[name].gave_way][-1:] or heirs[:1]:
                 self.leads(name)
                 self.hears_of_nodes(self.nodes[name].listener, 1000)
                 self.looks(self.nodes[name].listener)
                 self.decides(name)
 
     # -- how it happens
+
+    def comes(self, place: str) -> str | None:
+        """The id of a new node; None where there are as many as there may be."""
+        if sum(node.alive for node in self.nodes.values()) == MAX_NODES:
+            return None
+        self.born += 1
+        said = record(f"n{self.born}", place=place, address=f"10.0.0.{self.born}", size=SizeRecord(min=2, max=4))
+        name = f"{said.name}.0000"
+        self.nodes[name] = Node(said, Listener(self.store, name))
+        self.says(name)
+        return name
 
     def says(self, name: str, **changes: Any) -> None:
         node = self.nodes[name]
@@ -465,6 +478,12 @@ class Run(RuleBasedStateMachine):
             for entry in self.store.below(KEYS.nodes):
                 self.is_seen(listener, entry)
 
+    def resigns(self, name: str) -> bool:
+        listener = self.nodes[name].listener
+        listener.roster = None
+        resigned = LeaderRecord(node="", address="")
+        return self.store.swap(KEYS.leader, encode(resigned), listener.control.leader.modified) is not None
+
     def view(self, name: str) -> View:
         node = self.nodes[name]
         assert node.listener.roster is not None
@@ -501,9 +520,7 @@ class Run(RuleBasedStateMachine):
                 return self.store.swap(KEYS.outcome, encode(outcome), control.outcome.modified) is not None
             case GiveWay() if self.is_fresh(control):
                 self.nodes[name].gave_way = True
-                self.nodes[name].listener.roster = None
-                resigned = LeaderRecord(node="", address="")
-                return self.store.swap(KEYS.leader, encode(resigned), control.leader.modified) is not None
+                return self.resigns(name)
         return False
 
     def is_fresh(self, control: Control) -> bool:
@@ -527,7 +544,14 @@ class Run(RuleBasedStateMachine):
             assert node not in view.dead
             assert not view.leaves(node)
             assert view.peers[node].record.name not in view.size.going
+        self.check_who_is_left_out(new, view)
+        self.check_what_it_costs(new, view)
         if new.members:
+            here = {node for node in view.ranks if node in view.peers and node not in view.dead}
+            staying = {
+                node for node in here if not view.leaves(node) and view.peers[node].record.name not in view.size.going
+            }
+            assert staying <= set(new.nodes) or len(new.nodes) == view.size.target, "a member is left out"
             assert new.store not in {old.store for old in self.committed}
             assert new.store.rpartition(":")[0] in {member.address for member in new.members}
         if new.reason is EpochReason.NODE_LOST and self.committed and view.epoch is not None:
@@ -536,6 +560,24 @@ class Run(RuleBasedStateMachine):
         assert [node for node in new.nodes if node in survivors] == survivors
         self.check_neighbours(new, view)
         self.check_that_those_who_asked_were_told(view)
+
+    def check_who_is_left_out(self, new: EpochRecord, view: View) -> None:
+        """Whose key is on its way back is waited for by newcomers, and by all where the store itself was away."""
+        if view.epoch is None or view.known > view.epoch.number or not view.incomplete or not new.members:
+            return
+        assert new.reason is not EpochReason.NODE_JOINED
+        assert view.now >= view.patient_until or new.reason is EpochReason.RESIZED
+
+    def check_what_it_costs(self, new: EpochRecord, view: View) -> None:
+        """A failure is charged once, a change of membership is free, and nobody joins a run that is about to finish."""
+        if view.epoch is None or not view.epoch.members or view.known > view.epoch.number:
+            return
+        if new.reason is EpochReason.WORKER_FAILED:
+            assert new.restarts == view.epoch.restarts + 1
+        elif any(node in view.peers and node not in view.dead and not view.leaves(node) for node in view.ranks):
+            assert new.restarts == view.epoch.restarts
+        if new.reason is EpochReason.NODE_JOINED and not any(map(view.leaves, view.ranks)):
+            assert not any(map(view.finishing, set(view.ranks) - view.dead))
 
     def may_be_lost(self, name: str) -> bool:
         node = self.nodes[name]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.nodes import Meeting, all_with
+from tests.support.nodes import PATIENCE, Meeting, all_with
+from torchelastic.contract import NodePhase, RunKeys
+from torchelastic.rendezvous.control import Control
+from torchelastic.rendezvous.isolation import Isolation
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -62,3 +66,45 @@ async def test_without_the_store_alone_training_goes_on_and_a_newcomer_is_taken_
         assert (epoch.number, epoch.nodes[:2]) == (2, first.nodes)
         assert not a.isolated
         assert not b.isolated
+
+
+async def test_a_node_whose_workers_have_ended_waits_in_peace_though_it_reaches_nobody() -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+        await all_with(a, b)
+        leader, other = (a, b) if a.inner._leadership is not None else (b, a)
+        await other.says(phase=NodePhase.DONE)
+        for client in clients.all:
+            client.reachable = False
+        await leader.crash()
+        await asyncio.sleep(2 * LEASE)  # the passing of the lease's time is what this is about
+        other.drain()
+        assert not other.isolated
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"), [("nobody", True), ("the store", False), ("a peer, at the second look", False)]
+)
+async def test_it_takes_more_than_one_look_and_neither_store_nor_peer_must_answer(answers: str, told: bool) -> None:
+    store, keys = MemoryStore(), RunKeys.of("run")
+    store.reachable = answers == "the store"
+    control = Control(store, keys)
+    looks: list[float] = []
+
+    async def reaches_a_peer(within: float) -> bool:
+        looks.append(within)
+        return answers.startswith("a peer") and len(looks) > 1
+
+    seen = asyncio.Event()
+    isolation = Isolation(store, keys, control, LEASE, matters=lambda: True, reaches_a_peer=reaches_a_peer)
+    watching = asyncio.create_task(isolation.watch(seen.set))
+    try:
+        async with asyncio.timeout(PATIENCE if told else 3 * LEASE):
+            await seen.wait()
+    except TimeoutError:
+        pass
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert seen.is_set() == told
+    assert set(looks) == {LEASE}

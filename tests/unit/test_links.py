@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.nodes import PATIENCE
+from tests.support.views import SETTINGS, record
+from torchelastic.contract import RunKeys, encode
+from torchelastic.rendezvous import link
+from torchelastic.rendezvous.control import Control
 from torchelastic.rendezvous.link import LinkServer, Verdict, hold_link, listen, probe
+from torchelastic.rendezvous.looks import Looks
+from torchelastic.rendezvous.pulse import Pulse
+from torchelastic.rendezvous.roster import Roster
+from torchelastic.store import Entry, MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-HELLO = {"run": "run", "node": "b.1", "stay": True}
+OURS = link.run_digest("run")
+HELLO = {"run": OURS, "node": "b.1", "stay": True}
 
 
 class Observer:
@@ -55,11 +67,12 @@ async def answer_to(server: LinkServer, line: bytes) -> bytes:
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x80\x04\x95\n",
         b"[]\n",
-        b'{"run": "another", "node": "b.1"}\n',
+        json.dumps({**HELLO, "run": link.run_digest("another")}).encode() + b"\n",
+        b'{"run": "run", "node": "b.1"}\n',
         b'{"node": "b.1"}\n',
-        b'{"run": "run", "node": 7}\n',
+        json.dumps({**HELLO, "node": 7}).encode() + b"\n",
         json.dumps({**HELLO, "node": "x" * 300}).encode() + b"\n",
-        b'{"run": "run", "node": "' + b"x" * 5000 + b'"}\n',
+        json.dumps({**HELLO, "node": "x" * 5000}).encode() + b"\n",
         b"[" * 900 + b"\n",
     ],
 )
@@ -93,6 +106,34 @@ async def test_the_end_of_a_server_shows_as_a_death() -> None:
     assert await observer.seen.get() == ("broke", "a.1")
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_connection_that_comes_while_the_server_closes_is_cut_like_all_others(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "GREETING_TIMEOUT", 600.0)
+    server = LinkServer(run="run", node="a.1", host="127.0.0.1", observer=Observer())
+    with socket.create_connection(("127.0.0.1", server.port)) as early:
+        early.setblocking(False)
+        await server.__aenter__()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(30):
+                assert await asyncio.get_running_loop().sock_recv(early, 1) == b""
+
+
+async def test_neither_the_length_of_an_id_nor_its_letters_keep_nodes_from_linking() -> None:
+    run, ours, theirs = "字" * 5000, "é" * 253 + ".12345678", "𝄞" * 253 + ".12345678"
+    observer = Observer()
+    async with serving(node=theirs, run=run) as (server, seen):
+        address = f"127.0.0.1:{server.port}"
+        holding = asyncio.create_task(hold_link(address, run=run, node=ours, peer=theirs, observer=observer))
+        assert await seen.seen.get() == ("came", ours)
+        assert await observer.seen.get() == ("came", theirs)
+    await holding
+
+
 async def test_another_node_at_the_address_is_a_death_and_another_run_is_a_silence() -> None:
     async with serving(node="c.1") as (server, _):
         address = f"127.0.0.1:{server.port}"
@@ -104,6 +145,24 @@ async def test_whoever_listens_and_says_nothing_is_silent() -> None:
     with closing(listen("127.0.0.1")) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is Verdict.SILENT
+
+
+async def test_a_leader_finds_the_one_that_answers_without_waiting_for_those_that_do_not() -> None:
+    class Links:
+        def holds(self, node: str) -> bool:
+            return True
+
+    keys = RunKeys.of("run")
+    roster = Roster("a.1", Control(MemoryStore(), keys), keys, SETTINGS.size)
+    looks = Looks("a.1", SETTINGS, roster, Links(), changed=Pulse(), links_work=True)
+    with closing(listen("127.0.0.1")) as mute:
+        async with serving(node="c.1") as (server, _):
+            for name, port in (("b", mute.getsockname()[1]), ("c", server.port)):
+                said = encode(record(name, address="127.0.0.1", link=port))
+                roster.saw(Entry(keys.node(f"{name}.1"), said, 1, 1), now=0.0, answers=True)
+            async with asyncio.timeout(PATIENCE):
+                assert await looks.find_one_alive(within=10 * PATIENCE)
+        assert not await looks.find_one_alive(within=0.05)
 
 
 async def test_nonsense_in_the_place_of_an_address_is_a_silence() -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.support.nodes import Meeting, all_with
 from torchelastic.contract import EpochRecord, Member, NodeRecord, RunKeys, SizeRecord, encode
+from torchelastic.rendezvous.node import RendezvousNode
+from torchelastic.settings import RendezvousSettings
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -59,3 +63,15 @@ async def test_a_member_that_is_slower_to_come_back_than_another_is_waited_for()
         await comes_back("a")
         epoch = await c.until_with("a", "b", "c")
         assert (epoch.number, epoch.nodes[:2]) == (5, ("a.1", "b.1"))
+
+
+async def test_one_that_gives_up_while_it_waits_for_the_store_lets_go_of_its_ports() -> None:
+    store = MemoryStore()
+    store.reachable = False
+    size = SizeRecord(min=1, max=8)
+    record = NodeRecord(name="a", address="127.0.0.1", workers=1, size=size)
+    node = RendezvousNode(store, RendezvousSettings(run_id="run", size=size), node="a.1", record=record)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2), node:
+            pass
+    assert (node._server._listener.fileno(), node._offer.fileno()) == (-1, -1)

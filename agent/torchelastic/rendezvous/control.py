@@ -79,7 +79,7 @@ class Control:
         """Watch, until cancelled.
 
         Raises:
-            StoreRefused: the store refuses this node for good.
+            StoreRefused: the store refuses this node.
         """
         async with aclosing(follow_for_good(self._store, self._keys.control, lost=self._lose)) as news:
             async for batch in news:

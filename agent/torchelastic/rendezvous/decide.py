@@ -219,13 +219,14 @@ def _continue_without(view: View, epoch: EpochRecord, going: Sequence[str], sett
 def _spares_come(view: View, epoch: EpochRecord, them: Candidates, settings: RendezvousSettings) -> float:
     """Until when spares are waited for that have not answered a leader who is new: they link to it in a moment.
 
-    Without them there would be two changes in the place of one.
+    Without them there would be two changes in the place of one. On a busy machine a moment is longer than joins are
+    gathered for.
     """
     if len(them.ordered) >= them.target:
         return 0.0
     mute = (peer for peer in view.peers.values() if not peer.answers and peer.id not in view.ranks)
-    known = (peer.arrived for peer in mute if peer.record.epoch == epoch.number and may_join(peer, view))
-    return max(known, default=-settings.gather) + settings.gather
+    known = [peer.arrived for peer in mute if peer.record.epoch == epoch.number and may_join(peer, view)]
+    return max(known) + LONGEST_GATHERING * settings.gather if known else 0.0
 
 
 def _nobody_stays(view: View) -> bool:

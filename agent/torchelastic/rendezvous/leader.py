@@ -116,9 +116,9 @@ class Leadership:
         """A node's link broke: look again before it counts as dead."""
         self._looks.link_broke(node)
 
-    async def reaches_a_peer(self) -> bool:
-        """Whether one of those that hold a link answers, looked at now."""
-        return await self._looks.find_one_alive()
+    async def reaches_a_peer(self, within: float) -> bool:
+        """Whether one of those that hold a link answers within so many seconds, looked at now."""
+        return await self._looks.find_one_alive(within)
 
     # -- watching
 

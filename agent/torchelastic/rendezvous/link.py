@@ -7,13 +7,15 @@ that nobody listens there any more: a death. Answered means alive. Silence means
 the store has the last word.
 
 The protocol is one line of JSON each way, and then nothing: ``{"run": …, "node": …, "stay": true}``, answered by
-``{"run": …, "node": …}``. Who speaks of another run, or anything else, is hung up on.
+``{"run": …, "node": …}``. The run is told by a digest of its id, which may be of any length. Who speaks of another run,
+or anything else, is hung up on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import hashlib
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Final, Protocol, Self
@@ -26,13 +28,15 @@ from torchelastic.errors import MalformedRecord
 if TYPE_CHECKING:
     from types import TracebackType
 
-LINE_LIMIT: Final = 1024
+LINE_LIMIT: Final = 2048
 """Bytes of a line; longer ones are hung up on."""
 
 BACKLOG: Final = 4096
 """So many connections may wait to be accepted: of a thousand nodes that link at once, none is to be turned away.
 
 A connection that finds no room is not refused: its client tries again a second later."""
+
+DIGEST_BYTES: Final = 16
 
 GREETING_TIMEOUT: Final = 2.0
 """Seconds for the other side to say its line."""
@@ -41,13 +45,25 @@ SILENCE_LIMIT: Final = 3
 """Seconds after which the kernel breaks a link whose other end it does not hear: before a lease of 5 s can end, so that
 nobody has to be looked at when it does."""
 
+SECOND_LOOK: Final = 0.3
+"""Seconds for a look at a peer whose link has broken: the kernel of its host refuses another one at once."""
+
+LAST_LOOK: Final = 2.0
+"""Seconds for a look of which silence is the last word, though the link stands: a host that is gone would have broken
+it, and on a busy one an answer may be late. No longer than the lease."""
+
 
 class _Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
     """The one line that each side says."""
 
-    run: Annotated[str, msgspec.Meta(max_length=512)]
-    node: Annotated[str, msgspec.Meta(max_length=253)]
+    run: Annotated[str, msgspec.Meta(max_length=2 * DIGEST_BYTES)]
+    node: Annotated[str, msgspec.Meta(max_length=270)]
     stay: bool = False
+
+
+def run_digest(run: str) -> str:
+    """What stands for a run's id in greetings."""
+    return hashlib.blake2b(run.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
 
 
 class Verdict(enum.Enum):
@@ -81,14 +97,14 @@ class LinkServer:
     """
 
     def __init__(self, *, run: str, node: str, host: str, observer: LinkObserver) -> None:
-        self._greeting = _Greeting(run=run, node=node)
-        self._host = host
+        self._greeting = _Greeting(run=run_digest(run), node=node)
         self._observer = observer
         self._links: dict[str, int] = {}
         self._listener = listen(host)
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._transports: set[asyncio.WriteTransport] = set()
+        self._closed = False
 
     @property
     def port(self) -> int:
@@ -101,26 +117,47 @@ class LinkServer:
         return node in self._links
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=LINE_LIMIT, backlog=BACKLOG)
+        try:
+            self._server = await asyncio.start_server(
+                self._accepted, sock=self._listener, limit=LINE_LIMIT, backlog=BACKLOG, start_serving=False
+            )
+            await self._server.start_serving()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Listen no more, and cut all links; also where it was never entered."""
+        self._closed = True
         if self._server is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            # Of what it has just accepted, asyncio makes connections in the next turn; on a closed server it cannot.
+            await asyncio.sleep(0)
             self._server.close()
+        self._listener.close()
         # Their connections are cut, and so they end by themselves: asyncio reports a cancelled handler as a mistake.
         for transport in list(self._transports):
             transport.abort()
         if self._serving:
             await asyncio.wait(self._serving)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection, of which is known from its first moment on; it may come when the listener is closed."""
+        if self._closed:
+            writer.transport.abort()
+            return
         self._transports.add(writer.transport)
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             greeting = await _read_greeting(reader)
             if greeting is None or greeting.run != self._greeting.run:
@@ -158,7 +195,7 @@ async def hold_link(address: str, *, run: str, node: str, peer: str, observer: L
         peer: the peer's id.
         observer: is told when the link stands and when it broke.
     """
-    verdict, streams = await _greet(address, _Greeting(run=run, node=node, stay=True), peer)
+    verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node, stay=True), peer)
     if streams is None:
         return verdict
     reader, writer = streams
@@ -173,7 +210,7 @@ async def hold_link(address: str, *, run: str, node: str, peer: str, observer: L
     return await probe(address, run=run, node=node, peer=peer)
 
 
-async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = 0.3) -> Verdict:  # noqa: ASYNC109
+async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = SECOND_LOOK) -> Verdict:  # noqa: ASYNC109
     """Look whether a peer is alive.
 
     Args:
@@ -183,7 +220,7 @@ async def probe(address: str, *, run: str, node: str, peer: str, timeout: float 
         peer: the peer's id.
         timeout: seconds after which no answer is a silence.
     """
-    verdict, streams = await _greet(address, _Greeting(run=run, node=node), peer, timeout)
+    verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node), peer, timeout)
     if streams is not None:
         await _close(streams[1])
     return verdict

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from torchelastic.contract import bracketed
-from torchelastic.rendezvous.link import Verdict, probe
+from torchelastic.rendezvous.link import LAST_LOOK, SECOND_LOOK, Verdict, probe
 from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
@@ -108,13 +108,21 @@ class Looks:
         self._silent[peer.id] = peer
         self._begin(self._while_silent(peer))
 
-    async def find_one_alive(self) -> bool:
-        """Whether one of those that hold a link answers, looked at now."""
+    async def find_one_alive(self, within: float) -> bool:
+        """Whether one of those that hold a link answers within so many seconds, looked at now."""
         # Those, too, whose keys are gone: an etcd that has come back empty says nothing against them.
         known = {**self._silent, **self._roster.peers}
         linked = [peer for peer in known.values() if self._links.holds(peer.id)]
-        verdicts = await asyncio.gather(*(self._probe(peer) for peer in linked))
-        return Verdict.ALIVE in verdicts
+        looks = [asyncio.create_task(self._probe(peer, within)) for peer in linked]
+        try:
+            for look in asyncio.as_completed(looks):
+                if await look is Verdict.ALIVE:
+                    return True
+            return False
+        finally:
+            for each in looks:
+                each.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
 
     def _begin(self, look: Coroutine[Any, Any, None]) -> None:
         if self._tasks is None:
@@ -158,17 +166,19 @@ class Looks:
             tries += 1
 
     async def _while_silent(self, peer: Peer) -> None:
+        within = min(LAST_LOOK, self._settings.lease)
         while self._roster.is_silent(peer.id):
-            if peer.id != self._node and await self._probe(peer) is not Verdict.ALIVE:
+            if peer.id != self._node and await self._probe(peer, within) is not Verdict.ALIVE:
                 self._roster.end_silence(peer.id)
                 self._changed.send()
-                return
+                break
             await asyncio.sleep(SILENT_RECHECK)
+        self._silent.pop(peer.id, None)
 
     def _died(self, node: str) -> None:
         self._roster.died(node)
         self._changed.send()
 
-    async def _probe(self, peer: Peer) -> Verdict:
+    async def _probe(self, peer: Peer, within: float = SECOND_LOOK) -> Verdict:
         address = f"{bracketed(peer.record.address)}:{peer.record.link}"
-        return await probe(address, run=self._settings.run_id, node=self._node, peer=peer.id)
+        return await probe(address, run=self._settings.run_id, node=self._node, peer=peer.id, timeout=within)

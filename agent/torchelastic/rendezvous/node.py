@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from torchelastic.contract import (
@@ -24,11 +23,13 @@ from torchelastic.errors import StoreError
 from torchelastic.rendezvous.control import Control
 from torchelastic.rendezvous.events import EpochBegan, Event, Isolated, Noticed, RunEnded
 from torchelastic.rendezvous.finished_runs import forget_finished_run
+from torchelastic.rendezvous.isolation import Isolation
 from torchelastic.rendezvous.leader import Leadership
 from torchelastic.rendezvous.link import LinkServer, listen
 from torchelastic.rendezvous.session import Session
 from torchelastic.rendezvous.succession import Succession
 from torchelastic.store.lasting import LastingKeys
+from torchelastic.store.steady import SteadyStore
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 GOODBYE_LIMIT: Final = 2.0
 """Seconds that a node that ends takes at most to clear its keys away; where the store is away, its lease does it."""
+
+STORES_SHARE: Final = 0.75
+"""What the store has of the time for the question whether an epoch stands; the rest is a peer's, where it is away."""
 
 
 class RendezvousNode:
@@ -59,7 +63,7 @@ class RendezvousNode:
         self.keys = RunKeys.of(settings.run_id)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         """What happened, in order."""
-        self._store = store
+        self._store = store = SteadyStore(store)
         self._settings = settings
         self._lasting = LastingKeys(store, settings.run_id, ttl=settings.run_lease)
         self._control = Control(store, self.keys)
@@ -97,14 +101,17 @@ class RendezvousNode:
         self._told = 0
         self._noticed: NoticeRecord | None = None
         self._leaving = False
-        self._tasks = AsyncExitStack()
         self._running: asyncio.Task[None] | None = None
 
     # -- what the agent does
 
     async def __aenter__(self) -> Self:
-        await forget_finished_run(self._store, self.keys, self._settings)
-        await self._tasks.enter_async_context(self._server)
+        try:
+            await forget_finished_run(self._store, self.keys, self._settings)
+            await self._server.__aenter__()
+        except BaseException:
+            await self._close_sockets()
+            raise
         self._running = asyncio.create_task(self._run())
         return self
 
@@ -114,8 +121,7 @@ class RendezvousNode:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        await self._tasks.aclose()
-        self._offer.close()
+        await self._close_sockets()
         while not self.events.empty():  # what nobody has received is nobody else's to close
             event = self.events.get_nowait()
             if isinstance(event, EpochBegan) and event.store is not None:
@@ -127,9 +133,13 @@ class RendezvousNode:
         except (StoreError, TimeoutError):
             logger.info("the store is away: this node's key goes when its lease ends")
 
+    async def _close_sockets(self) -> None:
+        await self._server.close()
+        self._offer.close()
+
     @property
     def failed(self) -> asyncio.Task[None]:
-        """Ends, with the error, when the node cannot go on: the store refuses it for good."""
+        """Ends, with the error, when the node cannot take part: the store has refused it from the beginning."""
         if self._running is None:
             raise RuntimeError("the node is not open")
         return self._running
@@ -179,7 +189,7 @@ class RendezvousNode:
         except (StoreError, TimeoutError):
             logger.info("the store is away: the others learn of this node's leaving by its link")
 
-    async def stands(self, epoch: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the wait for the store
+    async def stands(self, epoch: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
         """Whether an epoch in which this node is is still the run's, as of now: read from the store.
 
         Where the store is away, it is as far as this node and the peer that it is linked to can know. The answer is of
@@ -187,16 +197,16 @@ class RendezvousNode:
 
         Args:
             epoch: the epoch's number.
-            timeout: seconds to wait for the store.
+            timeout: seconds to wait for an answer.
         """
         told = self._succession.epoch
         if told is None or told.number != epoch or self.node not in told.nodes or self._over():
             return False
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout * STORES_SHARE):
                 stands = await self._control.still_has(told)
         except (StoreError, TimeoutError):
-            stands = not self._has_peers() or await self._reaches_a_peer()
+            stands = not self._has_peers() or await self._reaches_a_peer(timeout * (1 - STORES_SHARE))
         return stands and self._succession.epoch is told and not self._over()
 
     def _over(self) -> bool:
@@ -218,6 +228,14 @@ class RendezvousNode:
     # -- the run
 
     async def _run(self) -> None:
+        isolation = Isolation(
+            self._store,
+            self.keys,
+            self._control,
+            self._settings.lease,
+            matters=self._trains_with_others,
+            reaches_a_peer=self._reaches_a_peer,
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._session.run())
             tasks.create_task(self._control.follow())
@@ -225,7 +243,7 @@ class RendezvousNode:
             tasks.create_task(self._succession.campaign())
             tasks.create_task(self._succession.hold_link())
             tasks.create_task(self._lead())
-            tasks.create_task(self._notice_isolation())
+            tasks.create_task(isolation.watch(self._cut_off))
 
     async def _tell_events(self) -> None:
         """Give out epochs, notices and in the end the outcome as they come to stand."""
@@ -320,26 +338,11 @@ class RendezvousNode:
                 over.cancel()
                 await asyncio.gather(leading, over, return_exceptions=True)
 
-    async def _notice_isolation(self) -> None:
-        """Tell when neither the store nor the epoch's peers have been reached for a lease's time."""
-        changed = self._control.changed
-        while True:
-            seen = changed.count
-            away = self._control.away_since
-            if away is None or not self._has_peers():
-                await changed.after(seen)
-                continue
-            left = away + self._settings.lease - asyncio.get_running_loop().time()
-            if left > 0:
-                await changed.after(seen, timeout=left)
-            elif await self._reaches_a_peer():
-                await changed.after(seen, timeout=self._settings.lease)
-            elif self._control.away_since is not None and self._session.record.phase is not NodePhase.DONE:
-                logger.warning("neither the store nor a peer can be reached: stopping the workers")
-                self.report(self._session.record.epoch, phase=NodePhase.CUT_OFF)
-                self.events.put_nowait(Isolated())
-                while self._control.away_since is not None:
-                    await changed.after(changed.count)
+    def _cut_off(self) -> None:
+        """Neither the store nor the epoch's peers are reached."""
+        logger.warning("neither the store nor a peer can be reached: stopping the workers")
+        self.report(self._session.record.epoch, phase=NodePhase.CUT_OFF)
+        self.events.put_nowait(Isolated())
 
     def _remembered(self) -> EpochRecord | None:
         """The last epoch that this node was told of, where it can answer for it."""
@@ -350,7 +353,11 @@ class RendezvousNode:
         epoch = self._succession.epoch
         return epoch is not None and self.node in epoch.nodes and len(epoch.members) > 1
 
-    async def _reaches_a_peer(self) -> bool:
+    def _trains_with_others(self) -> bool:
+        """Whether workers of this node are to be stopped where it is cut off; those that have ended are not."""
+        return self._has_peers() and self._session.record.phase is not NodePhase.DONE
+
+    async def _reaches_a_peer(self, within: float) -> bool:
         if self._leadership is not None:
-            return await self._leadership.reaches_a_peer()
-        return await self._succession.reaches_leader()
+            return await self._leadership.reaches_a_peer(within)
+        return await self._succession.reaches_leader(within)

@@ -67,7 +67,7 @@ class Session:
         """Hold the lease and the key, until cancelled.
 
         Raises:
-            StoreRefused: the store refuses this node for good.
+            StoreRefused: the store refuses this node.
         """
         while True:
             try:

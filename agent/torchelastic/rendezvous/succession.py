@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.contract import CONTRACT_VERSION, LeaderRecord, encode, other_version
 from torchelastic.errors import LeaseLost, StoreUnavailable
-from torchelastic.rendezvous.link import Verdict, hold_link, probe
+from torchelastic.rendezvous.link import LAST_LOOK, Verdict, hold_link, probe
 from torchelastic.store.retrying import retry_delay
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Succession:
                 continue
             if vacant_since is None:
                 vacant_since = now()
-                if self._expired() and self.linked and not await self.reaches_leader():
+                if self._expired() and self.linked and not await self.reaches_leader(min(LAST_LOOK, self._lease)):
                     self.linked = False  # silence and the end of the lease agree: nobody comes back
                 continue
             left = max(vacant_since + self._turn(), self._give_way_until) - now()
@@ -274,12 +274,12 @@ class Succession:
         if leader.contract != CONTRACT_VERSION and (before is None or before.node != leader.node):
             logger.warning("%s leads, and this node cannot take part: %s", leader.node, other_version(leader.contract))
 
-    async def reaches_leader(self) -> bool:
-        """Whether the leader answers over its link, looked at now."""
+    async def reaches_leader(self, within: float) -> bool:
+        """Whether the leader, to which this node is linked, answers within so many seconds, looked at now."""
         leader = self._last_leader
         if leader is None or not self.linked:
             return False
-        verdict = await probe(leader.address, run=self._run_id, node=self._node, peer=leader.node)
+        verdict = await probe(leader.address, run=self._run_id, node=self._node, peer=leader.node, timeout=within)
         return verdict is Verdict.ALIVE
 
     def link_came(self, node: str) -> None:
