@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 WORKER: Final = Path(__file__).with_name("worker.py")
+READY: Final = "benchmarks.ready"
 
 FLATTERED: Final = {"last_call_timeout": 1}
 """It waits 30 s for more nodes by default, whenever there are fewer than the most."""
@@ -33,6 +34,7 @@ class Spot:
         address: under which the others reach it.
         meeting: host:port at which the agents of the run meet.
         first: whether it is the run's first one.
+        tells: whether it tells when it has torch imported (:mod:`benchmarks.ready`).
     """
 
     run_id: str
@@ -40,6 +42,7 @@ class Spot:
     address: str
     meeting: str
     first: bool
+    tells: bool = False
 
 
 class System(Protocol):
@@ -85,6 +88,7 @@ class Ours:
             *(sys.executable, "-m", "torchelastic.run", f"--nnodes={nnodes}", f"--node-name={spot.name}"),
             *(f"--rdzv-endpoint={spot.meeting}", f"--rdzv-id={spot.run_id}", f"--local-addr={spot.address}"),
             *_conf(self.conf),
+            *([f"--preload={READY}"] if spot.tells else []),
             str(WORKER),
         ]
 
@@ -105,8 +109,9 @@ class Torchrun:
 
     def command(self, spot: Spot, nnodes: str) -> list[str]:
         """See :class:`System`."""
+        program = READY if spot.tells else "torch.distributed.run"
         return [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", "--max-restarts=100"),
+            *(sys.executable, "-m", program, f"--nnodes={nnodes}", "--max-restarts=100"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={spot.meeting}", f"--rdzv-id={spot.run_id}"),
             *(f"--local-addr={spot.address}", "--monitor-interval=0.1"),
             *_conf({**self.conf, "is_host": int(spot.first)}),

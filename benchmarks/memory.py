@@ -7,7 +7,6 @@ docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.beats import Beat, Beats, Missing
+from benchmarks.command_line import at_least, duration, parser, run_to_end
 from benchmarks.processes import Household
 from benchmarks.report import Measurement, Report
 
@@ -116,16 +116,18 @@ async def compare(*, repeat: int, settle: float, limit: float) -> Report:
 
 def main() -> int:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the whole document; the table goes to stderr")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measure so often (default: 5)")
-    parser.add_argument("--settle", type=float, default=10.0, metavar="SECONDS", help="wait before that (default: 10)")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="longer is never (default: 120)")
-    arguments = parser.parse_args()
+    flags = parser("memory", __doc__, etcd=False)
+    flags.add_argument("--repeat", type=at_least(1), default=5, metavar="N", help="measure so often (default: 5)")
+    flags.add_argument(
+        "--settle", type=duration, default=10.0, metavar="SECONDS", help="wait before that (default: 10)"
+    )
+    flags.add_argument(
+        "--limit", type=duration, default=120.0, metavar="SECONDS", help="longer is never (default: 120)"
+    )
+    arguments = flags.parse_args()
+    work = compare(repeat=arguments.repeat, settle=arguments.settle, limit=arguments.limit)
     try:
-        report = asyncio.run(compare(repeat=arguments.repeat, settle=arguments.settle, limit=arguments.limit))
-    except KeyboardInterrupt:
-        return 130
+        report = run_to_end("memory", work)
     except Missing as why:
         print(f"benchmarks.memory: {why}", file=sys.stderr)
         return 1

@@ -36,7 +36,8 @@ def why_not() -> str:
         return "network namespaces can only be made by root."
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"there is no {' and no '.join(missing)}: install iproute2 and util-linux."
-    return ""
+    tried = subprocess.run(("unshare", "--net", "ip", "link"), capture_output=True, text=True, check=False)
+    return f"no network namespace can be had: {tried.stderr.strip()}." if tried.returncode != 0 else ""
 
 
 class Network:

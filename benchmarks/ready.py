@@ -1,12 +1,21 @@
-"""A module for ``--preload``: it tells when a fork server has torch imported, and so its agent can start workers.
+"""Tells when an agent has torch imported, and so can come to a run: in the file BENCHMARK_READY, once.
 
-The time, by the monotonic clock, goes to the file BENCHMARK_READY.
+For ours it is a module to ``--preload``, so that its import ends when the fork server has torch imported. Executed, it
+is torchrun, which tells when its agent has torch imported. The time is the monotonic clock's.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
 
 import torch.distributed  # noqa: F401 - whatever the order of imports, this comes after it
 
-Path(os.environ["BENCHMARK_READY"]).write_text(f"{time.monotonic()}")
+if __name__ == "__main__":
+    from torch.distributed.run import main
+
+with contextlib.suppress(FileExistsError), Path(os.environ["BENCHMARK_READY"]).open("x") as mark:
+    mark.write(f"{time.monotonic()}")
+
+if __name__ == "__main__":
+    main()

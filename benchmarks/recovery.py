@@ -6,18 +6,16 @@ turn, each time with a run of its own. See docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import statistics
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import network
 from benchmarks.beats import Beats, Missing
 from benchmarks.breakable_etcd import BreakableEtcd
+from benchmarks.command_line import at_least, duration, parser, run_to_end
 from benchmarks.etcd import choose_etcd
 from benchmarks.launchers import Spot
 from benchmarks.processes import Household
@@ -28,6 +26,7 @@ from elastic_operator.local.etcd_process import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from benchmarks.launchers import System
     from benchmarks.scenarios import Happened, Scenario
@@ -142,16 +141,14 @@ def measurement(scenario: Scenario, found: dict[str, Samples]) -> Measurement:
     ours, *others = found.values()
     peer = others[0] if others else Samples()
     details: dict[str, Any] = {"phases of ours": ours.phases(), "commands": _commands(scenario)}
-    if ours.missing:
-        details["ours never"] = ours.missing
-    if peer.missing:
-        details["peer never"] = peer.missing
     for name, samples in list(found.items())[2:]:
         details[name] = samples.as_json()
     return Measurement(
         scenario.name,
         ours=ours.seconds,
         peer=peer.seconds,
+        ours_never=ours.missing,
+        peer_never=peer.missing,
         includes=scenario.includes,
         ours_at_most=scenario.ours_at_most,
         ratio_at_least=scenario.ratio_at_least,
@@ -177,6 +174,7 @@ async def run(chosen: Sequence[Scenario], options: Options, binary: Path) -> tup
         "settle": options.settle,
         "limit": options.limit,
         "timeout of the process group": GLOO_TIMEOUT,
+        "etcd": [str(binary), "--unsafe-no-fsync"],
     }
     report = Report("recovery", settings=settings, etcd=binary)
     whole = True
@@ -186,12 +184,8 @@ async def run(chosen: Sequence[Scenario], options: Options, binary: Path) -> tup
             left_out.append({"left out": scenario.name, "why": why})
             continue
         found = await measure(scenario, options, binary)
-        ours = next(iter(found.values()))
-        whole = whole and not ours.missing
-        if ours.taken:
-            report.add(measurement(scenario, found))
-        else:
-            left_out.append({"left out": scenario.name, "why": f"ours: {ours.missing[0]}"})
+        whole = whole and not next(iter(found.values())).missing
+        report.add(measurement(scenario, found))
     if left_out:
         report.tell("left out", left_out)
     return report, whole
@@ -199,27 +193,22 @@ async def run(chosen: Sequence[Scenario], options: Options, binary: Path) -> tup
 
 def main() -> int:
     """Measure, and print; fails where a run of ours did not recover at all."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the whole document; the table goes to stderr")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measure each so often (default: 5)")
+    flags = parser("recovery", __doc__)
+    flags.add_argument("--repeat", type=at_least(1), default=5, metavar="N", help="measure each so often (default: 5)")
     keys = [each.key for each in SCENARIOS]
-    parser.add_argument("--only", action="append", metavar="WHAT", choices=keys, help=f"one of {', '.join(keys)}")
-    parser.add_argument("--settle", type=float, default=8.0, metavar="SECONDS", help="train before that (default: 8)")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="longer is never (default: 60)")
-    parser.add_argument("--others", action="store_true", help="measure torchrun with other settings, too")
-    parser.add_argument("--alone", action="store_true", help="measure ours alone")
-    parser.add_argument("--etcd", type=Path, metavar="FILE", help="which etcd (default: the newest one found)")
-    arguments = parser.parse_args()
+    flags.add_argument("--only", action="append", metavar="WHAT", choices=keys, help=f"one of {', '.join(keys)}")
+    flags.add_argument("--settle", type=duration, default=8.0, metavar="SECONDS", help="train before that (default: 8)")
+    flags.add_argument("--limit", type=duration, default=60.0, metavar="SECONDS", help="longer is never (default: 60)")
+    flags.add_argument("--others", action="store_true", help="measure torchrun with other settings, too")
+    flags.add_argument("--alone", action="store_true", help="measure ours alone")
+    arguments = flags.parse_args()
     chosen = [each for each in SCENARIOS if not arguments.only or each.key in arguments.only]
     options = Options(arguments.repeat, arguments.settle, arguments.limit, arguments.others, arguments.alone)
 
     async def measured() -> tuple[Report, bool]:
         return await run(chosen, options, await choose_etcd(arguments.etcd))
 
-    try:
-        report, whole = asyncio.run(measured())
-    except KeyboardInterrupt:
-        return 130
+    report, whole = run_to_end("recovery", measured())
     report.show(as_json=arguments.json)
     return 0 if whole else 1
 

@@ -30,18 +30,18 @@ import os
 import resource
 import statistics
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.command_line import at_least, parser, run_to_end
 from benchmarks.etcd import choose_etcd, cpu_seconds, etcd_serving
 from benchmarks.metering import Meter
 from benchmarks.rendezvous_crew import Change, Crew
 from benchmarks.report import Measurement, Report
-from elastic_operator.errors import BadInput
 from elastic_operator.local.tether import tethered
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
+    from pathlib import Path
 
 FIRST: Final = "first"
 FAILED: Final = "a worker fails"
@@ -49,6 +49,9 @@ SWAPPED: Final = "one leaves, one comes"
 LED: Final = "the leader leaves, one comes"
 
 KINDS: Final = (FIRST, FAILED, SWAPPED, LED)
+
+COMPARED: Final = (FIRST, FAILED)
+"""The kinds for which torchrun is measured too."""
 
 INCLUDES: Final = {
     FIRST: "connecting to etcd, lease, key, watch, link to the leader and the epoch's commit, until the last has it",
@@ -63,6 +66,9 @@ AT_MOST: Final = {2: 0.02, 64: 0.1, 1000: 2.0}
 RATIO_AT_LEAST: Final = {64: 15.0}
 """So many times as long should torchrun take with so many nodes."""
 
+TORCHRUN_LIMIT: Final = 120.0
+"""Seconds after which torchrun's two meetings are given up."""
+
 LAST_CALL: Final = 1.0
 """torchrun's last_call_timeout here; its default is 30 s."""
 
@@ -70,7 +76,10 @@ NO_WAIT_FOR_NAMES: Final = {"RES_OPTIONS": "timeout:1 attempts:1"}
 """torchrun's connections ask for the names of hosts; where nobody answers, that is not to take long."""
 
 MANY: Final = 64
-"""More nodes than this are measured at most three times."""
+"""More nodes than this share the processors too much to renew their leases in time."""
+
+GIVE_UP: Final = 2
+"""So often may nodes not meet before they are not tried again, which would take the time limit each time."""
 
 DEFAULT_LEASE: Final = 5.0
 """The agent's own."""
@@ -146,7 +155,13 @@ async def torchrun(nodes: int, most: int) -> dict[str, float]:
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | NO_WAIT_FOR_NAMES,
     )
-    told, complaints = await process.communicate()
+    try:
+        async with asyncio.timeout(TORCHRUN_LIMIT):
+            told, complaints = await process.communicate()
+    except TimeoutError as error:
+        process.kill()
+        await process.wait()
+        raise RuntimeError(f"{nodes} nodes of torchrun have not met within {TORCHRUN_LIMIT:g} seconds") from error
     if process.returncode != 0:
         raise RuntimeError(f"torchrun's rendezvous of {nodes} nodes failed: {complaints.decode()[-2000:]}")
     first, again = json.loads(told)
@@ -180,13 +195,41 @@ def patience(nodes: int) -> float:
     return DEFAULT_LEASE if nodes <= MANY else CALM
 
 
-async def measure(arguments: argparse.Namespace) -> Report:
-    """Measure everything that was asked for."""
+class Takings:
+    """The samples of one system with so many nodes, by the kind of change, and what came of the others.
+
+    Attributes:
+        samples: the seconds of each time.
+        never: why there was no end to it, for each time that there was none.
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[str, list[float]] = {}
+        self.never: list[str] = []
+
+    async def take(self, what: str, work: Coroutine[Any, Any, dict[str, float]]) -> None:
+        """Measure once; after two failures not at all."""
+        if len(self.never) >= GIVE_UP:
+            work.close()
+            return
+        _note(what)
+        try:
+            taken = await work
+        except RuntimeError as why:
+            self.never.append(f"{why}")
+            _note(f"{what}: never: {why}")
+        else:
+            for kind, value in taken.items():
+                self.samples.setdefault(kind, []).append(value)
+
+
+async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
+    """Measure everything that was asked for; gives back the report, and whether ours came to an end every time."""
     etcd = await choose_etcd(arguments.etcd)
     settings = {
         "nodes": arguments.nodes,
         "peer_nodes": arguments.peer_nodes,
-        "repeats": {nodes: repeats(nodes, arguments.repeats) for nodes in arguments.nodes},
+        "repeat": arguments.repeat,
         "processes": arguments.processes,
         "etcd": [str(etcd), "--unsafe-no-fsync"],
         "size": "min 1, max 2 N, N wanted",
@@ -199,70 +242,82 @@ async def measure(arguments: argparse.Namespace) -> Report:
         },
     }
     report = Report("rendezvous", settings=settings, etcd=etcd)
-    full, operations, processor = [], [], []
+    full: list[dict[str, Any]] = []
+    operations: list[dict[str, Any]] = []
+    processor: list[dict[str, Any]] = []
+    whole = True
     for nodes in arguments.nodes:
-        ours: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        peers: dict[str, list[float]] = {}
-        fulls: dict[str, list[float]] = {}
-        for _ in range(repeats(nodes, arguments.repeats)):
-            _note(f"{nodes} nodes")
-            _collect(ours, await timed(etcd, nodes, arguments.processes))
+        ours, peers, fulls = Takings(), Takings(), Takings()
+        for _ in range(arguments.repeat):
+            await ours.take(f"{nodes} nodes", timed(etcd, nodes, arguments.processes))
             if nodes in arguments.peer_nodes:
-                _note(f"{nodes} nodes of torchrun")
-                _collect(peers, await torchrun(nodes, 2 * nodes))
-                _collect(fulls, await torchrun(nodes, nodes))
+                await peers.take(f"{nodes} nodes of torchrun", torchrun(nodes, 2 * nodes))
+                await fulls.take(f"{nodes} nodes of torchrun, which are all", torchrun(nodes, nodes))
+        whole = whole and not ours.never
         for kind in KINDS:
+            compared = kind in COMPARED
             report.add(
                 Measurement(
                     f"N={nodes}, {kind}",
-                    ours=ours[kind],
-                    peer=peers.get(kind, ()),
+                    ours=ours.samples.get(kind, ()),
+                    peer=peers.samples.get(kind, ()),
+                    ours_never=ours.never,
+                    peer_never=peers.never if compared else (),
                     peer_name="torchrun, c10d",
                     includes=INCLUDES[kind],
                     ours_at_most=AT_MOST.get(nodes),
-                    ratio_at_least=RATIO_AT_LEAST.get(nodes),
-                    details={"nodes": nodes, "torchrun_full": fulls.get(kind, [])},
+                    ratio_at_least=RATIO_AT_LEAST.get(nodes) if compared else None,
+                    details={"nodes": nodes, "torchrun_full": fulls.samples.get(kind, [])},
                 )
             )
-        full += [_against_full(nodes, kind, ours[kind], fulls[kind]) for kind in fulls]
+        full += [
+            _against_full(nodes, kind, ours.samples[kind], fulls.samples[kind])
+            for kind in fulls.samples
+            if ours.samples
+        ]
         _note(f"{nodes} nodes, counting")
-        operations += await counted(etcd, nodes, arguments.processes)
-        processor.append(await shared_out(etcd, nodes, arguments.processes))
+        try:
+            operations += await counted(etcd, nodes, arguments.processes)
+            processor.append(await shared_out(etcd, nodes, arguments.processes))
+        except RuntimeError as why:
+            whole = False
+            _note(f"{nodes} nodes, counting: never: {why}")
     report.tell("torchrun_full", full)
     report.tell("requests_and_bytes", [_flat(row) for row in operations])
     report.tell("requests_by_kind", [{name: row[name] for name in ("kind", "nodes", "by_kind")} for row in operations])
     report.tell("processor_seconds", processor)
-    return report
+    return report, whole
 
 
-def repeats(nodes: int, asked: int) -> int:
-    """How often so many nodes are measured: those that take long, at most three times."""
-    return asked if nodes <= MANY else min(asked, 3)
-
-
-def main() -> None:
-    """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rendezvous", description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print JSON to standard output, a table to standard error")
-    parser.add_argument("--nodes", type=_numbers, default=[2, 8, 64, 256, 1000], help="N, or several with commas")
-    parser.add_argument("--peer-nodes", type=_numbers, default=[2, 8, 64], help="for which N torchrun is measured too")
-    parser.add_argument("--repeats", type=_count_of, default=5, help=f"how often; above {MANY} nodes at most 3 times")
-    parser.add_argument(
-        "--processes",
-        type=_count_of,
-        default=len(os.sched_getaffinity(0)),
-        help="that share the nodes; one for each core",
+def main() -> int:
+    """Read the command line, measure, print; fails where nodes of ours did not meet."""
+    flags = parser("rendezvous", __doc__)
+    flags.add_argument(
+        "--nodes",
+        type=_numbers,
+        default=[2, 8, 64, 256, 1000],
+        metavar="N,…",
+        help="how many nodes (default: 2,8,64,256,1000)",
     )
-    parser.add_argument("--etcd", type=_existing, help="the binary to measure with")
-    arguments = parser.parse_args()
+    flags.add_argument(
+        "--peer-nodes",
+        type=_numbers,
+        default=[2, 8, 64],
+        metavar="N,…",
+        help="for which of these torchrun is measured too (default: 2,8,64)",
+    )
+    flags.add_argument("--repeat", type=at_least(1), default=5, metavar="N", help="measure each so often (default: 5)")
+    cores = len(os.sched_getaffinity(0))
+    flags.add_argument(
+        "--processes", type=at_least(1), default=cores, metavar="N", help="that share the nodes (default: one a core)"
+    )
+    arguments = flags.parse_args()
     # A thousand nodes have some ten thousand connections; whatever is started here may have as many.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    try:
-        report = asyncio.run(measure(arguments))
-    except BadInput as error:
-        sys.exit(f"python -m benchmarks.rendezvous: {error}")
+    report, whole = run_to_end("rendezvous", measure(arguments))
     report.show(as_json=arguments.json)
+    return 0 if whole else 1
 
 
 def _count(nodes: int, before: Meter, after: Meter) -> dict[str, Any]:
@@ -289,11 +344,6 @@ def _against_full(nodes: int, kind: str, ours: Sequence[float], full: Sequence[f
     return {"nodes": nodes, "kind": kind, "ours": mine, "torchrun N:N": theirs, "ratio": theirs / mine}
 
 
-def _collect(samples: dict[str, list[float]], taken: dict[str, float]) -> None:
-    for kind, value in taken.items():
-        samples.setdefault(kind, []).append(value)
-
-
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",") if part]
@@ -306,22 +356,9 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _count_of(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number, 1 or more")
-    return int(text)
-
-
-def _existing(text: str) -> Path:
-    path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
-    return path
-
-
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -176,6 +176,13 @@ class Crew:
 
     async def settle(self) -> None:
         """Wait until every node has said in the store that it knows the last epoch: the last write of a change."""
+        try:
+            async with asyncio.timeout(_LIMIT):
+                await self._settled()
+        except TimeoutError as error:
+            raise RuntimeError(f"{self._size} nodes have not come to rest within {_LIMIT:g} seconds") from error
+
+    async def _settled(self) -> None:
         wanted = {name for present in self._present for name in present}
         known: dict[str, int] = {}
         async with self._looking() as store, aclosing(follow(store, self._keys.nodes)) as news:

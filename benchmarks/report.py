@@ -28,7 +28,8 @@ without it the table goes to standard output. The document::
       "settings": {…},
       "measurements": [
         {"name": …, "includes": …, "unit": "s",
-         "ours": {"samples": […], "median": …}, "peer": {"name": …, "samples": […], "median": …} or null,
+         "ours": {"samples": […], "median": …, "never": […]},
+         "peer": {"name": …, "samples": […], "median": …, "never": […]} or null,
          "ratio": peer's median / our median, or null,
          "wanted": {"ours_at_most": …, "ratio_at_least": …}, "reached": true, false or null,
          "details": {…}}
@@ -37,7 +38,8 @@ without it the table goes to standard output. The document::
     }
 
 Where a figure and a ratio are wanted both, the figure decides whether it was reached; where nothing is wanted,
-``reached`` is null.
+``reached`` is null. What never came to its end is no sample, but told with its reason under "never"; where that befell
+us, nothing that is wanted was reached.
 """
 
 from __future__ import annotations
@@ -66,8 +68,10 @@ class Measurement:
 
     Attributes:
         name: what it is, in a few words; the first column of the table.
-        ours: our samples, in the order in which they were taken; at least one.
+        ours: our samples, in the order in which they were taken.
         peer: the peer's samples; empty where there is no peer.
+        ours_never: why there was no end to it, for each time that there was none; then it is no sample.
+        peer_never: the same of the peer.
         peer_name: who the peer is.
         unit: of all samples; less is better.
         includes: what lies between the start and the end of the clock, in words.
@@ -79,6 +83,8 @@ class Measurement:
     name: str
     ours: Sequence[float]
     peer: Sequence[float] = ()
+    ours_never: Sequence[str] = ()
+    peer_never: Sequence[str] = ()
     peer_name: str = "torchrun"
     unit: str = "s"
     includes: str = ""
@@ -87,28 +93,30 @@ class Measurement:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def median(self) -> float:
-        """The median of our samples."""
-        return statistics.median(self.ours)
+    def median(self) -> float | None:
+        """The median of our samples; None where there are none."""
+        return _median(self.ours)
 
     @property
     def peer_median(self) -> float | None:
-        """The median of the peer's samples; None where there is no peer."""
-        return statistics.median(self.peer) if self.peer else None
+        """The median of the peer's samples; None where there are none."""
+        return _median(self.peer)
 
     @property
     def ratio(self) -> float | None:
-        """How many times the peer's median is ours; None where there is no peer, or nothing to divide by."""
+        """How many times the peer's median is ours; None where one of them is not there, or nothing to divide by."""
         return self.peer_median / self.median if self.peer_median is not None and self.median else None
 
     @property
     def reached(self) -> bool | None:
         """Whether what is wanted was reached; None where nothing is wanted, or it takes a peer and there is none."""
+        if self.ours_at_most is None and self.ratio_at_least is None:
+            return None
+        if self.median is None or self.ours_never:
+            return False
         if self.ours_at_most is not None:
             return self.median <= self.ours_at_most
-        if self.ratio_at_least is not None and self.ratio is not None:
-            return self.ratio >= self.ratio_at_least
-        return None
+        return None if self.ratio is None or self.ratio_at_least is None else self.ratio >= self.ratio_at_least
 
     def as_json(self) -> dict[str, Any]:
         """The measurement as the document has it."""
@@ -116,9 +124,9 @@ class Measurement:
             "name": self.name,
             "includes": self.includes,
             "unit": self.unit,
-            "ours": {"samples": list(self.ours), "median": self.median},
+            "ours": _told(self.ours, self.ours_never),
             "peer": (
-                {"name": self.peer_name, "samples": list(self.peer), "median": self.peer_median} if self.peer else None
+                {"name": self.peer_name, **_told(self.peer, self.peer_never)} if self.peer or self.peer_never else None
             ),
             "ratio": self.ratio,
             "wanted": {"ours_at_most": self.ours_at_most, "ratio_at_least": self.ratio_at_least},
@@ -231,21 +239,35 @@ def table(rows: Sequence[Iterable[str]]) -> str:
     )
 
 
+def _median(samples: Sequence[float]) -> float | None:
+    return statistics.median(samples) if samples else None
+
+
+def _told(samples: Sequence[float], never: Sequence[str]) -> dict[str, Any]:
+    return {"samples": list(samples), "median": _median(samples), "never": list(never)}
+
+
 def _row(measurement: Measurement) -> tuple[str, ...]:
     def told(value: float | None) -> str:
         if value is None:
             return "-"
         return seconds(value) if measurement.unit == "s" else f"{value:.4g} {measurement.unit}"
 
+    def median(samples: Sequence[float], never: Sequence[str]) -> str:
+        if not never:
+            return told(_median(samples))
+        return f"{told(_median(samples))}, {len(never)} of {len(samples) + len(never)} never" if samples else "never"
+
+    ours = measurement.ours
     wanted = [
         *([f"≤ {told(measurement.ours_at_most)}"] if measurement.ours_at_most is not None else []),
         *([f"ratio ≥ {measurement.ratio_at_least:g}"] if measurement.ratio_at_least is not None else []),
     ]
     return (
         measurement.name,
-        told(measurement.median),
-        f"{told(min(measurement.ours))} … {told(max(measurement.ours))}",
-        told(measurement.peer_median),
+        median(ours, measurement.ours_never),
+        f"{told(min(ours))} … {told(max(ours))}" if ours else "-",
+        median(measurement.peer, measurement.peer_never),
         "-" if measurement.ratio is None else f"{measurement.ratio:.3g}",
         ", ".join(wanted) or "-",
         {True: "reached", False: "NOT REACHED", None: ""}[measurement.reached],

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.launchers import Ours, Spot
@@ -18,8 +19,7 @@ from benchmarks.network import INTERFACE
 from elastic_operator.local.etcd_process import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from benchmarks.beats import Beat, Beats
     from benchmarks.launchers import System
@@ -31,6 +31,7 @@ GLOO_TIMEOUT: Final = 10.0
 """Seconds after which an all-reduce with somebody who is silent fails. Its default is 30 minutes, for which torchrun
 would notice nothing at all; ours needs none."""
 
+_ROOT: Final = Path(__file__).parents[1]
 _LOOPBACK: Final = "127.0.0.1"
 
 
@@ -83,8 +84,13 @@ class Run:
     _id: str = field(default_factory=lambda: secrets.token_hex(4))
     _meeting: str = ""
 
-    def start(self, *names: str, env: Mapping[str, str] | None = None) -> float:
-        """Start agents at once; gives back when, by the monotonic clock."""
+    def start(self, *names: str, ready: Path | None = None) -> float:
+        """Start agents at once; gives back when, by the monotonic clock.
+
+        Args:
+            names: what they are called.
+            ready: the file in which one of them tells when it has torch imported.
+        """
         stage = self.stage
         starts = []
         for name in names:
@@ -92,11 +98,11 @@ class Run:
             if first:
                 ours = isinstance(self.system, Ours)
                 self._meeting = stage.etcd if ours else f"{stage.address(name)}:{free_ports(1)[0]}"
-            spot = Spot(self._id, name, stage.address(name), self._meeting, first)
+            spot = Spot(self._id, name, stage.address(name), self._meeting, first, tells=ready is not None)
             environment = {
                 **stage.beats.worker_environment(name, timeout=GLOO_TIMEOUT),
                 **self.system.environment,
-                **(env or {}),
+                **({"BENCHMARK_READY": str(ready), "PYTHONPATH": str(_ROOT)} if ready is not None else {}),
             }
             if stage.network is not None:
                 environment["GLOO_SOCKET_IFNAME"] = INTERFACE
@@ -153,6 +159,12 @@ class Run:
         if beat is None:
             raise RuntimeError(f"{name} has no worker yet")
         return beat.pid
+
+    def ask_to_leave(self, name: str) -> float:
+        """Send an agent SIGTERM; gives back when, by the monotonic clock."""
+        at = time.monotonic()
+        self.agents[name].signal(signal.SIGTERM)
+        return at
 
     def kill_with_workers(self, name: str) -> float:
         """Kill an agent and all that it has started; gives back when, by the monotonic clock."""

@@ -6,18 +6,16 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.beats import Missing
 from benchmarks.launchers import FLATTERED, TUNED, UNSHARED, Ours, Torchrun
+from benchmarks.runs import Run
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from benchmarks.beats import Beat
     from benchmarks.launchers import System
-    from benchmarks.runs import Run
 
 LEASE: Final = 5.0
 """Seconds: the default of ``--rdzv-conf lease``."""
@@ -104,65 +102,31 @@ async def worker_killed(run: Run) -> Happened:
     return Happened(since, await run.together("a", "b", since=since))
 
 
-def left(choose: Callable[[Run], str]) -> Callable[[Run], Awaitable[Happened]]:
-    """One agent of two gets SIGTERM."""
+def befalls_one(
+    strike: Callable[[Run, str], float], choose: Callable[[Run], str]
+) -> Callable[[Run], Awaitable[Happened]]:
+    """Something befalls one agent of two, and the other one goes on without it.
+
+    Args:
+        strike: does it to the agent of this name, and gives back when.
+        choose: chooses the agent.
+    """
 
     async def happen(run: Run) -> Happened:
         await run.settled("a", "b")
         victim = choose(run)
-        since = time.monotonic()
-        run.agents[victim].signal(signal.SIGTERM)
-        return Happened(since, await run.together(*run.agents.keys() - {victim}, since=since))
-
-    return happen
-
-
-def lost(choose: Callable[[Run], str]) -> Callable[[Run], Awaitable[Happened]]:
-    """One agent of two, and all that it has started, gets SIGKILL."""
-
-    async def happen(run: Run) -> Happened:
-        await run.settled("a", "b")
-        victim = choose(run)
-        since = run.kill_with_workers(victim)
-        return Happened(since, await run.together(*run.agents.keys() - {victim}, since=since))
-
-    return happen
-
-
-def silent(choose: Callable[[Run], str]) -> Callable[[Run], Awaitable[Happened]]:
-    """One host of two falls silent."""
-
-    async def happen(run: Run) -> Happened:
-        await run.settled("a", "b")
-        victim = choose(run)
-        since = run.silence(victim)
+        since = strike(run, victim)
         return Happened(since, await run.together(*run.agents.keys() - {victim}, since=since))
 
     return happen
 
 
 async def joined(run: Run) -> Happened:
-    """A third agent comes; the clock of ours begins when it can start workers, torchrun's when it is started."""
+    """A third agent comes; the clock begins when it has torch imported, and so is ready to."""
     await run.settled("a", "b")
     mark = run.stage.household.folder / "ready"
-    mark.unlink(missing_ok=True)
-    if not isinstance(run.system, Ours):
-        launched = run.start("c")
-        return Happened(launched, await run.together("a", "b", "c", since=launched))
-    preload = {"PET_PRELOAD": "benchmarks.ready", "PYTHONPATH": str(Path(__file__).parents[1])}
-    launched = run.start("c", env={**preload, "BENCHMARK_READY": str(mark)})
-    beats = await run.together("a", "b", "c", since=launched)
-    if not mark.exists():
-        raise Missing("the third agent never told that it is ready")
+    beats = await run.together("a", "b", "c", since=run.start("c", ready=mark))
     return Happened(float(mark.read_text()), beats)
-
-
-def _leader(run: Run) -> str:
-    return run.leader()
-
-
-def _follower(run: Run) -> str:
-    return run.follower()
 
 
 SCENARIOS: Final = (
@@ -187,7 +151,7 @@ SCENARIOS: Final = (
         key="leave",
         name="agent leaves",
         includes="from SIGTERM of an agent that does not lead until the other's worker is past an all-reduce",
-        happen=left(_follower),
+        happen=befalls_one(Run.ask_to_leave, Run.follower),
         others=_OTHERS,
         ours_at_most=0.2,
         ratio_at_least=60,
@@ -196,7 +160,7 @@ SCENARIOS: Final = (
         key="leave-leader",
         name="leading agent leaves",
         includes="the same of the agent that leads, or hosts torchrun's store",
-        happen=left(_leader),
+        happen=befalls_one(Run.ask_to_leave, Run.leader),
         ours_at_most=0.2,
         ratio_at_least=60,
     ),
@@ -204,7 +168,7 @@ SCENARIOS: Final = (
         key="lost",
         name="agent and worker killed",
         includes="from SIGKILL of an agent and all its processes until the other's worker is past an all-reduce",
-        happen=lost(_follower),
+        happen=befalls_one(Run.kill_with_workers, Run.follower),
         others=_OTHERS,
         ours_at_most=0.5,
         ratio_at_least=25,
@@ -213,7 +177,7 @@ SCENARIOS: Final = (
         key="lost-leader",
         name="leading agent and worker killed",
         includes="the same of the agent that leads, or hosts torchrun's store",
-        happen=lost(_leader),
+        happen=befalls_one(Run.kill_with_workers, Run.leader),
         ours_at_most=0.5,
         ratio_at_least=25,
     ),
@@ -221,7 +185,7 @@ SCENARIOS: Final = (
         key="silent",
         name="host silent",
         includes="from the first lost packet of a host until the other's worker is past an all-reduce",
-        happen=silent(_follower),
+        happen=befalls_one(Run.silence, Run.follower),
         others=(_TUNED,),
         ours_at_most=LEASE + 0.5,
         ratio_at_least=2,
@@ -231,7 +195,7 @@ SCENARIOS: Final = (
         key="silent-leader",
         name="leading host silent",
         includes="the same of the agent that leads, or hosts torchrun's store",
-        happen=silent(_leader),
+        happen=befalls_one(Run.silence, Run.leader),
         ours_at_most=LEASE + 0.5,
         ratio_at_least=2,
         network=True,
@@ -239,8 +203,7 @@ SCENARIOS: Final = (
     Scenario(
         key="join",
         name="third agent joins",
-        includes="from the moment at which it has torch imported (torchrun: at which it is started) until all three "
-        "workers are past an all-reduce",
+        includes="from the moment at which its agent has torch imported until all three workers are past an all-reduce",
         happen=joined,
         ours=Ours(conf={"joining_window": 1}),
         nnodes="1:3",

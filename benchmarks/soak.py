@@ -7,7 +7,6 @@ first: no process, no descriptor, no temporary folder. See docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.beats import Beats, Missing
 from benchmarks.breakable_etcd import BreakableEtcd
+from benchmarks.command_line import at_least, duration, parser, run_to_end
 from benchmarks.etcd import choose_etcd
 from benchmarks.processes import Household
 from benchmarks.report import Measurement, Report
@@ -166,15 +166,15 @@ async def _leaked(place: Field, before: Counter[str]) -> dict[str, int]:
 
 def main() -> int:
     """Soak, and print; fails where anything is to be complained about."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the whole document; the table goes to stderr")
-    parser.add_argument("--faults", type=int, default=200, metavar="N", help="how many (default: 200)")
-    parser.add_argument("--agents", type=int, default=4, metavar="N", help="how many (default: 4)")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, metavar="N", help="default: the time")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="longer is never (default: 60)")
-    parser.add_argument("--etcd", type=Path, metavar="FILE", help="which etcd (default: the newest one found)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the agents print in this folder")
-    arguments = parser.parse_args()
+    flags = parser("soak", __doc__)
+    flags.add_argument("--faults", type=at_least(1), default=200, metavar="N", help="how many (default: 200)")
+    flags.add_argument("--agents", type=at_least(2), default=4, metavar="N", help="how many (default: 4)")
+    flags.add_argument(
+        "--seed", type=at_least(0), default=time.time_ns() % 1_000_000, metavar="N", help="default: the time"
+    )
+    flags.add_argument("--limit", type=duration, default=60.0, metavar="SECONDS", help="longer is never (default: 60)")
+    flags.add_argument("--logs", type=Path, metavar="DIR", help="keep what the agents print in this folder")
+    arguments = flags.parse_args()
 
     async def soaked() -> tuple[Report, Soak]:
         binary = await choose_etcd(arguments.etcd)
@@ -183,10 +183,7 @@ def main() -> int:
         wanted = {name: settings[name] for name in ("faults", "agents", "seed", "limit")}
         return report, await soak(binary, **wanted, tell=True, logs=arguments.logs)
 
-    try:
-        report, result = asyncio.run(soaked())
-    except KeyboardInterrupt:
-        return 130
+    report, result = run_to_end("soak", soaked())
     for name, samples in sorted(result.recovered.items()):
         report.add(Measurement(name, ours=samples, includes="from the repair until all agents train together"))
     report.tell("passed", result.passed)

@@ -21,8 +21,8 @@ SLACK = 1.0
 
 async def test_the_requests_of_a_change_do_not_grow_with_the_nodes_for_each_of_them() -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.rendezvous", "--json", f"--nodes={FEW},{MORE}", "--peer-nodes="),
-        *("--repeats=1", f"--etcd={find_etcd()}"),
+        *(sys.executable, "-m", "benchmarks.rendezvous", "--json", f"--nodes={FEW},{MORE}", f"--peer-nodes={FEW}"),
+        *("--repeat=1", f"--etcd={find_etcd()}"),
         cwd=Path(__file__).parents[2],
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -35,6 +35,11 @@ async def test_the_requests_of_a_change_do_not_grow_with_the_nodes_for_each_of_t
     measured = {measurement["name"]: measurement["ours"]["median"] for measurement in report["measurements"]}
     assert all(seconds > 0 for seconds in measured.values())
     assert {f"N={FEW}, first", f"N={MORE}, first", f"N={MORE}, the leader leaves, one comes"} <= measured.keys()
+
+    for measurement in report["measurements"]:
+        compared = measurement["name"] in {f"N={FEW}, first", f"N={FEW}, a worker fails"}
+        assert (measurement["peer"] is not None) is compared
+        assert not compared or measurement["ratio"] > 0
 
     rows = report["requests_and_bytes"]
     per_node = {(row["kind"], row["nodes"]): row["requests_per_node"] for row in rows}

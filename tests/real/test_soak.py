@@ -78,14 +78,30 @@ def test_a_seed_chooses_the_same_faults_again_and_another_one_others() -> None:
         assert len(slots) == len(set(slots))
 
 
-def test_recovery_is_measured_without_a_peer_at_hand(scratch: Path) -> None:
+def test_recovery_is_measured_beside_torchrun_with_every_repetition_told(scratch: Path) -> None:
     document = measured(
-        scratch, command("recovery", "--json", "--alone", "--repeat=1", "--settle=0", "--only=start", "--only=worker")
+        scratch,
+        command("recovery", "--json", "--repeat=1", "--settle=0", "--limit=30", "--only=start", "--only=worker"),
     )
     assert [each["name"] for each in document["measurements"]] == ["start", "worker killed"]
     for each in document["measurements"]:
         [seconds] = each["ours"]["samples"]
         assert sum(each["details"]["phases of ours"].values()) == pytest.approx(seconds)
+        peer = each["peer"]
+        assert len([*peer["samples"], *peer["never"]]) == 1
+        assert peer["never"] or each["ratio"] == pytest.approx(peer["median"] / seconds)
+        assert "torch.distributed.run" in each["details"]["commands"]["torchrun"]
+
+
+def test_memory_is_counted_by_the_kind_of_process_beside_torchrun(scratch: Path) -> None:
+    document = measured(scratch, command("memory", "--json", "--repeat=1", "--settle=0"))
+    [total] = document["measurements"]
+    assert total["ratio"] > 1
+    rows = document["MiB by kind of process (medians)"]
+    for name, side in (("torchelastic-run", "ours"), ("torchrun", "peer")):
+        kinds = {row["kind"]: row["MiB"] for row in rows if row["system"] == name}
+        assert {"agent", "workers"} <= kinds.keys()
+        assert sum(kinds.values()) == pytest.approx(total[side]["median"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -1,0 +1,90 @@
+"""What a benchmark says of what it has measured: nothing that failed is hidden behind what did not."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks import command_line
+from benchmarks.report import Measurement, Report
+from benchmarks.soak_faults import plan
+from elastic_operator.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def row_of(measurement: Measurement) -> list[str]:
+    """What the table for people says of it."""
+    report = Report("recovery", settings={})
+    report.add(measurement)
+    return re.split(" {2,}", report.as_text().splitlines()[-1])
+
+
+def test_both_columns_the_ratio_and_what_is_wanted_stand_in_a_row() -> None:
+    made = Measurement("killed", ours=(0.11, 0.13, 0.12), peer=(3.9, 4.1, 3.6), ours_at_most=0.15, ratio_at_least=25)
+    wanted = "≤ 150 ms, ratio ≥ 25"
+    assert row_of(made) == ["killed", "120 ms", "110 ms … 130 ms", "3.9 s", "32.5", wanted, "reached"]
+
+
+def test_a_repetition_of_ours_that_came_to_no_end_is_shown_and_nothing_was_reached_then() -> None:
+    made = Measurement("killed", ours=(0.1,) * 4, ours_never=["not within 60 s"], ours_at_most=0.15)
+    assert row_of(made)[1] == "100 ms, 1 of 5 never"
+    assert row_of(made)[-1] == "NOT REACHED"
+    told = made.as_json()
+    assert told["ours"]["never"] == ["not within 60 s"]
+    assert told["reached"] is False
+
+
+def test_what_never_came_to_an_end_at_all_is_called_that() -> None:
+    made = Measurement("lost", ours=(), ours_never=["a", "b"], peer_never=["c"], ratio_at_least=25)
+    assert row_of(made) == ["lost", "never", "-", "never", "-", "ratio ≥ 25", "NOT REACHED"]
+    assert made.as_json()["peer"] == {"name": "torchrun", "samples": [], "median": None, "never": ["c"]}
+
+
+@pytest.mark.parametrize(
+    ("measurement", "reached"),
+    [
+        (Measurement("", ours=[1.0]), None),
+        (Measurement("", ours=[1.0], ratio_at_least=2), None),
+        (Measurement("", ours=[1.0], peer=[2.0], ratio_at_least=2), True),
+        (Measurement("", ours=[1.0], peer=[1.9], ratio_at_least=2), False),
+        (Measurement("", ours=[1.0], peer=[1.9], ours_at_most=1, ratio_at_least=2), True),
+        (Measurement("", ours=[1.1], peer=[9.9], ours_at_most=1, ratio_at_least=2), False),
+        (Measurement("", ours=[1.0], peer_never=["x"], ours_at_most=1, ratio_at_least=2), True),
+    ],
+)
+def test_the_figure_decides_before_the_ratio(measurement: Measurement, *, reached: bool | None) -> None:
+    assert measurement.reached is reached
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (command_line.at_least(1), "0", "'0' should be a number, 1 or more"),
+        (command_line.at_least(2), "two", "'two' should be a number, 2 or more"),
+        (command_line.duration, "-1", "'-1' should be a time in seconds, 0 or more"),
+        (command_line.duration, "nan", "'nan' should be a time in seconds, 0 or more"),
+        (command_line.existing, "/nowhere/etcd", "there is no file /nowhere/etcd"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_a_sentence(
+    kind: Callable[[str], object], text: str, said: str
+) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{said}$"):
+        kind(text)
+
+
+def test_what_is_missing_is_said_without_a_traceback() -> None:
+    async def work() -> None:
+        raise BadInput("there is no etcd")
+
+    with pytest.raises(SystemExit, match=r"^python -m benchmarks\.recovery: there is no etcd$"):
+        command_line.run_to_end("recovery", work())
+
+
+def test_faults_can_be_chosen_for_two_agents() -> None:
+    assert sum(len(strike) for strike in plan(1, 100, 2, 2.0)) == 100
