@@ -40,14 +40,9 @@ _log: Final = logging.getLogger(__name__)
 
 _MAX_WORKERS: Final = 10_000
 _NAME_LIMIT: Final = 253
+_NODE_NAME_LIMIT: Final = 240
+"""Of a node's id, which is its name and what tells one life of it from the next, no more is taken than of a name."""
 _STATIC: Final = ("node-rank", "master-addr", "master-port")
-_START_METHODS: Final = {
-    "fork-server": StartMethod.FORK_SERVER,
-    "forkserver": StartMethod.FORK_SERVER,
-    "fork": StartMethod.FORK_SERVER,
-    "exec": StartMethod.EXEC,
-    "spawn": StartMethod.EXEC,
-}
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
@@ -161,23 +156,24 @@ def _variable(environ: Mapping[str, str], name: str) -> Given | None:
     return Given(name, text) if text else None
 
 
-def _name(given: Given) -> str:
+def _name(given: Given, limit: int = _NAME_LIMIT) -> str:
     name = given.text.strip()
-    if not name or len(name) > _NAME_LIMIT or not name.isprintable():
-        raise given.refused(f"this is a name of 1 to {_NAME_LIMIT} printable characters")
+    if not name or len(name) > limit or not name.isprintable():
+        raise given.refused(f"this is a name of 1 to {limit} printable characters")
     return name
 
 
 def _node_name(line: CommandLine, environ: Mapping[str, str]) -> str:
     given = line.get("node-name") or _variable(environ, Env.NODE_NAME)
-    return socket.gethostname() if given is None else _name(given)
+    return socket.gethostname() if given is None else _name(given, _NODE_NAME_LIMIT)
 
 
 def _address(line: CommandLine, environ: Mapping[str, str], store: StoreSettings | None) -> str:
     given = line.get("local-addr") or _variable(environ, Env.NODE_ADDRESS)
     if given is not None:
         address = given.text.strip().removeprefix("[").removesuffix("]")
-        if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?", address):
+        pattern = r"[\w.-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?"
+        if len(address) > _NAME_LIMIT or not re.fullmatch(pattern, address):
             raise given.refused("this is a host name or an IP address, without a port")
         return address
     return "127.0.0.1" if store is None else machine.own_address(store.endpoints)
@@ -269,11 +265,15 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
         if not _has_module(name, str(Path.cwd())):  # where `python -m` looks first
             raise SettingsError(f"There is no module {name} (looked up from {Path.cwd()} and by {sys.executable}).")
     elif program.kind is ProgramKind.SCRIPT:
-        script = Path(name)
-        if script.is_file():
+        # Not by pathlib, which raises where a path is too long or leads through a folder that is not ours to enter.
+        if os.path.isfile(name):  # noqa: PTH113
+            if not os.access(name, os.R_OK):
+                raise SettingsError(f"The script {name} cannot be read by the user that runs this.")
             return
-        if script.is_dir():
-            raise SettingsError(f"{script} is a folder: name the Python file in it.")
+        if os.path.isdir(name):  # noqa: PTH112
+            if os.path.isfile(os.path.join(name, "__main__.py")):  # noqa: PTH113, PTH118
+                return
+            raise SettingsError(f"{name} is a folder without a __main__.py: name the Python file in it.")
         if not is_command and shutil.which(name):
             raise SettingsError(
                 f"There is no script {name} here; to run the command {name}, put --no-python before it."
@@ -287,7 +287,7 @@ def _start_method(line: CommandLine) -> StartMethod:
     given = line.get("start-method")
     if given is None:
         return StartMethod.FORK_SERVER
-    method = _START_METHODS.get(given.text.strip().lower().replace("_", "-"))
+    method = StartMethod.named(given.text)
     if method is None:
         raise given.refused("this is fork-server or exec (or torchrun's forkserver, fork or spawn)")
     return method

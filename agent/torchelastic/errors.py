@@ -7,6 +7,7 @@
     │   ├── StoreRefused         answered with a refusal that trying again does not mend (credentials, version)
     │   ├── LeaseLost            the lease has ended; what hung on it is gone
     │   └── HistoryCompacted     the revision to watch from is no longer kept: list again
+    ├── StartError               no process could be started: the machine's limits, or a broken installation
     ├── MalformedRecord          something in the store is not what the contract says
     └── RendezvousError          the nodes could not agree
         └── RendezvousClosedError  the run has ended
@@ -41,6 +42,10 @@ class LeaseLost(StoreError):  # noqa: N818
 
 class HistoryCompacted(StoreError):  # noqa: N818
     """The revision to watch from is no longer kept; list again and watch from there."""
+
+
+class StartError(TorchElasticError):
+    """No process could be started: the machine's limits, or a broken installation; the message says which."""
 
 
 class MalformedRecord(TorchElasticError):  # noqa: N818

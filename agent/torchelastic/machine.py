@@ -44,7 +44,7 @@ def own_address(endpoints: Iterable[str]) -> str:
         host, port = split_endpoint(endpoint)
         try:
             candidates = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        except OSError:
+        except (OSError, UnicodeError):  # the latter where it can be no name at all
             continue
         for family, _, _, _, peer in candidates:
             if (address := _source_address(family, peer)) is not None:
@@ -75,7 +75,7 @@ def interface_of(host: str) -> str:
         found = socket.getaddrinfo(host.partition("%")[0], None, type=socket.SOCK_STREAM)
         wanted = {socket.inet_pton(family, str(address[0]).partition("%")[0]) for family, _, _, _, address in found}
         carried = _interface_addresses()
-    except OSError:
+    except (OSError, UnicodeError):  # the latter where it can be no name at all
         return ""
     return next((name for name, address in carried if address in wanted and name != _LOOPBACK), "")
 

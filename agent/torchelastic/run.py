@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from torchelastic.arguments import parse
@@ -20,7 +20,7 @@ from torchelastic.contract import (
     TerminationMessage,
     encode_termination_message,
 )
-from torchelastic.errors import SettingsError
+from torchelastic.errors import SettingsError, StartError
 from torchelastic.output import TIME_FORMAT, log_format
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchelastic.agent.ending import Ending
+    from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.settings import AgentSettings
 
 CHECK_FLAG = "--check"
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     check = arguments[:1] == [CHECK_FLAG]
+    if not check:
+        _open_standard_streams()
+        signal.signal(signal.SIGTERM, _leave)
     try:
         settings = parse(arguments[1:] if check else arguments, os.environ)
     except SettingsError as error:
@@ -62,37 +66,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         format=log_format(settings.node_name),
         datefmt=TIME_FORMAT,
     )
-    signal.signal(signal.SIGTERM, _leave)
     try:
         ending = asyncio.run(_run(settings))
     except KeyboardInterrupt:  # before the agent listened to signals
         return ExitCode.INTERRUPTED
-    _write_termination_message(settings.termination_log, ending.message)
-    if ending.code in (ExitCode.FAILED, ExitCode.STORE):
-        print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
-    elif ending.code is ExitCode.BAD_INPUT:
-        print(f"torchelastic-run: {ending.message.message}", file=sys.stderr)  # noqa: T201
+    except StartError as error:  # of this node alone: no word on the run
+        print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201
+        return ExitCode.FAILED
+    with suppress(OSError):  # nobody reads it; the exit code says the same
+        if ending.code in (ExitCode.FAILED, ExitCode.STORE):
+            print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
+        elif ending.code is ExitCode.BAD_INPUT:
+            print(f"torchelastic-run: {ending.message.message}", file=sys.stderr)  # noqa: T201
     return ending.code
 
 
+def _open_standard_streams() -> None:
+    """See that all three are open: what is opened next would take the number of one that is not, and its output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
 async def _run(settings: AgentSettings) -> Ending:
-    from torchelastic.agent.agent import Agent
-    from torchelastic.agent.ending import Ending
-    from torchelastic.metrics.agent import AgentMetrics
-
     async with AsyncExitStack() as stack:
-        metrics = AgentMetrics()
-        port = 0
-        if settings.metrics_port is not None:
-            from torchelastic.metrics.server import MetricsServer
+        ending = await _take_part(stack, settings)
+        # Now, since what workers have printed may be waited for, where somebody reads it slowly.
+        _write_termination_message(settings.termination_log, ending.message)
+    return ending
 
-            server = MetricsServer(metrics.handler, settings.metrics_port, host=settings.address)
-            try:
-                await stack.enter_async_context(server)
-            except SettingsError as error:
-                return Ending(ExitCode.BAD_INPUT, TerminationMessage(reason="BadInput", message=f"{error}"))
-            port = server.port
-        return await Agent(settings, metrics).run(port)
+
+async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> Ending:
+    from torchelastic.agent.workers import workers_of
+
+    try:
+        workers = await stack.enter_async_context(workers_of(settings))
+        # What follows is imported while the fork server imports torch.
+        from torchelastic.agent.agent import Agent
+        from torchelastic.metrics.agent import AgentMetrics
+
+        metrics = AgentMetrics()
+        port = 0 if settings.metrics_port is None else await _serve_metrics(stack, metrics, settings)
+    except SettingsError as error:
+        from torchelastic.agent.ending import Ending
+
+        return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
+    return await Agent(settings, metrics).run(workers, port)
+
+
+async def _serve_metrics(stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings) -> int:
+    """Serve them as long as the stack lasts; returns the port."""
+    from torchelastic.metrics.server import MetricsServer
+
+    port = settings.metrics_port or 0
+    server = await stack.enter_async_context(MetricsServer(metrics.handler, port, host=settings.address))
+    return server.port
 
 
 def _leave(*_: object) -> NoReturn:

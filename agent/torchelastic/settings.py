@@ -39,6 +39,17 @@ class StartMethod(enum.StrEnum):
     EXEC = "exec"
     """By a new interpreter, which imports everything anew."""
 
+    @classmethod
+    def named(cls, text: str) -> StartMethod | None:
+        """The method that is meant by one of our names or of torch's; None where there is none of that name."""
+        match text.strip().lower().replace("_", "-"):
+            case "fork-server" | "forkserver" | "fork":
+                return cls.FORK_SERVER
+            case "exec" | "spawn":
+                return cls.EXEC
+            case _:
+                return None
+
 
 class Streams(enum.IntFlag):
     """Standard streams of a worker, as torchrun numbers them."""

@@ -31,6 +31,9 @@ GRACE: Final = 5.0
 AROUND: Final = 25.0
 """Seconds that a pod has beyond that: for saying goodbye, for a store that is slow, for last words."""
 
+_LONGEST_NOTICE: Final = 24 * 3600.0
+"""Seconds; an agent takes no more."""
+
 _LONGEST: Final = 7 * 24 * 3600.0
 
 
@@ -67,7 +70,7 @@ def pod_ending(*, period: int | None, env: Iterable[Json], flags: Sequence[str])
         grace = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
         told[_variable("stop-grace")] = f"{grace:g}"
     if notice is None:
-        told[_variable("notice")] = f"{max(left - grace, 0.0):g}"
+        told[_variable("notice")] = f"{min(max(left - grace, 0.0), _LONGEST_NOTICE):g}"
     return PodEnding(period, told)
 
 

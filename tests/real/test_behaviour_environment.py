@@ -118,14 +118,14 @@ async def test_the_address_of_a_node_has_gloo_and_nccl_use_its_interface_unless_
 
 async def test_nodes_of_one_place_have_neighbouring_ranks(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--nnodes=3", "--rdzv-conf=joining_window=3600")
-    async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("left-1", *flags, "--place=left") as left,
-        stage.agent("right", *flags, "--place=right") as right,
-        stage.agent("left-2", *flags, "--place=left") as other,
-    ):
-        workers = await stage.epoch(1, world=3)
-        assert workers[1].node.startswith("left")
-        for worker in workers:
-            worker.tell("raise SystemExit(0)")
-        assert [await agent.code() for agent in (left, right, other)] == [0, 0, 0]
+    async with Stage(tmp_path, etcd) as stage, stage.agent("left-1", *flags, "--place=left") as left:
+        # They come one after the other, so that they would have another order without their places.
+        await left.said(r"1 node \(left-1\) ")
+        async with stage.agent("right", *flags, "--place=right") as right:
+            await left.said("2 nodes ")
+            async with stage.agent("left-2", *flags, "--place=left") as other:
+                workers = await stage.epoch(1, world=3)
+                assert [worker.node for worker in workers] == ["left-1", "left-2", "right"]
+                for worker in workers:
+                    worker.tell("raise SystemExit(0)")
+                assert [await agent.code() for agent in (left, right, other)] == [0, 0, 0]

@@ -112,6 +112,23 @@ async def test_the_root_cause_goes_by_class_and_then_by_the_stores_order_whateve
             assert f"on {second}: ValueError: what broke it (order.py:1)" in agent.lines[-1]
 
 
+async def test_the_root_cause_is_found_on_one_node_too_however_late_its_worker_ends(tmp_path: Path) -> None:
+    async with (
+        Stage(tmp_path, None) as stage,
+        stage.agent("one", "--standalone", "--nproc-per-node=2", "--max-restarts=1", PATIENT) as agent,
+    ):
+        workers = await stage.epoch(1, world=2)
+        workers[0].tell(BROKEN_COLLECTIVE)
+        workers = await stage.epoch(2, world=2)  # nobody says more, so that is all there is to be told
+        await agent.said(r"epoch 2: rank 0 on one: RuntimeError: \[gloo.*Connection closed by peer")
+        since = len(agent.lines)
+        workers[0].tell(BROKEN_COLLECTIVE)
+        await agent.said(r"rank 0 on one .*Connection closed by peer", since=since)
+        workers[1].tell("raise ValueError('what broke it')")
+        assert await agent.code() == 1
+    assert "rank 1 on one: ValueError: what broke it (order.py:1); no restart is left" in agent.lines[-1]
+
+
 def rank_of(epoch: EpochRecord, node: str) -> int:
     return [member.node.rpartition(".")[0] for member in epoch.members].index(node)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-NO_TIMERS = "--rdzv-conf=joining_window=3600,lease=60,gather=0.05"
+NO_TIMERS = "--rdzv-conf=joining_window=3600,lease=3600,gather=3600"
 """Whatever waits for a timer in place of an event is never done."""
 
 

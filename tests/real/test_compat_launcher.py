@@ -242,6 +242,62 @@ async def test_whatever_python_can_make_is_carried_to_the_workers_and_back(tmp_p
     assert said == ["closure 42", "method True", "class True", "enum True", "large 100000000", "exit None"]
 
 
+async def test_what_stands_in_the_program_can_be_saved_and_handed_to_processes_of_a_worker(tmp_path: Path) -> None:
+    output = await output_of(
+        script(
+            tmp_path,
+            """
+            import functools, multiprocessing, pickle
+            from torchelastic import LocalElasticAgent, WorkerSpec
+
+            class Settings:
+                size = 3
+
+            def decorated(function):
+                return functools.wraps(function)(lambda *args: function(*args))
+
+            @decorated
+            def twice(settings):
+                settings.size *= 2
+                return settings
+
+            def work(settings):
+                for method in ("spawn", "forkserver"):
+                    with multiprocessing.get_context(method).Pool(1) as pool:
+                        settings = pool.apply_async(twice, [settings]).get(timeout=60)
+                return pickle.loads(pickle.dumps(settings))
+
+            if __name__ == "__main__":
+                settings = LocalElasticAgent(WorkerSpec(entrypoint=work, args=(Settings(),))).run().return_values[0]
+                print(isinstance(settings, Settings), settings.size)
+            """,
+        )
+    )
+    assert output.splitlines()[-1] == "True 12"
+
+
+async def test_a_program_that_launches_workers_wherever_it_is_imported_is_told_so(tmp_path: Path) -> None:
+    output = await output_of(
+        script(
+            tmp_path,
+            """
+            import multiprocessing
+            from torchelastic import LocalElasticAgent, WorkerSpec
+
+            def work():
+                process = multiprocessing.get_context("spawn").Process(target=print)
+                process.start()
+                process.join()
+                return process.exitcode
+
+            print(LocalElasticAgent(WorkerSpec(entrypoint=work)).run().return_values)
+            """,
+        )
+    )
+    assert 'has to stand below `if __name__ == "__main__":`' in output
+    assert output.splitlines()[-1] == "{0: 1}"
+
+
 async def test_a_command_is_run_as_well_as_a_function(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os, sys; print('ran', sys.argv[1:], os.environ['RANK']); sys.exit(int(sys.argv[1]))")

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.real
 
 
 def test_a_guard_whose_agent_died_while_it_started_still_removes_what_it_was_told_of(tmp_path: Path) -> None:
-    folder = tmp_path / "scratch"
+    folder = tmp_path / "a name\nof two lines"
     folder.mkdir()
     (folder / "file").touch()
     agent = subprocess.Popen([sys.executable, "-c", ""])
     agent.wait(60)
-    guard = [*python_code("torchelastic.agent.guard", minimal=True), str(agent.pid), "a mark that nothing carries"]
-    subprocess.run(guard, input=f"{folder}\n".encode(), timeout=60, check=True)
+    guard = python_code("torchelastic.agent.guard", minimal=True)
+    subprocess.run([*guard, str(agent.pid), "a mark that nothing carries", folder], input=b"", timeout=60, check=True)
     assert not folder.exists()

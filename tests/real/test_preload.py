@@ -13,8 +13,9 @@ from tests.support.agents import AgentProcess
 from tests.support.crew import LIMIT, eventually, exit_of
 from tests.support.programs import output_of, script
 from torchelastic.agent import fork_server, late_imports
-from torchelastic.agent.workers import StartError, Workers, WorkerStart
+from torchelastic.agent.workers import Workers, WorkerStart
 from torchelastic.contract import ExitCode
+from torchelastic.errors import StartError
 from torchelastic.settings import LogSettings, Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:
@@ -72,6 +73,15 @@ async def test_what_a_module_sets_in_the_environment_gives_way_to_what_the_worke
     program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
     printed = await output_of(program, tmp_path / "logs", {"SET_BY_THE_MODEL": "the worker's"})
     assert "the worker's" in printed
+
+
+async def test_what_a_module_prints_while_it_is_imported_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    (tmp_path / "model.py").write_text("print('loading', end='')")
+    assert await output_of(script(tmp_path, "import model", preload=["model"]), tmp_path / "logs") == ""
+    assert capfd.readouterr().err.count("loading") == 1
 
 
 @pytest.mark.parametrize(
@@ -175,6 +185,31 @@ async def test_what_torch_imports_when_a_program_trains_is_there_for_later_worke
     as_by_hand = "None /set/by/the/program\n"
     assert printed[0] == f"{as_by_hand}False False\n"
     assert printed[-1] == f"{as_by_hand}True False\n"
+
+
+SETS_WHAT_THAT_READS = """
+import os, torch
+os.environ["TORCHDYNAMO_SUPPRESS_ERRORS"] = "1"
+torch.optim.SGD(torch.nn.Linear(2, 2).parameters()).step()
+import torch._dynamo
+print(torch._dynamo.config.suppress_errors)
+"""
+
+
+async def test_what_a_program_sets_for_such_an_import_is_honoured_in_later_epochs_as_in_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fork_server, "_CALM", 0.0)
+    async with Workers(script(tmp_path, SETS_WHAT_THAT_READS), LogSettings(tmp_path / "logs")) as workers:
+        for epoch in (1, 2):
+            server = workers.fork_server_pid
+            group = await workers.start(epoch, [WorkerStart(0, 0, {})])
+            assert (await exit_of(group)).message == ""
+            await group.stop(0)
+            assert (tmp_path / f"logs/epoch_{epoch}/rank_0/output.log").read_text() == "True\n"
+            if epoch == 1:
+                await eventually(lambda: workers.fork_server_pid not in {None, server})  # noqa: B023 - awaited here
+    assert caplog.text.count("the program sets TORCHDYNAMO_SUPPRESS_ERRORS before it imports that itself") == 1
 
 
 TELLS = """

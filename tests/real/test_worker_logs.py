@@ -6,19 +6,20 @@ import asyncio
 import os
 import re
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.crew import ANY_PROGRAM, exit_of
+from tests.support.crew import ANY_PROGRAM, eventually, exit_of
 from torchelastic.agent.console import Console
+from torchelastic.agent.worker_logs import LogPipe, WorkerOutput
 from torchelastic.agent.workers import Workers, WorkerStart
 from torchelastic.errors import SettingsError
 from torchelastic.settings import LogSettings, Streams
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torchelastic.agent.workers import WorkerExit
 
 pytestmark = pytest.mark.real
@@ -145,7 +146,7 @@ async def test_a_reader_that_does_not_read_stops_output_but_not_the_agent() -> N
     reader = threading.Thread(target=read_all)
     reader.start()
     await asyncio.wait_for(resumed.wait(), 30)
-    await console.close(30)
+    await console.close(patience=30, limit=30)
     reader.join()
     assert received == line * count
     os.close(reading)
@@ -158,6 +159,49 @@ async def test_output_that_nobody_can_read_any_more_is_dropped() -> None:
     console = Console()
     for _ in range(100):
         console.write(writing, b"x" * 100_000 + b"\n")
-    await asyncio.wait_for(console.close(600), 30)
+    await asyncio.wait_for(console.close(patience=600, limit=600), 30)
     assert not console.full
     os.close(writing)
+
+
+async def test_what_a_worker_printed_last_is_passed_on_though_the_reader_is_far_behind() -> None:
+    reading, writing = os.pipe()
+    console = Console()
+    pipe = LogPipe(prefix=b"[rank 0] ", console=console, descriptor=writing, file=None)
+    output = WorkerOutput(pipe, pipe, Path("error.json"))
+    while not console.full:
+        console.write(writing, b"x" * 1000 + b"\n")
+    os.write(pipe.writing, b"first words\n")
+    await eventually(lambda: pipe.tail)  # and from here on it is not read any more
+    os.write(pipe.writing, b"last words\n")
+    output.handed_over()
+    await output.drained(0)
+    assert output.tail().endswith("last words\n")
+    output.close()
+    received = bytearray()
+
+    def read_slowly() -> None:
+        while data := os.read(reading, 1 << 17):
+            received.extend(data)
+            time.sleep(0.1)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    await console.close(patience=0.5, limit=60)  # which is less than it takes to read it all
+    os.close(writing)
+    reader.join()
+    assert received.endswith(b"[rank 0] first words\n[rank 0] last words\n")
+    os.close(reading)
+
+
+async def test_a_full_disk_costs_the_file_and_not_the_console(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "logs/epoch_1/rank_0"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").symlink_to("/dev/full")
+    await run(LogSettings(tmp_path / "logs", tee={0: Streams.BOTH}), tmp_path, BOTH_STREAMS)
+    assert capfd.readouterr().out == "[rank 0] one\n[rank 0] three\n[rank 0] five\n"
+    assert (folder / "stderr.log").read_text() == "two\nfour\n"
+    [warning] = caplog.messages
+    assert f"{folder}/stdout.log cannot be written: No space left on device." in warning

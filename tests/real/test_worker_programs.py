@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import sys
+import zipapp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,22 @@ async def test_a_program_sees_what_it_sees_when_started_by_hand(
     assert comparable(worker) == comparable(hand)
 
 
+@pytest.mark.parametrize("where", ["code", "code.pyz"])
+async def test_a_program_in_a_folder_or_an_archive_sees_what_it_sees_when_started_by_hand(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "code"
+    package.mkdir()
+    (package / "other.py").write_text("NUMBER = 7")
+    (package / "__main__.py").write_text(
+        "import other, sys\nprint(other.NUMBER, other.__file__, __file__, __spec__.origin, sys.path[0], sys.argv)"
+    )
+    zipapp.create_archive(package, tmp_path / "code.pyz")
+    monkeypatch.chdir(tmp_path)
+    program = Program(ProgramKind.SCRIPT, (where, "-x"))
+    assert await output_of(program, tmp_path / "logs") == by_hand(hand_command(program), {}).stdout
+
+
 @pytest.mark.parametrize(
     ("program", "exit_code", "message"),
     [
@@ -93,6 +110,7 @@ async def test_a_program_sees_what_it_sees_when_started_by_hand(
         (Program(ProgramKind.COMMAND, ("no-such-command", "x")), 127, "no-such-command: there is no such command"),
         (Program(ProgramKind.COMMAND, ("/etc/passwd",)), 126, "/etc/passwd: it cannot be executed: Permission denied"),
         (Program(ProgramKind.SCRIPT, ("broken.py",)), 1, "SyntaxError: invalid syntax (broken.py, line 1)"),
+        (Program(ProgramKind.SCRIPT, ("wordless.py",)), 1, "Wordless"),
     ],
     ids=lambda value: value.argv[0] if isinstance(value, Program) else "",
 )
@@ -101,6 +119,9 @@ async def test_a_program_that_cannot_run_is_a_worker_that_ends_with_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("if\n")
+    (tmp_path / "wordless.py").write_text(
+        "class Wordless(Exception):\n    def __str__(self):\n        raise KeyError('none')\nraise Wordless\n"
+    )
     end, printed = await run(program, tmp_path / "logs")
     assert end.exit_code == exit_code
     assert message in end.message
@@ -207,6 +228,10 @@ from multiprocessing import shared_memory
 def square(queue, number):
     queue.put(number * number)
 
+class Result:
+    def __init__(self, value):
+        self.value = value
+
 if __name__ == "__main__":
     for method in ("fork", "spawn", "forkserver"):
         context = multiprocessing.get_context(method)
@@ -216,7 +241,7 @@ if __name__ == "__main__":
         print(method, queue.get(timeout=60))
         process.join()
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        print(pool.map(abs, [-1, -2]))
+        print(pool.map(abs, [-1, -2]), pool.apply_async(Result, [3]).get(timeout=60).value)
     memory = shared_memory.SharedMemory(create=True, size=8)
     memory.close()
     memory.unlink()
@@ -232,4 +257,4 @@ async def test_multiprocessing_works_in_a_worker(
     name = "many.py" if kind is ProgramKind.SCRIPT else "many"
     end, printed = await run(Program(kind, (name,)), tmp_path / "logs")
     assert end.message == ""
-    assert printed == "fork 49\nspawn 49\nforkserver 49\n[1, 2]\n"
+    assert printed == "fork 49\nspawn 49\nforkserver 49\n[1, 2] 3\n"

@@ -53,6 +53,7 @@ facts = {
     "leads a session": os.getsid(0) == os.getpid() == os.getpgid(0),
     "threads": [thread.name for thread in threading.enumerate()],
     "is main thread": threading.current_thread() is threading.main_thread(),
+    "main thread is the process": threading.main_thread().native_id == os.getpid(),
     "process": multiprocessing.current_process().name,
     "start method": multiprocessing.get_start_method(allow_none=True),
     "hooks": [sys.excepthook is sys.__excepthook__, sys.stdout is sys.__stdout__],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic import flags, rendezvous_arguments
+from torchelastic import flags, rendezvous_arguments, worker
 from torchelastic.contract import EpochRecord, ExitCode, Member, SizeRecord
 from torchelastic.rendezvous.ranks import worker_environments
 from torchelastic.settings import AgentSettings, RendezvousSettings
@@ -36,7 +36,8 @@ def test_the_tables_name_every_flag_and_no_other() -> None:
 
 
 def test_no_flag_is_spoken_of_that_does_not_exist() -> None:
-    assert set(re.findall(r"--([a-z][a-z-]+)", PAGE)) <= FLAGS.keys() | flags._NOT_HERE.keys()
+    own = PAGE.replace("`--enable-v2`", "")  # etcd's
+    assert set(re.findall(r"--([a-z][a-z-]+)", own)) <= FLAGS.keys() | flags._NOT_HERE.keys()
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,13 @@ def test_the_variables_of_a_worker_are_all_there() -> None:
     epoch = EpochRecord(number=1, members=(Member("a.1", "10.0.0.1", 1),), store="10.0.0.1:1")
     [environment] = worker_environments(epoch, "a.1", role="default", run_id="x", max_restarts=1)
     assert environment.keys() <= rows("What a worker finds").keys()
+
+
+def test_what_a_program_can_call_is_all_there() -> None:
+    calls = rows("What your program has to do")
+    assert {*worker.__all__} - {"Notice"} <= calls.keys()
+    shown = set(re.findall(r"`(\w+)`", calls["notice"][0]))
+    assert {*worker.Notice.__dataclass_fields__, "seconds_left"} <= shown
 
 
 def test_the_exit_codes_are_all_there() -> None:

@@ -348,13 +348,20 @@ def test_a_command_that_is_a_python_program_is_treated_as_one(
         (["--no-python", "no-such-program"], "There is no command no-such-program:"),
         (["--no-python", "./train.py"], "There is no command ./train.py:"),
         (["-m", "nosuch.module"], "There is no module nosuch.module (looked up from"),
-        (["pkg"], "pkg is a folder:"),
+        (["pkg"], "pkg is a folder without a __main__.py:"),
+        (["x" * 5000], "There is no script xxxx"),
+        (["--nnodes=2", "--rdzv-id=a", f"--rdzv-conf=cacert={'x' * 5000}", "--rdzv-endpoint=e", "train.py"], "--rdzv"),
     ],
 )
 def test_what_is_not_there_is_said_before_anything_is_started(line: list[str], beginning: str) -> None:
     with pytest.raises(SettingsError) as caught:
         parse(line, {})
     assert str(caught.value).startswith(beginning)
+
+
+def test_a_folder_with_a_main_module_is_a_program(folder: Path) -> None:
+    (folder / "pkg" / "__main__.py").touch()
+    assert run(program="pkg").program.argv == ("pkg",)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +381,7 @@ def test_start_methods_go_by_our_names_and_torchruns(text: str, method: StartMet
 def test_a_program_that_is_not_there_is_told_before_anything_starts(folder: Path) -> None:
     assert sentence(program="trian.py") == f"There is no script trian.py (looked up from {folder})."
     assert sentence(program="ls").endswith("to run the command ls, put --no-python before it.")
-    assert sentence(program=str(folder)).endswith("is a folder: name the Python file in it.")
+    assert sentence(program=str(folder)).endswith("is a folder without a __main__.py: name the Python file in it.")
     with pytest.raises(SettingsError, match="The program is missing"):
         parse(["--nproc-per-node=2"], {})
     with pytest.raises(SettingsError, match="can't be given together"):
@@ -563,6 +570,8 @@ def test_torchruns_fixed_ranks_are_ignored_with_one_warning(caplog: pytest.LogCa
         ("--stop-grace=inf", "--stop-grace inf: this is a time in seconds, 0 or more."),
         ("--max-restarts=3x", "--max-restarts 3x: this is a whole number from 0 to 1000000."),
         ("--max-restarts=" + "9" * 5000, "--max-restarts 9999"),
+        ("--node-name=" + "n" * 241, "--node-name nnnn"),
+        ("--local-addr=" + "a." * 127, "--local-addr a.a."),
         ("--local-addr=a b", "--local-addr a b: this is a host name or an IP address, without a port."),
         ("--role=", "--role needs a value: NAME."),
         ("--standalone=1", "--standalone takes no value: leave out what follows it in --standalone=1."),

@@ -114,7 +114,7 @@ def test_the_own_address_is_that_of_the_interface_towards_the_store() -> None:
 
 
 def test_a_store_whose_name_does_not_resolve_yet_is_passed_over() -> None:
-    assert own_address(["no-such-host.invalid:2379", "127.0.0.1:2379"]) == "127.0.0.1"
+    assert own_address(["no-such-host.invalid:2379", f"{'x' * 64}:2379", "127.0.0.1:2379"]) == "127.0.0.1"
 
 
 def test_the_interface_of_an_address_is_the_one_that_carries_it() -> None:
@@ -126,7 +126,9 @@ def test_the_interface_of_an_address_is_the_one_that_carries_it() -> None:
         assert interface in {name for _, name in socket.if_nameindex()}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "192.0.2.77", "no-such-host.invalid", "fe80::1%lo"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "::1", "localhost", "192.0.2.77", "no-such-host.invalid", "fe80::1%lo", "x" * 64]
+)
 def test_loopback_and_what_is_no_address_of_this_machine_has_no_interface(host: str) -> None:
     assert interface_of(host) == ""
 

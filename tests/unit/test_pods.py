@@ -115,6 +115,8 @@ def test_the_agent_is_told_the_notice_that_fits_into_the_pods_time_to_end(tmp_pa
     assert settings.rendezvous.notice + settings.stop_grace + 25 == 120
     by_itself = as_the_agent_reads_it(agent_command(a_job(args=(str(script),)), POD, HERE))
     assert by_itself.rendezvous.notice + by_itself.stop_grace < ending_of(a_job().spec).period
+    days = a_job(args=(str(script),), template=pod_template(terminationGracePeriodSeconds=1_000_000))
+    assert as_the_agent_reads_it(agent_command(days, POD, HERE)).rendezvous.notice == 86_400
 
 
 def template(**container: object) -> dict[str, object]:

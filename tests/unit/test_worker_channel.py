@@ -80,6 +80,23 @@ async def until_none() -> None:
             await asyncio.sleep(0.001)
 
 
+async def test_a_process_that_asks_on_and_on_without_listening_is_heard_no_more(agent: Agent) -> None:
+    line = b'{"ask": 1}\n' * 1000
+
+    def ask_on(connection: socket.socket) -> int:
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 1000 * len(line):
+                sent += connection.send(line)
+        return sent
+
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(2)
+        connection.connect(os.environ[CHANNEL])
+        connection.sendall(json.dumps({"epoch": EPOCH, "local_rank": 1}).encode() + b"\n")
+        assert await asyncio.to_thread(ask_on, connection) < 1000 * len(line)
+
+
 async def test_a_worker_that_asked_is_told_and_its_answer_is_known(agent: Agent) -> None:
     assert agent.channel.asked == 0
     assert worker.notice() is None

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
-from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Final
+from contextlib import AsyncExitStack, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.ending import Ending
 from torchelastic.agent.failure import in_full
 from torchelastic.agent.happenings import (
+    CauseOverdue,
     Happenings,
     RendezvousFailed,
     Signalled,
@@ -27,19 +27,19 @@ from torchelastic.agent.happenings import (
 from torchelastic.agent.notices import Notices
 from torchelastic.agent.signals import LEAVING_SIGNALS, SignalledFirst, Signals
 from torchelastic.agent.worker_channel import WorkerChannel
-from torchelastic.agent.workers import StartError, Workers, WorkerStart
+from torchelastic.agent.workers import WorkerStart
 from torchelastic.contract import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState
-from torchelastic.errors import SettingsError, StoreError
-from torchelastic.machine import interface_variables
+from torchelastic.errors import SettingsError, StartError, StoreError
 from torchelastic.output import started
+from torchelastic.rendezvous.decide import CAUSE_WINDOW, LAST_WORD_WINDOW, root_cause
 from torchelastic.rendezvous.node import EpochBegan, Isolated, Noticed, RendezvousNode, RunEnded
 from torchelastic.rendezvous.ranks import worker_environments
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
-    from torchelastic.agent.workers import StoreServer, WorkerExit, WorkerGroup
+    from torchelastic.agent.workers import StoreServer, WorkerExit, WorkerGroup, Workers
     from torchelastic.contract import EpochRecord, OutcomeRecord
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.settings import AgentSettings
@@ -71,21 +71,21 @@ class Agent:
         self._epoch: EpochRecord | None = None
         self._group: WorkerGroup | None = None
         self._unfinished: set[int] = set()
+        self._failures: list[FailureRecord] = []
         self._store_server: StoreServer | None = None
         self._broken_at: float | None = None
         self._began_at = 0.0
 
-    async def run(self, metrics_port: int = 0) -> Ending:
+    async def run(self, workers: Workers, metrics_port: int = 0) -> Ending:
         """Take part until the run has ended, or this agent is asked to go.
 
         Args:
+            workers: what starts its workers, open; none is left when this ends.
             metrics_port: port on which /metrics is served, to be told to the operator; 0 for none.
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:
-                # First of all: the fork server imports torch while the rest goes on.
-                workers = await self._open_workers(stack)
                 node = await self._make_node(stack, metrics_port)
                 self._channel = await stack.enter_async_context(
                     WorkerChannel(
@@ -113,20 +113,6 @@ class Agent:
                 await node.leave()
                 return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
 
-    async def _open_workers(self, stack: AsyncExitStack, *, alone: bool = True) -> Workers:
-        settings = self._settings
-        return await stack.enter_async_context(
-            Workers(
-                settings.program,
-                settings.logs,
-                role=settings.role,
-                local_world_size=settings.workers,
-                environment=interface_variables(settings.interface, os.environ),
-                heartbeat_timeout=settings.heartbeat_timeout,
-                alone=alone,
-            )
-        )
-
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         store = await self._signals.unless_first(self._connect())
         stack.push_async_callback(store.close)
@@ -145,7 +131,7 @@ class Agent:
         )
 
     async def _connect(self) -> Store:
-        """The store; its HTTP client is imported here, since the fork server was to be started first."""
+        """The store; its HTTP client is imported here, since a run without one has no use for it."""
         if self._settings.store is None:
             from torchelastic.store import MemoryStore
 
@@ -159,33 +145,37 @@ class Agent:
     async def _live(self, workers: Workers, node: RendezvousNode) -> Ending:
         while True:
             match happening := await self._happenings.next():
-                case EpochBegan():
-                    with suppress(SignalledFirst):  # the signal itself stands in the queue
-                        await self._signals.unless_first(self._begin_epoch(happening, workers, node))
+                case EpochBegan(store=listener):
+                    with listener or nullcontext():
+                        await self._unless_signalled(self._begin_epoch(happening, workers, node))
                 case WorkerEnded():
-                    await self._worker_ended(happening, node)
+                    await self._unless_signalled(self._worker_ended(happening, node))
+                case CauseOverdue(epoch):
+                    await self._unless_signalled(self._blame(epoch, node))
                 case Noticed(record):
                     self._notices.told(record)
                 case WorkersSpoke():
                     self._notices.report()
                 case StoreServerEnded(epoch):
-                    await self._store_server_ended(epoch, node)
+                    await self._unless_signalled(self._store_server_ended(epoch, node))
                 case Isolated():
                     await self._stop_workers(0.0)
                 case RunEnded(outcome):
-                    await self._stop_workers(self._settings.stop_timeout)
+                    await self._unless_signalled(self._stop_workers(self._settings.stop_timeout))
+                    await self._stop_workers(self._settings.stop_grace)
                     self._told_of_the_end(outcome)
                     return Ending.with_the_run(outcome)
                 case Signalled(number):
                     await self._leave(number, node)
                     return self._left(number)
                 case RendezvousFailed(error):
-                    if not isinstance(error, StoreError):
-                        logger.error("the rendezvous broke", exc_info=error)
                     await self._stop_workers(0.0)
-                    return Ending.because(
-                        ExitCode.STORE, "StoreUnavailable", f"{error or 'the rendezvous ended by itself'}"
-                    )
+                    return self._cannot_go_on(error)
+
+    async def _unless_signalled(self, doing: Coroutine[Any, Any, None]) -> None:
+        """Do something, but no longer than until this agent is asked to go, which is what it deals with next then."""
+        with suppress(SignalledFirst):
+            await self._signals.unless_first(doing)
 
     async def _begin_epoch(self, began: EpochBegan, workers: Workers, node: RendezvousNode) -> None:
         epoch = began.record
@@ -195,6 +185,7 @@ class Agent:
         await self._stop_workers(self._settings.stop_timeout)
         self._notices.begin(epoch.number)
         self._epoch = epoch
+        self._failures = []
         self._began_at = time.monotonic()
         self._metrics.epoch(epoch.number, epoch.world_size)
         self._metrics.remaining_restarts(
@@ -249,20 +240,37 @@ class Agent:
         return self._group
 
     async def _worker_ended(self, ended: WorkerEnded, node: RendezvousNode) -> None:
-        if self._is_of_the_past(ended):
+        if self._is_of_the_past(ended.epoch):
             return
         if ended.exit.exit_code == 0:
             self._worker_succeeded(ended, node)
             return
         failure = self._failure(ended.exit, ended.epoch)
-        node.report(ended.epoch, failure=failure)
         logger.warning("%s", in_full(failure))
-        self._broken_at = time.monotonic()
         self._metrics.worker_state(self._settings.role, "unhealthy")
-        await self._stop_workers(self._settings.stop_timeout)
+        self._failures.append(failure)
+        if len(self._failures) == 1:
+            self._broken_at = time.monotonic()
+            self._happenings.put_later(self._patience(), CauseOverdue(ended.epoch))
+        if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
+            await self._blame(ended.epoch, node)
 
-    def _is_of_the_past(self, ended: WorkerEnded) -> bool:
-        return self._group is None or self._epoch is None or ended.epoch != self._epoch.number
+    def _patience(self) -> float:
+        """Seconds for which a worker that others have broken waits for the word of one that has broken it.
+
+        A program that ends its process group before it ends itself is outrun by those that it leaves behind.
+        """
+        spent = self._epoch is not None and self._epoch.restarts >= self._settings.rendezvous.max_restarts
+        return LAST_WORD_WINDOW if spent else CAUSE_WINDOW
+
+    async def _blame(self, epoch: int, node: RendezvousNode) -> None:
+        """Tell what explains most of the failures of this node's workers, and end the others."""
+        if self._failures and not self._is_of_the_past(epoch):
+            node.report(epoch, failure=root_cause(enumerate(self._failures)))
+            await self._stop_workers(self._settings.stop_timeout)
+
+    def _is_of_the_past(self, epoch: int) -> bool:
+        return self._group is None or self._epoch is None or epoch != self._epoch.number
 
     def _worker_succeeded(self, ended: WorkerEnded, node: RendezvousNode) -> None:
         self._channel.forget(ended.exit.local_rank)
@@ -312,6 +320,11 @@ class Agent:
             final=worker.final or worker.exit_code in self._settings.final_exit_codes,
         )
 
+    def _cannot_go_on(self, error: BaseException | None) -> Ending:
+        if not isinstance(error, StoreError):
+            logger.error("the rendezvous broke", exc_info=error)
+        return Ending.because(ExitCode.STORE, "StoreUnavailable", f"{error or 'the rendezvous ended by itself'}")
+
     async def _leave(self, number: signal.Signals, node: RendezvousNode) -> None:
         """Leave the run, and end the workers when nobody needs them any more.
 
@@ -342,7 +355,7 @@ class Agent:
                 self._notices.told(record)
             case WorkersSpoke():
                 self._notices.report()
-            case WorkerEnded() as ended if self._is_of_the_past(ended):
+            case WorkerEnded() as ended if self._is_of_the_past(ended.epoch):
                 pass
             case WorkerEnded() as ended if ended.exit.exit_code == 0:
                 self._worker_succeeded(ended, node)
@@ -364,7 +377,7 @@ class Agent:
             self._group = None
         server, self._store_server = self._store_server, None
         if server is not None:
-            await server.close()
+            server.kill()
 
     def _told_of_the_end(self, outcome: OutcomeRecord) -> None:
         succeeded = outcome.state is OutcomeState.SUCCEEDED

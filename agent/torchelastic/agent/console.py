@@ -41,6 +41,7 @@ class Console:
         self._loop = asyncio.get_running_loop()
         self._queue: _Queue = queue.SimpleQueue()
         self._held = 0
+        self._progress = 0
         self._waiting: list[Callable[[], None]] = []
         self._over = asyncio.Event()
         self._broken: set[int] = set()
@@ -63,13 +64,26 @@ class Console:
         """Call this once when the console is no longer full."""
         self._waiting.append(resume)
 
-    async def close(self, patience: float) -> None:
-        """Wait until all is written, for some seconds at most."""
+    async def close(self, *, patience: float, limit: float) -> None:
+        """Wait until all is written.
+
+        Args:
+            patience: seconds after which a reader that takes nothing is waited for no more.
+            limit: seconds for which one that is slow is waited for at most.
+        """
         for handler in self._carried:
             handler.setStream(sys.stderr)
         self._queue.put(None)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), patience)
+            async with asyncio.timeout(limit):
+                await self._while_it_is_read(patience)
+
+    async def _while_it_is_read(self, patience: float) -> None:
+        seen = -1
+        while not self._over.is_set() and seen != self._progress:
+            seen = self._progress
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), patience)
 
     def _written(self, size: int) -> None:
         self._held -= size
@@ -85,6 +99,7 @@ class Console:
                 try:
                     for piece in _pieces(lines):
                         _write(descriptor, piece)
+                        self._progress += 1
                 except OSError:  # nobody reads it any more; the workers' output is then dropped
                     self._broken.add(descriptor)
             self._tell(self._written, held)

@@ -19,9 +19,16 @@ _TRACE_LIMIT: Final = 32 << 10
 
 def write(error: BaseException) -> None:
     """Tell of an exception that nobody caught, unless ``@record`` has done so."""
-    name, text = type(error).__qualname__, str(error)
+    name, text = type(error).__qualname__, _text_of(error)
     trace = "".join(traceback.format_exception(error))
     write_message(f"{name}: {text}" if text else name, trace, final=is_final(error))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever the program's own class does
+        return ""
 
 
 def is_final(error: BaseException) -> bool:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from torchelastic.agent import messages
 from torchelastic.agent.late_imports import Listener
 from torchelastic.agent.processes import python_code, spawn
-from torchelastic.errors import TorchElasticError
+from torchelastic.errors import StartError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torchelastic.agent.processes import Child, Reaper
     from torchelastic.settings import Program
@@ -34,9 +35,8 @@ _STEADY: Final = 10.0
 _CALM: Final = 3.0
 """Seconds after the start of workers before the store is filled again."""
 
-
-class StartError(TorchElasticError):
-    """No process could be started: the machine's limits, or a broken installation; the message says which."""
+_MANY_NAMES: Final = 1000
+"""Names of variables of which no more are kept; no program sets as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class ForkServer:
         self._reaper = reaper
         self._wanted = spare
         self._late_imports: set[str] = set()
+        self._set_before: set[str] = set()
+        """Variables that programs have set before they came to such an import."""
         self._imported: set[str] = set()
         self._unfit: set[str] = set()
         self._listener: Listener | None = None
@@ -106,6 +108,7 @@ class ForkServer:
         self._started = 0.0
         self._connection: socket.socket | None = None
         self._tending: asyncio.Task[None] | None = None
+        self._replacing: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -114,18 +117,18 @@ class ForkServer:
         return self._process.pid if self._process is not None and self._process.running else None
 
     def start(self) -> None:
-        """Start the process; it imports torch and the modules to be preloaded meanwhile."""
+        """Start the process; it imports torch and the modules to be preloaded meanwhile.
+
+        Raises:
+            StartError: the machine does not allow it.
+        """
         if self._connection is not None:
             self._connection.close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs, Path(os.devnull).open("rb") as nothing:
-            pid = spawn(
-                python_code("torchelastic.agent.fork_server_main"),
-                self._environment,
-                # What is printed there is about an import: it goes to the agent's standard error.
-                {0: nothing.fileno(), 1: 2, 2: 2, messages.CONTROL: theirs.fileno()},
-            )
+            self._connection = None
+        try:
+            pid, ours = _spawned(self._environment)
+        except OSError as error:
+            raise StartError(f"the fork server cannot be started: {error.strerror}") from None
         if self._listener is None:
             self._listener = Listener(self._wanted_late)
         order = {"preload": self._program.preload, "kind": self._program.kind, "program": self._program.argv[0]}
@@ -150,9 +153,10 @@ class ForkServer:
         for child in ending:
             child.signal(signal.SIGKILL)
         await asyncio.gather(*(asyncio.shield(child.ended) for child in ending))
-        if self._tending is not None:
-            self._tending.cancel()
-            await asyncio.wait([self._tending])
+        for task in (self._replacing, self._tending):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         for spare in self._spares:
             spare.link.close()
         if self._connection is not None:
@@ -173,8 +177,15 @@ class ForkServer:
         if process is not self._process or self._closed:
             return
         if asyncio.get_running_loop().time() - self._started > _STEADY:
-            logger.warning("The fork server died; it is started again. Workers are not concerned.")
-            self.start()
+            self._replacing = asyncio.create_task(self._replace(process))
+
+    async def _replace(self, process: Child) -> None:
+        # Who waits for its answer hears of the death by the connection, which is to stay as long.
+        async with self._lock:
+            if process is self._process:
+                logger.warning("The fork server died; it is started again. Workers are not concerned.")
+                with contextlib.suppress(StartError):  # told where there is a need
+                    self.start()
 
     async def fork(self, count: int) -> list[ForkedProcess]:
         """Processes that wait to be told what for.
@@ -248,16 +259,19 @@ class ForkServer:
         if missing > 0:
             self._spares += await self._ask(missing)
 
-    def _wanted_late(self, module: str) -> None:
+    def _wanted_late(self, module: str, names: Sequence[str]) -> None:
         if module not in self._unfit:
             self._late_imports.add(module)
+            if len(self._set_before) < _MANY_NAMES:
+                self._set_before.update(names)
             self._needed.set()
 
     async def _extend(self, connection: socket.socket, modules: set[str]) -> None:
         """Import more, and replace what was forked before."""
         self._imported |= modules
         messages.send(connection, {"import": sorted(modules)})
-        if problem := (await _receive(connection))["error"]:
+        answer = await _receive(connection)
+        if problem := answer["error"] or _about_settings(self._set_before.intersection(answer["read"])):
             logger.warning("A fork server with %s in it is of no use: %s.", " and ".join(sorted(modules)), problem)
             self._late_imports -= modules
             self._unfit |= modules
@@ -311,6 +325,27 @@ class ForkServer:
                 raise StartError(answer["error"])
             ours.pop_all()
         return [ForkedProcess(child, link) for child, link in zip(children, links, strict=True)]
+
+
+def _spawned(environment: Mapping[str, str]) -> tuple[int, socket.socket]:
+    """The id of a new fork server, and the connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as stack, theirs, Path(os.devnull).open("rb") as nothing:
+        stack.enter_context(ours)
+        pid = spawn(
+            python_code("torchelastic.agent.fork_server_main"),
+            environment,
+            # What is printed there is about an import: it goes to the agent's standard error.
+            {0: nothing.fileno(), 1: 2, 2: 2, messages.CONTROL: theirs.fileno()},
+        )
+        ours.setblocking(False)
+        stack.pop_all()
+    return pid, ours
+
+
+def _about_settings(names: AbstractSet[str]) -> str:
+    said = " and ".join(sorted(names))
+    return f"the program sets {said} before it imports that itself, and no worker would heed it" if names else ""
 
 
 async def _receive(connection: socket.socket) -> dict[str, Any]:

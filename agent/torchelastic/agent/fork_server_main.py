@@ -75,7 +75,9 @@ class _Server:
                     error = error or self._importer.preload(modules, run_program.search_path(kind, name))
                     messages.send(self._control, {"error": error})
                 case {"import": modules}:
-                    messages.send(self._control, {"error": self._importer.import_later(modules)})
+                    problem = self._importer.import_later(modules)
+                    read = {name for module in modules for name in self._environment.read[module]}
+                    messages.send(self._control, {"error": problem, "read": sorted(read)})
                 case _:
                     role = self._fork([socket.socket(fileno=descriptor) for descriptor in descriptors])
                     if role is not None:

@@ -3,13 +3,20 @@
 All of it lies in the agent's scratch folder, which only this user can look into and which is removed however the agent
 ends. It is written by the program that starts the workers, and by the workers themselves; nothing that comes from
 elsewhere is ever unpickled.
+
+What stands in the launching program itself is carried over as it is, and is found in the worker where it was found
+there: in ``__main__``. So a worker can save a model of such a class, or hand it to processes of its own, which import
+the launching program by its name, as those of any program do.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,7 +57,7 @@ class FunctionCall:
                 "to be made in the function itself."
             ) from error
         # By the time the function is unpickled, its module can be imported from wherever it could be here.
-        self._carried = pickle.dumps((sys.path, sys.argv, call))
+        self._carried = pickle.dumps((sys.path, sys.argv, _main(), call))
 
     @staticmethod
     def program(start_method: StartMethod) -> Program:
@@ -83,16 +90,43 @@ class FunctionCall:
 def make_call() -> None:
     """In a worker: call the function, and keep what it returns."""
     scratch = Path(os.environ[CHANNEL]).parent
-    path, argv, call = pickle.loads((scratch / _CALL).read_bytes())  # noqa: S301 - written by the agent
+    path, argv, main, call = pickle.loads((scratch / _CALL).read_bytes())  # noqa: S301 - written by the agent
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     sys.argv[:] = argv
     function, arguments = pickle.loads(call)  # noqa: S301 - likewise
+    _become(*main)
     result = function(*arguments)
 
     import cloudpickle
 
     name = _result_name(int(os.environ["TORCHELASTIC_EPOCH"]), int(os.environ["RANK"]))
     _write(scratch / name, cloudpickle.dumps(result))
+
+
+def _main() -> tuple[str | None, str | None]:
+    """The name and the file of the launching program, as far as it has them."""
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    # One that is typed in has no file, or one that is not there.
+    file = Path(getattr(main, "__file__", None) or "").absolute()
+    return name, str(file) if file.is_file() else None
+
+
+def _become(name: str | None, file: str | None) -> None:
+    """Take the launching program's place, with what was carried over of it."""
+    main = sys.modules["__main__"]
+    main.__spec__ = ModuleSpec(name, None) if name else None
+    main.__file__ = file
+    made: dict[str, Any] = {}
+    known: dict[str, Any] = {}
+    for thing in gc.get_objects():
+        kind = type(thing)  # not isinstance: there are objects that warn of being asked for their class
+        if issubclass(kind, type | types.FunctionType) and thing.__module__ == "__main__":
+            made[thing.__qualname__] = thing
+            if kind is types.FunctionType:
+                known |= thing.__globals__  # by the names of the program: one that is decorated is there twice
+    names = {name: thing for name, thing in {**made, **known}.items() if name.isidentifier()}
+    vars(main).update((name, thing) for name, thing in names.items() if not name.startswith("__"))
 
 
 def _result(path: Path) -> Any:  # noqa: ANN401 - whatever the function returned

@@ -46,9 +46,10 @@ class Guard:
         """Start the process, and again whenever it ends."""
         reading, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
+        command = python_code("torchelastic.agent.guard", minimal=True)
         try:
             pid = spawn(
-                [*python_code("torchelastic.agent.guard", minimal=True), str(os.getpid()), self._mark],
+                [*command, str(os.getpid()), self._mark, *map(str, self._folders)],
                 {},
                 {0: reading, 1: 2, 2: 2},
             )
@@ -57,8 +58,6 @@ class Guard:
         self._started = asyncio.get_running_loop().time()
         self._child = self._reaper.adopt(pid)
         self._child.ended.add_done_callback(self._ended)
-        for folder in self._folders:
-            self._tell(str(folder))
         for worker in self._workers:
             self._tell(f"+{worker}")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from torchelastic.agent.workers import GroupEnded
-from torchelastic.rendezvous.node import Event
+from torchelastic.rendezvous.node import EpochBegan, Event
 
 if TYPE_CHECKING:
     import signal
@@ -35,6 +35,13 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class CauseOverdue:
+    """A failure of an epoch that another one may explain has waited long enough for that one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreServerEnded:
     """The process that served an epoch's TCPStore ended by itself."""
 
@@ -53,7 +60,7 @@ class RendezvousFailed:
     error: BaseException | None
 
 
-Happening = Event | Signalled | WorkerEnded | StoreServerEnded | WorkersSpoke | RendezvousFailed
+Happening = Event | Signalled | WorkerEnded | CauseOverdue | StoreServerEnded | WorkersSpoke | RendezvousFailed
 
 
 class Happenings:
@@ -72,10 +79,18 @@ class Happenings:
         for task in self._feeding:
             task.cancel()
         await asyncio.gather(*self._feeding, return_exceptions=True)
+        while not self._queue.empty():  # what nobody has dealt with is nobody else's to close
+            happening = self._queue.get_nowait()
+            if isinstance(happening, EpochBegan) and happening.store is not None:
+                happening.store.close()
 
     def put(self, happening: Happening) -> None:
         """Something happened."""
         self._queue.put_nowait(happening)
+
+    def put_later(self, seconds: float, happening: Happening) -> None:
+        """It is to happen in so many seconds."""
+        self._feed(self._after(seconds, happening))
 
     async def next(self, seconds: float | None = None) -> Happening | None:
         """What happened next; None where it is nothing for so many seconds."""
@@ -87,6 +102,7 @@ class Happenings:
     def follow_rendezvous(self, node: RendezvousNode) -> None:
         """Take in what the node is told."""
         self._feed(self._events(node))
+        self._feed(self._failure_of(node))
 
     def follow_workers(self, group: WorkerGroup, epoch: int) -> None:
         """Take in the ends of an epoch's workers."""
@@ -101,15 +117,17 @@ class Happenings:
         self._feeding.add(task)
         task.add_done_callback(self._feeding.discard)
 
+    async def _after(self, seconds: float, happening: Happening) -> None:
+        await asyncio.sleep(seconds)
+        self.put(happening)
+
     async def _events(self, node: RendezvousNode) -> None:
         while True:
-            getting = asyncio.ensure_future(node.events.get())
-            await asyncio.wait((getting, node.failed), return_when=asyncio.FIRST_COMPLETED)
-            if not getting.done():
-                getting.cancel()
-                self.put(RendezvousFailed(_first_cause(node.failed.exception())))
-                return
-            self.put(getting.result())
+            self.put(await node.events.get())
+
+    async def _failure_of(self, node: RendezvousNode) -> None:
+        await asyncio.wait((node.failed,))
+        self.put(RendezvousFailed(_first_cause(node.failed.exception())))
 
     async def _exits(self, group: WorkerGroup, epoch: int) -> None:
         with suppress(GroupEnded):

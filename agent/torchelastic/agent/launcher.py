@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchelastic.agent import error_file, exec_child
-from torchelastic.agent.fork_server import ForkServer, StartError
+from torchelastic.agent.fork_server import ForkServer
 from torchelastic.agent.forked_child import WORKER
 from torchelastic.agent.memory_kills import MemoryKills
 from torchelastic.agent.process_table import TREE_MARK
 from torchelastic.agent.processes import python_code, spawn
 from torchelastic.agent.title import MARK_ROOM
 from torchelastic.agent.worker_group import Worker
+from torchelastic.errors import StartError
 from torchelastic.settings import ProgramKind, StartMethod
 
 if TYPE_CHECKING:

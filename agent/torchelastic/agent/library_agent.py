@@ -16,6 +16,7 @@ from torchelastic.agent.agent import Agent
 from torchelastic.agent.happenings import Signalled
 from torchelastic.agent.server.api import ProcessFailure
 from torchelastic.agent.signals import Signals
+from torchelastic.agent.workers import workers_of
 from torchelastic.contract import ExitCode
 
 if TYPE_CHECKING:
@@ -72,11 +73,16 @@ class LibraryAgent(Agent):
         """Have the agent leave the run, as on SIGTERM; asked twice, it does not wait for its workers."""
         self._requests.ask()
 
-    async def _open_workers(self, stack: AsyncExitStack, *, alone: bool = False) -> Workers:
-        workers = await super()._open_workers(stack, alone=alone)
-        if self._call is not None:
-            self._call.put(workers.scratch)
-        return workers
+    async def run_beside(self) -> Ending:
+        """Run beside what else the program does: see :meth:`Agent.run`.
+
+        Raises:
+            SettingsError: the workers' output cannot go where it is to go, or the machine does not allow workers.
+        """
+        async with workers_of(self._settings, alone=False) as workers:
+            if self._call is not None:
+                self._call.put(workers.scratch)
+            return await self.run(workers)
 
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         if self._foreign is not None:

@@ -110,7 +110,13 @@ class Importer:
 
 
 def fork() -> int:
-    """Fork, and say nothing of the threads that there are: what is there was looked after."""
+    """Fork, and say nothing of the threads that there are: what is there was looked after.
+
+    What was printed before is printed once, and not by each process that is forked.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or a module has closed it
+            stream.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

@@ -11,7 +11,6 @@ import contextlib
 import os
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -75,12 +74,23 @@ def read_table() -> Table:
 
 def read_mark(pid: int) -> str:
     """The mark in the environment with which the process was started, or an empty string."""
-    with contextlib.suppress(OSError), Path(f"/proc/{pid}/environ").open("rb") as file:
-        wanted = f"{TREE_MARK}=".encode()
-        for variable in file.read(_ENVIRONMENT_LIMIT).split(b"\0"):
-            if variable.startswith(wanted):
-                return variable[len(wanted) :].decode(errors="replace")
+    wanted = f"{TREE_MARK}=".encode()
+    for variable in _environment(pid).split(b"\0"):
+        if variable.startswith(wanted):
+            return variable[len(wanted) :].decode(errors="replace")
     return ""
+
+
+def _environment(pid: int) -> bytes:
+    found = b""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(f"/proc/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while len(found) < _ENVIRONMENT_LIMIT and (more := os.read(descriptor, 1 << 16)):
+                found += more
+        finally:
+            os.close(descriptor)
+    return found
 
 
 def carries(mark: str, owner: str) -> bool:

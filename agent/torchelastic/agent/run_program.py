@@ -8,7 +8,6 @@ import os
 import pkgutil
 import sys
 import types
-from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader, all_suffixes
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +17,7 @@ from torchelastic.agent import error_file
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_OURS = f"{Path(__file__).parent}{os.sep}"
 _CANNOT_OPEN = 2
 _NO_MODULE = 1
 
@@ -29,13 +29,22 @@ def run(kind: str, argv: Sequence[str]) -> None:
         kind: script or module.
         argv: the script or module, and its arguments.
     """
+    main = _fresh_main()
+    code = _module(main, argv) if kind == "module" else _script(main, argv)
+    exec(code, main.__dict__)  # noqa: S102 - this is what it is for
+
+
+def _fresh_main() -> types.ModuleType:
+    """A module without a past, in the place of the one that there was."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"])
     if sys.version_info < (3, 14):
         main.__dict__.update(__annotations__={})
-    sys.modules["__main__"] = main
-    code = _module(main, argv) if kind == "module" else _script(main, argv)
-    exec(code, main.__dict__)  # noqa: S102 - this is what it is for
+    former = sys.modules["__main__"]
+    for name, module in [*sys.modules.items()]:
+        if module is former:  # as __main__, and as __mp_main__
+            sys.modules[name] = main
+    return main
 
 
 def search_path(kind: str, name: str) -> str:
@@ -78,7 +87,7 @@ def _hides(entry: os.DirEntry[str]) -> bool:
 
 def of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
     """The part of a traceback that lies in the program, without our own frames before it."""
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torchelastic.agent."):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return trace
 
@@ -165,7 +174,8 @@ def _find(name: str) -> ModuleSpec:
 
 def _of_spec(main: types.ModuleType, spec: ModuleSpec) -> types.CodeType:
     loader = spec.loader
-    code = loader.get_code(spec.name) if isinstance(loader, InspectLoader) else None
+    get_code = getattr(loader, "get_code", None)  # the loader of an archive has it, and is of no kind that says so
+    code: types.CodeType | None = None if get_code is None else get_code(spec.name)
     if code is None:
         _refuse(f"No code object available for {spec.name}", f"the module {spec.name} has no Python code", _NO_MODULE)
     main.__spec__ = spec

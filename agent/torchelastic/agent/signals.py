@@ -27,7 +27,7 @@ class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
 
 
 class Signals:
-    """Listens to the signals that ask the agent to go; a context manager.
+    """Listens to the signals that ask the agent to go; a context manager, after which they do nothing any more.
 
     Args:
         came: called for each of them.
@@ -54,6 +54,7 @@ class Signals:
         loop = asyncio.get_running_loop()
         for number in LEAVING_SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # or its last words would be lost to one that comes late
 
     async def unless_first(self, doing: Coroutine[Any, Any, Result]) -> Result:
         """Do something, unless a signal comes first.

@@ -246,6 +246,9 @@ class WorkerChannel:
                 new = asker.seconds == 0
                 asker.seconds = said.ask
                 _send(asker.writer, {"heard": said.ask})
+                await asker.writer.drain()  # who asks on and on without listening is heard no more
+                if asker not in self._askers:
+                    return
                 if new and self._told is not None:
                     self._give_notice(asker, self._told)
             if said.saved is not None:

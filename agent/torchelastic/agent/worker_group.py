@@ -178,6 +178,11 @@ class WorkerGroup:
             for child in children:
                 child.signal(signal.SIGTERM)
             await asyncio.wait([child.ended for child in children], timeout=grace)
+        for task in self._clearing:  # all is cleared away here
+            task.cancel()
+        if self._reaper.alone:  # elsewhere, what has left session and mark behind is found by its parent alone
+            for child in children:
+                child.signal(signal.SIGKILL)
         await asyncio.gather(self._reaper.kill_all(self._group), *(asyncio.shield(child.ended) for child in children))
         if self._exits:
             await asyncio.wait(self._exits)

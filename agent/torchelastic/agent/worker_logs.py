@@ -7,7 +7,9 @@ pipe that the agent reads: a line is passed on when it is complete, so none is t
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import logging
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from torchelastic.agent.console import Console
     from torchelastic.settings import LogSettings
 
+logger = logging.getLogger(__name__)
+
 TAIL_LIMIT: Final = 16 << 10
 """Bytes of the end of a worker's output that may be looked at to say why it failed."""
 
@@ -27,21 +31,31 @@ _CHUNK: Final = 64 << 10
 _LINE_LIMIT: Final = 1 << 20
 """Bytes of a line; longer ones are passed on in parts."""
 
+_PIPE_LIMIT: Final = 1 << 20
+"""Bytes that a pipe holds at most, unless an administrator has raised that."""
+
 
 class LogPipe:
     """One stream of a worker, read by the agent.
+
+    Args:
+        prefix: what stands before each line that is passed on.
+        console: to which lines are passed on.
+        descriptor: the agent's own stream on which they are.
+        file: to which all is written, too; raises OSError where that cannot be made.
 
     Attributes:
         writing: the worker's end; closed once the worker has it.
         over: done when all processes that could write to it are gone.
     """
 
-    def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: int | None) -> None:
+    def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None) -> None:
+        self._path = file
+        self._file = None if file is None else open_log(file)
         self._loop = asyncio.get_running_loop()
         self._prefix = prefix
         self._console = console
         self._descriptor = descriptor
-        self._file = file
         self._rest = b""
         self._tail = b""
         self._reading, self.writing = os.pipe()
@@ -54,8 +68,43 @@ class LogPipe:
         """The end of what was written so far."""
         return self._tail
 
+    def catch_up(self) -> None:
+        """Take in what is there now, however much the console holds: a worker that has ended has left all of it."""
+        left = _PIPE_LIMIT
+        while left > 0 and (size := self._take_in()):
+            left -= size
+
     def close(self) -> None:
-        """Read no more; what was read is passed on."""
+        """Read no more than what is there; all of it is passed on."""
+        self.catch_up()
+        self._end()
+
+    def _read(self) -> None:
+        if self._take_in() and self._console.full:
+            self._loop.remove_reader(self._reading)
+            self._console.when_free(self._resume)
+
+    def _take_in(self) -> int:
+        """Take in what can be had at once, at most a chunk; returns how much it was."""
+        if self.over.done():
+            return 0
+        try:
+            data = os.read(self._reading, _CHUNK)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self._end()
+            return 0
+        self._tail = (self._tail + data)[-TAIL_LIMIT:]
+        self._write_to_file(data)
+        lines, newline, rest = (self._rest + data).rpartition(b"\n")
+        if len(rest) > _LINE_LIMIT:
+            lines, newline, rest = lines + newline + rest, b"\n", b""
+        self._rest = rest
+        self._pass_on(lines + newline)
+        return len(data)
+
+    def _end(self) -> None:
         if not self.over.done():
             self._loop.remove_reader(self._reading)
             os.close(self._reading)
@@ -65,25 +114,20 @@ class LogPipe:
                 os.close(self._file)
             self.over.set_result(None)
 
-    def _read(self) -> None:
+    def _write_to_file(self, data: bytes) -> None:
+        if self._file is None:
+            return
         try:
-            data = os.read(self._reading, _CHUNK)
-        except BlockingIOError:
-            return
-        if not data:
-            self.close()
-            return
-        self._tail = (self._tail + data)[-TAIL_LIMIT:]
-        if self._file is not None:
-            _write_all(self._file, data)
-        lines, newline, rest = (self._rest + data).rpartition(b"\n")
-        if len(rest) > _LINE_LIMIT:
-            lines, newline, rest = lines + newline + rest, b"\n", b""
-        self._rest = rest
-        self._pass_on(lines + newline)
-        if self._console.full:
-            self._loop.remove_reader(self._reading)
-            self._console.when_free(self._resume)
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:  # a full disk is no reason to lose what can still be read
+            logger.warning(
+                "%s cannot be written: %s. What the worker prints from here on is on the console alone.",
+                self._path,
+                error.strerror,
+            )
+            os.close(self._file)
+            self._file = None
 
     def _resume(self) -> None:
         if not self.over.done():
@@ -121,6 +165,9 @@ class LogFile:
         except OSError:
             return b""
 
+    def catch_up(self) -> None:
+        """The worker has written it all itself."""
+
     def close(self) -> None:
         """Nothing is left to be done."""
 
@@ -150,7 +197,9 @@ class WorkerOutput:
             os.close(descriptor)
 
     async def drained(self, patience: float) -> None:
-        """Wait until all that the worker wrote is read, for some seconds at most: a process may hold on to it."""
+        """Wait until all that an ended worker wrote is read, for some seconds at most: a process may hold on to it."""
+        self._out.catch_up()
+        self._err.catch_up()
         await asyncio.wait([self._out.over, self._err.over], timeout=patience)
 
     def tail(self) -> str:
@@ -188,7 +237,7 @@ def open_output(
         to_file = settings.directory is not None and which in redirected | teed
         if to_file and which not in teed:
             return LogFile(folder / name)
-        file = open_log(folder / name) if to_file else None
+        file = folder / name if to_file else None
         return LogPipe(prefix=prefix.encode(), console=console, descriptor=which.value, file=file)
 
     try:
@@ -217,6 +266,8 @@ def make_folder(settings: LogSettings) -> None:
 
 
 def _unwritable(folder: Path, error: OSError) -> SettingsError:
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return SettingsError("too many files are open for so many workers: raise the limit (ulimit -n), or have fewer.")
     why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
     return SettingsError(f"workers' output cannot be written below {folder}: {why}. Choose another --log-dir.")
 
@@ -236,8 +287,3 @@ def _unused(folder: Path, stem: str, suffix: str) -> Path:
         if not path.exists():
             return path
     raise AssertionError
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

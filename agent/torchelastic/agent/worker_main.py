@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -97,6 +98,7 @@ def _be_fresh(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     time.tzset()
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A new interpreter draws these from the system; a forked one would have the same in all ranks.
     random.seed()

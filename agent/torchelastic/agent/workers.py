@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import secrets
 import shutil
 import signal
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent import hang
 from torchelastic.agent.console import Console
-from torchelastic.agent.fork_server import ForkServer, StartError
 from torchelastic.agent.forked_child import STORE
 from torchelastic.agent.guarding import Guard
 from torchelastic.agent.heartbeats import Heartbeats
@@ -29,7 +29,8 @@ from torchelastic.agent.processes import Reaper
 from torchelastic.agent.store_main import READY
 from torchelastic.agent.worker_group import GroupEnded, WorkerExit, WorkerGroup, WorkerStart
 from torchelastic.agent.worker_logs import make_folder, open_output
-from torchelastic.errors import SettingsError
+from torchelastic.errors import SettingsError, StartError
+from torchelastic.machine import interface_variables
 from torchelastic.output import DEFAULT_ROLE, worker_prefix
 from torchelastic.worker import HEARTBEAT_FILE
 
@@ -37,20 +38,32 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping, Sequence
 
+    from torchelastic.agent.fork_server import ForkServer
     from torchelastic.agent.processes import Child
-    from torchelastic.settings import LogSettings, Program
+    from torchelastic.settings import AgentSettings, LogSettings, Program
 
-__all__ = ["GroupEnded", "StartError", "StoreServer", "WorkerExit", "WorkerGroup", "WorkerStart", "Workers"]
+__all__ = [
+    "GroupEnded",
+    "StoreServer",
+    "WorkerExit",
+    "WorkerGroup",
+    "WorkerStart",
+    "Workers",
+    "workers_of",
+]
 
 _CONSOLE_PATIENCE: Final = 5.0
 """Seconds for which output that nobody reads is held when all else has ended."""
+
+_CONSOLE_LIMIT: Final = 20.0
+"""Seconds for which it is where somebody reads it slowly; a pod's time to end has room for that beside all else."""
 
 
 class StoreServer:
     """A process that serves a TCPStore.
 
     Attributes:
-        ended: gets the process's exit code if it ends, by itself or by :meth:`close`.
+        ended: gets the process's exit code if it ends, by itself or by :meth:`kill`.
     """
 
     def __init__(self, child: Child) -> None:
@@ -62,9 +75,13 @@ class StoreServer:
         """Its process id."""
         return self._child.pid
 
-    async def close(self) -> None:
-        """End it."""
+    def kill(self) -> None:
+        """End it, without waiting for that: the next epoch's store has a socket of its own."""
         self._child.signal(signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End it, and wait until it has ended."""
+        self.kill()
         await asyncio.shield(self._child.ended)
 
 
@@ -131,7 +148,7 @@ class Workers:
                 folders.append(self._heartbeats)
             stack.enter_context(self._reaper)
             self._console = Console(carries_log=self._reaper.alone)
-            stack.push_async_callback(self._console.close, _CONSOLE_PATIENCE)
+            stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
             self._guard = Guard(self._reaper, self._mark, folders)
             self._guard.start()
             stack.push_async_callback(self._guard.close)
@@ -233,6 +250,8 @@ class Workers:
                 outputs.append(output)
             try:
                 started = await self._launcher.start(epoch, workers, outputs)
+            except OSError as error:
+                raise StartError(f"no worker can be started: {error.strerror}") from None
             finally:
                 for output in outputs:
                     output.handed_over()
@@ -263,6 +282,24 @@ class Workers:
             raise SettingsError(
                 f"no file for heartbeats can be made below {self._heartbeats}: {error.strerror}. Make room there."
             ) from None
+
+
+def workers_of(settings: AgentSettings, *, alone: bool = True) -> Workers:
+    """What starts an agent's workers, not entered yet.
+
+    Args:
+        settings: what the agent is asked to do.
+        alone: see :class:`Workers`.
+    """
+    return Workers(
+        settings.program,
+        settings.logs,
+        role=settings.role,
+        local_world_size=settings.workers,
+        environment=interface_variables(settings.interface, os.environ),
+        heartbeat_timeout=settings.heartbeat_timeout,
+        alone=alone,
+    )
 
 
 def _scratch() -> Path:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import multiprocessing
 import secrets
 import signal
 import socket
@@ -46,14 +47,6 @@ __all__ = ["LocalElasticAgent"]
 
 logger = logging.getLogger(__name__)
 
-_START_METHODS: Final = {
-    "fork-server": StartMethod.FORK_SERVER,
-    "forkserver": StartMethod.FORK_SERVER,
-    "fork": StartMethod.FORK_SERVER,
-    "exec": StartMethod.EXEC,
-    "spawn": StartMethod.EXEC,
-}
-
 _one_at_a_time: Final = threading.Lock()
 
 
@@ -84,7 +77,7 @@ class LocalElasticAgent:
         logs_specs: Any = None,  # noqa: ANN401 - of torch's type, which is not imported here
         shutdown_timeout: float = 5.0,
     ) -> None:
-        method = _START_METHODS.get(start_method.strip().lower().replace("_", "-"))
+        method = StartMethod.named(f"{start_method}")
         if method is None:
             raise SettingsError(
                 f"start_method={start_method}: this is fork-server or exec (or torch's forkserver, fork or spawn)."
@@ -114,10 +107,15 @@ class LocalElasticAgent:
         Raises:
             RendezvousError: this node cannot meet the others.
             SettingsError: what is asked for cannot be; the message says what to change.
-            RuntimeError: another agent runs in this process.
+            RuntimeError: another agent runs in this process, or this one is multiprocessing's and has no work yet.
             Exception: whatever the handler's ``next_rendezvous`` raised, where it is not ours; and whatever a signal
                 handler of the program raised meanwhile.
         """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                "A process that multiprocessing has started imports this program: what launches workers has to stand "
+                'below `if __name__ == "__main__":`, or each such process would launch workers, too.'
+            )
         if not _one_at_a_time.acquire(blocking=False):
             raise RuntimeError("Another agent runs in this process; a process can have one at a time.")
         try:
@@ -142,7 +140,7 @@ class LocalElasticAgent:
 
         def live() -> None:
             try:
-                ending.set_result(asyncio.run(agent.run()))
+                ending.set_result(asyncio.run(agent.run_beside()))
             except BaseException as error:  # noqa: BLE001 - whoever waits gets it
                 ending.set_exception(error)
 

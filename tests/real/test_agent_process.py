@@ -1,0 +1,126 @@
+"""The beginning and the end of an agent's own process: nothing is waited for that need not be, and no word is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.crew import eventually, told
+from torchelastic.agent.process_table import read_table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.real
+
+WATCHED_SPAWN = """
+import os, sys
+
+spawn = os.posix_spawn
+
+def telling(path, argv, *rest, **more):
+    if any("fork_server_main" in word for word in argv):
+        heavy = ("aiohttp", "prometheus_client", "torchelastic.agent.agent", "torchelastic.rendezvous.node")
+        print("imported before torch:", [name for name in heavy if name in sys.modules], flush=True)
+    return spawn(path, argv, *rest, **more)
+
+os.posix_spawn = telling
+"""
+
+
+async def test_the_import_of_torch_waits_for_no_other(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WATCHED_SPAWN)
+    (program := tmp_path / "program.py").touch()
+    env = {"PYTHONPATH": str(tmp_path)}
+    async with AgentProcess("--standalone", "--metrics-port=0", program, env=env) as agent:
+        assert await agent.code() == 0
+    assert "imported before torch: []" in agent.lines
+
+
+async def test_an_agent_that_is_all_but_gone_has_said_its_last_words_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    program, last_words = tmp_path / "program.py", tmp_path / "last-words"
+    program.write_text(
+        f"""if True:
+            import os, sys
+            os.write(2, b"x" * {1 << 20})
+            open(sys.argv[1], "w").close()
+            sys.exit(7)
+        """
+    )
+    agent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "torchelastic.run", "--standalone", "--max-restarts=0"),
+        *(f"--termination-log={last_words}", program, tmp_path / "up"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        limit=16,  # bytes that are read ahead: what nobody has asked for stays in the pipe
+    )
+    assert agent.stderr
+    try:
+        await told(tmp_path / "up")
+        # The run has ended when nothing is left of what started its workers; only words are left to be said.
+        await eventually(lambda: not [entry for entry in read_table().values() if entry.parent == agent.pid])
+        assert json.loads(last_words.read_text())["reason"] == "WorkerFailed"
+        agent.send_signal(signal.SIGTERM)
+        agent.send_signal(signal.SIGINT)
+        async with asyncio.timeout(PATIENCE):
+            await agent.stderr.read()
+            assert await agent.wait() == 1
+    finally:
+        if agent.returncode is None:
+            agent.kill()
+            await agent.communicate()
+
+
+async def test_an_agent_that_is_started_with_closed_streams_mixes_up_nothing(tmp_path: Path, etcd: EtcdServer) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("for number in range(10_000): print('line', number)\n")
+    flags = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    closed = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
+    async with AgentProcess(*flags, program, within=closed) as agent:
+        assert await agent.code() == 0
+
+
+async def test_an_agent_that_is_asked_to_go_does_not_give_its_workers_the_time_of_a_failed_epoch_first(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "stubborn.py"
+    program.write_text(
+        """if True:
+            import os, signal, sys
+            signal.signal(signal.SIGTERM, lambda *_: print("asked to stop", flush=True))
+            print("up", flush=True)
+            if os.environ["RANK"] == "0":
+                open(sys.argv[1]).read()
+                sys.exit(5)
+            while True:
+                signal.pause()
+        """
+    )
+    os.mkfifo(tmp_path / "go")
+    flags = ("--standalone", "--nproc-per-node=2", "--stop-timeout=600", "--stop-grace=0.1")
+    async with AgentProcess(*flags, program, tmp_path / "go") as agent:
+        for rank in (0, 1):
+            await agent.said(rf"\[rank {rank}\] up")
+        await asyncio.to_thread((tmp_path / "go").write_text, "")
+        await agent.said(r"\[rank 1\] asked to stop")
+        agent.kill(signal.SIGTERM)
+        assert await agent.code() == 143
+
+
+async def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").touch()
+    within = ("sh", "-c", 'ulimit -n 120; exec "$@"', "sh")
+    async with AgentProcess("--standalone", "--nproc-per-node=32", program, within=within) as agent:
+        assert await agent.code() == 2
+    assert "too many files are open for so many workers: raise the limit (ulimit -n)" in agent.lines[-1]

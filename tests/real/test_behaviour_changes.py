@@ -1,0 +1,137 @@
+"""Planned changes: what workers that are to end are told, and what time they have; spares wait and take over."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.puppets import Stage
+from torchelastic.contract import Env, SizeRecord, encode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.real
+
+NO_TIMERS = "--rdzv-conf=joining_window=3600,lease=3600,gather=3600"
+
+ASKS = """
+    import torchelastic
+    torchelastic.ask_for_notice(600)
+"""
+IS_TOLD = """
+    import time
+    while (told := torchelastic.notice()) is None:
+        time.sleep(0.005)
+    answer = [told.reason, told.cause]
+"""
+ANSWERS = "torchelastic.saved()"
+
+SAVES_WHEN_ASKED_TO_END = """
+    import signal, time
+    def end(*_):
+        time.sleep(0.5)  # it takes a while to save
+        open({path!r}, "w").write("all of it")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, end)
+"""
+
+HEEDS_NOTHING = """
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+"""
+
+
+async def test_before_a_job_is_made_smaller_all_that_asked_for_it_have_time_to_save(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    env = {Env.SIZE: encode(SizeRecord(min=1, max=2, wanted=2)).decode()}
+    async with (
+        Stage(tmp_path, etcd) as stage,
+        stage.agent("one", NO_TIMERS, "--notice=600", env=env) as one,
+        stage.agent("two", NO_TIMERS, "--notice=600", env=env) as two,
+    ):
+        staying, going = await stage.epoch(1, world=2)
+        for worker in (staying, going):
+            await worker.does(ASKS)
+        store = await stage.store()
+        await store.put(stage.keys.size, encode(SizeRecord(min=1, max=2, wanted=1, generation=1)))
+        await store.close()
+        for worker in (staying, going):
+            [reason, cause] = await worker.does(IS_TOLD)
+            assert (reason, cause) == ("resized", f"{going.node} is taken away")
+        going.tell(ANSWERS)
+        assert await staying.does("answer = torchelastic.epoch_stands()"), "one has not answered yet"
+        assert stage.epochs == {1}
+        staying.tell(ANSWERS)
+        [alone] = await stage.epoch(2, world=1)
+        assert (alone.node, alone.env["TORCHELASTIC_RESTART_COUNT"]) == (staying.node, "0")
+        alone.tell("raise SystemExit(0)")
+        assert [await one.code(), await two.code()] == [0, 0]
+
+
+async def test_workers_of_a_node_that_leaves_have_the_grace_to_end_by_themselves(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    flags = ("--nnodes=1:2", NO_TIMERS, "--stop-grace=60")
+    saved = tmp_path / "saved"
+    async with (
+        Stage(tmp_path, etcd) as stage,
+        stage.agent("one", *flags) as one,
+        stage.agent("two", *flags) as two,
+    ):
+        agents = {"one": one, "two": two}
+        staying, going = await stage.epoch(1, world=2)
+        await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved)))
+        agents[going.node].kill(signal.SIGTERM)
+        # The others do not wait for that.
+        [alone] = await stage.epoch(2, world=1)
+        assert await agents[going.node].code() == 143
+        assert saved.read_text() == "all of it"
+        alone.tell("raise SystemExit(0)")
+        assert await agents[staying.node].code() == 0
+
+
+@pytest.mark.parametrize(("grace", "signals"), [("0.5", 1), ("600", 2)])
+async def test_what_does_not_heed_it_is_killed_when_the_grace_is_over_or_at_a_second_signal(
+    tmp_path: Path, grace: str, signals: int
+) -> None:
+    async with (
+        Stage(tmp_path, None) as stage,
+        stage.agent("one", "--standalone", f"--stop-grace={grace}") as agent,
+    ):
+        [worker] = await stage.epoch(1, world=1)
+        await worker.does(HEEDS_NOTHING)
+        agent.kill(signal.SIGTERM)
+        await agent.said(r"\[rank 0\] asked to end")
+        for _ in range(signals - 1):
+            agent.kill(signal.SIGTERM)
+        assert await agent.code() == 143
+        await worker.gone()
+
+
+async def test_nodes_beyond_the_maximum_wait_where_no_size_is_wanted_and_take_over_at_once(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    flags = ("--nnodes=1:2", NO_TIMERS)
+    async with (
+        Stage(tmp_path, etcd) as stage,
+        stage.agent("one", *flags) as one,
+        stage.agent("two", *flags) as two,
+        stage.agent("three", *flags) as three,
+    ):
+        agents = {"one": one, "two": two, "three": three}
+        first = await stage.epoch(1, world=2)
+        [spare] = agents.keys() - {worker.node for worker in first}
+        await agents[spare].said("waiting as a spare")
+        assert [await worker.does("answer = 'alive'") for worker in first] == ["alive"] * 2
+        agents[first[0].node].kill()
+        second = await stage.epoch(2, world=2)
+        assert [worker.node for worker in second] == [first[1].node, spare]
+        for worker in second:
+            worker.tell("raise SystemExit(0)")
+        assert [await agents[worker.node].code() for worker in second] == [0, 0]
