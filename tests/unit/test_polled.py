@@ -14,7 +14,7 @@ from torchelastic.contract import EpochRecord, FailureRecord, NodePhase, Outcome
 from torchelastic.errors import RendezvousError
 from torchelastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStateError
 from torchelastic.rendezvous.node import EpochBegan, RunEnded
-from torchelastic.rendezvous.polled import PolledNode, PolledSettings
+from torchelastic.rendezvous.polled import PolledNode, PolledSettings, _CallingThread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -295,3 +295,18 @@ async def test_a_handler_that_never_returns_holds_up_nobody(nodes: Nodes) -> Non
     async with asyncio.timeout(LIMIT / 2):
         await nodes.close()
     gate.set()
+
+
+async def test_what_a_call_has_returned_when_it_is_given_up_is_cleared_away() -> None:
+    calls, cleared, given = _CallingThread(), list[int](), threading.Event()
+    calls.start()
+    waiting = asyncio.create_task(calls.do(lambda: 7, cleared.append))
+    await asyncio.sleep(0)  # it asks
+    calls._queue.put(given.set)
+    assert given.wait(LIMIT)
+    await asyncio.sleep(0)  # it has its answer, and has not gone on yet
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    calls.stop()
+    assert cleared == [7]

@@ -314,11 +314,21 @@ class _CallingThread:
                     unwanted(result)
 
         self._queue.put(make)
-        return await answer
+        return await _wanted(answer, unwanted)
 
     def _work(self) -> None:
         while (make := self._queue.get()) is not None:
             make()
+
+
+async def _wanted(answer: asyncio.Future[Result], unwanted: Callable[[Result], None] | None) -> Result:
+    """Wait for an answer; one that comes in the moment in which it is given up, nobody else would get."""
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        if unwanted is not None and not answer.cancelled() and answer.exception() is None:
+            unwanted(answer.result())
+        raise
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[Result], None], value: Result) -> bool:
