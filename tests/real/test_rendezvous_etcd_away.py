@@ -93,8 +93,9 @@ async def test_a_dead_etcd_is_looked_for_calmly_and_complained_of_once(
     tries, busy = line.connections, time.process_time()
     await asyncio.sleep(AWAY)  # for how often they try
     tries, busy = line.connections - tries, time.process_time() - busy
-    # Each node has a watch and its own key, the leader another watch and the lasting keys: once a second each, at most.
-    assert 1 <= tries <= 12 * AWAY
+    # Each node has a watch and its own key, the leader another watch and the lasting keys: once or twice a second each,
+    # where a busy loop would try a hundred times as often.
+    assert 1 <= tries <= 20 * AWAY
     assert busy < AWAY / 2
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 4
     await any_etcd.start()
