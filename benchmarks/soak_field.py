@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -155,7 +156,7 @@ class Field:
     def inventory(self) -> Counter[str]:
         """How many processes there are by their titles, dead ones included, and how many descriptors those have open.
 
-        Folders for temporary files are counted, too.
+        What lies among the temporary files is counted, too, by the beginning of its name.
         """
         found: Counter[str] = Counter()
         agents = {child.pid for child in self._children.values()}
@@ -175,7 +176,7 @@ class Field:
                 title = "unknown"
             found[f"{title}: processes"] += 1
             found[f"{title}: descriptors"] += _descriptors(pid)
-        found["temporary folders"] = len(list(self._household.scratch.iterdir()))
+        found.update(f"temporary: {_kind(path.name)}" for path in self._household.scratch.iterdir())
         return found
 
     async def inventory_at_rest(self, limit: float) -> Counter[str]:
@@ -190,6 +191,11 @@ class Field:
                 raise Missing(f"the agents do not come to rest: {dict(found)}")
             await asyncio.sleep(0.5)
         return found
+
+
+def _kind(name: str) -> str:
+    """The name of a temporary file without what makes it a name of its own."""
+    return re.sub(r"[A-Za-z0-9_]{8}$", "*", name)
 
 
 def _title(pid: int) -> str:
