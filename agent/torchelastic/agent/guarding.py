@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 _STEADY: Final = 0.5
 """Seconds of life after which a guard's death is somebody's doing and not its own."""
 
+_LONGEST_PAUSE: Final = 30.0
+"""Seconds after which one is started again at the latest where none lives for long."""
+
 
 class Guard:
     """The process that ends the workers' trees if this one dies.
@@ -40,6 +43,8 @@ class Guard:
         self._child: Child
         self._started = 0.0
         self._pipe = -1
+        self._pause = 0.0
+        self._later: asyncio.TimerHandle | None = None
         self._closed = False
 
     def start(self) -> None:
@@ -53,6 +58,10 @@ class Guard:
                 {},
                 {0: reading, 1: 2, 2: 2},
             )
+        except OSError:
+            os.close(self._pipe)
+            self._pipe = -1
+            raise
         finally:
             os.close(reading)
         self._started = asyncio.get_running_loop().time()
@@ -74,6 +83,8 @@ class Guard:
     async def close(self) -> None:
         """End the guard: nothing is left to be guarded."""
         self._closed = True
+        if self._later is not None:
+            self._later.cancel()
         self._child.signal(signal.SIGKILL)
         await self._child.ended
 
@@ -86,9 +97,25 @@ class Guard:
         self._pipe = -1
         if self._closed:
             return
-        if asyncio.get_running_loop().time() - self._started < _STEADY:
+        if asyncio.get_running_loop().time() - self._started >= _STEADY:
+            self._pause = 0.0
+            self._start_again()
+        else:
+            self._rest("died as soon as it was started")
+
+    def _start_again(self) -> None:
+        try:
+            self.start()
+        except OSError as error:
+            self._rest(f"cannot be started: {error.strerror}")
+
+    def _rest(self, why: str) -> None:
+        """Try it later, and later each time."""
+        if self._pause == 0.0:
             logger.error(
-                "The process that guards the workers cannot live: should this agent be killed, they may go on."
+                "The process that guards the workers %s. Until another one lives, what they have started may go on "
+                "where this agent is killed.",
+                why,
             )
-            return
-        self.start()
+        self._pause = min(max(2 * self._pause, _STEADY), _LONGEST_PAUSE)
+        self._later = asyncio.get_running_loop().call_later(self._pause, self._start_again)
