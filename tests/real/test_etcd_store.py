@@ -16,10 +16,11 @@ from tests.support import etcd_kinds
 from tests.support.answers import answering, http
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
-from tests.support.store_conformance import HANGS, StoreBehaviour, confirmed, ended, seen
+from tests.support.etcd_conformance import EtcdFaults
+from tests.support.store_conformance import StoreBehaviour, confirmed, ended, seen
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.contract import run_lease
-from torchelastic.errors import HistoryCompacted, LeaseLost, SettingsError, StoreRefused, StoreUnavailable
+from torchelastic.errors import SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.store import StoreSettings, connect, etcd_v3
 from torchelastic.store.etcd_v3 import EtcdV3Store
 from torchelastic.store.lasting import LastingKeys
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from torchelastic.store import Change
 
 pytestmark = pytest.mark.real
 
@@ -76,6 +76,16 @@ class TestEtcdV3Store(StoreBehaviour):
     @pytest.fixture
     def compact(self, each_etcd: EtcdServer) -> Callable[[int], Awaitable[None]]:
         return lambda revision: ask(each_etcd, "/v3/kv/compaction", {"revision": revision})
+
+
+class TestFaultsOfEtcdV3(EtcdFaults):
+    adapter = EtcdV3Store
+    start = 1
+    watching = b"/v3/watch"
+    without_data = (StoreUnavailable,)
+    writers = 4
+    writes = 600
+    kill_after = (300, 1100, 1900)
 
 
 # What a network and a server can do
@@ -144,91 +154,7 @@ async def test_what_is_no_address_is_told_before_anything_is_asked(endpoint: str
         EtcdV3Store(StoreSettings(endpoints=(endpoint,)))
 
 
-async def test_another_server_is_asked_where_one_does_not_listen(etcd: EtcdServer, prefix: str) -> None:
-    settings = StoreSettings(endpoints=("127.0.0.1:1", etcd.endpoint))
-    store = await connect(settings)
-    lease = await store.grant(60)
-    revision = await store.put(prefix + "a", b"", lease=lease)
-    async with contextlib.aclosing(store.watch(prefix, revision)) as watch:
-        await confirmed(watch)
-        assert len(await seen(watch, 1)) == 1
-    await store.close()
-
-
-async def test_another_server_is_asked_where_one_hangs(etcd: EtcdServer, own_etcd: EtcdServer, prefix: str) -> None:
-    endpoints = (own_etcd.endpoint, etcd.endpoint)
-    async with opened(etcd.settings, endpoints=endpoints, request_timeout=1.0) as store:
-        with own_etcd.paused():
-            assert await store.get(prefix + "a") is None
-            await store.put(prefix + "a", b"")  # the server that hung is now the last to be asked
-            assert await store.get(prefix + "a") is not None
-
-
-async def test_a_server_that_hangs_is_told_within_the_time_limit(own_etcd: EtcdServer, prefix: str) -> None:
-    async with opened(own_etcd.settings, request_timeout=0.3) as store, asyncio.timeout(HANGS):
-        await store.put(prefix + "a", b"")
-        with own_etcd.paused():
-            with pytest.raises(StoreUnavailable, match=r"gave no answer within 0\.3 seconds"):
-                await store.get(prefix + "a")
-            with pytest.raises(StoreUnavailable, match="gave no answer"):
-                await store.put(prefix + "a", b"")
-            with pytest.raises(StoreUnavailable, match="gave no answer"):
-                await store.check()
-        assert await store.get(prefix + "a") is not None
-
-
 # Watches that break
-
-
-async def test_a_watch_of_a_server_that_stands_still_ends(own_etcd: EtcdServer, prefix: str) -> None:
-    async with (
-        opened(own_etcd.settings, silence_limit=0.6) as store,
-        contextlib.aclosing(store.watch(prefix, 1)) as watch,
-    ):
-        await confirmed(watch)
-        with own_etcd.paused(), pytest.raises(StoreUnavailable):
-            await ended(watch)
-
-
-async def test_a_quiet_watch_says_that_it_is_alive_and_goes_on(etcd: EtcdServer, prefix: str) -> None:
-    async with opened(etcd.settings, silence_limit=0.2) as store:
-        last = await store.put(prefix + "a", b"")
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch, asyncio.timeout(HANGS):
-            for _ in range(5):
-                assert await anext(watch) == ()
-            await store.put(prefix + "b", b"")
-            assert [change.key for change in await seen(watch, 1)] == [prefix + "b"]
-
-
-async def test_a_watch_of_a_server_that_stops_in_order_ends(own_etcd: EtcdServer, prefix: str) -> None:
-    async with opened(own_etcd.settings) as store, contextlib.aclosing(store.watch(prefix, 1)) as watch:
-        await confirmed(watch)
-        await own_etcd.stop()
-        with pytest.raises(StoreUnavailable):
-            await ended(watch)
-
-
-async def test_a_watch_whose_connection_is_cut_ends(etcd: EtcdServer, prefix: str) -> None:
-    async with TcpProxy(etcd.endpoint) as proxy, opened(etcd.settings, endpoints=(proxy.endpoint,)) as store:
-        last = await store.put(prefix + "a", b"")
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-            await confirmed(watch)
-            proxy.cut()
-            with pytest.raises(StoreUnavailable, match=proxy.endpoint):
-                await ended(watch)
-
-
-async def test_a_watch_whose_line_falls_silent_ends(etcd: EtcdServer, prefix: str) -> None:
-    async with (
-        TcpProxy(etcd.endpoint) as proxy,
-        opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=0.6) as store,
-    ):
-        last = await store.put(prefix + "a", b"")
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-            await confirmed(watch)
-            proxy.fall_silent()
-            with pytest.raises(StoreUnavailable):
-                await ended(watch)
 
 
 async def test_what_only_the_stream_has_lost_is_told_when_the_watch_is_made_anew(
@@ -250,74 +176,6 @@ async def test_what_only_the_stream_has_lost_is_told_when_the_watch_is_made_anew
             await store.put(prefix + "3", b"")
             told += await seen(watch, 1)
         assert [change.key for change in told] == [prefix + "1", prefix + "2", prefix + "3"]
-
-
-async def test_nothing_is_lost_or_told_twice_over_kills_of_the_server(own_etcd: EtcdServer, prefix: str) -> None:
-    kill_after = (300, 1100, 1900)
-    told: list[Change] = []
-    due = [asyncio.Event() for _ in kill_after]
-
-    async def read(store: EtcdV3Store) -> None:
-        start = 1
-        while not told or told[-1].key != prefix + "last":
-            with contextlib.suppress(StoreUnavailable):
-                async with contextlib.aclosing(store.watch(prefix, start)) as watch:
-                    async for changes in watch:
-                        told.extend(changes)
-                        start = told[-1].revision + 1 if told else start
-                        for count, event in zip(kill_after, due, strict=True):
-                            if len(told) >= count:
-                                event.set()
-                        if told and told[-1].key == prefix + "last":
-                            break
-            await asyncio.sleep(0.01)  # as a caller backs off
-
-    async def write(store: EtcdV3Store, writer: int) -> None:
-        for index in range(600):
-            while True:
-                with contextlib.suppress(StoreUnavailable):
-                    await store.put(f"{prefix}{writer}", str(index).encode())
-                    break
-                await asyncio.sleep(0.01)
-
-    async with opened(own_etcd.settings) as store, asyncio.timeout(3 * HANGS):
-        reader = asyncio.create_task(read(store))
-        async with asyncio.TaskGroup() as writers:
-            for writer in range(4):
-                writers.create_task(write(store, writer))
-            for event in due:
-                await event.wait()
-                await own_etcd.kill()
-                await own_etcd.start()
-        await store.put(prefix + "last", b"")
-        await reader
-        async with contextlib.aclosing(store.watch(prefix, 1)) as watch:
-            await confirmed(watch)
-            truth = await seen(watch, len(told))
-    assert len(told) > 2400
-    assert told == truth
-    assert truth[-1].key == prefix + "last"
-
-
-async def test_an_etcd_that_came_back_without_its_data_does_not_leave_a_watch_waiting(
-    own_etcd: EtcdServer, prefix: str
-) -> None:
-    async with opened(own_etcd.settings) as store:
-        lease = await store.grant(60)
-        for index in range(10):
-            last = await store.put(f"{prefix}{index}", b"", lease=lease)
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-            await confirmed(watch)
-            await own_etcd.kill()
-            own_etcd.wipe()
-            await own_etcd.start()
-            with pytest.raises(StoreUnavailable):
-                await ended(watch)
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-            with pytest.raises(HistoryCompacted, match="has lost its data"):
-                await ended(watch)
-        with pytest.raises(LeaseLost):
-            await store.keep_alive(lease)
 
 
 # Who may do what
@@ -382,12 +240,6 @@ async def test_a_token_that_is_no_longer_good_is_renewed(guarded_etcd: EtcdServe
         async with contextlib.aclosing(store.watch("/alice/", revision)) as watch:
             await confirmed(watch)
             assert len(await seen(watch, 1)) == 1
-
-
-async def test_credentials_do_no_harm_where_nobody_asks_for_them(etcd: EtcdServer, prefix: str) -> None:
-    async with opened(etcd.settings, username="alice", password="s3cret") as store:
-        await store.check()
-        assert await store.get(prefix + "a") is None
 
 
 # TLS

@@ -17,10 +17,10 @@ import pytest_asyncio
 from tests.support import etcd_kinds
 from tests.support.answers import answering, http
 from tests.support.certificates import make_certificates
+from tests.support.etcd_conformance import EtcdFaults
 from tests.support.store_conformance import HANGS, StoreBehaviour, confirmed, ended, seen
-from tests.support.tcp_proxy import TcpProxy
 from torchelastic.contract import run_lease
-from torchelastic.errors import HistoryCompacted, LeaseLost, SettingsError, StoreRefused, StoreUnavailable
+from torchelastic.errors import HistoryCompacted, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.store import StoreSettings, connect
 from torchelastic.store.etcd_v2 import EtcdV2Store
 from torchelastic.store.etcd_v2_client import THREAD_NAME
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Change
 
 pytestmark = pytest.mark.real
 
@@ -104,6 +103,16 @@ class TestEtcdV2Store(StoreBehaviour):
                 await store.put("/elsewhere", b"")
 
         return forget
+
+
+class TestFaultsOfEtcdV2(EtcdFaults):
+    adapter = EtcdV2Store
+    start = 0
+    watching = b"wait=true"
+    without_data = (StoreUnavailable, HistoryCompacted)
+    writers = 2
+    writes = 200
+    kill_after = (100, 200, 300)
 
 
 # Which API is spoken
@@ -261,35 +270,6 @@ async def test_the_end_of_a_run_leaves_no_empty_folder(own_etcd: EtcdServer) -> 
             assert "nodes" not in (await response.json())["node"]
 
 
-async def test_another_server_is_asked_where_one_does_not_listen(etcd: EtcdServer, prefix: str) -> None:
-    store = await connect(dataclasses.replace(etcd.settings, endpoints=("127.0.0.1:1", etcd.endpoint)))
-    lease = await store.grant(60)
-    revision = await store.put(prefix + "a", b"", lease=lease)
-    async with contextlib.aclosing(store.watch(prefix, revision)) as watch:
-        await confirmed(watch)
-        assert len(await seen(watch, 1)) == 1
-    await store.close()
-
-
-async def test_another_server_is_asked_where_one_hangs(etcd: EtcdServer, own_etcd: EtcdServer, prefix: str) -> None:
-    endpoints = (own_etcd.endpoint, etcd.endpoint)
-    async with opened(etcd.settings, endpoints=endpoints, request_timeout=1.0) as store:
-        with own_etcd.paused():
-            assert await store.get(prefix + "a") is None
-            await store.put(prefix + "a", b"")  # the server that hung is now the last to be asked
-            assert await store.get(prefix + "a") is not None
-
-
-async def test_a_server_that_hangs_is_told_within_the_time_limit(own_etcd: EtcdServer, prefix: str) -> None:
-    async with opened(own_etcd.settings, request_timeout=0.3) as store, asyncio.timeout(HANGS):
-        await store.put(prefix + "a", b"")
-        with own_etcd.paused():
-            for ask in (store.get(prefix + "a"), store.put(prefix + "a", b""), store.check()):
-                with pytest.raises(StoreUnavailable, match="gave no answer"):
-                    await ask
-        assert await store.get(prefix + "a") is not None
-
-
 async def test_who_no_longer_waits_holds_nobody_up(own_etcd: EtcdServer, prefix: str) -> None:
     async with opened(own_etcd.settings, request_timeout=3600.0) as store, asyncio.timeout(HANGS):
         await store.put(prefix + "a", b"")
@@ -314,26 +294,6 @@ async def test_python_etcd_says_nothing_by_itself(caplog: pytest.LogCaptureFixtu
 # Watches that break
 
 
-async def test_a_watch_of_a_server_that_stands_still_ends(own_etcd: EtcdServer, prefix: str) -> None:
-    async with (
-        opened(own_etcd.settings, silence_limit=0.6) as store,
-        contextlib.aclosing(store.watch(prefix, 0)) as watch,
-    ):
-        await confirmed(watch)
-        with own_etcd.paused(), pytest.raises(StoreUnavailable):
-            await ended(watch)
-
-
-async def test_a_quiet_watch_says_that_it_is_alive_and_goes_on(etcd: EtcdServer, prefix: str) -> None:
-    async with opened(etcd.settings, silence_limit=0.2) as store:
-        last = await store.put(prefix + "a", b"")
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch, asyncio.timeout(HANGS):
-            for _ in range(5):
-                assert await anext(watch) == ()
-            await store.put(prefix + "b", b"")
-            assert [change.key for change in await seen(watch, 1)] == [prefix + "b"]
-
-
 async def test_a_quiet_watch_outlives_more_changes_elsewhere_than_etcd_keeps(etcd: EtcdServer, prefix: str) -> None:
     async with (
         opened(etcd.settings, silence_limit=0.2) as store,
@@ -347,107 +307,6 @@ async def test_a_quiet_watch_outlives_more_changes_elsewhere_than_etcd_keeps(etc
             assert await anext(watch) == ()  # it has moved on
         await store.put(prefix + "a", b"")
         assert [change.key for change in await seen(watch, 1)] == [prefix + "a"]
-
-
-async def test_a_watch_of_a_server_that_stops_in_order_ends(own_etcd: EtcdServer, prefix: str) -> None:
-    async with opened(own_etcd.settings) as store, contextlib.aclosing(store.watch(prefix, 0)) as watch:
-        await confirmed(watch)
-        await own_etcd.stop()
-        with pytest.raises(StoreUnavailable):
-            await ended(watch)
-
-
-async def test_a_watch_whose_connection_is_cut_ends(etcd: EtcdServer, prefix: str) -> None:
-    async with TcpProxy(etcd.endpoint) as proxy, opened(etcd.settings, endpoints=(proxy.endpoint,)) as store:
-        last = await store.put(prefix + "a", b"")
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-            await confirmed(watch)
-            ending = asyncio.create_task(ended(watch))
-            await proxy.until_sent(b"wait=true")
-            proxy.cut()
-            with pytest.raises(StoreUnavailable, match=proxy.endpoint):
-                await ending
-
-
-async def test_a_watch_whose_line_falls_silent_ends(etcd: EtcdServer, prefix: str) -> None:
-    async with (
-        TcpProxy(etcd.endpoint) as proxy,
-        opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=0.6) as store,
-    ):
-        last = await store.put(prefix + "a", b"")
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-            await confirmed(watch)
-            proxy.fall_silent()
-            with pytest.raises(StoreUnavailable):
-                await ended(watch)
-
-
-async def test_nothing_is_lost_or_told_twice_over_kills_of_the_server(own_etcd: EtcdServer, prefix: str) -> None:
-    kill_after = (100, 200, 300)
-    told: list[Change] = []
-    due = [asyncio.Event() for _ in kill_after]
-
-    async def read(store: EtcdV2Store, start: int) -> None:
-        while not told or told[-1].key != prefix + "last":
-            with contextlib.suppress(StoreUnavailable):
-                async with contextlib.aclosing(store.watch(prefix, start)) as watch:
-                    async for changes in watch:
-                        told.extend(changes)
-                        start = told[-1].revision + 1 if told else start
-                        for count, event in zip(kill_after, due, strict=True):
-                            if len(told) >= count:
-                                event.set()
-                        if told and told[-1].key == prefix + "last":
-                            break
-            await asyncio.sleep(0.01)  # as a caller backs off
-
-    async def write(store: EtcdV2Store, writer: int) -> None:
-        for index in range(200):
-            while True:
-                with contextlib.suppress(StoreUnavailable):
-                    await store.put(f"{prefix}{writer}", str(index).encode())
-                    break
-                await asyncio.sleep(0.01)
-
-    async with opened(own_etcd.settings) as store, asyncio.timeout(3 * HANGS):
-        first = await store.put(prefix + "first", b"") + 1
-        reader = asyncio.create_task(read(store, first))
-        async with asyncio.TaskGroup() as writers:
-            for writer in range(2):
-                writers.create_task(write(store, writer))
-            for event in due:
-                await event.wait()
-                await own_etcd.kill()
-                await own_etcd.start()
-        await store.put(prefix + "last", b"")
-        await reader
-        async with contextlib.aclosing(store.watch(prefix, first)) as watch:
-            await confirmed(watch)
-            truth = await seen(watch, len(told))
-    assert len(told) > 400
-    assert told == truth
-    assert truth[-1].key == prefix + "last"
-
-
-async def test_an_etcd_that_came_back_without_its_data_does_not_leave_a_watch_waiting(
-    own_etcd: EtcdServer, prefix: str
-) -> None:
-    async with opened(own_etcd.settings) as store:
-        lease = await store.grant(60)
-        for index in range(10):
-            last = await store.put(f"{prefix}{index}", b"", lease=lease)
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-            await confirmed(watch)
-            await own_etcd.kill()
-            own_etcd.wipe()
-            await own_etcd.start()
-            with pytest.raises((StoreUnavailable, HistoryCompacted)):
-                await ended(watch)
-        async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-            with pytest.raises(HistoryCompacted, match="has lost its data"):
-                await ended(watch)
-        with pytest.raises(LeaseLost):
-            await store.keep_alive(lease)
 
 
 # Who may do what
@@ -501,12 +360,6 @@ async def test_wrong_or_missing_credentials_are_refused_and_never_shown(guarded_
         with pytest.raises(StoreRefused, match="does not accept the user name and password") as refused:
             await store.put("/torchelastic/run/a", b"")
     assert "hunter2" not in f"{refused.value!r} {refused.value.__context__!r} {settings!r}"
-
-
-async def test_credentials_do_no_harm_where_nobody_asks_for_them(etcd: EtcdServer, prefix: str) -> None:
-    async with opened(etcd.settings, username="alice", password="s3cret") as store:
-        await store.check()
-        assert await store.get(prefix + "a") is None
 
 
 # TLS

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torchelastic.contract import EpochRecord, NodeRecord, NoticeRecord, OutcomeRecord, SizeRecord
 from torchelastic.rendezvous.node import EpochBegan, Isolated, Noticed, RendezvousNode, RunEnded
 from torchelastic.settings import RendezvousSettings
+from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -19,6 +20,23 @@ if TYPE_CHECKING:
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing is measured by it."""
+
+
+class Clients:
+    """Hands out clients of one store, and remembers them by the order in which they came."""
+
+    def __init__(self) -> None:
+        self.data = MemoryStore()
+        self.all: list[MemoryStore] = []
+
+    async def connect(self) -> Store:
+        self.all.append(self.data.another())
+        return self.all[-1]
+
+    def reach(self, reachable: bool) -> None:
+        """Whether the store can be reached by all of them from now on."""
+        for client in self.all:
+            client.reachable = reachable
 
 
 class Meeting:

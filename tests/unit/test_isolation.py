@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.nodes import PATIENCE, Meeting, all_with
+from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
 from torchelastic.contract import NodePhase, RunKeys
 from torchelastic.rendezvous.control import Control
 from torchelastic.rendezvous.isolation import Isolation
 from torchelastic.store import MemoryStore
 
-if TYPE_CHECKING:
-    from torchelastic.store import Store
-
 LEASE = 0.4
-
-
-class Clients:
-    """Hands out clients of one store, and remembers them by the order in which they came."""
-
-    def __init__(self) -> None:
-        self.data = MemoryStore()
-        self.all: list[MemoryStore] = []
-
-    async def connect(self) -> Store:
-        self.all.append(self.data.another())
-        return self.all[-1]
 
 
 @pytest.mark.parametrize("dying", ["a", "b"])
@@ -53,14 +37,12 @@ async def test_without_the_store_alone_training_goes_on_and_a_newcomer_is_taken_
     async with Meeting(clients.connect, "run", lease=LEASE, joining_window=0.5) as meeting:
         a, b = [await meeting.node(name) for name in "ab"]
         first = await all_with(a, b)
-        for client in clients.all:
-            client.reachable = False
+        clients.reach(False)
         for node in (a, b):
             await node.until_away()
         for node in (a, b):
             clients.data.expire(node.inner._session.lease)
-        for client in clients.all:
-            client.reachable = True
+        clients.reach(True)
         c = await meeting.node("c")
         epoch = await all_with(a, b, c)
         assert (epoch.number, epoch.nodes[:2]) == (2, first.nodes)
@@ -75,8 +57,7 @@ async def test_a_node_whose_workers_have_ended_waits_in_peace_though_it_reaches_
         await all_with(a, b)
         leader, other = (a, b) if a.inner._leadership is not None else (b, a)
         await other.says(phase=NodePhase.DONE)
-        for client in clients.all:
-            client.reachable = False
+        clients.reach(False)
         await leader.crash()
         await asyncio.sleep(2 * LEASE)  # the passing of the lease's time is what this is about
         other.drain()

@@ -7,35 +7,17 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from tests.support.nodes import Meeting, all_with
+from tests.support.nodes import Clients, Meeting, all_with
 from tests.support.views import failure
 from torchelastic.contract import NodePhase, OutcomeState
-from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tests.support.nodes import TestNode
     from torchelastic.contract import OutcomeRecord
-    from torchelastic.store import Store
 
 LEASE = 0.5
-
-
-class Clients:
-    """Clients of one store, by the order in which they came."""
-
-    def __init__(self) -> None:
-        self.data = MemoryStore()
-        self.all: list[MemoryStore] = []
-
-    async def connect(self) -> Store:
-        self.all.append(self.data.another())
-        return self.all[-1]
-
-    def reach(self, reachable: bool) -> None:
-        for client in self.all:
-            client.reachable = reachable
 
 
 async def all_workers_end_with_0(nodes: list[TestNode], number: int) -> None:

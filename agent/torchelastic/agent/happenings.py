@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from torchelastic.agent.workers import GroupEnded
-from torchelastic.rendezvous.node import EpochBegan, Event
+from torchelastic.rendezvous.events import Event, close_unclaimed
 
 if TYPE_CHECKING:
     import signal
@@ -79,10 +79,7 @@ class Happenings:
         for task in self._feeding:
             task.cancel()
         await asyncio.gather(*self._feeding, return_exceptions=True)
-        while not self._queue.empty():  # what nobody has dealt with is nobody else's to close
-            happening = self._queue.get_nowait()
-            if isinstance(happening, EpochBegan) and happening.store is not None:
-                happening.store.close()
+        close_unclaimed(self._queue)
 
     def put(self, happening: Happening) -> None:
         """Something happened."""

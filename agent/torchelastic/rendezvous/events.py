@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import asyncio
     import socket
 
     from torchelastic.contract import EpochRecord, NoticeRecord, OutcomeRecord
@@ -49,3 +50,11 @@ class Isolated:
 
 
 Event = EpochBegan | Noticed | RunEnded | Isolated
+
+
+def close_unclaimed(queue: asyncio.Queue[Any]) -> None:
+    """Close the sockets of epochs that nobody has received: no one else would, whatever else stands in the queue."""
+    while not queue.empty():
+        event = queue.get_nowait()
+        if isinstance(event, EpochBegan) and event.store is not None:
+            event.store.close()

@@ -21,7 +21,7 @@ from torchelastic.contract import (
 )
 from torchelastic.errors import StoreError
 from torchelastic.rendezvous.control import Control
-from torchelastic.rendezvous.events import EpochBegan, Event, Isolated, Noticed, RunEnded
+from torchelastic.rendezvous.events import EpochBegan, Event, Isolated, Noticed, RunEnded, close_unclaimed
 from torchelastic.rendezvous.finished_runs import forget_finished_run
 from torchelastic.rendezvous.isolation import Isolation
 from torchelastic.rendezvous.leader import Leadership
@@ -122,10 +122,7 @@ class RendezvousNode:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         await self._close_sockets()
-        while not self.events.empty():  # what nobody has received is nobody else's to close
-            event = self.events.get_nowait()
-            if isinstance(event, EpochBegan) and event.store is not None:
-                event.store.close()
+        close_unclaimed(self.events)
         try:
             async with asyncio.timeout(GOODBYE_LIMIT):
                 await self._succession.leave()

@@ -23,9 +23,9 @@ from torchelastic import machine
 from torchelastic.contract import EpochRecord, NodePhase, OutcomeRecord, OutcomeState
 from torchelastic.errors import RendezvousError
 from torchelastic.rendezvous.decide import describe
+from torchelastic.rendezvous.events import EpochBegan, RunEnded, close_unclaimed
 from torchelastic.rendezvous.gathering import Gathering, Line, store_address
 from torchelastic.rendezvous.link import listen
-from torchelastic.rendezvous.node import EpochBegan, RunEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,10 +115,7 @@ class PolledNode:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         self._calls.stop()
-        while not self.events.empty():  # what nobody has received is nobody else's to close
-            event = self.events.get_nowait()
-            if isinstance(event, EpochBegan) and event.store is not None:
-                event.store.close()
+        close_unclaimed(self.events)
 
     @property
     def failed(self) -> asyncio.Task[None]:

@@ -36,6 +36,17 @@ def base_url(protocol: str, endpoint: str) -> URL:
     return base
 
 
+def servers(settings: StoreSettings) -> dict[str, URL]:
+    """Where the paths of each server begin, by its endpoint.
+
+    Raises:
+        SettingsError: none is given, or one is no host:port.
+    """
+    if not settings.endpoints:
+        raise SettingsError("no etcd server is given: name at least one as host:port")
+    return {endpoint: base_url(settings.protocol, endpoint) for endpoint in settings.endpoints}
+
+
 def tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
     """Whom to trust and how to identify oneself; None where plain HTTP is spoken.
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import aiohttp
 import msgspec
 
-from torchelastic.errors import SettingsError, StoreRefused, StoreUnavailable
-from torchelastic.store.etcd_address import base_url, speaks_http, speaks_tls, tls_context
+from torchelastic.errors import StoreRefused, StoreUnavailable
+from torchelastic.store.etcd_address import servers, speaks_http, speaks_tls, tls_context
 from torchelastic.store.etcd_faults import NoGateway, TokenRefused, Unreached, broken, refusal, shown
 from torchelastic.store.etcd_messages import AuthAnswer, decode, encode
 
@@ -82,10 +82,8 @@ class Gateway:
     """
 
     def __init__(self, settings: StoreSettings) -> None:
-        if not settings.endpoints:
-            raise SettingsError("no etcd server is given: name at least one as host:port")
         self._settings = settings
-        self._bases = {endpoint: base_url(settings.protocol, endpoint) for endpoint in settings.endpoints}
+        self._bases = servers(settings)
         self._order = list(self._bases)
         self._tls = tls_context(settings)
         self._session: aiohttp.ClientSession | None = None

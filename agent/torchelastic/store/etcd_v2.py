@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import etcd
 
-from torchelastic.errors import HistoryCompacted, LeaseLost, SettingsError, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.errors import HistoryCompacted, LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.store import etcd_v2_leases as leases
 from torchelastic.store import etcd_v2_requests as requests
 from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_address import base_url, speaks_http, speaks_tls, tls_context
+from torchelastic.store.etcd_address import servers, speaks_http, speaks_tls, tls_context
 from torchelastic.store.etcd_faults import NotAuthorized
 from torchelastic.store.etcd_v2_line import Line, Servers
 from torchelastic.store.etcd_v2_names import Stored, folder_of, key_of, path_of
@@ -60,10 +60,8 @@ class EtcdV2Store:
     """
 
     def __init__(self, settings: StoreSettings) -> None:
-        if not settings.endpoints:
-            raise SettingsError("no etcd server is given: name at least one as host:port")
         self._settings = settings
-        self._bases = {endpoint: base_url(settings.protocol, endpoint) for endpoint in settings.endpoints}
+        self._bases = servers(settings)
         self._tls = tls_context(settings)
         self._lines: set[Line] = set()
         self._closed = False
