@@ -15,15 +15,30 @@ from typing import Any, Final
 
 import yaml
 
+from elastic_operator.archived import modern
 from elastic_operator.objectmeta import metadata_problems
 from elastic_operator.problem import Location, Problem, shown
 from elastic_operator.spec import GROUP, KIND, VERSION, Json
 from elastic_operator.structural import Schema, field_schema, repeated_keys, unknown_fields, violations
+from elastic_operator.unchecked import mapping
 
 __all__ = ["CHANGEABLE", "Problem", "apply_defaults", "definition", "refused_changes", "schema", "validate"]
 
-CHANGEABLE: Final = frozenset({"replicas", "minReplicas", "maxReplicas"})
-"""Fields of the spec that may change while a job runs."""
+CHANGEABLE: Final = frozenset(
+    {
+        "activeDeadlineSeconds",
+        "backoffLimit",
+        "cleanPodPolicy",
+        "disruptionBudget",
+        "maxReplicas",
+        "maxRestarts",
+        "minReplicas",
+        "replicas",
+        "suspend",
+        "ttlSecondsAfterFinished",
+    }
+)
+"""Fields of the spec that may change while a job runs; all others may while it is suspended."""
 
 _OWN_METADATA: Final = ("name", "namespace", "labels", "annotations")
 """What a person writes of the metadata; the rest is bookkeeping."""
@@ -57,7 +72,7 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
 
     Args:
         manifest: the object, with or without the defaults. Its status is not looked at: only the operator writes it.
-        old: the object as it was before the change; None where it is to be created.
+        old: the object as it was before the change, with its status; None where it is to be created.
 
     Returns:
         Problems; none where it can be accepted. Rules that span fields are asked only where each field for itself is as
@@ -83,21 +98,46 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
     from elastic_operator.cel import broken_rules
 
     job.pop("status", None)
-    return list(broken_rules(job, schema(), (apply_defaults(old),) if old is not None else ()))
+    if old is None:
+        return list(broken_rules(job, schema()))
+    if "status" in old:
+        job["status"] = old["status"]
+    return list(broken_rules(job, schema(), (apply_defaults(old),)))
 
 
 def refused_changes(old: Json, new: Json) -> list[Problem]:
-    """The changes that a running job cannot follow: all but those of :data:`CHANGEABLE`.
+    """The changes that a job on this machine cannot follow.
+
+    While it runs, those are all but :data:`CHANGEABLE`; while it is suspended, only what the run itself is made from.
 
     Args:
-        old: the job as it runs.
+        old: the job as it is.
         new: the job as it is wanted.
     """
+    before, after = _written(old), _written(new)
+    differences = [*_differences(before, after, ())]
+    if before["spec"].get("suspend") or after["spec"].get("suspend"):
+        never = "while the job exists; undo that, or delete the job and run it anew"
+        named = [
+            Problem(location, f"{change} {never}")
+            for location, change in differences
+            if location[:2] in (("metadata", "name"), ("metadata", "namespace"))
+        ]
+        endpoints = {mapping(modern(spec), "etcd").get("endpoint") for spec in (before["spec"], after["spec"])}
+        store = Problem(("spec", "etcd", "endpoint"), f"cannot be set, changed or removed {never}")
+        return [*named, *([store] if len(endpoints) > 1 else [])]
     return [
-        Problem(location, f"{change} while the job runs; undo that, or delete the job and run it anew")
-        for location, change in _differences(_written(old), _written(new), ())
-        if not (len(location) > 1 and location[0] == "spec" and location[1] in CHANGEABLE)
+        Problem(location, f"{change} while the job runs; undo that, or suspend the job, change it, and resume the job")
+        for location, change in differences
+        if not (len(location) > 1 and location[0] == "spec" and _follows(location))
     ]
+
+
+def _follows(location: Location) -> bool:
+    """Whether a job follows a change of a field of its spec while it runs."""
+    if location[1] == "replicaSpecs":
+        return location[2:] in (("Worker", "replicas"), ("Worker", "restartPolicy"))
+    return location[1] in CHANGEABLE or location[1] == "RunPolicy"
 
 
 def _misnamed(manifest: Json) -> Iterator[Problem]:

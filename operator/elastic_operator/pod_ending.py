@@ -6,7 +6,8 @@ between SIGTERM and SIGKILL. Both together stay below the pod's own period, afte
 The rule: where the template does not give the period, it is the notice and the grace, as the user says or as the agent
 has them by itself, and :data:`AROUND`. Where it gives one, a quarter of that (at most :data:`AROUND`) is for what is
 around; of the rest the grace gets what the agent has by itself, but no more than half, and the notice gets all else.
-What the user says of notice or grace stands in any case. So a longer period is longer for saving.
+What the user says of notice or grace, in variables, flags or ``spec.gracePeriodSeconds``, stands in any case (of the
+last, :func:`least_period` says what it needs). So a longer period is longer for saving.
 """
 
 from __future__ import annotations
@@ -50,28 +51,38 @@ class PodEnding:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def pod_ending(*, period: int | None, env: Iterable[Json], flags: Sequence[str]) -> PodEnding:
+def pod_ending(*, period: int | None, env: Iterable[Json], flags: Sequence[str], grace: int | None = None) -> PodEnding:
     """How a pod ends.
 
     Args:
         period: the template's terminationGracePeriodSeconds; None where it gives none.
+        grace: the spec's gracePeriodSeconds; None where it gives none.
         env: the user's variables, each as in a container's spec.
         flags: what may be flags of the agent, among the program and its arguments.
     """
     entries = tuple(env)
     notice = _said("notice", NOTICE, entries, flags)
-    grace = _said("stop-grace", GRACE, entries, flags)
+    told = {} if grace is None else {_variable("stop-grace"): f"{grace}"}
+    said = _said("stop-grace", GRACE, entries, flags) if grace is None else float(grace)
     if period is None or period < 0:
         # Not below what the agent has by itself: a flag may be the program's own, which is only called the same.
-        return PodEnding(math.ceil(max(notice or 0.0, NOTICE) + max(grace or 0.0, GRACE) + AROUND))
-    left = period - min(AROUND, period / 4)
-    told = {}
-    if grace is None:
-        grace = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
-        told[_variable("stop-grace")] = f"{grace:g}"
+        return PodEnding(math.ceil(max(notice or 0.0, NOTICE) + max(said or 0.0, GRACE) + AROUND), told)
+    left = period - _around(period)
+    if said is None:
+        said = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
+        told[_variable("stop-grace")] = f"{said:g}"
     if notice is None:
-        told[_variable("notice")] = f"{min(max(left - grace, 0.0), _LONGEST_NOTICE):g}"
+        told[_variable("notice")] = f"{min(max(left - said, 0.0), _LONGEST_NOTICE):g}"
     return PodEnding(period, told)
+
+
+def least_period(grace: int) -> int:
+    """The shortest period of a pod, in seconds, in which its workers have this grace."""
+    return math.ceil(min(grace * 4 / 3, grace + AROUND))
+
+
+def _around(period: float) -> float:
+    return min(AROUND, period / 4)
 
 
 def _said(flag: str, own: float, env: Iterable[Json], flags: Sequence[str]) -> float | None:

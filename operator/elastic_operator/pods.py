@@ -6,11 +6,16 @@ the container ``worker`` of the template.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.launcher_words import after_launcher, launcher_flags, program_is_launcher
+from elastic_operator.names import ETCD_TLS_FOLDER
 from elastic_operator.pod_ending import PodEnding, pod_ending
+from elastic_operator.problem import shown
+from elastic_operator.spec import FailureAction
 from elastic_operator.template import WORKER, template_problem, worker_container
 from elastic_operator.unchecked import integer, listing, mappings
 from torchelastic.contract import CONTRACT_VERSION, Env, encode
@@ -18,10 +23,10 @@ from torchelastic.endpoints import parse_endpoints
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from elastic_operator.model import Job, NewPod
-    from elastic_operator.spec import ElasticJobSpec, Json
+    from elastic_operator.spec import ElasticJobSpec, FailureRule, Json
 
 __all__ = [
     "LAUNCHER",
@@ -51,6 +56,11 @@ class Pet:
     NNODES: Final = "PET_NNODES"
     NPROC_PER_NODE: Final = "PET_NPROC_PER_NODE"
     MAX_RESTARTS: Final = "PET_MAX_RESTARTS"
+    FINAL_EXIT_CODES: Final = "PET_FINAL_EXIT_CODES"
+    FREE_EXIT_CODES: Final = "PET_FREE_EXIT_CODES"
+    RDZV_CONF: Final = "PET_RDZV_CONF"
+    PORT_RANGE: Final = "PET_PORT_RANGE"
+    STOP_GRACE: Final = "PET_STOP_GRACE"
 
 
 _FIELD_OF: Final = {
@@ -58,6 +68,8 @@ _FIELD_OF: Final = {
     Pet.NNODES: "spec.minReplicas and spec.maxReplicas",
     Pet.NPROC_PER_NODE: "spec.nprocPerNode",
     Pet.MAX_RESTARTS: "spec.maxRestarts",
+    "PET_METRICS_PORT": "spec.metricsPort",
+    Env.METRICS_PORT: "spec.metricsPort",
     Env.CHECKPOINT_DIR: "spec.checkpoint",
 }
 
@@ -71,6 +83,7 @@ RESERVED: Final = frozenset(
         Env.NODE_NAME,
         Env.NODE_ADDRESS,
         Env.SIZE,
+        Env.RESUME,
         Env.UNIQUE_RUN,
         Env.CHECKPOINT_DIR,
         Env.TERMINATION_LOG,
@@ -79,6 +92,24 @@ RESERVED: Final = frozenset(
     }
 )
 """Variables that only the operator sets. To set one of them a second time would be to say two things at once."""
+
+_NOBODYS: Final = frozenset(
+    {"PET_METRICS_PORT", "PET_NODE_NAME", "PET_RDZV_BACKEND", "PET_STANDALONE", "PET_TERMINATION_LOG"}
+)
+"""Variables that agents heed and that would have them do other than what the operator tells and expects of them."""
+
+_FLAGS_OF_OPERATOR: Final = {
+    name.removeprefix("PET_").lower().replace("_", "-"): name
+    for name in (RESERVED | _NOBODYS) - {Pet.NPROC_PER_NODE}
+    if name.startswith("PET_")
+}
+"""Flags that say the same, with their variables. How many workers there are in a pod may be said in a flag instead."""
+
+_ONE_WORKER: Final = 1
+"""What stands in spec.nprocPerNode where nobody says anything."""
+
+_ALL_CODES: Final = range(1, 256)
+"""The exit codes of a program that failed; 128 + n for one that signal n has killed."""
 
 _REFERENCE: Final = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
@@ -139,8 +170,11 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
         Env.CHECKPOINT_DIR: surroundings.checkpoints,
         Env.TERMINATION_LOG: surroundings.termination_log,
         Env.CONTRACT: str(CONTRACT_VERSION),
+        **_asked_for(job.spec),
         **ending_of(job.spec).env,
     }
+    if pod.resume is not None:
+        env[Env.RESUME] = encode(pod.resume).decode()
     if surroundings.address is not None:
         env[Env.NODE_ADDRESS] = surroundings.address
     if surroundings.metrics_port is not None:
@@ -152,7 +186,7 @@ def ending_of(spec: ElasticJobSpec) -> PodEnding:
     """How the pods of a job end."""
     command, args = program_of(spec)
     period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
-    return pod_ending(period=period, env=user_env(spec), flags=() if command else args)
+    return pod_ending(period=period, grace=spec.grace_period, env=user_env(spec), flags=() if command else args)
 
 
 def program_of(spec: ElasticJobSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -188,6 +222,8 @@ def resolved(command: AgentCommand, entries: Iterable[Json]) -> AgentCommand:
 
 def problem_of(spec: ElasticJobSpec) -> str | None:
     """What a spec says twice, or its template must not say, in a sentence; None where there is nothing."""
+    if spec.objection is not None:
+        return spec.objection
     if not 1 <= spec.min_replicas <= spec.max_replicas:
         return "spec.minReplicas must be at least 1 and not larger than spec.maxReplicas"
     if spec.etcd.endpoint is not None:
@@ -199,16 +235,93 @@ def problem_of(spec: ElasticJobSpec) -> str | None:
     for name, value in (("image", spec.image), ("command", spec.command), ("args", spec.args)):
         if value and container.get(name):
             return f"spec.{name} and {name} of the template's container {WORKER} are both given; remove one of the two"
+    command, args = program_of(spec)
+    if command and after_launcher(command) is not None:
+        return (
+            f"the command begins with {shown(command[0])}, but each pod is the launcher itself, and the command is "
+            "what each worker is; remove it, and give the launcher's flags and the program in args"
+        )
+    if not command and program_is_launcher(args):
+        return (
+            "the program in args is the launcher, but each pod is the launcher itself; name the program alone, and "
+            "before it the launcher's flags"
+        )
     seen: set[str] = set()
     for entry in user_env(spec):
         name = str(entry.get("name"))
-        if name in RESERVED:
-            instead = f"use {_FIELD_OF[name]} instead" if name in _FIELD_OF else "remove it"
-            return f"the environment variable {name} is set by the operator; {instead}"
+        if name in RESERVED or name in _NOBODYS:
+            return f"the environment variable {name} is the operator's to set; {_instead(name)}"
         if name in seen:
             return f"the environment variable {name} is given twice; remove one of the two"
         seen.add(name)
-    return template_problem(spec)
+    return next(_said_twice(spec, seen), None) or template_problem(spec)
+
+
+def _said_twice(spec: ElasticJobSpec, variables: Collection[str]) -> Iterator[str]:
+    """What a field of the spec says, and a variable or a flag too."""
+    command, args = program_of(spec)
+    flags = {} if command else {flag.name: flag.words[0].partition("=")[0] for flag in launcher_flags(args)}
+    for flag, written in flags.items():
+        if flag in _FLAGS_OF_OPERATOR:
+            yield f"the flag {written} in args is the operator's to set; {_instead(_FLAGS_OF_OPERATOR[flag])}"
+    for variable, field_name in _given_fields(spec).items():
+        flag = variable.removeprefix("PET_").lower().replace("_", "-")
+        if variable in variables:
+            yield f"{field_name} and the environment variable {variable} are both given; remove one of the two"
+        if flag in flags:
+            yield f"{field_name} and {flags[flag]} in args are both given; remove one of the two"
+
+
+def _instead(variable: str) -> str:
+    """What to do where a variable or its flag is not the user's to give."""
+    return f"use {_FIELD_OF[variable]} instead" if variable in _FIELD_OF else "remove it"
+
+
+def _given_fields(spec: ElasticJobSpec) -> dict[str, str]:
+    """The variables that the operator sets for this job, and a user may set for another, with their fields."""
+    fields = {
+        Pet.FINAL_EXIT_CODES: "spec.failurePolicy",
+        Pet.FREE_EXIT_CODES: "spec.failurePolicy",
+        Pet.PORT_RANGE: "spec.rendezvous.ports",
+        Pet.RDZV_CONF: "spec.etcd.tlsSecret" if spec.etcd.tls_secret is not None else "spec.rendezvous",
+    }
+    given = {variable: fields[variable] for variable in _asked_for(spec)}
+    if spec.grace_period is not None:
+        given[Pet.STOP_GRACE] = "spec.gracePeriodSeconds"
+    if spec.nproc_per_node != _ONE_WORKER:
+        given[Pet.NPROC_PER_NODE] = _FIELD_OF[Pet.NPROC_PER_NODE]
+    return given
+
+
+def _asked_for(spec: ElasticJobSpec) -> dict[str, str]:
+    """The variables for what a job may leave to the agents, as far as it does not."""
+    rendezvous = spec.rendezvous
+    conf = {
+        "joining_window": rendezvous.joining_window,
+        "join_timeout": rendezvous.join_timeout,
+        "lease": rendezvous.lease,
+        "tls": None if spec.etcd.tls_secret is None else ETCD_TLS_FOLDER,
+    }
+    final, free = (_exit_codes(spec.failure_rules, action) for action in (FailureAction.FAIL_JOB, FailureAction.IGNORE))
+    found = {
+        Pet.FINAL_EXIT_CODES: final,
+        Pet.FREE_EXIT_CODES: free,
+        Pet.PORT_RANGE: "" if rendezvous.ports is None else "{}-{}".format(*rendezvous.ports),
+        Pet.RDZV_CONF: ",".join(f"{key}={value}" for key, value in conf.items() if value is not None),
+    }
+    return {variable: value for variable, value in found.items() if value}
+
+
+@functools.lru_cache(maxsize=256)
+def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
+    """The exit codes of workers for which the failure policy has this action, as ranges: 3,64-70,137."""
+    of_workers = [(rule.exit_codes, rule.action) for rule in rules if rule.exit_codes is not None]
+    codes = {code for code in _ALL_CODES if next((does for of, does in of_workers if code in of), None) is action}
+    firsts = sorted(code for code in codes if code - 1 not in codes)
+    lasts = sorted(code for code in codes if code + 1 not in codes)
+    return ",".join(
+        f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)
+    )
 
 
 def _expand(text: str, env: Mapping[str, str]) -> str:

@@ -8,6 +8,7 @@ matter of :mod:`elastic_operator.cel`.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -76,20 +77,28 @@ def unknown_fields(value: object, schema: Schema, location: Location = ()) -> It
 
 
 def repeated_keys(value: object, schema: Schema, location: Location = ()) -> Iterator[Problem]:
-    """Items that stand twice in a list whose items go by a key."""
+    """Items that stand twice in a list whose items go by a key, or which is a set."""
     if isinstance(value, list):
-        keys = schema.get("x-kubernetes-list-map-keys", ())
         seen: set[str] = set()
         for index, item in enumerate(value):
             yield from repeated_keys(item, schema.get("items", {}), (*location, index))
-            if keys and isinstance(item, Mapping):
-                identity = ", ".join(f"{key} {shown(item.get(key))}" for key in keys)
-                if identity in seen:
-                    yield Problem((*location, index), f"{identity} stands in this list already; remove one of the two")
-                seen.add(identity)
+            identity = _identity(item, schema)
+            if (exactly := json.dumps(identity)) in seen:
+                words = ", ".join(f"{key} {shown(part)}".lstrip() for key, part in identity.items())
+                yield Problem((*location, index), f"{words} stands in this list already; remove one of the two")
+            if identity:
+                seen.add(exactly)
     elif isinstance(value, Mapping):
         for key, below in value.items():
             yield from repeated_keys(below, field_schema(schema, key), (*location, key))
+
+
+def _identity(item: object, schema: Schema) -> dict[str, Any]:
+    """What no other item of the list may have in common with it, by name; nothing where they may be alike."""
+    if schema.get("x-kubernetes-list-type") == "set":
+        return {"": item}
+    keys = schema.get("x-kubernetes-list-map-keys", ())
+    return {key: item.get(key) for key in keys} if isinstance(item, Mapping) else {}
 
 
 def field_schema(schema: Schema, key: str) -> Schema:
@@ -100,13 +109,13 @@ def field_schema(schema: Schema, key: str) -> Schema:
 
 def _suggestion(key: str, properties: Schema) -> str:
     """What was probably meant, as the end of a sentence."""
+    owners = [name for name, schema in properties.items() if key in schema.get("properties", {})]
+    if owners:
+        return f" here; it belongs below {owners[0]}"
     folded = {name.lower().replace("_", ""): name for name in properties}
     close = difflib.get_close_matches(key.lower().replace("_", ""), folded, n=1, cutoff=0.7)
     if close:
         return f"; did you mean {folded[close[0]]}?"
-    owners = [name for name, schema in properties.items() if key in schema.get("properties", {})]
-    if owners:
-        return f" here; it belongs below {owners[0]}"
     if not properties:
         return "; remove it"
     return f"; remove it, or write one of {_listed(sorted(properties), 'or')}"

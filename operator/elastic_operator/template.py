@@ -9,17 +9,18 @@ from __future__ import annotations
 import posixpath
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.names import CHECKPOINT_FOLDER, METRICS_PORT, OWN_PREFIX
+from elastic_operator.archived import WORKER
+from elastic_operator.names import CHECKPOINT_FOLDER, ETCD_TLS_FOLDER, METRICS_PORT, OWN_PREFIX
+from elastic_operator.pod_ending import least_period
 from elastic_operator.problem import shown
-from elastic_operator.unchecked import at, listing, mapping, mappings
+from elastic_operator.unchecked import at, integer, listing, mapping, mappings
+
+__all__ = ["NEVER", "WORKER", "mounted_folders", "template_problem", "worker_container"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from elastic_operator.spec import ElasticJobSpec, Json
-
-WORKER: Final = "worker"
-"""The container that is ours."""
 
 NEVER: Final = "Never"
 """The restart policy of every pod: only the operator replaces."""
@@ -64,16 +65,33 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
             )
     if pod.get("hostname") is not None:
         yield "hostname of the template is given, but each pod has one of its own, <job>-<index>; remove it"
+    period = integer(pod, "terminationGracePeriodSeconds")
+    if period is not None and spec.grace_period is not None and period < (least := least_period(spec.grace_period)):
+        yield (
+            f"spec.gracePeriodSeconds is {spec.grace_period}, but terminationGracePeriodSeconds of the template gives "
+            f"the whole pod {period}; remove that, or make it {least} or more"
+        )
     if any(port.get("name") == METRICS_PORT for port in mappings(worker, "ports")):
         yield (
             f"the template's container {WORKER} has a port named {METRICS_PORT}, which is the agent's own; give it "
             "another name"
         )
-    if spec.checkpoint_volume and CHECKPOINT_FOLDER in mounted_folders(worker):
-        yield (
-            f"spec.checkpoint.volume and a mount of the template's container {WORKER} at {CHECKPOINT_FOLDER} are both "
-            "given; remove one of the two"
-        )
+    for field, given, folder in (
+        ("spec.checkpoint.volume", spec.checkpoint_volume, CHECKPOINT_FOLDER),
+        ("spec.etcd.tlsSecret", spec.etcd.tls_secret, ETCD_TLS_FOLDER),
+    ):
+        if given and folder in mounted_folders(worker):
+            yield (
+                f"{field} and a mount of the template's container {WORKER} at {folder} are both given; "
+                "remove one of the two"
+            )
+    for field, said, name in (
+        ("spec.schedulingPolicy.schedulerName", spec.scheduling.scheduler_name, "schedulerName"),
+        ("spec.schedulingPolicy.gang, whose scheduler it is,", spec.scheduling.gang, "schedulerName"),
+        ("spec.schedulingPolicy.priorityClassName", spec.scheduling.priority_class, "priorityClassName"),
+    ):
+        if said and pod.get(name):
+            yield f"{field} and {name} of the template are both given; remove one of the two"
     if not (spec.image or worker.get("image")):
         yield f"neither spec.image nor the template's container {WORKER} names an image; give one of the two"
     if not (spec.command or spec.args or worker.get("command") or worker.get("args")):
