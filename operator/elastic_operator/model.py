@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastic_operator.spec import ElasticJobSpec
-    from torchelastic.contract import EpochRecord, OutcomeRecord, SizeRecord, TerminationMessage
+    from collections.abc import Mapping
+
+    from elastic_operator.spec import ElasticJobSpec, Json
+    from torchelastic.contract import EpochRecord, OutcomeRecord, ResumeRecord, SizeRecord, TerminationMessage
 
 
 class JobState(enum.StrEnum):
@@ -24,6 +26,8 @@ class JobState(enum.StrEnum):
     """At least the minimum of pods is there and trains."""
     WAITING = "Waiting"
     """It has trained, but fewer than the minimum are there now."""
+    SUSPENDED = "Suspended"
+    """Its pods are gone or on their way out, and there will be no others until it is resumed."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 
@@ -45,6 +49,21 @@ class PodPhase(enum.StrEnum):
     def ended(self) -> bool:
         """Whether the container has come to its end."""
         return self in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+
+class Fate(enum.StrEnum):
+    """What became of a pod, where that was not its agent's own doing."""
+
+    OUT_OF_MEMORY = "OutOfMemory"
+    """The kernel killed its worker container for memory: a failure, which is charged."""
+    OVER_LIMIT = "OverLimit"
+    """Its node evicted it for what it did itself: it wrote more than it may. A failure, which is charged."""
+    DISRUPTED = "Disrupted"
+    """It was preempted, drained, evicted or deleted by its node: no failure of its own."""
+    NODE_LOST = "NodeLost"
+    """Its node is gone, or silent for too long: no failure of its own."""
+    NOT_ADMITTED = "NotAdmitted"
+    """Its node took it and had no room for it: no failure of its own."""
 
 
 class Misfit(enum.StrEnum):
@@ -86,11 +105,16 @@ class Pod:
         exit_code: of the agent; 128 + n for a signal; None while it runs or where it is not known.
         message: the agent's last words; a plain text where they were not ours, None where there are none.
         failures: how many pods of this index failed in a row before it.
+        failed: when the last of them failed; None where none did, or where it is not known.
         size: the wanted size that it was started with; None where it is not known.
         waiting: why its worker container has not started yet, or why one that runs is not ready, in words; empty where
             nobody says.
         unfit: why its worker container can't have an agent that this operator understands; None where it can.
         lingers: whether its worker container has ended and another one of its containers still runs.
+        node: the node where it has its place; empty while it has none.
+        fate: what became of it where its agent's own words do not say so; None for nothing out of the ordinary.
+        reasons: why it ended, each in one word, as its status and the one of its worker container have them.
+        conditions: of its status, by type: True, False or Unknown.
     """
 
     name: str
@@ -105,10 +129,15 @@ class Pod:
     exit_code: int | None = None
     message: TerminationMessage | str | None = None
     failures: int = 0
+    failed: float | None = None
     size: SizeRecord | None = None
     waiting: str = ""
     unfit: Unfit | None = None
     lingers: bool = False
+    node: str = ""
+    fate: Fate | None = None
+    reasons: frozenset[str] = frozenset()
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
 
 class EtcdState(enum.StrEnum):
@@ -133,8 +162,13 @@ class Observed:
         size: the wanted size as it stands in the store.
         refusal: why the cluster will never take the pods (or the etcd) that this spec asks for, in its own words; None
             where it does.
-        hindrance: why pods could not be made when it was tried last, though later they may be, in words; None where
-            they could. Where no pod lives: why the store cannot be read.
+        hindrance: why something could not be made when it was tried last, though later it may be, in words; None where
+            all could.
+        store_trouble: why a store that should be there cannot be used by us, in words; None where it can, or where it
+            was not tried.
+        store_closed: whether that is for want of a right, so that it makes no sense to wait until it can be read.
+        unguarded: why the disruption budget could not be made when it was tried last, in words; None where it could, or
+            where there is to be none.
     """
 
     pods: tuple[Pod, ...] = ()
@@ -145,6 +179,9 @@ class Observed:
     size: SizeRecord | None = None
     refusal: str | None = None
     hindrance: str | None = None
+    store_trouble: str | None = None
+    store_closed: bool = False
+    unguarded: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +204,27 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
+class LastFailure:
+    """What failed last.
+
+    Attributes:
+        message: all of it, in words.
+        pod: the pod's name; empty where it was none.
+        rank: of the worker; None where no worker was it.
+        exit_code: of the worker, or of the pod's agent; None where a signal ended it, or where it is not known.
+        signal: the name of the signal that ended it; empty for none.
+        time: when it was seen.
+    """
+
+    message: str
+    pod: str = ""
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: str = ""
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """What the operator says of a job; part of the object, and all that a reconcile remembers.
 
@@ -179,13 +237,21 @@ class JobStatus:
         epoch: the number of the current epoch.
         world_size: how many workers train in it.
         restarts: failures of workers charged so far.
+        free_restarts: how often workers started anew for another reason: members that came or went, failures that
+            the failure policy ignores.
         pod_failures: pods that ended by themselves, without an outcome, charged so far.
         accounted: UIDs of pods, ended or going, that are charged or forgiven already and not yet gone.
         size_generation: of the wanted size that the agents were told last, with their pods or through the store; 0 as
-            long as no pod was made.
+            long as no pod was seen, and once the job has come to rest.
         started: when the first epoch formed.
+        active: since when the job may have pods without a break: from its beginning, or from its last resumption; None
+            while it is suspended.
         completed: when the job finished.
-        last_failure: in words.
+        last_failure: what failed last; None where nothing has.
+        excluded: nodes that its later pods keep away from.
+        pinned: what its pods are made from beside their number, as the spec said when the job was started or resumed
+            (see :mod:`elastic_operator.pinned`); None as long as it has had none, and once it is suspended and the last
+            one has ended.
         conditions: by type.
     """
 
@@ -197,12 +263,16 @@ class JobStatus:
     epoch: int = 0
     world_size: int = 0
     restarts: int = 0
+    free_restarts: int = 0
     pod_failures: int = 0
     accounted: frozenset[str] = frozenset()
     size_generation: int = 0
     started: float | None = None
+    active: float | None = None
     completed: float | None = None
-    last_failure: str = ""
+    last_failure: LastFailure | None = None
+    excluded: tuple[str, ...] = ()
+    pinned: Json | None = None
     conditions: tuple[Condition, ...] = ()
 
 
@@ -240,12 +310,18 @@ class NewPod:
         index: which of the job's places it fills.
         size: the wanted size that it is started with.
         failures: how many pods of this index failed in a row before it.
+        failed: when the last of them failed; None where none did.
+        resume: what its agent knows of the run from the start; None where there is nothing to know.
+        excluded: nodes that it keeps away from.
     """
 
     name: str
     index: int
     size: SizeRecord
     failures: int = 0
+    failed: float | None = None
+    resume: ResumeRecord | None = None
+    excluded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,17 +363,25 @@ class Plan:
         status: the new status; None where it would not change.
         events: to be told if writing the status succeeded.
         etcd: whether the managed etcd should exist.
+        together: how many pods the PodGroup of a gang asks for; None where there should be none.
+        guarded: how many pods the PodDisruptionBudget keeps; None where there should be none.
         size: what to write into the store before any pod is changed; None where it stands there already.
         remove: pods to remove.
         create: pods to make.
+        delete_job: whether the job itself is to be removed, with all that belongs to it.
         wake_at: when to plan again though nothing happened; None for never.
+        hands_off: whether the job is somebody else's: nothing at all is done, whatever the attributes say.
     """
 
     replicas: int | None = None
     status: JobStatus | None = None
     events: tuple[JobEvent, ...] = ()
     etcd: bool = True
+    together: int | None = None
+    guarded: int | None = None
     size: SizeRecord | None = None
     remove: tuple[Removal, ...] = ()
     create: tuple[NewPod, ...] = ()
+    delete_job: bool = False
     wake_at: float | None = None
+    hands_off: bool = False

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from elastic_operator.errors import BadInput
-from elastic_operator.model import Condition, JobState, JobStatus
+from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
+from elastic_operator.pinned import checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,15 @@ class _ConditionJson(msgspec.Struct, frozen=True, rename="camel"):
     last_transition_time: datetime | None = None
 
 
+class _LastFailureJson(msgspec.Struct, frozen=True, rename="camel"):
+    message: str = ""
+    pod: str = ""
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: str = ""
+    time: datetime | None = None
+
+
 class _StatusJson(msgspec.Struct, frozen=True, rename="camel"):
     state: JobState = JobState.PENDING
     observed_generation: int = 0
@@ -37,12 +47,16 @@ class _StatusJson(msgspec.Struct, frozen=True, rename="camel"):
     epoch: int = 0
     world_size: int = 0
     restarts: int = 0
+    free_restarts: int = 0
     pod_failures: int = 0
     accounted: tuple[str, ...] = ()
     size_generation: int = 0
     start_time: datetime | None = None
+    active_since: datetime | None = None
     completion_time: datetime | None = None
-    last_failure: str = ""
+    last_failure: _LastFailureJson | None = None
+    excluded_nodes: tuple[str, ...] = ()
+    pinned: dict[str, Any] | None = None
     conditions: tuple[_ConditionJson, ...] = ()
 
 
@@ -58,6 +72,7 @@ def status_to_json(status: JobStatus) -> dict[str, Any]:
         "epoch": status.epoch,
         "worldSize": status.world_size,
         "restarts": status.restarts,
+        "freeRestarts": status.free_restarts,
         "podFailures": status.pod_failures,
         "sizeGeneration": status.size_generation,
         "conditions": [_condition_to_json(condition, status) for condition in status.conditions],
@@ -66,10 +81,16 @@ def status_to_json(status: JobStatus) -> dict[str, Any]:
         document["accounted"] = sorted(status.accounted)
     if status.started is not None:
         document["startTime"] = rfc3339(status.started)
+    if status.active is not None:
+        document["activeSince"] = rfc3339(status.active)
     if status.completed is not None:
         document["completionTime"] = rfc3339(status.completed)
-    if status.last_failure:
-        document["lastFailure"] = status.last_failure
+    if status.last_failure is not None:
+        document["lastFailure"] = _failure_to_json(status.last_failure)
+    if status.excluded:
+        document["excludedNodes"] = list(status.excluded)
+    if status.pinned is not None:
+        document["pinned"] = status.pinned
     return document
 
 
@@ -81,7 +102,8 @@ def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
     """
     try:
         parsed = msgspec.convert(document or {}, _StatusJson)
-    except msgspec.ValidationError as error:
+        pinned = None if parsed.pinned is None else checked(parsed.pinned)
+    except (msgspec.ValidationError, BadInput) as error:
         raise BadInput(f"the job's status is not one that this operator writes: {error}") from None
     return JobStatus(
         state=parsed.state,
@@ -92,12 +114,16 @@ def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
         epoch=parsed.epoch,
         world_size=parsed.world_size,
         restarts=parsed.restarts,
+        free_restarts=parsed.free_restarts,
         pod_failures=parsed.pod_failures,
         accounted=frozenset(parsed.accounted),
         size_generation=parsed.size_generation,
         started=_seconds(parsed.start_time),
+        active=_seconds(parsed.active_since),
         completed=_seconds(parsed.completion_time),
-        last_failure=parsed.last_failure,
+        last_failure=_failure_from_json(parsed.last_failure),
+        excluded=parsed.excluded_nodes,
+        pinned=pinned,
         conditions=tuple(
             Condition(
                 type=condition.type,
@@ -128,6 +154,32 @@ def _condition_to_json(condition: Condition, status: JobStatus) -> dict[str, Any
         "reason": str(condition.reason),
         "message": condition.message,
     }
+
+
+def _failure_to_json(failure: LastFailure) -> dict[str, Any]:
+    document: dict[str, Any] = {"message": failure.message, "time": rfc3339(failure.time)}
+    if failure.pod:
+        document["pod"] = failure.pod
+    if failure.rank is not None:
+        document["rank"] = failure.rank
+    if failure.exit_code is not None:
+        document["exitCode"] = failure.exit_code
+    if failure.signal:
+        document["signal"] = failure.signal
+    return document
+
+
+def _failure_from_json(parsed: _LastFailureJson | None) -> LastFailure | None:
+    if parsed is None:
+        return None
+    return LastFailure(
+        message=parsed.message,
+        pod=parsed.pod,
+        rank=parsed.rank,
+        exit_code=parsed.exit_code,
+        signal=parsed.signal,
+        time=_seconds(parsed.time) or 0.0,
+    )
 
 
 def _seconds(time: datetime | None) -> float | None:

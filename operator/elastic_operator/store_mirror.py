@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -29,8 +30,6 @@ from torchelastic.store import Listing, StoreSettings, connect, follow
 from torchelastic.store.lasting import LastingKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchelastic.store import Entry, Store
 
 _log = logging.getLogger(__name__)
@@ -41,6 +40,9 @@ _LONGEST_DELAY: Final = 2.0
 _REMEMBERED: Final = 1000
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
+
+Reach = Callable[[], StoreSettings | Awaitable[StoreSettings]]
+"""Gives how to reach a store; it may have to ask for that first."""
 
 
 def store_at(endpoint: str) -> StoreSettings:
@@ -102,11 +104,11 @@ class StoreMirror:
         self.nodes: dict[str, NodeRecord] = {}
         self.names: dict[str, str] = {}
 
-    async def run(self, settings: Callable[[], StoreSettings], available: asyncio.Event | None) -> None:
+    async def run(self, settings: Reach, available: asyncio.Event | None) -> None:
         """Follow the store until cancelled.
 
         Args:
-            settings: gives how to reach it, whenever it is tried; may raise SettingsError.
+            settings: gives how to reach it, whenever it is tried; may raise SettingsError or StoreError.
             available: set while it is worth trying; None where nobody knows.
         """
         task = asyncio.current_task()
@@ -116,7 +118,8 @@ class StoreMirror:
                 await available.wait()
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    store = await connect(settings())
+                    how = settings()
+                    store = await connect(await how if isinstance(how, Awaitable) else how)
                     stack.push_async_callback(store.close)
                     self._store = store
                     self._lasting = LastingKeys(store, self._run_id, ttl=self._run_lease)
@@ -137,6 +140,11 @@ class StoreMirror:
                 raise asyncio.CancelledError
             await asyncio.sleep(delay)
             delay = min(delay * 2, _LONGEST_DELAY)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a store that could be asked; it may not answer all the same."""
+        return self._lasting is not None
 
     async def write_size(self, size: SizeRecord) -> None:
         """Say how many nodes there should be.

@@ -8,11 +8,17 @@ next one does the rest.
 module          question
 ==============  ===============================================================================
 ``roster``      which pods live, which go, which have ended, and what does the end of one mean?
+``terms``       what are the pods made from, and can any be made of it?
+``policy``      what does the user want to follow from the end of a pod?
 ``toll``        what do those that ended cost?
-``ending``      has the job ended, and what is cleared away then?
+``doubt``       what is not known before the store has been read?
+``ending``      has the job ended?
+``clearing``    what is cleared away then?
 ``size``        how many pods should there be, what are the agents told, and which pods go?
 ``places``      which places are empty, and when are they filled?
 ``standing``    what does the status say?
+``conditions``  what holds of the job, and why?
+``failures``    what failed last?
 ``news``        what would a person want to know?
 ``words``       how are things said?
 ==============  ===============================================================================
@@ -21,27 +27,44 @@ module          question
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.model import EtcdState, Plan, Removal
 from elastic_operator.names import ConditionType, Reason
 from elastic_operator.plan import words
-from elastic_operator.plan.ending import clear_away, find_ending
-from elastic_operator.plan.news import farewell, news
+from elastic_operator.plan.clearing import clear_away
+from elastic_operator.plan.doubt import PATIENCE, is_in_doubt, keeps_from_rest
+from elastic_operator.plan.ending import deadline_of, find_ending
+from elastic_operator.plan.news import farewell, news, news_of_resting
 from elastic_operator.plan.places import find_vacancies, forget
 from elastic_operator.plan.roster import Roster
 from elastic_operator.plan.size import settle_size
-from elastic_operator.plan.standing import Invalid, Scene, finished_status, running_status, unless_the_same
+from elastic_operator.plan.standing import (
+    Invalid,
+    Scene,
+    finished_status,
+    resting_status,
+    running_status,
+    unless_the_same,
+)
+from elastic_operator.plan.terms import has_to_rest, settle_terms
 from elastic_operator.plan.toll import take_toll
-from elastic_operator.pods import problem_of
+from elastic_operator.spec import MANAGER
+from elastic_operator.status_json import rfc3339
+from torchelastic.contract import ResumeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from elastic_operator.model import Job, JobStatus, Observed, Pod
     from elastic_operator.plan.places import Vacancy
+    from elastic_operator.plan.terms import Terms
+    from elastic_operator.plan.toll import Toll
 
 __all__ = ["plan"]
+
+_AT_ONCE: Final = 0.1
+"""Seconds after which a job goes on that was resumed before it had come to rest, once it has."""
 
 
 def plan(job: Job, observed: Observed, now: float) -> Plan:
@@ -52,45 +75,92 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
         observed: the world as far as the job is concerned.
         now: seconds since the Unix epoch.
     """
+    if job.spec.managed_by != MANAGER:
+        return Plan(hands_off=True)
     roster = Roster.of(observed)
     if job.deleting:
         return _take_down(roster)
     if job.status.state.finished:
         return _clear(job, job.status, roster, now)
 
-    toll = take_toll(job, roster)
-    ending = find_ending(job, observed, roster, toll)
+    in_doubt = is_in_doubt(job, observed, roster)
+    resting = job.spec.suspend or has_to_rest(job, roster, in_doubt=in_doubt)
+    until = keeps_from_rest(job, observed, roster, now) if resting else None
+    if resting:
+        in_doubt = until is not None
+    terms = settle_terms(job, roster, resting=resting, in_doubt=in_doubt)
+    job = replace(job, spec=terms.spec)
+    toll = take_toll(job, observed, roster, now)
+    ending = find_ending(job, observed, roster, toll, now)
     if ending is not None:
-        status = finished_status(job, toll, ending, now)
+        status = finished_status(job, observed, toll, ending, now)
         return replace(_clear(job, status, roster, now), events=(farewell(status),))
+    if resting:
+        return _rest(job, observed, roster, toll, terms, until, now)
+    if terms.mistake is not None:
+        return _leave_as_it_is(job, observed, roster, toll, terms, now)
+    return _go_on(job, observed, roster, toll, terms, now, in_doubt=in_doubt)
 
-    mistake = problem_of(job.spec)
-    if mistake is not None:
-        scene = Scene(staying=roster.live, gone=roster.past, invalid=Invalid(Reason.BAD_SPEC, mistake))
-        status = running_status(job, observed, toll, scene, now)
-        return Plan(
-            status=unless_the_same(job.status, status, roster.live),
-            events=news(job, observed, status, toll),
-            etcd=_is_of_use(observed, roster),
-        )
 
+def _rest(
+    job: Job, observed: Observed, roster: Roster, toll: Toll, terms: Terms, until: float | None, now: float
+) -> Plan:
+    """Free all that a suspended job has, or one that was resumed before it had come to rest.
+
+    Its store stays as long as agents may want to say goodbye there, and until it has said, or that time has come,
+    whether the run has ended.
+    """
+    unread = not roster.unfinished and (until is not None or bool(toll.unjudged))
+    stays = job.spec.suspend or unread or bool(roster.unfinished)
+    status = resting_status(job, observed, toll, terms, roster, now, unread=unread)
+    return Plan(
+        status=unless_the_same(job.status, status, staying=()),
+        events=news_of_resting(job, status, toll),
+        etcd=observed.etcd is not EtcdState.ABSENT and (bool(roster.unfinished) or unread),
+        remove=_removals(_without(roster.live + roster.ended, toll.unjudged), "the job is suspended"),
+        wake_at=_next_time(until, toll.judged_at, None if stays else now + _AT_ONCE, now=now),
+    )
+
+
+def _leave_as_it_is(job: Job, observed: Observed, roster: Roster, toll: Toll, terms: Terms, now: float) -> Plan:
+    """Do nothing for a job whose spec can't be meant, until it is mended; what runs goes on."""
+    invalid = Invalid(Reason.BAD_SPEC, terms.mistake or "")
+    scene = Scene(staying=roster.live, gone=_without(roster.past, toll.unjudged), invalid=invalid)
+    status = running_status(job, observed, toll, terms, scene, now)
+    return Plan(
+        status=unless_the_same(job.status, status, roster.live),
+        events=news(job, observed, status, toll),
+        etcd=_is_of_use(observed, roster),
+        together=_together(job) if roster.live else None,
+        guarded=_guarded(job) if roster.live else None,
+        wake_at=_next_time(*_deadlines(status, job), toll.judged_at, now=now),
+    )
+
+
+def _go_on(
+    job: Job, observed: Observed, roster: Roster, toll: Toll, terms: Terms, now: float, *, in_doubt: bool
+) -> Plan:
+    """Bring the job to its size: tell the agents, remove pods that are too many, fill the empty places."""
     sizing = settle_size(job, observed, roster)
     staying = _without(roster.live, sizing.going)
     last = roster.last_of_each_place(job, sizing.going)
     vacancies = find_vacancies(staying, job.spec.desired, last, now)
     refused = observed.refusal is not None
-    # The run of a job that had pods and has none may have ended while nobody looked: only the store knows.
-    held = job.status.size_generation > 0 and not roster.live and not observed.store_read and not refused
+    held = (in_doubt or toll.may_be_the_end) and not refused
     fillable = () if refused else vacancies
     due = tuple(vacancy for vacancy in fillable if vacancy.due <= now and not held)
     later = tuple(vacancy for vacancy in fillable if vacancy.due > now)
     taken = {pod.name for pod in observed.pods}.union(observed.size.going if observed.size is not None else ())
-    created = tuple(vacancy.filled(job, sizing.record, taken) for vacancy in due)
-    forgotten = forget(roster.ended, vacancies)
+    resume = _resume_record(job.status)
+    created = tuple(
+        vacancy.filled(job, sizing.record, taken, resume=resume, life=_life(job.status, now), excluded=toll.excluded)
+        for vacancy in due
+    )
+    forgotten = _without(forget(roster.ended, vacancies), toll.unjudged)
 
     scene = Scene(
         staying=staying,
-        gone=roster.past + sizing.going,
+        gone=_without(roster.past, toll.unjudged) + sizing.going,
         created=created,
         backing_off=later,
         held=held,
@@ -99,19 +169,21 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
         size_generation=sizing.record.generation,
         writes_replicas=job.spec.replicas is None,
     )
-    status = running_status(job, observed, toll, scene, now)
+    status = running_status(job, observed, toll, terms, scene, now)
     return Plan(
-        replicas=job.spec.max_replicas if scene.writes_replicas else None,
+        replicas=job.spec.desired if scene.writes_replicas else None,
         status=unless_the_same(job.status, status, staying),
         events=news(job, observed, status, toll, fillable, held=held, now=now),
         etcd=not refused or _is_of_use(observed, roster),
+        together=_together(job),
+        guarded=_guarded(job),
         size=sizing.tell,
         remove=(
             *_removals(sizing.going, f"{job.spec.desired} are wanted"),
             *_removals(forgotten, "it has ended and is not needed any more"),
         ),
         create=created,
-        wake_at=min((vacancy.due for vacancy in later), default=None),
+        wake_at=_next_time(*(vacancy.due for vacancy in later), *_deadlines(status, job), toll.judged_at, now=now),
     )
 
 
@@ -130,6 +202,35 @@ def _refusal(job: Job, observed: Observed, vacancies: Sequence[Vacancy]) -> Inva
     return None
 
 
+def _resume_record(status: JobStatus) -> ResumeRecord | None:
+    """What agents have to know that were not there before the job was suspended, when its store was taken down."""
+    known = ResumeRecord(epoch=status.epoch, restarts=status.restarts, free=status.free_restarts)
+    return known if _was_suspended(status) and known != ResumeRecord() else None
+
+
+def _life(status: JobStatus, now: float) -> str:
+    """Which of the lives between two suspensions it is, in the precision in which the status keeps times."""
+    return rfc3339(now if status.active is None else status.active) if _was_suspended(status) else ""
+
+
+def _was_suspended(status: JobStatus) -> bool:
+    return any(condition.type == ConditionType.SUSPENDED for condition in status.conditions)
+
+
+def _together(job: Job) -> int | None:
+    return job.spec.min_replicas if job.spec.scheduling.gang is not None else None
+
+
+def _guarded(job: Job) -> int | None:
+    return job.spec.min_replicas if job.spec.disruption_budget else None
+
+
+def _deadlines(status: JobStatus, job: Job) -> tuple[float, ...]:
+    """When the job has taken as long as it may, and when that is judged in any case."""
+    deadline = deadline_of(status, job.spec)
+    return () if deadline is None else (deadline, deadline + PATIENCE)
+
+
 def _is_of_use(observed: Observed, roster: Roster) -> bool:
     """Whether a store is kept where no pod can be made: it is not made for nobody."""
     return observed.etcd is not EtcdState.ABSENT or bool(roster.unfinished)
@@ -137,7 +238,7 @@ def _is_of_use(observed: Observed, roster: Roster) -> bool:
 
 def _clear(job: Job, status: JobStatus, roster: Roster, now: float) -> Plan:
     """Clear away what a finished job leaves, and make nothing ever again."""
-    clearance = clear_away(status, roster, now)
+    clearance = clear_away(job.spec, status, roster, now)
     left = _without(roster.live, clearance.remove)
     status = replace(
         status, observed_generation=job.generation, replicas=len(left), ready=sum(pod.ready for pod in left)
@@ -146,6 +247,7 @@ def _clear(job: Job, status: JobStatus, roster: Roster, now: float) -> Plan:
         status=unless_the_same(job.status, status, staying=()),
         etcd=clearance.etcd,
         remove=_removals(clearance.remove, "the job has finished"),
+        delete_job=clearance.job,
         wake_at=clearance.wake_at,
     )
 
@@ -164,3 +266,8 @@ def _without(pods: Iterable[Pod], going: Iterable[Pod]) -> tuple[Pod, ...]:
 
 def _removals(pods: Iterable[Pod], reason: str) -> tuple[Removal, ...]:
     return tuple(Removal(name=pod.name, uid=pod.uid, reason=reason) for pod in pods)
+
+
+def _next_time(*times: float | None, now: float) -> float | None:
+    """The first of the times that are still to come."""
+    return min((time for time in times if time is not None and time > now), default=None)

@@ -1,7 +1,8 @@
 """Which places are empty, who fills them and when, and whose remains are kept.
 
-A pod that left or was deleted is replaced at once. One that died is, too, the first time; then its place waits longer
-and longer, and starts over after a healthy time. The count travels with the pods, so nobody has to remember it.
+A pod that left or was deleted is replaced at once. One that ended by itself (it died, was evicted, or its node had no
+room) is, too, the first time; then its place waits longer and longer, and starts over after a healthy time. The count
+and the time of the last failure travel with the pods, so nobody has to remember them.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.model import NewPod
 from elastic_operator.names import pod_name
 from elastic_operator.plan.roster import Verdict, verdict
+from torchelastic.contract import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from elastic_operator.model import Job, Pod
-    from torchelastic.contract import SizeRecord
+    from torchelastic.contract import ResumeRecord, SizeRecord
 
 LONGEST_BACK_OFF: Final = 60.0
 """Seconds that a place waits at most."""
 
 HEALTHY_TIME: Final = 60.0
-"""Seconds after which a pod that dies counts as the first to die in its place."""
+"""Seconds without a failure, waiting aside, after which one counts as the first in its place."""
 
 ENDED_PODS_KEPT: Final = 3
 """So many ended pods that were replaced are kept for their log, for the whole job."""
@@ -36,28 +38,51 @@ class Vacancy:
 
     Attributes:
         index: which place.
-        failures: how many of its pods died in a row.
+        failures: how many of its pods ended by themselves in a row.
+        failed: when the last of them did; None where none has.
         due: when it may be filled; seconds since the Unix epoch.
         replaces: the pod that was there last, if it still can be seen.
     """
 
     index: int
     failures: int = 0
+    failed: float | None = None
     due: float = 0.0
     replaces: Pod | None = None
 
-    def filled(self, job: Job, size: SizeRecord, taken: Collection[str]) -> NewPod:
+    def filled(
+        self,
+        job: Job,
+        size: SizeRecord,
+        taken: Collection[str],
+        *,
+        resume: ResumeRecord | None,
+        life: str,
+        excluded: tuple[str, ...],
+    ) -> NewPod:
         """The pod that fills it.
 
         Args:
             job: the job.
             size: what the pod is started with.
             taken: names that it can't have: those of pods, and those that the agents were told are going.
+            resume: what its agent knows of the run from the start.
+            life: which of the job's lives between two suspensions it is; empty for the first. No pod of one is called
+                like one of another: an epoch that outlived them is none of theirs.
+            excluded: nodes that it keeps away from.
         """
-        name = pod_name(job.name, job.uid, self.index, self.replaces.uid if self.replaces is not None else "")
+        name = pod_name(job.name, job.uid, self.index, self.replaces.uid if self.replaces is not None else life)
         while name in taken:
             name = pod_name(job.name, job.uid, self.index, name)
-        return NewPod(name=name, index=self.index, size=size, failures=self.failures)
+        return NewPod(
+            name=name,
+            index=self.index,
+            size=size,
+            failures=self.failures,
+            failed=self.failed,
+            resume=resume,
+            excluded=excluded,
+        )
 
 
 def find_vacancies(staying: Sequence[Pod], desired: int, last: Mapping[int, Pod], now: float) -> tuple[Vacancy, ...]:
@@ -80,13 +105,20 @@ def _vacancy(index: int, last: Pod | None, now: float) -> Vacancy:
         return Vacancy(index)
     began = last.created if last.started is None else last.started
     ended = last.ended
-    was_healthy = (now if ended is None else ended) - began >= HEALTHY_TIME
+    healthy_since = began if last.failed is None else min(began, last.failed + back_off(last.failures))
+    was_healthy = (now if ended is None else ended) - healthy_since >= HEALTHY_TIME
     before = 0 if was_healthy else max(last.failures, 0)
-    if verdict(last) is Verdict.LEFT:
-        return Vacancy(index, before, replaces=last)
+    if verdict(last) is Verdict.LEFT and not _ended_by_itself(last):
+        return Vacancy(index, before, last.failed if before else None, replaces=last)
     failures = before + 1
-    since = min(began if ended is None else ended, now)  # by the clock of its node, which may be ahead of ours
-    return Vacancy(index, failures, since + back_off(failures), last)
+    failed = min(began if ended is None else ended, now)  # by the clock of its node, which may be ahead of ours
+    return Vacancy(index, failures, failed, failed + back_off(failures), last)
+
+
+def _ended_by_itself(pod: Pod) -> bool:
+    """Whether what is being deleted are the remains of a pod that failed."""
+    code = pod.exit_code
+    return pod.phase.ended and code not in (None, ExitCode.SUCCEEDED, ExitCode.INTERRUPTED, ExitCode.LEFT)
 
 
 def back_off(failures: int) -> float:

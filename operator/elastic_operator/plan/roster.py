@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from elastic_operator.model import PodPhase
+from elastic_operator.model import Fate, PodPhase
 from elastic_operator.names import pod_name
 from torchelastic.contract import ExitCode, TerminationMessage
 
@@ -29,8 +29,14 @@ class Verdict(enum.Enum):
     """There is no agent in it, or none that can be understood; nor would there be in another one."""
     LEFT = enum.auto()
     """It was deleted, or asked to leave: no failure."""
+    SPARED = enum.auto()
+    """It ended by no fault of its own: evicted, turned away by its node, lost with it, or the store could not be
+    reached."""
     DIED = enum.auto()
     """It ended by itself, and the run has not."""
+
+
+_NO_FAULT: Final = (Fate.DISRUPTED, Fate.NODE_LOST, Fate.NOT_ADMITTED)
 
 
 def verdict(pod: Pod) -> Verdict:
@@ -44,8 +50,12 @@ def verdict(pod: Pod) -> Verdict:
         return Verdict.RUN_SUCCEEDED
     if pod.phase.ended and code == ExitCode.FAILED and isinstance(pod.message, TerminationMessage):
         return Verdict.RUN_FAILED
+    if pod.fate is Fate.OVER_LIMIT and not pod.terminating:
+        return Verdict.DIED  # its agent was asked to leave, as others are whose place somebody else needs
     if pod.terminating or code in (ExitCode.LEFT, ExitCode.INTERRUPTED):
         return Verdict.LEFT
+    if pod.fate in _NO_FAULT or (pod.fate is None and code == ExitCode.STORE):
+        return Verdict.SPARED
     if pod.unfit is not None:
         return Verdict.UNFIT
     if code == ExitCode.BAD_INPUT:
@@ -83,8 +93,9 @@ class Roster:
 
     @property
     def unfinished(self) -> tuple[Pod, ...]:
-        """All whose agent may still run."""
-        return tuple(pod for pod in self.live + self.going if not pod.phase.ended)
+        """All whose agent may still run, as far as anybody can know: not those on a node that is lost."""
+        running = (pod for pod in self.live + self.going if not pod.phase.ended)
+        return tuple(pod for pod in running if not (pod.terminating and pod.fate is Fate.NODE_LOST))
 
     @property
     def lingering(self) -> tuple[Pod, ...]:

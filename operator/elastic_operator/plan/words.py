@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.model import Fate
 from torchelastic.contract import ExitCode, TerminationMessage, shorten
 
 if TYPE_CHECKING:
@@ -13,7 +14,12 @@ if TYPE_CHECKING:
     from elastic_operator.model import Pod
     from torchelastic.contract import FailureRecord, OutcomeRecord
 
-_SIGNAL_BASE: Final = 128
+MESSAGE_LIMIT: Final = 8192
+"""Characters; no condition says more, whatever it quotes. The object's schema draws the line above this."""
+
+SIGNAL_BASE: Final = 128
+"""An exit code of so much more than a signal's number stands for that signal."""
+
 _NAMES_SHOWN: Final = 5
 _LAST_LINE_LIMIT: Final = 512
 _SAID_LIMIT: Final = 2048
@@ -21,7 +27,11 @@ _SAID_LIMIT: Final = 2048
 
 def death(pod: Pod) -> str:
     """How a pod came to its end, to be read behind its name: "was killed by SIGKILL"."""
-    if (name := _signal_name(pod.exit_code)) is not None:
+    if pod.fate is Fate.OUT_OF_MEMORY:
+        return "ran out of memory"
+    if pod.fate is not None:
+        return fate(pod)
+    if (name := signal_name(pod.exit_code)) is not None:
         return f"was killed by {name}"
     said = last_words(pod)
     if pod.exit_code is None:
@@ -29,6 +39,18 @@ def death(pod: Pod) -> str:
     if pod.exit_code == ExitCode.STORE:
         return f"gave up on the store{f': {said}' if said else ''}"
     return f"exited with code {pod.exit_code}{f': {said}' if said else ''}"
+
+
+def fate(pod: Pod) -> str:
+    """What became of a pod by no fault of its own, to be read behind its name: "was evicted: …"."""
+    if pod.fate is Fate.NODE_LOST:
+        return f"was lost with its node{f' {pod.node}' if pod.node else ''}"
+    said = last_words(pod)
+    because = f": {clause(said)}" if said else ""
+    if pod.fate is Fate.NOT_ADMITTED:
+        return f"was turned away by its node{f' {pod.node}' if pod.node else ''}{because}"
+    preempted = any(reason.startswith("Preempt") for reason in pod.reasons)
+    return f"was {'preempted' if preempted else 'evicted'}{because}"
 
 
 def last_words(pod: Pod) -> str:
@@ -49,10 +71,15 @@ def root_cause(outcome: OutcomeRecord) -> str:
 
 def describe(failure: FailureRecord) -> str:
     """A worker's failure: "rank 3 on digits-2 exited with ValueError: …"."""
-    who = f"rank {failure.rank} on {failure.node.rpartition('.')[0] or failure.node}"
-    if (name := _signal_name(_SIGNAL_BASE - failure.exit_code if failure.exit_code < 0 else None)) is not None:
+    who = f"rank {failure.rank} on {node_name(failure)}"
+    if (name := signal_name(SIGNAL_BASE - failure.exit_code if failure.exit_code < 0 else None)) is not None:
         return f"{who} was killed by {name}"
     return f"{who} exited with {failure.message or f'code {failure.exit_code}'}"
+
+
+def node_name(failure: FailureRecord) -> str:
+    """The pod where a worker failed."""
+    return failure.node.rpartition(".")[0] or failure.node
 
 
 def count(number: int, thing: str) -> str:
@@ -75,10 +102,11 @@ def listed(things: Sequence[str]) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _signal_name(exit_code: int | None) -> str | None:
-    if exit_code is None or exit_code <= _SIGNAL_BASE:
+def signal_name(exit_code: int | None) -> str | None:
+    """The signal that an exit code stands for, such as SIGKILL for 137; None where it stands for none."""
+    if exit_code is None or exit_code <= SIGNAL_BASE:
         return None
     try:
-        return signal.Signals(exit_code - _SIGNAL_BASE).name
+        return signal.Signals(exit_code - SIGNAL_BASE).name
     except ValueError:
         return None
