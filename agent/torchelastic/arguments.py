@@ -89,8 +89,7 @@ def _optional(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
         found["stop_timeout"] = timeout.seconds(zero=True)
     if (silence := line.get("heartbeat-timeout")) is not None:
         found["heartbeat_timeout"] = silence.seconds()
-    if (codes := line.get("final-exit-codes")) is not None:
-        found["final_exit_codes"] = _exit_codes(codes)
+    found.update(_declared_exit_codes(line))
     if (port := line.get("metrics-port") or _variable(environ, Env.METRICS_PORT)) is not None:
         found["metrics_port"] = port.integer(0, 65535)
     if (last_words := line.get("termination-log") or _variable(environ, Env.TERMINATION_LOG)) is not None:
@@ -190,11 +189,31 @@ def _place(line: CommandLine) -> str:
     return machine.host_id() if given is None else _name(given)
 
 
+def _declared_exit_codes(line: CommandLine) -> dict[str, frozenset[int]]:
+    """What exit codes of workers stand for something, by the name of the setting."""
+    final, free = line.get("final-exit-codes"), line.get("free-exit-codes")
+    found = {
+        name: _exit_codes(given)
+        for name, given in (("final_exit_codes", final), ("free_exit_codes", free))
+        if given is not None
+    }
+    if final is not None and free is not None and (both := found["final_exit_codes"] & found["free_exit_codes"]):
+        raise free.refused(f"{min(both)} is in {final.source}, too; leave it out of one of the two")
+    return found
+
+
 def _exit_codes(given: Given) -> frozenset[int]:
-    parts = [part.strip() for part in given.text.split(",")]
-    if not all(part.isdecimal() and len(part) <= 3 and 1 <= int(part) <= 255 for part in parts):
-        raise given.refused("these are exit codes from 1 to 255 with commas between them, for example 2,64")
-    return frozenset(int(part) for part in parts)
+    found: set[int] = set()
+    for part in given.text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,3})(?:\s*-\s*([0-9]{1,3}))?\s*", part)
+        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not 1 <= first <= last <= 255:
+            raise given.refused(
+                "these are exit codes from 1 to 255 with commas between them, or ranges of them, for example "
+                "2,64-78,137, where 128 + n is signal n"
+            )
+        found.update(range(first, last + 1))
+    return frozenset(found)
 
 
 def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:

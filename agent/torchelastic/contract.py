@@ -164,6 +164,20 @@ class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.max if self.wanted is None else min(max(self.wanted, self.min), self.max)
 
 
+class ResumeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an agent knows of its run from the start: the run was suspended, and the store that knew it is gone.
+
+    Attributes:
+        epoch: the last epoch's number.
+        restarts: failures of workers charged to the job so far.
+        free: how often workers started anew without a charge.
+    """
+
+    epoch: _Number = msgspec.field(name="e", default=0)
+    restarts: _Count = msgspec.field(name="r", default=0)
+    free: _Count = msgspec.field(name="f", default=0)
+
+
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """One node of an epoch, in rank order.
 
@@ -197,9 +211,12 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         store: host:port of the TCPStore that is served for this epoch alone.
         restarts: failures of workers charged to the job so far.
         early: failures in a row that came soon after the start of their epoch.
+        free: how often workers started anew without a charge: for a change of membership, a free failure, or because
+            there were enough nodes again.
         wanted: the size that was wanted when this epoch was made, None where none was known.
         reason: in one word, why this epoch took the place of the one before.
         cause: the same in a sentence.
+        failure: the worker's failure that was charged last, None where none was; its text may be shortened.
         contract: the version of the contract that its leader speaks.
     """
 
@@ -208,9 +225,11 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     store: _Address = msgspec.field(name="s", default="")
     restarts: _Count = msgspec.field(name="r", default=0)
     early: _Count = msgspec.field(name="y", default=0)
+    free: _Count = msgspec.field(name="f", default=0)
     wanted: _Count | None = msgspec.field(name="w", default=None)
     reason: EpochReason = msgspec.field(name="k", default=EpochReason.NODE_JOINED)
     cause: _Sentence = msgspec.field(name="c", default="")
+    failure: FailureRecord | None = msgspec.field(name="x", default=None)
     contract: _Count = msgspec.field(name="v", default_factory=_ours)
 
     @property
@@ -250,6 +269,7 @@ class FailureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         message: the exception, or the end of what it printed; in words.
         uptime: seconds from its start to its end.
         final: whether trying again is no use: the program says so, or its exit code is one that was declared so.
+        free: whether it is charged to nobody: its exit code is one that was declared so.
     """
 
     epoch: _Number = msgspec.field(name="e")
@@ -263,6 +283,7 @@ class FailureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     message: _Sentence = msgspec.field(name="t", default="")
     uptime: float = msgspec.field(name="u", default=0.0)
     final: bool = msgspec.field(name="z", default=False)
+    free: bool = msgspec.field(name="q", default=False)
 
 
 class NoticeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -339,6 +360,7 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         phase: where it stands.
         epoch: the highest epoch number that it knows.
         restarts: the highest count of charged restarts that it knows.
+        free: the highest count of free ones that it knows.
         failure: its first worker that failed in ``epoch``.
         size: the wanted size that it was started with.
         metrics: port of its /metrics, 0 where there is none.
@@ -358,6 +380,7 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     phase: NodePhase = msgspec.field(name="p", default=NodePhase.READY)
     epoch: _Number = msgspec.field(name="e", default=0)
     restarts: _Count = msgspec.field(name="r", default=0)
+    free: _Count = msgspec.field(name="q", default=0)
     failure: FailureRecord | None = msgspec.field(name="f", default=None)
     metrics: _Count = msgspec.field(name="m", default=0)
     place: _Name = msgspec.field(name="h", default="")
@@ -473,6 +496,8 @@ class Env:
     """The address under which peers reach it (the pod's IP)."""
     SIZE: Final = "TORCHELASTIC_SIZE"
     """The first :class:`SizeRecord`, as JSON."""
+    RESUME: Final = "TORCHELASTIC_RESUME"
+    """A :class:`ResumeRecord`, as JSON; unset for a run that was never suspended."""
     UNIQUE_RUN: Final = "TORCHELASTIC_UNIQUE_RUN"
     """"1": the run id is never used again, so an outcome found in the store is this run's."""
     CHECKPOINT_DIR: Final = "TORCHELASTIC_CHECKPOINT_DIR"
@@ -495,7 +520,11 @@ class ExitCode(enum.IntEnum):
     BAD_INPUT = 2
     """The command line or the environment cannot be honoured; nothing was started."""
     STORE = 3
-    """The store could not be reached within the join timeout, or refused the agent."""
+    """The store could not be reached within the join timeout, or what stood there was lost: no failure of the node."""
+    NO_PORT = 4
+    """None of the ports on which it may listen is free on this host; another try may find one."""
+    BROKEN = 5
+    """The store refused the agent (credentials, version), or the agent itself broke: another try may well, too."""
     INTERRUPTED = 130
     """It left on SIGINT."""
     LEFT = 143

@@ -7,6 +7,7 @@
     │   ├── StoreRefused         answered with a refusal that trying again does not mend (credentials, version)
     │   ├── LeaseLost            the lease has ended; what hung on it is gone
     │   └── HistoryCompacted     the revision to watch from is no longer kept: list again
+    ├── NoPortFree               none of the ports that may be used is free: others may be done with them soon
     ├── StartError               no process could be started: the machine's limits, or a broken installation
     ├── MalformedRecord          something in the store is not what the contract says
     └── RendezvousError          the nodes could not agree
@@ -42,6 +43,10 @@ class LeaseLost(StoreError):  # noqa: N818
 
 class HistoryCompacted(StoreError):  # noqa: N818
     """The revision to watch from is no longer kept; list again and watch from there."""
+
+
+class NoPortFree(TorchElasticError):  # noqa: N818
+    """None of the ports on which this node may listen is free; others on its host may be done with them soon."""
 
 
 class StartError(TorchElasticError):

@@ -57,8 +57,15 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("max-restarts", "failures of workers that the whole run may have, on all nodes. Default: 100", "N"),
         Flag(
             "final-exit-codes",
-            "exit codes of a worker after which the run fails at once, whatever restarts are left (not in torchrun)",
-            "CODE[,…]",
+            "exit codes of a worker after which the run fails at once, whatever restarts are left; 128 + n for signal "
+            "n (not in torchrun)",
+            "CODE[-CODE][,…]",
+        ),
+        Flag(
+            "free-exit-codes",
+            "exit codes of a worker after which all start anew without a charge to --max-restarts, as long as they do "
+            "not fail early again and again (not in torchrun)",
+            "CODE[-CODE][,…]",
         ),
     ),
     "How the nodes meet": (
@@ -74,7 +81,8 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "more about the meeting. In seconds: join_timeout (how long too few nodes wait for more, 600), "
             "joining_window (how long the first epoch waits for nodes above the minimum, 10), lease (after which a "
             "silent node counts as lost, 5), gather (for which joins are collected, 0.05). About etcd: protocol (http "
-            "or https), cacert, cert, key (files), username, password. About programs that fail at once: "
+            "or https), cacert, cert, key (files), tls (a folder that has them as ca.crt, tls.crt and tls.key, the "
+            "last two only where they are needed), username, password. About programs that fail at once: "
             "early_failures (in a row, 3), early_seconds (after the start, 10)",
             "KEY=VALUE[,…]",
         ),
@@ -128,6 +136,12 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "address under which the other nodes reach it; gloo and NCCL use its interface. Default: the one that "
             "routes to etcd, and gloo and NCCL find theirs",
             "ADDR",
+        ),
+        Flag(
+            "port-range",
+            "ports on which it listens for the other nodes and serves the epochs' stores, at least 16 (not in "
+            "torchrun). Default: any free ones",
+            "FIRST-LAST",
         ),
         Flag("node-name", "how it is called in logs and by the operator (not in torchrun). Default: host name", "NAME"),
         Flag(

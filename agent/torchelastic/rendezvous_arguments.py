@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.contract import Env, SizeRecord, decode
+from torchelastic.contract import Env, ResumeRecord, SizeRecord, decode
 from torchelastic.endpoints import parse_endpoints
 from torchelastic.errors import MalformedRecord, SettingsError
 from torchelastic.flags import CommandLine, Given
-from torchelastic.settings import RendezvousSettings
+from torchelastic.settings import PortRange, RendezvousSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +28,11 @@ _OURS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "e
 """The names of our rendezvous, with the version of etcd's API where the name says one."""
 
 _MAX_NOTICE: Final = 86_400.0
+_LEAST_PORT: Final = 1024
+_FEWEST_PORTS: Final = 16
+"""Of these a node uses one for its link and two or three for stores; the rest is for those that it may not use again at
+once, and for other nodes on the same host."""
+
 _INSTEAD: Final = {
     "c10d": "torch's own rendezvous is not spoken here; leave the flag out, and name an etcd with --rdzv-endpoint or, "
     "for one node, nothing at all",
@@ -44,7 +49,9 @@ _MEETING: Final[Mapping[str, Callable[[Given], float]]] = {
     "early_failures": lambda given: given.integer(1, _MAX_RESTARTS),
     "early_seconds": lambda given: given.seconds(zero=True),
 }
-_STORE: Final = ("protocol", "cacert", "cert", "key", "username", "password")
+_STORE: Final = ("protocol", "cacert", "cert", "key", "tls", "username", "password")
+_TLS_FILES: Final = {"cacert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
+"""What a Secret for TLS calls them."""
 
 Conf = Mapping[str, Given]
 
@@ -58,7 +65,7 @@ def read_size(line: CommandLine, environ: Mapping[str, str]) -> SizeRecord:
     if text := environ.get(Env.SIZE):
         given = Given(Env.SIZE, text)
         try:
-            size = decode(text.encode(), SizeRecord)
+            size = decode(text.encode(errors="surrogateescape"), SizeRecord)
         except MalformedRecord as error:
             raise given.refused(f"this is {error}") from None
         if size.min > size.max:
@@ -138,9 +145,37 @@ def read_rendezvous(
     return RendezvousSettings(
         run_id=os.urandom(16).hex() if run_id is None else run_id.text,
         size=size,
+        ports=_ports(line),
+        resume=_resume(environ),
         unique_run=bool(unique) and Given(Env.UNIQUE_RUN, str(unique)).switch(),
         **numbers,
     )
+
+
+def _ports(line: CommandLine) -> PortRange | None:
+    if (given := line.get("port-range")) is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9]{1,5})\s*-\s*([0-9]{1,5})\s*", given.text)
+    if match is None:
+        raise given.refused("these are the first and the last port, for example 29400-29499")
+    first, last = int(match[1]), int(match[2])
+    if not _LEAST_PORT <= first <= 65535 or not _LEAST_PORT <= last <= 65535:
+        raise given.refused(f"ports for this go from {_LEAST_PORT} to 65535")
+    if first > last:
+        raise given.refused(f"the first port is above the last; did you mean {last}-{first}?")
+    if last - first + 1 < _FEWEST_PORTS:
+        raise given.refused(f"at least {_FEWEST_PORTS} ports are needed, for example {first}-{first + 99}")
+    return PortRange(first, last)
+
+
+def _resume(environ: Mapping[str, str]) -> ResumeRecord:
+    """What is known of the run from before it was suspended."""
+    if not (text := environ.get(Env.RESUME)):
+        return ResumeRecord()
+    try:
+        return decode(text.encode(errors="surrogateescape"), ResumeRecord)
+    except MalformedRecord as error:
+        raise Given(Env.RESUME, text).refused(f"this is {error}") from None
 
 
 def read_backend(line: CommandLine) -> int | None:
@@ -173,7 +208,9 @@ def read_store(endpoint: Given, conf: Conf, *, version: int | None = None) -> St
     except SettingsError as error:
         # What is wrong is in the message; the whole may hold a password that does not belong there.
         raise endpoint.refused(str(error), secret=True) from None
-    files = {key: _file(conf[key]) for key in ("cacert", "cert", "key") if key in conf}
+    files = {key: _file(conf[key]) for key in _TLS_FILES if key in conf}
+    if "tls" in conf:
+        files = {**_files_in(conf["tls"]), **files}
     asked = conf.get("protocol")
     protocol = written or ("https" if files else "http")
     if asked is not None:
@@ -183,9 +220,11 @@ def read_store(endpoint: Given, conf: Conf, *, version: int | None = None) -> St
         if written not in {None, protocol}:
             raise asked.refused(f"{endpoint.source} says {written}://; leave one of the two out")
     if files and protocol == "http":
-        raise conf[next(iter(files))].refused("certificates are of use with protocol=https only")
+        raise next(conf[key] for key in (*_TLS_FILES, "tls") if key in conf).refused(
+            "certificates are of use with protocol=https only"
+        )
     for one, other in (("key", "cert"), ("username", "password"), ("password", "username")):
-        if one in conf and other not in conf:
+        if one in conf and other not in {*conf, *files}:
             raise conf[one].refused(f"{one} needs {other} beside it", secret=True)
     # The store's package brings an HTTP client with it, which a run without a store never needs.
     from torchelastic.store.api import StoreSettings
@@ -200,6 +239,15 @@ def read_store(endpoint: Given, conf: Conf, *, version: int | None = None) -> St
         password=conf["password"].text if "password" in conf else None,
         version=version,
     )
+
+
+def _files_in(folder: Given) -> dict[str, str]:
+    """The files of a folder for TLS; a client need not always say who it is."""
+    found = {key: os.path.join(folder.text, name) for key, name in _TLS_FILES.items()}  # noqa: PTH118 - as in _file
+    there = {key: path for key, path in found.items() if os.path.isfile(path)}  # noqa: PTH113
+    if "cacert" not in there:
+        raise folder.refused(f"there is no {_TLS_FILES['cacert']} in this folder")
+    return there
 
 
 def _file(given: Given) -> str:

@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201
         return ExitCode.FAILED
     with suppress(OSError):  # nobody reads it; the exit code says the same
-        if ending.code in (ExitCode.FAILED, ExitCode.STORE):
+        if ending.code in (ExitCode.FAILED, ExitCode.STORE, ExitCode.BROKEN):
             print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
-        elif ending.code is ExitCode.BAD_INPUT:
+        elif ending.code in (ExitCode.BAD_INPUT, ExitCode.NO_PORT):
             print(f"torchelastic-run: {ending.message.message}", file=sys.stderr)  # noqa: T201
     return ending.code
 

@@ -9,11 +9,11 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torchelastic.contract import RUN_LEASE_TTL
+from torchelastic.contract import RUN_LEASE_TTL, ResumeRecord
 from torchelastic.output import DEFAULT_ROLE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torchelastic.contract import SizeRecord
@@ -95,6 +95,28 @@ class LogSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PortRange:
+    """Ports to listen on.
+
+    Attributes:
+        first: the lowest of them.
+        last: the highest of them.
+    """
+
+    first: int
+    last: int
+
+    def after(self, port: int) -> Iterator[int]:
+        """All of them but this one, each once, from the one that follows it; from the first one where it is none."""
+        start = port + 1 if self.first <= port <= self.last else self.first
+        around = (*range(start, self.last + 1), *range(self.first, start))
+        return (each for each in around if each != port)
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, slots=True)
 class RendezvousSettings:
     """How the nodes of a run meet.
 
@@ -111,6 +133,8 @@ class RendezvousSettings:
         early_failures: failures in a row, each within ``early_seconds`` of its start, after which the run fails.
         early_seconds: see ``early_failures``.
         notice: seconds that workers get at most to save before a planned change, however much they ask for.
+        ports: the only ports on which this node listens for others and serves the stores of epochs; None for any.
+        resume: what this node knows of the run from the start.
     """
 
     run_id: str
@@ -125,6 +149,8 @@ class RendezvousSettings:
     early_failures: int = 3
     early_seconds: float = 10.0
     notice: float = 30.0
+    ports: PortRange | None = None
+    resume: ResumeRecord = field(default_factory=ResumeRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +169,8 @@ class AgentSettings:
         stop_grace: seconds between SIGTERM and SIGKILL when workers are ended because this node leaves.
         stop_timeout: seconds between SIGTERM and SIGKILL when workers are ended because the epoch is.
         heartbeat_timeout: seconds without a sign of life after which a worker counts as hung; None for no such limit.
-        final_exit_codes: exit codes of workers after which trying again is no use.
+        final_exit_codes: exit codes of workers after which trying again is no use; 128 + n for signal n.
+        free_exit_codes: exit codes of workers, likewise, that are charged to nobody.
         place: nodes with the same one are neighbours, and get neighbouring ranks; empty for none.
         interface: the network interface that gloo and NCCL are told to use; empty where that is theirs to find out.
         metrics_port: of /metrics; 0 for any free one; None for no /metrics.
@@ -162,6 +189,7 @@ class AgentSettings:
     stop_timeout: float = 0.0
     heartbeat_timeout: float | None = None
     final_exit_codes: frozenset[int] = frozenset()
+    free_exit_codes: frozenset[int] = frozenset()
     place: str = ""
     interface: str = ""
     metrics_port: int | None = None

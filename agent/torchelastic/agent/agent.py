@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.ending import Ending
-from torchelastic.agent.failure import in_full
+from torchelastic.agent.failure import code_of, in_full
 from torchelastic.agent.happenings import (
     CauseOverdue,
     Happenings,
@@ -29,7 +29,7 @@ from torchelastic.agent.signals import LEAVING_SIGNALS, SignalledFirst, Signals
 from torchelastic.agent.worker_channel import WorkerChannel
 from torchelastic.agent.workers import WorkerStart
 from torchelastic.contract import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState
-from torchelastic.errors import SettingsError, StartError, StoreError
+from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
 from torchelastic.output import started
 from torchelastic.rendezvous.decide import CAUSE_WINDOW, LAST_WORD_WINDOW, root_cause
 from torchelastic.rendezvous.node import EpochBegan, Isolated, Noticed, RendezvousNode, RunEnded
@@ -98,8 +98,8 @@ class Agent:
                 # Whoever joins before it can start its workers makes the others wait for it.
                 await self._signals.unless_first(workers.ready())
                 await self._signals.unless_first(stack.enter_async_context(node))
-            except StoreError as error:
-                return Ending.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
+            except (StoreError, NoPortFree) as error:
+                return Ending.by_error(error)
             except (StartError, SettingsError) as error:
                 return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
             except SignalledFirst as signalled:
@@ -147,7 +147,9 @@ class Agent:
             match happening := await self._happenings.next():
                 case EpochBegan(store=listener):
                     with listener or nullcontext():
-                        await self._unless_signalled(self._begin_epoch(happening, workers, node))
+                        beginning = self._begin_epoch(happening, workers, node)
+                        takes_part = node.node in happening.record.nodes
+                        await (self._unless_signalled(beginning) if takes_part else beginning)
                 case WorkerEnded():
                     await self._unless_signalled(self._worker_ended(happening, node))
                 case CauseOverdue(epoch):
@@ -170,7 +172,7 @@ class Agent:
                     return self._left(number)
                 case RendezvousFailed(error):
                     await self._stop_workers(0.0)
-                    return self._cannot_go_on(error)
+                    return _cannot_go_on(error)
 
     async def _unless_signalled(self, doing: Coroutine[Any, Any, None]) -> None:
         """Do something, but no longer than until this agent is asked to go, which is what it deals with next then."""
@@ -182,7 +184,11 @@ class Agent:
         logger.info("epoch %d: %s", epoch.number, epoch.cause)
         if self._group is not None and self._broken_at is None:
             self._broken_at = time.monotonic()
-        await self._stop_workers(self._settings.stop_timeout)
+        # Where this node is taken away, its workers may save as if it had been told to go by a signal, which comes too,
+        # perhaps later: nobody waits for them.
+        takes_part = node.node in epoch.nodes
+        taken_away = epoch.members and not takes_part
+        await self._stop_workers(self._settings.stop_grace if taken_away else self._settings.stop_timeout)
         self._notices.begin(epoch.number)
         self._epoch = epoch
         self._failures = []
@@ -191,7 +197,7 @@ class Agent:
         self._metrics.remaining_restarts(
             self._settings.role, max(self._settings.rendezvous.max_restarts - epoch.restarts, 0)
         )
-        if node.node not in epoch.nodes:
+        if not takes_part:
             if epoch.members:
                 logger.info("epoch %d: not needed now; waiting as a spare", epoch.number)
             self._metrics.worker_state(self._settings.role, "stopped")
@@ -306,6 +312,8 @@ class Agent:
         await self._stop_workers(self._settings.stop_timeout)
 
     def _failure(self, worker: WorkerExit, epoch: int) -> FailureRecord:
+        code = code_of(worker.exit_code)
+        final = worker.final or code in self._settings.final_exit_codes
         return FailureRecord(
             epoch=epoch,
             rank=worker.rank,
@@ -317,13 +325,9 @@ class Agent:
             pid=worker.pid,
             message=worker.message,
             uptime=round(worker.uptime, 3),
-            final=worker.final or worker.exit_code in self._settings.final_exit_codes,
+            final=final,
+            free=not final and code in self._settings.free_exit_codes,
         )
-
-    def _cannot_go_on(self, error: BaseException | None) -> Ending:
-        if not isinstance(error, StoreError):
-            logger.error("the rendezvous broke", exc_info=error)
-        return Ending.because(ExitCode.STORE, "StoreUnavailable", f"{error or 'the rendezvous ended by itself'}")
 
     async def _leave(self, number: signal.Signals, node: RendezvousNode) -> None:
         """Leave the run, and end the workers when nobody needs them any more.
@@ -393,3 +397,9 @@ class Agent:
     def _left(self, number: signal.Signals) -> Ending:
         code = LEAVING_SIGNALS[number]
         return Ending.because(code, "Left", f"left on {number.name}", epoch=self._epoch.number if self._epoch else 0)
+
+
+def _cannot_go_on(error: BaseException | None) -> Ending:
+    if not isinstance(error, SettingsError | NoPortFree | StoreError):
+        logger.error("the rendezvous broke", exc_info=error)
+    return Ending.by_error(error)

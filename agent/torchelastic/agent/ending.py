@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchelastic.contract import ExitCode, OutcomeState, TerminationMessage
+from torchelastic.errors import NoPortFree, SettingsError, StoreError, StoreRefused
 
 if TYPE_CHECKING:
     from torchelastic.contract import OutcomeRecord
@@ -27,6 +28,25 @@ class Ending:
     def because(cls, code: ExitCode, reason: str, message: str, *, epoch: int = 0) -> Ending:
         """An ending that no worker is to blame for."""
         return cls(code, TerminationMessage(reason=reason, message=message, epoch=epoch))
+
+    @classmethod
+    def by_error(cls, error: BaseException | None) -> Ending:
+        """The end of an agent that cannot take part; None where its rendezvous just ended.
+
+        A store that refuses it will refuse it again, and so would a defect show again: that is told apart from a store
+        that is out of reach, for which nobody pays.
+        """
+        match error:
+            case SettingsError():
+                return cls.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
+            case NoPortFree():
+                return cls.because(ExitCode.NO_PORT, "NoPortFree", f"{error}")
+            case StoreRefused():
+                return cls.because(ExitCode.BROKEN, "StoreRefused", f"{error}")
+            case StoreError():
+                return cls.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
+        said = "the rendezvous ended by itself" if error is None else str(error) or type(error).__name__
+        return cls.because(ExitCode.BROKEN, "Defect", said)
 
     @classmethod
     def with_the_run(cls, outcome: OutcomeRecord) -> Ending:

@@ -226,6 +226,11 @@ def _end_of(exit_code: int) -> str:
     return f"killed by {name}"
 
 
+def code_of(exit_code: int) -> int:
+    """An exit code as a shell shows it: 128 + n where signal n, here -n, ended the process."""
+    return exit_code if exit_code >= 0 else 128 - exit_code
+
+
 def in_full(failure: FailureRecord) -> str:
     """A failure in words, with where it was and how it ended, for the log of the agent whose worker it was."""
     process = f", process {failure.pid}" if failure.pid else ""

@@ -8,7 +8,8 @@ comes back. The rules, in the order in which they are asked:
 3. All workers of all members ended with 0: the run has succeeded.
 4. A worker failed in a way that is declared final: the run has failed.
 5. A member is lost, or a worker failed: the next epoch forms at once with whoever is there. A failure is charged to the
-   run's budget; a change of membership is free, and so is a failure that a lost member explains.
+   run's budget; a change of membership is free, and so is a failure that a lost member explains, or one whose exit
+   code was declared free.
 6. A member leaves, the size has changed, or somebody joins: the next epoch forms as soon as the newcomers are gathered
    and those who asked for a notice have had it. It takes as many nodes as are wanted; whoever is beyond that waits as a
    spare.
@@ -49,6 +50,9 @@ reaches the leader a few milliseconds before or after the broken collective that
 LAST_WORD_WINDOW: Final = 1.0
 """Seconds for which a run that is about to fail waits for the members that have not told their failure yet."""
 
+LONGEST_KEPT: Final = 1024
+"""Characters of a failure's text that each epoch after it carries to all nodes."""
+
 LONGEST_GATHERING: Final = 10
 """So many times the time for which joins are gathered is waited at most, however many more come one after the other."""
 
@@ -63,7 +67,7 @@ def decide(view: View, settings: RendezvousSettings) -> Decision:
     if view.remembered is not None and view.remembered.number > epoch.number:
         return FormEpoch(view.remembered)  # the store went back to an earlier state of itself
     if view.known > epoch.number:
-        return _catch_up(view, epoch)
+        return _catch_up(view, epoch, settings)
     if view.now - view.changed_at >= settings.early_seconds:
         # It has been healthy: what failed before is no part of a row any more.
         epoch = msgspec.structs.replace(epoch, early=0)
@@ -137,12 +141,12 @@ def _failures(view: View, members: Iterable[str]) -> list[tuple[int, FailureReco
 # -- stores that have lost something, and beginnings
 
 
-def _catch_up(view: View, epoch: EpochRecord) -> Decision:
+def _catch_up(view: View, epoch: EpochRecord, settings: RendezvousSettings) -> Decision:
     """Nodes know a later epoch than the store, which lost it, or has begun a history of its own."""
-    if not view.gave_way:
+    if _should_give_way(view, settings):
         return GiveWay("nodes know a later epoch than the store; leaving the lead to one that can give it back")
     # None of them has taken it: an epoch that is later still brings all together again.
-    before = msgspec.structs.replace(epoch, restarts=max(epoch.restarts, _restarts(view)))
+    before = _refilled(view, epoch)
     them = candidates(view)
     cause = "the store had lost an epoch that nodes still know"
     return _with_enough(view, before, them, EpochReason.NODE_LOST, cause)
@@ -152,15 +156,28 @@ def _begin(view: View, settings: RendezvousSettings) -> Decision:
     """No epoch stands in the store: the run is new, or the store lost its data."""
     if view.remembered is not None and view.remembered.number >= view.known:
         return FormEpoch(view.remembered)
-    before = EpochRecord(number=view.known, restarts=_restarts(view))
-    if view.known and not view.gave_way:
+    resume = settings.resume
+    before = _refilled(view, EpochRecord(number=resume.epoch, restarts=resume.restarts, free=resume.free))
+    if _should_give_way(view, settings):
         return GiveWay("the store has lost the epoch; leaving the lead to a node that knows it")
     # Where somebody knows one, nobody has taken the lead who could give it back: its number is all that is left.
     return _first(view, before, settings)
 
 
-def _restarts(view: View) -> int:
-    return max((peer.record.restarts for peer in view.peers.values()), default=0)
+def _should_give_way(view: View, settings: RendezvousSettings) -> bool:
+    """Whether a node may know an epoch of which this leader does not even know the number."""
+    return view.known > settings.resume.epoch and not view.gave_way
+
+
+def _refilled(view: View, epoch: EpochRecord) -> EpochRecord:
+    """The same with what nodes know better: its number, and what was counted in the run."""
+    peers = [peer.record for peer in view.peers.values()]
+    return msgspec.structs.replace(
+        epoch,
+        number=max(epoch.number, view.known),
+        restarts=max(epoch.restarts, *(peer.restarts for peer in peers), 0),
+        free=max(epoch.free, *(peer.free for peer in peers), 0),
+    )
 
 
 def _first(view: View, before: EpochRecord, settings: RendezvousSettings) -> Decision:
@@ -187,8 +204,10 @@ def _anew(view: View, epoch: EpochRecord, settings: RendezvousSettings) -> Decis
 
     Where the id may be used again, this is another run, which has its whole budget; the numbers go on all the same.
     """
-    restarts = epoch.restarts if settings.unique_run else 0
-    return _first(view, msgspec.structs.replace(epoch, early=0, restarts=restarts), settings)
+    if settings.unique_run:
+        return _first(view, msgspec.structs.replace(epoch, early=0), settings)
+    change = _first(view, msgspec.structs.replace(epoch, early=0, restarts=0, failure=None), settings)
+    return FormEpoch(msgspec.structs.replace(change.record, free=0)) if isinstance(change, FormEpoch) else change
 
 
 def _resume(view: View, epoch: EpochRecord, settings: RendezvousSettings) -> Decision:
@@ -240,7 +259,7 @@ def _nobody_stays(view: View) -> bool:
 def _after_failure(
     view: View, epoch: EpochRecord, failures: Sequence[tuple[int, FailureRecord]], settings: RendezvousSettings
 ) -> Decision:
-    """A worker failed: charge it, and begin anew or end the run."""
+    """A worker failed: charge it, unless it is free, and begin anew or end the run."""
     failure = root_cause(failures)
     since = view.now if view.failed_since is None else view.failed_since
     all_told = len(failures) == len(epoch.members)
@@ -261,8 +280,20 @@ def _after_failure(
                 failure=failure,
             )
         )
-    charged = EpochRecord(number=epoch.number, restarts=epoch.restarts + 1, early=early, store=epoch.store)
+    charged = EpochRecord(
+        number=epoch.number,
+        restarts=epoch.restarts + (not failure.free),
+        early=early,
+        free=epoch.free + failure.free,
+        store=epoch.store,
+        failure=epoch.failure if failure.free else _kept(failure),
+    )
     return _with_enough(view, charged, candidates(view), EpochReason.WORKER_FAILED, describe(failure))
+
+
+def _kept(failure: FailureRecord) -> FailureRecord:
+    """A failure as the epochs after it carry it."""
+    return msgspec.structs.replace(failure, message=shorten(failure.message, LONGEST_KEPT))
 
 
 def _with_enough(view: View, before: EpochRecord, them: Candidates, reason: EpochReason, cause: str) -> Decision:
@@ -274,7 +305,7 @@ def _why_not_again(failure: FailureRecord, epoch: EpochRecord, early: int, setti
     """Why the run ends with this failure; empty where it goes on."""
     if failure.final:
         return "this failure is declared final, so the run is not tried again, whatever is left of its restarts"
-    spent = epoch.restarts >= settings.max_restarts
+    spent = epoch.restarts >= settings.max_restarts and not failure.free
     if spent and settings.max_restarts == 0:
         return "it may not restart"
     if early >= settings.early_failures:

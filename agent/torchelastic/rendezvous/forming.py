@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.contract import EpochRecord, Member, OutcomeRecord, OutcomeState, bracketed, shorten
+from torchelastic.contract import EpochReason, EpochRecord, Member, OutcomeRecord, OutcomeState, bracketed, shorten
 from torchelastic.rendezvous.view import Decision, EndRun, FormEpoch, Hold
 from torchelastic.rendezvous.words import waiting_for
 
 if TYPE_CHECKING:
-    from torchelastic.contract import EpochReason
     from torchelastic.rendezvous.placing import Candidates
     from torchelastic.rendezvous.view import View
     from torchelastic.settings import RendezvousSettings
@@ -48,15 +47,25 @@ def pause(view: View, before: EpochRecord, them: Candidates, reason: EpochReason
             number=_next_number(view, before),
             restarts=before.restarts,
             early=before.early,
+            free=before.free,
             wanted=view.size.wanted,
             reason=reason,
             cause=shorten(f"{cause}; {waiting_for(view, them)}", LONGEST_SENTENCE),
+            failure=before.failure,
         )
     )
 
 
 def _next_number(view: View, before: EpochRecord) -> int:
     return max(before.number, view.known) + 1
+
+
+def _starts_anew_for_free(before: EpochRecord, reason: EpochReason) -> bool:
+    """Whether workers that ran before start anew, and no failure did it: what that costs was settled when it came."""
+    failed = reason is EpochReason.WORKER_FAILED or (
+        before.reason is EpochReason.WORKER_FAILED and not before.members  # too few were left to go on at once
+    )
+    return before.number > 0 and not failed
 
 
 def form(view: View, before: EpochRecord, them: Candidates, reason: EpochReason, cause: str) -> Decision:
@@ -74,8 +83,10 @@ def form(view: View, before: EpochRecord, them: Candidates, reason: EpochReason,
             store=f"{bracketed(host.record.address)}:{host.record.store}",
             restarts=before.restarts,
             early=before.early,
+            free=before.free + _starts_anew_for_free(before, reason),
             wanted=view.size.wanted,
             reason=reason,
             cause=shorten(cause, LONGEST_SENTENCE),
+            failure=before.failure,
         )
     )

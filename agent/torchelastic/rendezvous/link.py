@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 import hashlib
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Final, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, Self
 
 import msgspec
 
 from torchelastic.contract import decode, encode
-from torchelastic.errors import MalformedRecord
+from torchelastic.errors import MalformedRecord, NoPortFree
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from torchelastic.settings import PortRange
 
 LINE_LIMIT: Final = 2048
 """Bytes of a line; longer ones are hung up on."""
@@ -94,13 +97,19 @@ class LinkServer:
         node: this node's id.
         host: the address on which to listen.
         observer: is told about links that come and break.
+        ports: the only ones on which it may listen; None for any.
+
+    Raises:
+        NoPortFree: none of these ports is free.
     """
 
-    def __init__(self, *, run: str, node: str, host: str, observer: LinkObserver) -> None:
+    def __init__(
+        self, *, run: str, node: str, host: str, observer: LinkObserver, ports: PortRange | None = None
+    ) -> None:
         self._greeting = _Greeting(run=run_digest(run), node=node)
         self._observer = observer
         self._links: dict[str, int] = {}
-        self._listener = listen(host)
+        self._listener = listen(host, ports)
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._transports: set[asyncio.WriteTransport] = set()
@@ -277,24 +286,50 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-def listen(host: str) -> socket.socket:
+def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> socket.socket:
     """A listening socket on a free port of this address; of all addresses, where it is none of this machine's own.
 
     A pod may be known to its peers by an address that only a gateway in front of it has.
 
+    Args:
+        host: the address.
+        ports: the only ports that may be taken; None for any.
+        after: the port among them that is not to be taken again, and behind which the search begins, so that each of
+            them rests for as long as there are others.
+
     Raises:
         OSError: no socket can be had.
+        NoPortFree: none of these ports is free.
     """
     try:
         info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return _listening(info[0], info[4])
+        return _listening(info[0], info[4], ports, after)
     except OSError:
-        return _listening(socket.AF_INET, ("", 0))
+        return _listening(socket.AF_INET, ("", 0), ports, after)
 
 
-def _listening(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> socket.socket:
+def _listening(
+    family: int, address: tuple[str | int, ...] | tuple[int, bytes], ports: PortRange | None, after: int
+) -> socket.socket:
+    if ports is None:
+        return _bound(family, address)
+    for port in ports.after(after):
+        try:
+            return _bound(family, (address[0], port, *address[2:]), again=True)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise NoPortFree(
+        f"No port of --port-range {ports} is free on this node: give it a wider range, or see what else listens there "
+        "(ss -tlnp); each agent on a host needs up to 4 of them at a time."
+    )
+
+
+def _bound(family: int, address: tuple[Any, ...], *, again: bool = False) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        if again:  # connections of the one before may linger
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)

@@ -56,6 +56,9 @@ class RendezvousNode:
         settings: the rules, and the run's id.
         node: this node's id: its name, a dot, and something unique for this life of it.
         record: what it says of itself; addresses of its link and store are filled in.
+
+    Raises:
+        NoPortFree: no port is free of those on which it may listen.
     """
 
     def __init__(self, store: Store, settings: RendezvousSettings, *, node: str, record: NodeRecord) -> None:
@@ -67,8 +70,14 @@ class RendezvousNode:
         self._settings = settings
         self._lasting = LastingKeys(store, settings.run_id, ttl=settings.run_lease)
         self._control = Control(store, self.keys)
-        self._server = LinkServer(run=settings.run_id, node=node, host=record.address, observer=self)
-        self._offer = listen(record.address)
+        self._offer = listen(record.address, settings.ports)
+        try:
+            self._server = LinkServer(
+                run=settings.run_id, node=node, host=record.address, observer=self, ports=settings.ports
+            )
+        except BaseException:
+            self._offer.close()
+            raise
         self._session = Session(
             store,
             self.keys,
@@ -82,6 +91,9 @@ class RendezvousNode:
                 store=self._offer.getsockname()[1],
                 metrics=record.metrics,
                 place=record.place,
+                epoch=settings.resume.epoch,
+                restarts=settings.resume.restarts,
+                free=settings.resume.free,
             ),
             settings.lease,
             self._control.changed,
@@ -98,7 +110,7 @@ class RendezvousNode:
         )
         self._leadership: Leadership | None = None
         self._ended = False
-        self._told = 0
+        self._told = settings.resume.epoch
         self._noticed: NoticeRecord | None = None
         self._leaving = False
         self._running: asyncio.Task[None] | None = None
@@ -267,24 +279,27 @@ class RendezvousNode:
         if epoch is None or self.node not in epoch.nodes:
             # It has only learned of it, so nobody waits until it is gone.
             self._leaving = True
-            self._session.update(phase=NodePhase.LEAVING, epoch=0, restarts=0)
+            self._session.update(phase=NodePhase.LEAVING, epoch=0, restarts=0, free=0)
 
     def _tell_epoch(self, epoch: EpochRecord) -> None:
         port = self._offer.getsockname()[1]
         host = self._session.record.address
         store = None
         before, self._told = self._told, epoch.number
-        if epoch.store == f"{bracketed(host)}:{port}":
-            store, self._offer = self._offer, listen(host)
-        elif epoch.number != before + 1:
-            # An epoch went by unseen, and may have named the port that this node offered: it is not offered again.
+        named = epoch.store == f"{bracketed(host)}:{port}"
+        if named and self.node in epoch.nodes:
+            store, self._offer = self._offer, listen(host, self._settings.ports, after=port)
+        elif named or epoch.number != before + 1:
+            # It was another node's on this host, or an epoch that went by unseen may have named the port that this node
+            # offered: it is not offered again.
             self._offer.close()
-            self._offer = listen(host)
+            self._offer = listen(host, self._settings.ports, after=port)
         self.events.put_nowait(EpochBegan(epoch, store))
         phase = NodePhase.LEAVING if self._leaving else NodePhase.READY
         self._session.update(
             epoch=epoch.number,
             restarts=max(epoch.restarts, self._session.record.restarts),
+            free=max(epoch.free, self._session.record.free),
             store=self._offer.getsockname()[1],
             phase=phase,
             failure=None,
