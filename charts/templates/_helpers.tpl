@@ -40,10 +40,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 What the operator does with the objects of the namespaces that it looks after, and not a verb more.
 */}}
 {{- define "elastic-operator.rules" -}}
-# What is to be done.
+# What is to be done. A job is removed when the time that it is to stay after its end is over.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs]
-  verbs: [list, watch]
+  verbs: [list, watch, delete]
 # What it says of a job.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs/status]
@@ -63,6 +63,14 @@ What the operator does with the objects of the namespaces that it looks after, a
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [list, watch, create, delete]
+# What keeps evictions from leaving too few workers, where a job asks for it.
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [list, watch, create, patch, delete]
+# The gang of a job that asks to be scheduled as one. Where no such scheduler is installed, there are none.
+- apiGroups: [scheduling.x-k8s.io, scheduling.volcano.sh]
+  resources: [podgroups]
+  verbs: [list, create, patch, delete]
 # What `kubectl describe` tells of a job.
 - apiGroups: [""]
   resources: [events]

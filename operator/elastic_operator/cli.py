@@ -29,9 +29,10 @@ examples:
   elasticjob run examples/digits.yaml      train; Ctrl-C ends it
   elasticjob get                           (in a second terminal) which jobs there are
   elasticjob scale digits --replicas 3     change its size while it trains
+  elasticjob suspend digits                free all that it has; `elasticjob resume digits` goes on
   elasticjob logs digits --rank 0 -f       follow what one rank prints
   elasticjob demo                          see it scaled, killed and recovering by itself
-  elasticjob get -n team                   jobs on a cluster; so for describe, scale, logs and delete
+  elasticjob get -n team                   jobs on a cluster; so for describe, scale, suspend, resume, logs, delete
 
 `elasticjob COMMAND --help` says more of each.
 """
@@ -46,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """What can be typed."""
-    from elastic_operator.commands import delete, demo, describe, get, logs, run, scale, version
+    from elastic_operator.commands import delete, demo, describe, get, logs, run, scale, suspend, version
 
     top = _Parser(
         prog="elasticjob",
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (run, get, describe, scale, logs, delete, demo, version):
+    for command in (run, get, describe, scale, suspend, logs, delete, demo, version):
         command.add_to(commands)
     return top
 

@@ -37,9 +37,13 @@ class WorkQueue:
     """Keys that want attention, each at most once and not before its time; the one that is due longest comes first.
 
     A key that is handed out is not handed out again before :meth:`done`, but may be put back in the meantime.
+
+    Args:
+        waited: called for each key that is handed out with the seconds since it was due.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waited: Callable[[float], None] = lambda _seconds: None) -> None:
+        self._waited = waited
         self._due: dict[str, float] = {}
         self._heap: list[tuple[float, int, str]] = []
         self._busy: set[str] = set()
@@ -66,6 +70,7 @@ class WorkQueue:
             if wait is not None and wait <= 0:
                 _, _, key = heapq.heappop(self._heap)
                 del self._due[key]
+                self._waited(-wait)
                 self._busy.add(key)
                 self._changed.set()  # several may wait here; the next one looks at what is left
                 return key
@@ -85,8 +90,16 @@ class WorkQueue:
         self._busy.discard(key)
         if rest > 0:
             self._resting[key] = time.monotonic() + rest
+        else:
+            self._resting.pop(key, None)
         if (due := self._due.get(key)) is not None:
             self._schedule(key, self._rested(key, due))
+
+    def clear(self) -> None:
+        """Nobody takes keys any more, and whoever does next begins anew."""
+        self._due.clear()
+        self._heap.clear()
+        self._resting.clear()
 
     @property
     def depth(self) -> int:
@@ -128,20 +141,33 @@ class ReconcileSettings:
             silent.
         burst: so often in a row may a job be looked at without a rest.
         per_second: so often it may be looked at in the long run.
+        gathering: seconds that lie at least between two looks at one job: what happens to its pods often happens to
+            several at once.
+        looking_share: of the time at most that looks at one job take: a look at a thousand pods takes its time, and a
+            thousand pods that start wake the operator a thousand times.
+        longest_rest: seconds for which a job rests at most because a look at it took long.
     """
 
-    side_by_side: int = 16
+    side_by_side: int = 64
     first_retry: float = 0.1
     longest_retry: float = 60.0
     relist_every: float = 300.0
     burst: int = 30
     per_second: float = 20.0
+    gathering: float = 0.02
+    looking_share: float = 0.25
+    longest_rest: float = 0.5
 
 
 class _Pace:
-    """How often one job is looked at."""
+    """How often one job is looked at.
+
+    Attributes:
+        looked: seconds that the last look took, without what was done then.
+    """
 
     def __init__(self, burst: int, per_second: float) -> None:
+        self.looked = 0.0
         self._burst = self._left = float(burst)
         self._per_second = per_second
         self._last = time.monotonic()
@@ -225,15 +251,19 @@ class Reconciler:
                 self._queue.done(key, self._rest(key))
 
     async def _reconcile(self, key: str) -> Outcome:
+        pace = self._paces.setdefault(key, _Pace(self._settings.burst, self._settings.per_second))
         try:
+            begun = time.monotonic()
             seen = await self._cluster.observe(key)
             if seen is None:
                 self._failures.pop(key, None)
                 self._paces.pop(key, None)
                 return "done"
-            self._paces.setdefault(key, _Pace(self._settings.burst, self._settings.per_second))
             job, observed = seen
             todo = plan(job, observed, self._clock())
+            pace.looked = time.monotonic() - begun
+            if todo.wake_at is not None:
+                self._queue.put(key, todo.wake_at - self._clock())
             await self._cluster.apply(job, todo)
         except (ElasticJobError, StoreError) as error:
             _log.warning("%s: %s; trying again in %.1f s", key, error, self._retry(key))
@@ -242,8 +272,6 @@ class Reconciler:
             _log.exception("%s: an unexpected error; trying again in %.1f s", key, self._retry(key))
             return "defect"
         self._failures.pop(key, None)
-        if todo.wake_at is not None:
-            self._queue.put(key, todo.wake_at - self._clock())
         return "done"
 
     def _rest(self, key: str) -> float:
@@ -253,7 +281,9 @@ class Reconciler:
         rest = pace.rest()
         if pace.restless:
             _log.warning("%s: something changes without end, and wakes the operator each time", key)
-        return rest
+        settings = self._settings
+        after_looking = min(pace.looked * (1 / settings.looking_share - 1), settings.longest_rest)
+        return max(rest, settings.gathering, after_looking)
 
     def _retry(self, key: str) -> float:
         """Have the key looked at again, later than the last time; gives back the seconds until then."""

@@ -79,8 +79,11 @@ def _facts(shown: Shown, now: float) -> Iterator[tuple[str, str]]:
     yield "Took", duration(shown.age(now)) if shown.completed else ""
     yield "Pods", f"{status.ready} ready of {status.desired} wanted, {status.replicas} there"
     yield "Epoch", f"{status.epoch}, world size {status.world_size}" if status.epoch else "none yet"
-    yield "Restarts", f"{status.restarts} of workers, {status.pod_failures} of pods"
-    yield "Last Failure", (status.last_failure or "").replace("\n", "\n  ")
+    yield "Restarts", f"{status.restarts} charged, {status.free_restarts} free"
+    yield "Pods Died", str(status.pod_failures or "")
+    yield "Last Failure", _last_failure(shown, now).replace("\n", "\n  ")
+    yield "Deadline", f"in {duration(shown.deadline - now)}" if shown.deadline is not None else ""
+    yield "Excluded Nodes", ", ".join(status.excluded_nodes)
     yield "Progress", shown.progress.line if shown.progress else ""
     yield "Manifest", run.manifest_path
     yield "Logs", run.logs
@@ -89,6 +92,16 @@ def _facts(shown: Shown, now: float) -> Iterator[tuple[str, str]]:
         again = f", started again {count(shown.etcd.restarts, 'time')}" if shown.etcd.restarts else ""
         state = f"process {shown.etcd.pid}{again}" if shown.etcd.pid else shown.etcd.state
         yield "Etcd", shown.etcd.endpoint + (f" ({state})" if state else "")
+
+
+def _last_failure(shown: Shown, now: float) -> str:
+    from elastic_operator.showing.shown import ShownFailure, seconds
+    from elastic_operator.showing.words import duration
+
+    failure = shown.status.last_failure
+    when = seconds(failure.time) if isinstance(failure, ShownFailure) else None
+    ago = f" ({duration(now - when)} ago)" if when is not None else ""
+    return shown.status.what_failed + ago if shown.status.what_failed else ""
 
 
 def _behind(shown: Shown) -> str:

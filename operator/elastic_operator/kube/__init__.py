@@ -28,11 +28,13 @@ the operator
 ``listing``         how does it learn what watches miss?
 ``cache``           what does it know of the API server's objects?
 ``stores``          what does it know of what the agents say?
+``misread``         what is said of a job that it cannot read?
 ``cluster``         what is known of one job, and how is a plan carried out?
 ``managed_etcd``    how is a job's own etcd made and removed?
 ``writer``          how is something written so that it is known at once?
 ``ledger``          what would the API server not make, and when is it tried again?
 ``events``          how is a person told?
+``readiness``       which pods are ready?
 ``departed``        which pods are gone, and were not replaced yet?
 ``farewell``        what did a deleted pod say last?
 ``web``             what do probes and Prometheus see?

@@ -11,8 +11,10 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.request import getproxies_environment
 
 import aiohttp
+import msgspec
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
@@ -26,10 +28,10 @@ if TYPE_CHECKING:
     from elastic_operator.kube.resources import Resource
     from elastic_operator.spec import Json
 
-__all__ = ["MERGE_PATCH", "Access", "Api", "ApiError"]
+__all__ = ["APPLY_PATCH", "MERGE_PATCH", "Access", "Api", "ApiError"]
 
 _TIMEOUT: Final = 30.0
-_CONNECTIONS: Final = 16
+_CONNECTIONS: Final = 64
 _PAGE: Final = 500
 """So many objects are read at once: all pods of a large cluster at once would fill the memory."""
 _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -37,6 +39,8 @@ _USER_AGENT: Final = "elastic-operator"
 _NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
 
 MERGE_PATCH: Final = "application/merge-patch+json"
+APPLY_PATCH: Final = "application/apply-patch+yaml"
+"""Server-side apply; JSON is YAML, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,9 @@ class Api:
     def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
         configuration.connection_pool_maxsize = _CONNECTIONS
         configuration.retries = None  # what fails is tried again where it is known whether that makes sense
+        # Where the environment names no proxy, there is nothing in it to trust: aiohttp would look for a ~/.netrc, in
+        # another thread, before each request.
+        configuration.client_session_kwargs = {"trust_env": bool(getproxies_environment())}
         self._configuration = configuration
         self._client: ApiClient | None = None
         self.namespace = namespace
@@ -120,6 +127,10 @@ class Api:
         except OSError:
             namespace = ""
         return cls(configuration, namespace or "default")
+
+    def another(self) -> Self:
+        """The same, with connections of its own: what is asked there waits for nothing that is asked here."""
+        return type(self)(self._configuration, self.namespace)
 
     async def __aenter__(self) -> Self:
         self._client = ApiClient(self._configuration)
@@ -208,6 +219,21 @@ class Api:
             "PATCH", resource.path(namespace, name, subresource), body=body, content_type=MERGE_PATCH
         )
 
+    async def apply(self, resource: Resource, namespace: str, name: str, body: Json) -> Json:
+        """Have an object say this, whoever said otherwise, and make it if need be; what others say beside it stays.
+
+        Returns:
+            The object as it is now.
+        """
+        return await self._json(
+            "PATCH",
+            resource.path(namespace, name),
+            query={"fieldManager": _USER_AGENT, "force": "true", "fieldValidation": "Strict"},
+            body=body,
+            content_type=APPLY_PATCH,
+            verb="APPLY",
+        )
+
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
     ) -> Json:
@@ -286,8 +312,8 @@ class Api:
         if response.status >= 400:
             raise refusal(response.status, data)
         try:
-            found: dict[str, Any] = json.loads(data)
-        except ValueError:
+            found: dict[str, Any] = msgspec.json.decode(data)
+        except ValueError:  # it is no JSON, or no UTF-8
             raise ClusterError(f"what answers under {self._configuration.host} is no Kubernetes API server") from None
         return found
 

@@ -12,6 +12,10 @@ _POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
 """How the API server's sentence names somebody else's rule, whose "no" comes with any status."""
 
 
+class NoAnswer(ClusterError):  # noqa: N818 - it says what happened
+    """The API server takes too long, or one of those that it asks does."""
+
+
 class ApiError(ClusterError):
     """The API server refused.
 
@@ -38,6 +42,11 @@ class ApiError(ClusterError):
         return self.status == 409
 
     @property
+    def passes(self) -> bool:
+        """Whether that is the server's own trouble, or that of one whom it asks, which most often passes."""
+        return self.status >= 500 or self.status == 429
+
+    @property
     def of_a_policy(self) -> bool:
         """Whether a rule of this cluster says no, which may say otherwise tomorrow."""
         return any(policy in self.words for policy in _POLICIES)
@@ -60,5 +69,5 @@ def refusal(status: int, data: bytes) -> ApiError:
 def unreachable(error: Exception) -> ClusterError:
     """The error for a request that got no answer."""
     if isinstance(error, asyncio.TimeoutError):
-        return ClusterError("the API server does not answer in time")
+        return NoAnswer("the API server does not answer in time")
     return ClusterError(f"the API server cannot be reached: {str(error) or type(error).__name__}")

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_operator.kube.observation import trimmed_pod
+from elastic_operator.kube.observation import pod_of, trimmed_pod
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
 from elastic_operator.spec import GROUP, KIND
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from elastic_operator.kube.resources import Resource
+    from elastic_operator.model import Pod
     from elastic_operator.spec import Json
 
 _GRAVE: Final = 900.0
@@ -81,6 +82,7 @@ class Cache:
         self._gone = gone
         self._kinds: dict[Resource, _Kind] = {}
         self._uids: dict[str, str] = {}
+        self._understood: dict[str, Pod] = {}
         self._graves: dict[str, _Grave] = {}
 
     @property
@@ -97,6 +99,18 @@ class Cache:
         """The objects of a kind that belong to a job."""
         kind = self._kinds.get(resource)
         return () if kind is None else tuple(kind.by_owner.get(job_uid, {}).values())
+
+    def pods(self, job_uid: str) -> tuple[Pod, ...]:
+        """The worker pods of a job in the words of the plan; each state of a pod is put into these words once."""
+        kind = self._kinds.get(PODS)
+        return () if kind is None else tuple(map(self._pod, kind.by_owner.get(job_uid, {}).items()))
+
+    def _pod(self, there: tuple[str, Json]) -> Pod:
+        uid, body = there
+        pod = self._understood.get(uid)
+        if pod is None:
+            pod = self._understood[uid] = pod_of(body)
+        return pod
 
     def count(self, resource: Resource) -> int:
         """How many objects of a kind there are."""
@@ -117,6 +131,7 @@ class Cache:
         self._graves.pop(uid, None)
         after = _trimmed(resource, body)
         kind.objects[uid] = after
+        self._understood.pop(uid, None)
         owner = owner_of(after)
         if before is not None and (former := owner_of(before)) is not None and former != owner:
             self._disown(kind, former, uid)
@@ -147,6 +162,7 @@ class Cache:
         if kind is None or before is None:
             return
         del kind.objects[uid]
+        self._understood.pop(uid, None)
         if (owner := owner_of(before)) is not None:
             self._disown(kind, owner, uid)
         if resource == ELASTIC_JOBS:

@@ -8,24 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.errors import ClusterError
-from elastic_operator.kube.observation import job_of, pod_of
+from elastic_operator.errors import BadInput, ClusterError
+from elastic_operator.kube.api import ApiError
+from elastic_operator.kube.kept import Unguarded, unguarded_before
+from elastic_operator.kube.ledger import Ledger
+from elastic_operator.kube.managed_etcd import PATIENCE as ETCD_PATIENCE
+from elastic_operator.kube.misread import called_invalid
+from elastic_operator.kube.observation import job_of
+from elastic_operator.kube.readiness import explained, if_serving, serving
 from elastic_operator.kube.resources import PODS
 from elastic_operator.kube.worker_pod import worker_pod
-from elastic_operator.kube.writer import Hindered, Refused, raise_first
-from elastic_operator.model import EtcdState, Observed, PodPhase
+from elastic_operator.kube.writer import Hindered, Refused, Unmade, raise_first
+from elastic_operator.model import EtcdState, JobEvent, JobState, Observed
+from elastic_operator.names import EventReason
+from elastic_operator.pinned import as_pinned
+from elastic_operator.plan import words
+from elastic_operator.spec import MANAGER
+from elastic_operator.unchecked import text
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from elastic_operator.kube.cache import Cache
     from elastic_operator.kube.departed import Departed
+    from elastic_operator.kube.etcd_secrets import EtcdSecrets
     from elastic_operator.kube.events import Events
-    from elastic_operator.kube.ledger import Ledger
+    from elastic_operator.kube.kept import Kept
     from elastic_operator.kube.managed_etcd import EtcdSeen, ManagedEtcd
     from elastic_operator.kube.settings import PodSettings
     from elastic_operator.kube.stores import Stores
@@ -46,12 +59,15 @@ class KubernetesCluster:
         cache: what the API server has.
         writer: writes to it.
         etcd: the jobs' own etcds.
+        kept: the jobs' PodGroups and disruption budgets.
         stores: what the agents say.
         events: tells what a person would want to know.
         ledger: remembers what could not be made.
         departed: remembers pods that are gone.
+        secrets: the credentials for etcds that are not of our making.
         settings: what pods are made with where the job does not say.
         wake: called with a job's key, and the seconds after which it is to be looked at once more.
+        written: called when a job's status was written, with the job as it was before and the plan that was its reason.
     """
 
     def __init__(
@@ -60,23 +76,31 @@ class KubernetesCluster:
         cache: Cache,
         writer: Writer,
         etcd: ManagedEtcd,
+        kept: Kept,
         stores: Stores,
         events: Events,
         ledger: Ledger,
         departed: Departed,
+        secrets: EtcdSecrets,
         settings: PodSettings,
         wake: Callable[[str, float], None],
+        written: Callable[[Job, Plan], None] = lambda _job, _plan: None,
     ) -> None:
         self._cache = cache
         self._writer = writer
         self._etcd = etcd
+        self._kept = kept
         self._stores = stores
         self._events = events
         self._ledger = ledger
         self._departed = departed
+        self._secrets = secrets
         self._settings = settings
         self._wake = wake
+        self._written = written
         self._observed: dict[str, Json] = {}
+        self._unguarded: dict[str, str | None] = {}
+        self._guards = Ledger()  # what is held against a disruption budget keeps no pod from being made
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
         """The job and all that is known of it; None where there is no such job (any more).
@@ -86,22 +110,35 @@ class KubernetesCluster:
         """
         body = self._cache.job(key)
         self._take_leave(key, body)
-        if body is None:
+        if body is None or text(body, "spec", "managedBy") not in ("", MANAGER):
             return None
-        job = job_of(body)
+        try:
+            job = job_of(body)
+        except BadInput as error:
+            if (status := called_invalid(body, str(error), time.time())) is not None:
+                try:
+                    await self._writer.write_status(body, status)
+                except ClusterError as failure:
+                    _log.warning("%s: its status does not say that it cannot be read: %s", key, failure)
+            raise
+        held = as_pinned(job)
         self._observed[key] = body
-        pods = tuple(map(pod_of, self._cache.belongings(PODS, job.uid)))
-        managed = self._etcd.seen(job) if job.spec.etcd.endpoint is None else None
+        pods = self._cache.pods(job.uid)
+        managed = self._etcd.seen(job) if held.spec.etcd.endpoint is None else None
         state = managed.state if managed is not None else EtcdState.READY
-        mirror = self._mirror(job, key, pods, managed)
-        serving = _serving(job, mirror)
-        trouble = self._trouble(job)
+        closed = self._closed_store(held)
+        mirror = self._mirror(held, key, pods, managed) if closed is None else None
+        names = serving(job, mirror) if closed is None else None
+        trouble = self._trouble(held)
+        unready = trouble
+        if managed is not None:
+            unready = await self._etcd.complaint(job, managed.state) or trouble
+            if managed.state is EtcdState.STARTING:
+                self._wake(key, ETCD_PATIENCE)
         hindrance = self._ledger.hindrance(job) or (managed.hindrance if managed is not None else None)
-        if hindrance is None and all(pod.phase.ended for pod in pods):
-            hindrance = trouble  # nothing is started while nobody knows whether the run has ended
-        ready = (replace(pod, ready=pod.ready and (serving is None or pod.name in serving)) for pod in pods)
+        ready = (if_serving(pod, names) for pod in pods)
         return job, Observed(
-            pods=(*(_explained(pod, trouble) for pod in ready), *self._departed.of(job.uid, pods)),
+            pods=(*(explained(pod, unready) for pod in ready), *self._departed.of(job.uid, pods)),
             etcd=state,
             store_read=mirror is not None and mirror.readable,
             epoch=mirror.epoch if mirror is not None else None,
@@ -109,6 +146,9 @@ class KubernetesCluster:
             size=mirror.size if mirror is not None else None,
             refusal=self._ledger.refusal(job),
             hindrance=hindrance,
+            store_trouble=closed or self._told(held),
+            store_closed=closed is not None,
+            unguarded=self._unguarded.setdefault(job.uid, unguarded_before(job)),
         )
 
     async def apply(self, job: Job, plan: Plan) -> None:
@@ -117,6 +157,8 @@ class KubernetesCluster:
         Raises:
             ClusterError: something of it could not be done.
         """
+        if plan.hands_off:
+            return
         key = _key(job)
         body = self._observed[key]
         if plan.replicas is not None:
@@ -124,40 +166,68 @@ class KubernetesCluster:
             job = replace(job, generation=body["metadata"]["generation"])  # what is refused now is refused of this one
         if plan.status is not None:
             body = await self._writer.write_status(body, plan.status)
+            self._written(job, plan)
         for event in plan.events:
             self._events.tell(body, event)
         try:
-            await self._apply_below(job, plan)
+            await self._apply_below(as_pinned(job, plan), plan)
         except Refused as refusal:
             _log.warning("%s: its pods are refused: %s", key, refusal)
             self._ledger.refuse(job, str(refusal))
             self._wake(key, 0.0)  # now the plan is another
         except Hindered as hindrance:
-            if str(hindrance) != self._ledger.hindrance(job):
-                _log.warning("%s: pods cannot be made for now: %s", key, hindrance)
-            self._ledger.hinder(job, str(hindrance))
-            self._wake(key, 0.0)  # the plan says so, and with it comes the next try
+            self._hinder(job, str(hindrance))
+        except Unmade as failure:
+            if not self._ledger.fails(job):
+                raise
+            self._hinder(job, failure.words)
+
+    def _hinder(self, job: Job, why: str) -> None:
+        """Something is not made for now."""
+        if why != self._ledger.hindrance(job):
+            _log.warning("%s: pods cannot be made for now: %s", _key(job), why)
+        self._ledger.hinder(job, why)
+        self._wake(_key(job), 0.0)  # the plan says so, and with it comes the next try
 
     async def _apply_below(self, job: Job, plan: Plan) -> None:
         """Do what the plan says of what belongs to the job. One thing that fails keeps no other from being done."""
-        trouble: ClusterError | None = None
+        waits = self._must_wait(job)
+        troubles: list[ClusterError] = []
         store: str | None = None
         try:
             store = await self._provide_store(job, plan)
         except ClusterError as error:
-            trouble = error
+            troubles.append(error)
+        try:
+            store = store if await self._gather(job, plan) else None
+        except ClusterError as error:
+            troubles.append(error)
+            store = None
+        unmade = bool(troubles)
+        try:
+            await self._guard(job, plan)
+        except ClusterError as error:
+            troubles.append(error)
         if plan.size is not None:
             try:
                 await self._stores.write_size(job.uid, plan.size)
             except StoreError as error:
-                trouble = trouble or ClusterError(f"the wanted size could not be written to the store: {error}")
-        await self._remove(job, plan.remove)
+                troubles.append(ClusterError(f"the wanted size could not be written to the store: {error}"))
+        try:
+            await self._remove(job, plan.remove)
+        except ClusterError as error:
+            troubles.append(error)
         if store is not None and plan.create:
-            await self._create(job, plan.create, store)
-        elif trouble is None and self._ledger.refusal(job) is None and not self._must_wait(job):
+            try:
+                if not waits:
+                    await self._create(job, plan.create, store)
+            except ClusterError as error:
+                troubles.append(error)
+        elif not unmade and not waits and self._ledger.refusal(job) is None:
             self._clear(job)
-        if trouble is not None:
-            raise trouble
+        raise_first(troubles)
+        if plan.delete_job:
+            await self._writer.remove_job(job)
 
     def _take_leave(self, key: str, body: Json | None) -> None:
         """Forget the former jobs of this key, and their runs as soon as none of their pods is left."""
@@ -169,29 +239,49 @@ class KubernetesCluster:
         if former is not None and former["metadata"]["uid"] != current:
             del self._observed[key]
             self._ledger.forget(former["metadata"]["uid"])
+            self._guards.forget(former["metadata"]["uid"])
             self._departed.forget(former["metadata"]["uid"])
+            self._etcd.forget(former["metadata"]["uid"])
+            self._unguarded.pop(former["metadata"]["uid"], None)
+
+    def _told(self, job: Job) -> str | None:
+        """Why a store cannot be used that should be there; None where it can, or where nobody needs to know."""
+        trouble = self._stores.trouble(job.uid)
+        if trouble is None or job.spec.etcd.endpoint is not None:
+            return trouble
+        return (
+            f"the job's etcd is ready, but the operator cannot reach it, as if a NetworkPolicy kept it from "
+            f"there, or the node of etcd's pod had just died ({trouble})"
+        )
 
     def _trouble(self, job: Job) -> str | None:
-        """That a store which was there before cannot be read, in words; None where it can, or nobody needs to know."""
-        trouble = self._stores.trouble(job.uid) if job.spec.etcd.endpoint is not None else None
+        """The same as what keeps pods from being ready, or from being made."""
+        trouble = self._told(job)
         return None if trouble is None else f"the operator cannot read the job's store: {trouble}"
+
+    def _closed_store(self, job: Job) -> str | None:
+        """Why the operator will not even try to read the job's store, in words; None where it does."""
+        secret = job.spec.etcd.tls_secret
+        return self._secrets.closed(job.namespace, secret) if secret is not None else None
 
     def _mirror(self, job: Job, key: str, pods: Sequence[Pod], managed: EtcdSeen | None) -> StoreMirror | None:
         """What stands in the job's store, which is followed as long as anything can happen there."""
-        over = job.status.state.finished and all(pod.phase.ended for pod in pods)
+        # As long as something is pinned, its store is needed, or has still to say whether the run has ended.
+        resting = job.status.state is JobState.SUSPENDED and job.spec.suspend and job.status.pinned is None
+        over = (job.status.state.finished or resting) and all(pod.phase.ended for pod in pods)
         if managed is not None:
             if managed.endpoint is not None and not over:
                 up = managed.state is EtcdState.READY
                 return self._stores.follow(job.uid, key, managed.endpoint, lasts=False, up=up)
-        elif (endpoint := job.spec.etcd.endpoint) is not None and not over and _had_pods(job, pods):
-            return self._stores.follow(job.uid, key, endpoint, lasts=True, up=True)
+        elif (endpoint := job.spec.etcd.endpoint) is not None and not over:
+            return self._stores.follow(job.uid, key, endpoint, lasts=True, up=True, secret=job.spec.etcd.tls_secret)
         return self._stores.of(job.uid)
 
     async def _provide_store(self, job: Job, plan: Plan) -> str | None:
         """Have the job's own etcd there, or gone, as the plan wants it; gives back where pods find the store."""
         external = job.spec.etcd.endpoint
         if not plan.etcd:
-            if external is None or all(pod_of(pod).phase.ended for pod in self._cache.belongings(PODS, job.uid)):
+            if external is None or all(pod.phase.ended for pod in self._cache.pods(job.uid)):
                 self._stores.leave(job.uid)
             await self._etcd.remove(job)
             return None
@@ -204,29 +294,76 @@ class KubernetesCluster:
             return None
         return await self._etcd.ensure(job)
 
+    async def _gather(self, job: Job, plan: Plan) -> bool:
+        """Have the PodGroup there, or gone, as the plan wants it; gives back whether pods may be made beside it."""
+        if job.deleting or self._ledger.refusal(job) is not None:
+            return not job.deleting
+        if plan.together is not None and self._must_wait(job):
+            return self._kept.has_gang(job)
+        await self._kept.gang(job, plan.together)
+        return True
+
+    async def _guard(self, job: Job, plan: Plan) -> None:
+        """Have the disruption budget there, or gone, as the plan wants it; why it can't be made is told once."""
+        if job.deleting or (plan.guarded is not None and self._must_wait(job, self._guards)):
+            return
+        try:
+            await self._kept.guard(job, plan.guarded)
+        except ClusterError as error:
+            self._guards.hinder(job, str(error))
+            self._must_wait(job, self._guards)
+            if not isinstance(error, Unguarded):
+                raise
+            self._unguard(job, str(error))
+            return
+        self._guards.clear(job)
+        if self._unguarded.get(job.uid) is not None:
+            self._unguarded[job.uid] = None
+            self._wake(_key(job), 0.0)  # now the plan is another
+
+    def _unguard(self, job: Job, why: str) -> None:
+        """The disruption budget is not made for now."""
+        known = self._unguarded.get(job.uid)
+        if known is None or words.clause(known) != words.clause(why):  # the status says it as a clause
+            _log.warning("%s: %s", _key(job), why)
+            if (body := self._cache.job(_key(job))) is not None:
+                self._events.tell(body, JobEvent(EventReason.HINDERED, why, warning=True))
+        if known != why:
+            self._unguarded[job.uid] = why
+            self._wake(_key(job), 0.0)  # now the plan is another
+
     def _clear(self, job: Job) -> None:
         """All that was asked for is there; where that is news, the plan is another."""
         if self._ledger.clear(job):
             self._wake(_key(job), 0.0)
 
-    def _must_wait(self, job: Job) -> bool:
+    def _must_wait(self, job: Job, ledger: Ledger | None = None) -> bool:
         """Whether it is too early to try again what could not be made; then it is tried when it is time."""
-        wait = self._ledger.wait(job)
+        wait = (ledger or self._ledger).wait(job)
         if wait > 0:
             self._wake(_key(job), wait)
         return wait > 0
 
     async def _remove(self, job: Job, removals: Sequence[Removal]) -> None:
-        results = await asyncio.gather(
-            *(self._writer.remove(PODS, job.namespace, each.name, each.uid) for each in removals),
-            return_exceptions=True,
-        )
+        """Remove pods, so many at a time that others have their turn; one that is not removed keeps none of the others.
+
+        Where nobody answers, no more of them are tried.
+        """
+        results: list[object] = []
+        for done in range(0, len(removals), _LARGEST_BATCH):
+            results += await asyncio.gather(
+                *(
+                    self._writer.remove(PODS, job.namespace, each.name, each.uid)
+                    for each in removals[done : done + _LARGEST_BATCH]
+                ),
+                return_exceptions=True,
+            )
+            if any(isinstance(result, BaseException) and not isinstance(result, ApiError) for result in results):
+                break
         raise_first(results)
 
     async def _create(self, job: Job, pods: Sequence[NewPod], store: str) -> None:
         """Make pods in batches that grow: where the first is not taken, none of the others is tried."""
-        if self._must_wait(job):
-            return
         done, batch = 0, 1
         while done < len(pods):
             results = await asyncio.gather(
@@ -236,35 +373,13 @@ class KubernetesCluster:
                 ),
                 return_exceptions=True,
             )
+            if not all(isinstance(result, BaseException) for result in results):
+                self._ledger.made(job)
             raise_first(results)
             done += batch
             batch = min(batch * 2, _LARGEST_BATCH)
         self._clear(job)
 
 
-def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:
-    """The pods whose agents serve, by name; None: all that run.
-
-    Where the store can't be read, those whose agents have ever been there are taken for serving: training goes on
-    without the store. Where nothing is known of them at all, all are, once training has started.
-    """
-    if mirror is not None and mirror.readable:
-        return {node.name for node in mirror.nodes.values()}
-    if mirror is not None and mirror.names:
-        return set(mirror.names.values())
-    return None if job.status.started is not None else ()
-
-
 def _key(job: Job) -> str:
     return f"{job.namespace}/{job.name}"
-
-
-def _had_pods(job: Job, pods: Sequence[Pod]) -> bool:
-    return bool(pods) or job.status.size_generation > 0
-
-
-def _explained(pod: Pod, trouble: str | None) -> Pod:
-    """A pod that runs and is not ready, with what may keep it from that: its agent looks for the same store."""
-    if trouble is None or pod.ready or pod.phase is not PodPhase.RUNNING:
-        return pod
-    return replace(pod, waiting=pod.waiting or trouble)

@@ -11,6 +11,7 @@ import copy
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.kube.ownership import common_labels, own_labels, owner_reference
+from elastic_operator.kube.pod_placing import endure
 from elastic_operator.kube.pod_template import RESTRICTED, SECCOMP, completed_mapping
 from elastic_operator.names import LABEL_JOB_UID, ROLE_ETCD
 from elastic_operator.unchecked import mapping
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from elastic_operator.kube.settings import PodSettings
     from elastic_operator.model import Job
     from elastic_operator.spec import Json
+
+ETCD: Final = "etcd"
+"""What its container is called."""
 
 _USER: Final = 65532
 _UNPRIVILEGED: Final[Json] = {
@@ -33,7 +37,7 @@ _UNPRIVILEGED: Final[Json] = {
 _PORT_NAME: Final = "client"
 _FOLDER: Final = "/var/lib/etcd"
 _RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}}
-_FROM_THE_TEMPLATE: Final = ("imagePullSecrets", "tolerations")
+_FROM_THE_TEMPLATE: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
 """What the template says of where its pods may run and whose images they may have holds for etcd's pod, too: without it
 some clusters have no place for it. Where pods *should* run does not: it need not take the place of workers."""
 
@@ -98,7 +102,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
     keeps_data = etcd.storage is not None
     client = f":{DEFAULT_PORT}"
     return {
-        "name": "etcd",
+        "name": ETCD,
         "image": etcd.image or settings.etcd_image,
         "command": ["etcd"],
         "args": [
@@ -143,8 +147,13 @@ def _volume(job: Job) -> dict[str, Any]:
 
 
 def _shared_with_workers(job: Job) -> dict[str, Any]:
-    pod = mapping(job.spec.template, "spec")
-    return {key: copy.deepcopy(pod[key]) for key in _FROM_THE_TEMPLATE if pod.get(key) is not None}
+    template = mapping(job.spec.template, "spec")
+    pod = {key: copy.deepcopy(template[key]) for key in _FROM_THE_TEMPLATE if template.get(key) is not None}
+    endure(pod, job.spec.node_loss)
+    if job.spec.scheduling.priority_class:
+        # The workers wait for it; it must not be what they push aside.
+        pod["priorityClassName"] = job.spec.scheduling.priority_class
+    return pod
 
 
 def _metadata(job: Job) -> dict[str, Any]:

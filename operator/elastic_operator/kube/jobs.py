@@ -91,12 +91,20 @@ class ClusterJobs:
             BadInput: that number can't be, or the job is over; the message says why.
             NotFound: there is no such job.
         """
-        job = await self.object(name)
-        if has_finished(job):
-            state = text(job, "status", "state")
-            raise BadInput(f"the job {name} is over ({state}) and does not change any more")
+        await self._unfinished(name)
         with self._in_words(name):
             await self._api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": {"replicas": replicas}}, "scale")
+
+    async def suspend(self, name: str, *, rest: bool) -> None:
+        """Have a job rest, or go on.
+
+        Raises:
+            BadInput: the job is over.
+            NotFound: there is no such job.
+        """
+        await self._unfinished(name)
+        with self._in_words(name):
+            await self._api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": {"suspend": rest}})
 
     async def delete(self, name: str, *, wait: bool) -> None:
         """End a job and remove it with all that belongs to it.
@@ -122,6 +130,18 @@ class ClusterJobs:
             await self._gone(ELASTIC_JOBS, name, {uid})
             for kind in (PODS, SERVICES, DEPLOYMENTS):  # what else there is goes with these
                 await self._dependents_gone(kind, name, uid)
+
+    async def _unfinished(self, name: str) -> None:
+        """See that a job may still be changed.
+
+        Raises:
+            BadInput: it is over.
+            NotFound: there is none of this name.
+        """
+        job = await self.object(name)
+        if has_finished(job):
+            state = text(job, "status", "state")
+            raise BadInput(f"the job {name} is over ({state}) and does not change any more")
 
     async def _workers(self, name: str) -> list[Json]:
         found, _ = await self._api.list(PODS, self.namespace, labels=worker_selector(name))

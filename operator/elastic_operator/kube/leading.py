@@ -32,10 +32,16 @@ _log: Final = logging.getLogger(__name__)
 _GIVING_BACK: Final = 3.0
 """Seconds that giving the lease back may take; a successor waits for its end otherwise."""
 
+_ASKING: Final = 3.0
+"""Seconds after which it is asked anew who holds the lease: a connection may be dead without anybody's having said so,
+and a successor that waits for its answer takes the place of nobody."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSettings:
     """A lease and its times, in seconds.
+
+    Who stands by leads at the latest ``duration + 2 * ask_every`` after the leader was heard of last, and a moment.
 
     Attributes:
         namespace: where it is.
@@ -50,9 +56,9 @@ class LeaseSettings:
     namespace: str
     name: str
     identity: str
-    duration: int = 12
-    renew_every: float = 3.0
-    give_up_after: float = 8.0
+    duration: int = 10
+    renew_every: float = 2.5
+    give_up_after: float = 6.5
     ask_every: float = 1.0
 
 
@@ -113,16 +119,19 @@ class Leadership:
         settings = self._settings
         while True:
             try:
-                lease = await self._read()
-                if lease is None or self._is_free(lease):
-                    await self._write(lease, settings.identity)
-                    self._complaint = ""
-                    return
+                async with asyncio.timeout(_ASKING):
+                    lease = await self._read()
+                    if lease is None or self._is_free(lease):
+                        await self._write(lease, settings.identity)
+                        self._complaint = ""
+                        return
             except ApiError as error:
                 if not error.conflict:  # else another one was faster
-                    self._complain(error)
+                    self._complain(str(error))
             except ClusterError as error:
-                self._complain(error)
+                self._complain(str(error))
+            except TimeoutError:
+                self._complain("the API server does not answer in time")
             await asyncio.sleep(settings.ask_every)
 
     async def _hold(self) -> None:
@@ -164,10 +173,22 @@ class Leadership:
             return
         try:
             async with asyncio.timeout(_GIVING_BACK):
-                await self._write(self._lease, "")
+                while not await self._tried_to_give_back():
+                    pass  # it was read anew
         except (ClusterError, TimeoutError) as error:
-            _log.debug("the lease was not given back: %s", error)
+            _log.debug("the lease was not given back: %s", str(error) or "no answer in time")
         self._lease = {}
+
+    async def _tried_to_give_back(self) -> bool:
+        """Try once; False where it is to be tried again: a renewal was done and its answer did not come."""
+        try:
+            await self._write(self._lease, "")
+        except ApiError as error:
+            if not error.conflict:
+                raise
+            self._lease = await self._read() or {}
+            return self._holder(self._lease) != self._settings.identity
+        return True
 
     async def _read(self) -> Json | None:
         try:
@@ -216,8 +237,8 @@ class Leadership:
     def _holder(lease: Json) -> str:
         return text(lease, "spec", "holderIdentity")
 
-    def _complain(self, error: ClusterError) -> None:
+    def _complain(self, sentence: str) -> None:
         """Say it once, not with every try."""
-        if str(error) != self._complaint:
-            _log.warning("the lease %s cannot be had: %s", self._settings.name, error)
-        self._complaint = str(error)
+        if sentence != self._complaint:
+            _log.warning("the lease %s cannot be had: %s", self._settings.name, sentence)
+        self._complaint = sentence

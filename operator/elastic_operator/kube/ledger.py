@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 _FIRST_WAIT: Final = 0.5
 _LONGEST_WAIT: Final = 30.0
 
+_LASTING: Final = 5.0
+_IN_A_ROW: Final = 3
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -34,16 +37,32 @@ class _Entry:
     next_try: float = 0.0
 
 
+@dataclass(slots=True)
+class _Failures:
+    """The tries in a row that the API server failed to answer with yes or no.
+
+    Attributes:
+        since: when the first of them was made; a monotonic time.
+        number: how many there were.
+    """
+
+    since: float
+    number: int = 0
+
+
 class Ledger:
     """Refusals and hindrances by job.
 
     Args:
         clock: a monotonic time in seconds.
+        lasting: seconds for which the API server may fail before that is a hindrance.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, lasting: float = _LASTING) -> None:
         self._clock = clock
+        self._lasting = lasting
         self._entries: dict[str, _Entry] = {}
+        self._failing: dict[str, _Failures] = {}
 
     def refusal(self, job: Job) -> str | None:
         """Why what the job's spec asks for will never be taken; None where it may be."""
@@ -67,12 +86,25 @@ class Ledger:
         wait = min(_FIRST_WAIT * 2.0 ** min(tries, 16), _LONGEST_WAIT)
         self._entries[job.uid] = _Entry(job.generation, hindrance=why, tries=tries + 1, next_try=self._clock() + wait)
 
+    def fails(self, job: Job) -> bool:
+        """The API server has failed where something was to be made; gives back whether that lasts."""
+        now = self._clock()
+        failing = self._failing.setdefault(job.uid, _Failures(now))
+        failing.number += 1
+        return failing.number >= _IN_A_ROW and now - failing.since >= self._lasting
+
+    def made(self, job: Job) -> None:
+        """Something was made for the job, though perhaps not all."""
+        self._failing.pop(job.uid, None)
+
     def clear(self, job: Job) -> bool:
         """All that was asked for was made; gives back whether that is news."""
+        self.made(job)
         return self._entries.pop(job.uid, None) is not None
 
     def forget(self, uid: str) -> None:
         """The job is gone."""
+        self._failing.pop(uid, None)
         self._entries.pop(uid, None)
 
     def _entry(self, job: Job) -> _Entry:

@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from elastic_operator.errors import ClusterError
 from elastic_operator.kube.api import ApiError
-from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES
-from elastic_operator.names import LABEL_ROLE, ROLE_ETCD, ROLE_WORKER
+from elastic_operator.kube.pod_group import POD_GROUPS
+from elastic_operator.kube.resources import DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS, PODS, SERVICES
+from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_ETCD, ROLE_WORKER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,6 +36,7 @@ LOOKED_AT: Final[Mapping[Resource, str]] = {
     PODS: f"{LABEL_ROLE}={ROLE_WORKER}",
     SERVICES: f"{LABEL_ROLE}={ROLE_ETCD}",
     DEPLOYMENTS: f"{LABEL_ROLE}={ROLE_ETCD}",
+    DISRUPTION_BUDGETS: LABEL_JOB,
     ELASTIC_JOBS: "",
 }
 """The kinds of objects that the operator looks at, each with its label selector, which the API server applies.
@@ -41,8 +44,21 @@ LOOKED_AT: Final[Mapping[Resource, str]] = {
 The jobs come last: where pods may not be listed, no job must seem to have none.
 """
 
+OPTIONAL: Final[Mapping[Resource, str]] = dict.fromkeys(POD_GROUPS.values(), LABEL_JOB)
+"""Kinds of objects that not every cluster has. They are listed and not watched: nobody but this operator has reason to
+change or remove those with its label."""
+
+_LISTED: Final[Mapping[Resource, str]] = {
+    **{resource: labels for resource, labels in LOOKED_AT.items() if resource != ELASTIC_JOBS},
+    **OPTIONAL,
+    ELASTIC_JOBS: LOOKED_AT[ELASTIC_JOBS],
+}
+
 _CLOSED: Final = (403, 404)
 """The HTTP statuses that say that a namespace is closed to the operator."""
+
+_NOT_NOW: Final = (410, 429)
+"""The HTTP statuses below 500 that say that the same question may be answered soon."""
 
 _GRANT: Final = "grant the operator its rights there (the chart's role has them)"
 
@@ -60,6 +76,7 @@ class ListingSettings:
         settling: seconds after a watch began anew, in which it may tell more of what exists.
         first_retry: seconds after which a listing that failed is made again; then twice as long, and so on.
         longest_retry: seconds that lie at most between two tries.
+        stumbling: seconds between tries of the listing of one kind, before all kinds are listed anew.
     """
 
     relist_every: float = 300.0
@@ -67,6 +84,7 @@ class ListingSettings:
     settling: float = 1.0
     first_retry: float = 0.5
     longest_retry: float = 10.0
+    stumbling: tuple[float, ...] = (0.1, 0.2, 0.4)
 
 
 class Listings:
@@ -185,15 +203,41 @@ class Listings:
     async def _refusal(self, namespace: str | None) -> ApiError | None:
         """List a namespace; gives back the error where it is closed."""
         try:
-            for resource, labels in LOOKED_AT.items():
-                await self._list(resource, labels, namespace)
+            for resource, labels in _LISTED.items():
+                if resource in OPTIONAL:
+                    await self._list_if_known(resource, labels, namespace)
+                else:
+                    await self._list(resource, labels, namespace)
         except ApiError as error:
             if error.status not in _CLOSED:
                 raise
             return error
         return None
 
+    async def _list_if_known(self, resource: Resource, labels: str, namespace: str | None) -> None:
+        """List objects of a kind that not every cluster has; where it does not, there are none."""
+        try:
+            await self._list(resource, labels, namespace)
+        except ApiError as error:
+            if error.not_found:
+                self._cache.keep_only(resource, (), sys.maxsize, namespace)
+            elif error.status not in _CLOSED:
+                raise
+
     async def _list(self, resource: Resource, labels: str, namespace: str | None) -> None:
+        """List one kind; a server that just stumbles is asked again soon, for else all would be listed anew."""
+        for pause in self._settings.stumbling:
+            try:
+                await self._list_once(resource, labels, namespace)
+            except ClusterError as error:
+                if isinstance(error, ApiError) and error.status < 500 and error.status not in _NOT_NOW:
+                    raise
+            else:
+                return
+            await asyncio.sleep(pause)
+        await self._list_once(resource, labels, namespace)
+
+    async def _list_once(self, resource: Resource, labels: str, namespace: str | None) -> None:
         uids: set[str] = set()
         as_of = 0
         async with contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:

@@ -92,5 +92,6 @@ def set_up(log_format: LogFormat, level: LogLevel) -> None:
         for talkative in ("asyncio", "aiohttp.access"):
             logging.getLogger(talkative).setLevel(logging.INFO)
         return
+    logging.getLogger("kopf").setLevel(logging.WARNING)  # it speaks of each event; what is dropped below costs time
     calm = Calm()
     handler.addFilter(lambda record: not record.name.startswith("kopf") or calm.filter(record))

@@ -1,25 +1,54 @@
-"""The etcd that is made for a job: there as long as the plan wants it."""
+"""The etcd that is made for a job: there as long as the plan wants it.
+
+Its pod is Kubernetes' to make and to replace, and nobody here looks at it, unless it takes its time: then a person
+should know why.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.errors import ClusterError
-from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_endpoint, etcd_name, etcd_service
+from elastic_operator.kube.etcd_objects import ETCD, etcd_deployment, etcd_endpoint, etcd_name, etcd_service
 from elastic_operator.kube.observation import etcd_hindrance, etcd_state, told_cluster_ip
+from elastic_operator.kube.pod_words import why_waiting
 from elastic_operator.kube.resources import DEPLOYMENTS, PODS, SERVICES
 from elastic_operator.kube.writer import Hindered, Refused, raise_first
+from elastic_operator.model import EtcdState
+from elastic_operator.names import LABEL_JOB_UID
 from elastic_operator.unchecked import mapping, text
 
 if TYPE_CHECKING:
+    from elastic_operator.kube.api import Api
     from elastic_operator.kube.cache import Cache
     from elastic_operator.kube.resources import Resource
     from elastic_operator.kube.settings import PodSettings
     from elastic_operator.kube.writer import Writer
-    from elastic_operator.model import EtcdState, Job
+    from elastic_operator.model import Job
     from elastic_operator.spec import Json
+
+
+_log: Final = logging.getLogger(__name__)
+
+PATIENCE: Final = 15.0
+"""Seconds that an etcd may take to serve before it is seen to what keeps it; and again so many later."""
+
+
+@dataclass(slots=True)
+class _Start:
+    """An etcd that does not serve yet.
+
+    Attributes:
+        due: when it is to be seen to; a monotonic time.
+        complaint: what kept it when it was seen to last, in words; empty where nothing is known to.
+    """
+
+    due: float
+    complaint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +70,19 @@ class ManagedEtcd:
     """Service and deployment of the jobs' own etcds.
 
     Args:
+        api: is asked for an etcd's pod where that takes its time.
         cache: what is there.
         writer: makes and removes.
         settings: what pods are made with where the job does not say.
+        patience: seconds after which it is asked, and asked again.
     """
 
-    def __init__(self, cache: Cache, writer: Writer, settings: PodSettings) -> None:
+    def __init__(
+        self, api: Api, cache: Cache, writer: Writer, settings: PodSettings, *, patience: float = PATIENCE
+    ) -> None:
+        self._api = api
+        self._patience = patience
+        self._starts: dict[str, _Start] = {}
         self._cache = cache
         self._writer = writer
         self._settings = settings
@@ -55,6 +91,29 @@ class ManagedEtcd:
         """What is known of it."""
         service, deployment = self._service(job), self._deployment(job)
         return EtcdSeen(etcd_state(service, deployment), _endpoint(service), etcd_hindrance(deployment))
+
+    async def complaint(self, job: Job, state: EtcdState) -> str | None:
+        """What keeps a job's etcd from serving, as a clause; None where nothing is known to, or it is too early."""
+        if state is not EtcdState.STARTING:
+            self._starts.pop(job.uid, None)
+            return None
+        if (hindrance := etcd_hindrance(self._deployment(job))) is not None:
+            return f"its etcd does not serve yet: its pod cannot be made for now: {hindrance}"
+        now = time.monotonic()
+        start = self._starts.setdefault(job.uid, _Start(now + self._patience))
+        if start.due <= now:
+            start.due = now + self._patience
+            try:
+                pods, _ = await self._api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
+            except ClusterError as error:
+                _log.debug("%s/%s: its etcd's pod cannot be looked at: %s", job.namespace, job.name, error)
+            else:
+                start.complaint = next(filter(None, (why_waiting(pod, ETCD) for pod in pods)), "")
+        return f"its etcd does not serve yet: {start.complaint}" if start.complaint else None
+
+    def forget(self, uid: str) -> None:
+        """The job is gone."""
+        self._starts.pop(uid, None)
 
     async def ensure(self, job: Job) -> str:
         """Have it there.

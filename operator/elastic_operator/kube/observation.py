@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
+from elastic_operator.archived import modern
 from elastic_operator.errors import BadInput
+from elastic_operator.kube.advice import with_advice
 from elastic_operator.kube.container_state import ContainerState, container_states, is_over, seconds
-from elastic_operator.kube.pod_words import last_message, why_unfit, why_waiting
+from elastic_operator.kube.pod_fate import conditions_of, fate_of, reasons_of
+from elastic_operator.kube.pod_words import last_message, why_not_ready, why_unfit, why_waiting
+from elastic_operator.kube.spec_shape import misfit_of
 from elastic_operator.model import EtcdState, Job, Pod, PodPhase
-from elastic_operator.names import ANNOTATION_FAILURES, ANNOTATION_SIZE, LABEL_INDEX, OWN_PREFIX
+from elastic_operator.names import ANNOTATION_FAILED, ANNOTATION_FAILURES, ANNOTATION_SIZE, LABEL_INDEX, OWN_PREFIX
 from elastic_operator.pods import Pet
 from elastic_operator.spec import ElasticJobSpec
 from elastic_operator.status_json import status_from_json
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from elastic_operator.spec import Json
 
 _LARGEST: Final = 1_000_000
+_SPEC_KEPT: Final = ("nodeName", "schedulerName", "schedulingGates", "readinessGates")
 _METADATA_KEPT: Final = (
     "name",
     "namespace",
@@ -47,6 +50,7 @@ def pod_of(obj: Json) -> Pod:
     worker = _worker(obj)
     phase = _phase(obj, worker)
     annotations = mapping(obj, "metadata", "annotations")
+    message = last_message(obj, worker) if phase.ended else None
     return Pod(
         name=text(obj, "metadata", "name"),
         uid=text(obj, "metadata", "uid"),
@@ -58,12 +62,17 @@ def pod_of(obj: Json) -> Pod:
         started=worker.started,
         ended=_ended(obj, worker) if phase.ended else None,
         exit_code=worker.exit_code,
-        message=last_message(obj, worker) if phase.ended else None,
+        message=message,
         failures=_number(text(annotations, ANNOTATION_FAILURES)) or 0,
+        failed=seconds(annotations.get(ANNOTATION_FAILED)),
         size=_size(text(annotations, ANNOTATION_SIZE)),
-        waiting=why_waiting(obj) if phase is PodPhase.PENDING else "",
+        waiting="" if phase.ended else why_waiting(obj) if phase is PodPhase.PENDING else why_not_ready(obj, worker),
         unfit=why_unfit(obj, worker),
         lingers=phase.ended and _others_run(obj),
+        node=text(obj, "spec", "nodeName"),
+        fate=fate_of(obj, worker, message),
+        reasons=reasons_of(obj, worker),
+        conditions=conditions_of(obj),
     )
 
 
@@ -75,13 +84,13 @@ def job_of(obj: Json) -> Job:
     """
     metadata = mapping(obj, "metadata")
     name = text(metadata, "name")
-    try:
-        msgspec.convert(obj.get("spec"), _SpecShape)
-    except msgspec.ValidationError as error:
+    spec = obj.get("spec")
+    misfit = misfit_of(modern(spec) if isinstance(spec, dict) else spec)
+    if misfit is not None:
         raise BadInput(
-            f"the spec of the job {name} is not as this operator's definition has it ({error}); update the definition "
+            f"the spec of the job {name} is not as this operator's definition has it ({misfit}); update the definition "
             "(crds/elasticjob.yaml), or the job"
-        ) from None
+        )
     return Job(
         name=name,
         namespace=text(metadata, "namespace"),
@@ -115,7 +124,7 @@ def etcd_hindrance(deployment: Json | None) -> str | None:
     """Why the pod of a job's etcd can't be made for now (a quota, a policy), in the cluster's words; else None."""
     for condition in mappings(deployment, "status", "conditions"):
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            return text(condition, "message") or text(condition, "reason") or None
+            return with_advice(text(condition, "message") or text(condition, "reason")) or None
     return None
 
 
@@ -139,6 +148,7 @@ def trimmed_pod(obj: Json) -> dict[str, Any]:
             "annotations": _ours(mapping(metadata, "annotations")),
         },
         "spec": {
+            **_only(mapping(obj, "spec"), _SPEC_KEPT),
             "containers": [_trimmed_container(container) for container in mappings(obj, "spec", "containers")],
             "initContainers": [
                 _only(container, ("name", "image", "restartPolicy"))
@@ -170,34 +180,6 @@ def _only(obj: Json, keys: Iterable[str]) -> dict[str, Any]:
 
 def _ours(notes: Json) -> dict[str, Any]:
     return {key: value for key, value in notes.items() if str(key).startswith(OWN_PREFIX)}
-
-
-class _EtcdShape(msgspec.Struct, rename="camel"):
-    endpoint: str | None = None
-    image: str | None = None
-    resources: dict[str, Any] | None = None
-    storage: dict[str, Any] | None = None
-
-
-class _CheckpointShape(msgspec.Struct):
-    volume: dict[str, Any] | None = None
-
-
-class _SpecShape(msgspec.Struct, rename="camel"):
-    """What the API server has checked, as far as types go."""
-
-    min_replicas: int
-    max_replicas: int
-    replicas: int | None = None
-    image: str | None = None
-    command: list[str] | None = None
-    args: list[str] | None = None
-    env: list[dict[str, Any]] | None = None
-    nproc_per_node: int | str = 1
-    max_restarts: int = 100
-    etcd: _EtcdShape | None = None
-    checkpoint: _CheckpointShape | None = None
-    template: dict[str, Any] | None = None
 
 
 def _worker(obj: Json) -> ContainerState:

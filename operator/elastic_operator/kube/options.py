@@ -64,6 +64,7 @@ class OperatorSettings:
 
     Attributes:
         namespaces: whose jobs it looks after; empty for all.
+        etcd_secrets_namespaces: where it may read the Secrets with credentials for etcd.
         pods: what pods are made with where the job does not say.
         listen: where /healthz, /readyz and /metrics are served.
         leader_elect: whether it acts only while it holds the lease, so that several copies may run.
@@ -78,6 +79,7 @@ class OperatorSettings:
     """
 
     namespaces: tuple[str, ...] = ()
+    etcd_secrets_namespaces: tuple[str, ...] = ()
     pods: PodSettings = field(default_factory=PodSettings)
     listen: Address = Address("0.0.0.0", 8080)  # noqa: S104 - probes and Prometheus come from other hosts
     leader_elect: bool = True
@@ -113,6 +115,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
         parser.error("this is no pod: name a cluster with --context or --kubeconfig")
     return OperatorSettings(
         namespaces=tuple(dict.fromkeys(given.namespace)),
+        etcd_secrets_namespaces=tuple(dict.fromkeys(given.etcd_secrets_namespace)),
         pods=PodSettings(etcd_image=given.etcd_image, agent_metrics_port=given.agent_metrics_port),
         listen=given.listen,
         leader_elect=given.leader_elect,
@@ -150,6 +153,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_image,
         metavar="IMAGE",
         help="of the etcd that is made for jobs which name none (default: %(default)s)",
+    )
+    jobs.add_argument(
+        "--etcd-secrets-namespace",
+        action="append",
+        default=[],
+        type=_namespace,
+        metavar="NS",
+        help="read the Secrets that jobs of this namespace name in spec.etcd.tlsSecret; may be repeated",
     )
     jobs.add_argument(
         "--agent-metrics-port",

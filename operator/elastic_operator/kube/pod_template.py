@@ -35,11 +35,13 @@ class Folder:
         path: where it is.
         name: of the volume, where that is free.
         source: what the volume is.
+        read_only: whether the container may only read it.
     """
 
     path: str
     name: str
     source: Json
+    read_only: bool = False
 
 
 def completed(given: object, defaults: Json) -> object:
@@ -81,7 +83,9 @@ def with_folders(pod: dict[str, Any], container: dict[str, Any], folders: Sequen
             name, number = f"{folder.name}-{number}", number + 1
         taken.add(name)
         pod["volumes"] = extended(pod.get("volumes"), [{**folder.source, "name": name}])
-        mount = {"name": name, "mountPath": folder.path}
+        mount: dict[str, Any] = {"name": name, "mountPath": folder.path}
+        if folder.read_only:
+            mount["readOnly"] = True
         container["volumeMounts"] = extended(container.get("volumeMounts"), [mount])
 
 

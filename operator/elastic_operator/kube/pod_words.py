@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from elastic_operator.kube.container_state import ContainerState, container_states, is_over
+from elastic_operator.kube.pod_fate import DISRUPTION, OUT_OF_MEMORY, is_over_its_limit, node_is_silent
 from elastic_operator.model import Misfit, Unfit
 from elastic_operator.pods import LAUNCHER
 from elastic_operator.template import WORKER
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 OWN_IMAGE_GUIDE: Final = "docs/own-image.md"
 
 _LIMIT: Final = 400
+_DEFAULT_SCHEDULER: Final = "default-scheduler"
 _UNDERWAY: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 _PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
 _BACK_OFF: Final = re.compile(r'Back-off pulling image "[^"]*"(: ErrImagePull)?(: |$)')
@@ -35,14 +37,12 @@ _NO_SUCH_FILE: Final = re.compile(r"not found|no such file|ENOENT|error finding"
 _SELF_EVIDENT: Final = frozenset({"", "Completed", "Error"})
 
 
-def why_waiting(pod: Json) -> str:
-    """What keeps the worker container from starting, as a clause; empty where nothing is known to."""
+def why_waiting(pod: Json, name: str = WORKER) -> str:
+    """What keeps a container from starting, as a clause; empty where nothing is known to."""
     if is_over(pod):
         return ""
-    for condition in mappings(pod, "status", "conditions"):
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            said = _clean(_PREEMPTION.sub("", text(condition, "message"))) or text(condition, "reason")
-            return f"no node takes it{f': {said}' if said else ''}"
+    if why := _why_not_scheduled(pod):
+        return why
     init_containers = container_states(pod, "initContainerStatuses")
     sidecars = {
         text(entry, "name") for entry in _specs(pod, "initContainers") if entry.get("restartPolicy") == "Always"
@@ -53,9 +53,14 @@ def why_waiting(pod: Json) -> str:
         if container.running is not None and container.name not in sidecars:
             return f"its init container {container.name} still runs"
     for container in container_states(pod):
-        if container.name == WORKER:
+        if container.name == name:
             return _obstacle(pod, container, "containers") or ""
     return ""
+
+
+def why_not_ready(pod: Json, worker: ContainerState) -> str:
+    """What keeps a worker container that runs from being ready, as a clause; empty where nothing is known to."""
+    return f"its node {text(pod, 'spec', 'nodeName')} is silent" if node_is_silent(pod, worker) else ""
 
 
 def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str | None:
@@ -65,6 +70,8 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
         pod: a pod whose worker container has ended.
         worker: this container.
     """
+    if is_over_its_limit(pod) and worker.exit_code != 0:
+        return _end_of_pod(pod)  # the agent knows only that it was asked to leave
     said = text(worker.terminated, "message").strip()
     try:
         return decode(said.encode(errors="replace"), TerminationMessage)
@@ -98,6 +105,22 @@ def why_unfit(pod: Json, worker: ContainerState) -> Unfit | None:
             "operator of the agent's",
         )
     return None
+
+
+def _why_not_scheduled(pod: Json) -> str:
+    """Why a pod has no node yet; empty where that is a matter of a moment."""
+    gates = tuple(text(gate, "name") for gate in mappings(pod, "spec", "schedulingGates"))
+    if gates:
+        return f"it may not be given to a node before its scheduling gates are lifted: {', '.join(gates)}"
+    for condition in mappings(pod, "status", "conditions"):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            said = _clean(_PREEMPTION.sub("", text(condition, "message"))) or text(condition, "reason")
+            return f"no node takes it{f': {said}' if said else ''}"
+    scheduler = text(pod, "spec", "schedulerName")
+    if scheduler not in ("", _DEFAULT_SCHEDULER) and not text(pod, "spec", "nodeName"):
+        # The cluster's own is always there; of another one only its name may be.
+        return f"the scheduler {scheduler} has not looked at it yet; does it run?"
+    return ""
 
 
 class _Speaker(msgspec.Struct):
@@ -141,7 +164,7 @@ def _end_in_words(worker: ContainerState) -> str:
     reason = text(worker.terminated, "reason")
     if worker.exit_code == 0 or reason in _SELF_EVIDENT or reason in _COULD_NOT_START:
         return ""
-    return "OOMKilled: it needed more memory than it may have" if reason == "OOMKilled" else reason
+    return f"{OUT_OF_MEMORY}: it needed more memory than it may have" if reason == OUT_OF_MEMORY else reason
 
 
 def _end_of_pod(pod: Json) -> str:
@@ -151,7 +174,7 @@ def _end_of_pod(pod: Json) -> str:
     if told:
         return told
     for condition in mappings(status, "conditions"):
-        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+        if condition.get("type") == DISRUPTION and condition.get("status") == "True":
             return _joined(text(condition, "reason"), text(condition, "message"))
     return ""
 

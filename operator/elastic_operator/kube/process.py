@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from elastic_operator.kube.cache import Cache, owner_of
 from elastic_operator.kube.cluster import KubernetesCluster
 from elastic_operator.kube.departed import Departed
+from elastic_operator.kube.etcd_secrets import EtcdSecrets
 from elastic_operator.kube.events import Events
 from elastic_operator.kube.farewell import farewell
+from elastic_operator.kube.kept import Kept
 from elastic_operator.kube.leading import Leadership, LeaseSettings
 from elastic_operator.kube.ledger import Ledger
 from elastic_operator.kube.listing import Listings
@@ -29,11 +32,12 @@ from elastic_operator.kube.writer import Writer
 from elastic_operator.reconcile import Reconciler, WorkQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from elastic_operator.kube.api import Api
     from elastic_operator.kube.options import OperatorSettings
     from elastic_operator.kube.resources import Resource
+    from elastic_operator.model import Job, Pod
     from elastic_operator.spec import Json
 
 _log: Final = logging.getLogger(__name__)
@@ -54,8 +58,8 @@ class Operator:
         self._settings = settings
         self._api = api
         self._metrics = OperatorMetrics()
-        self._queue = WorkQueue()
-        self._cache = Cache(changed=self._queue.put, gone=self._on_gone)
+        self._queue = WorkQueue(self._metrics.waited)
+        self._cache = Cache(changed=self._on_change, gone=self._on_gone)
         self._listings = Listings(api, self._cache, namespaces=settings.namespaces)
         self._reconciler: Reconciler | None = None
         self._take_leave: Callable[[Json], None] | None = None
@@ -105,26 +109,36 @@ class Operator:
             name=settings.lease_name,
             identity=settings.identity,
         )
-        leadership = Leadership(self._api, lease)
-        self._metrics.gauge("elastic_operator_leads", "Whether this copy acts.", lambda: float(leadership.leads))
-        await leadership.run(self._work)
+        # On connections of its own: where this copy writes much, the lease must not wait for its turn.
+        async with self._api.another() as api:
+            api.asked = self._metrics.asked
+            leadership = Leadership(api, lease)
+            self._metrics.gauge("elastic_operator_leads", "Whether this copy acts.", lambda: float(leadership.leads))
+            await leadership.run(self._work)
 
     async def _work(self) -> None:
         """What a leader does."""
         settings = self._settings
-        async with Events(self._api, settings.identity) as events, Stores(self._queue.put) as stores:
-            writer = Writer(self._api, self._cache)
+        secrets = EtcdSecrets(self._api, settings.etcd_secrets_namespaces)
+        async with (
+            Events(self._api, settings.identity) as events,
+            Stores(self._on_change, secrets=secrets) as stores,
+        ):
+            writer = Writer(self._api, self._cache, self._metrics.made)
             departed = Departed()
             cluster = KubernetesCluster(
                 cache=self._cache,
                 writer=writer,
-                etcd=ManagedEtcd(self._cache, writer, settings.pods),
+                etcd=ManagedEtcd(self._api, self._cache, writer, settings.pods),
+                kept=Kept(self._cache, writer),
                 stores=stores,
                 events=events,
                 ledger=Ledger(),
                 departed=departed,
+                secrets=secrets,
                 settings=settings.pods,
                 wake=self._queue.put,
+                written=lambda job, plan: self._metrics.written(job, plan, self._pods(job, departed), time.time()),
             )
             self._reconciler = Reconciler(
                 cluster, queue=self._queue, list_keys=self._keys, reconciled=self._metrics.reconciled
@@ -134,6 +148,16 @@ class Operator:
                 await self._reconciler.run()
             finally:
                 self._reconciler = self._take_leave = None
+                self._queue.clear()
+
+    def _pods(self, job: Job, departed: Departed) -> Iterator[Pod]:
+        """All pods of a job that there are, or were just now."""
+        there = self._cache.pods(job.uid)
+        yield from there
+        yield from departed.of(job.uid, there)
+
+    def _jobs(self) -> Iterator[Json]:
+        return (body for key in self._cache.keys if (body := self._cache.job(key)) is not None)
 
     async def _keys(self) -> tuple[str, ...]:
         return self._cache.keys
@@ -146,6 +170,11 @@ class Operator:
         self._cache.put(resource, body)
         if kind is None:
             self._listings.doubt()
+
+    def _on_change(self, key: str) -> None:
+        """A job is to be looked at. Who begins to lead looks at all of them, so that nobody else has to remember."""
+        if self._reconciler is not None:
+            self._queue.put(key)
 
     def _on_gone(self, resource: Resource, body: Json) -> None:
         if resource == PODS and self._take_leave is not None:
@@ -168,6 +197,7 @@ class Operator:
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(self._cache.count, resource)
             self._metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
+        self._metrics.jobs(self._jobs)
 
     def _ill(self) -> str:
         reconciler = self._reconciler

@@ -11,6 +11,7 @@ loop that it does not know. So it may stop, and be started anew, while all else 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import threading
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
-_PAGE: Final = 500
+_PAGE: Final = 100
+"""So many objects are listed at once as the watches begin: they are whole, and it is then that most memory is used."""
 _PATIENCE: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
 """Seconds between tries of a request; then the watches end, and are begun anew."""
 _FIRST_DELAY: Final = 1.0
@@ -38,6 +40,10 @@ _ENDING: Final = 10.0
 """Seconds that the watches get to end; their thread does not keep the process."""
 _HEALTHY: Final = 60.0
 """Seconds after which watches that end count as the first to end."""
+_HELD: Final = 0.1
+"""Seconds for which kopf keeps an object, whole, after it has told of it."""
+_AT_ONCE: Final = 100
+"""So many things that watches tell are heard before all else gets its turn."""
 
 
 class Watches:
@@ -124,6 +130,7 @@ class Watches:
             return connection(await asyncio.wrap_future(asked))
 
         kopf.on.login(id="login", registry=registry)(login)
+        told = Told(home, self._hear)
         for resource in LOOKED_AT:
             kopf.on.event(
                 group=resource.group,
@@ -131,15 +138,50 @@ class Watches:
                 plural=resource.plural,
                 id=resource.plural,
                 registry=registry,
-            )(self._handler(resource, home))
+            )(_handler(resource, told))
         return registry
 
-    def _handler(self, resource: Resource, home: asyncio.AbstractEventLoop) -> Callable[..., Awaitable[None]]:
-        async def handle(event: Mapping[str, Any], **_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # it is over, and the loop is closed
-                home.call_soon_threadsafe(self._hear, resource, event["type"], event["object"])
 
-        return handle
+class Told:
+    """What the thread of the watches has told and the loop of all else has not heard yet.
+
+    However much comes while the loop is busy, it is woken once: to wake it costs more than to hear.
+
+    Args:
+        home: the loop.
+        hear: called there with each thing.
+    """
+
+    def __init__(self, home: asyncio.AbstractEventLoop, hear: Callable[[Resource, str | None, Json], None]) -> None:
+        self._home = home
+        self._hear = hear
+        self._news: collections.deque[tuple[Resource, str | None, Json]] = collections.deque()
+
+    def tell(self, resource: Resource, kind: str | None, body: Json) -> None:
+        """Called in the thread of the watches."""
+        self._news.append((resource, kind, body))
+        # Only now it is looked at how many wait: of those that are heard just now, the last one is still among them.
+        if len(self._news) == 1:
+            with contextlib.suppress(RuntimeError):  # it is over, and the loop is closed
+                self._home.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        for _ in range(min(len(self._news), _AT_ONCE)):
+            try:
+                self._hear(*self._news[0])
+            except Exception:  # noqa: BLE001 - a defect met in one object must not silence all others
+                _log.exception("an unexpected error in what a watch has told")
+            self._news.popleft()
+            if not self._news:
+                return
+        self._home.call_soon(self._take)
+
+
+def _handler(resource: Resource, told: Told) -> Callable[..., Awaitable[None]]:
+    async def handle(event: Mapping[str, Any], **_: object) -> None:
+        told.tell(resource, event["type"], event["object"])
+
+    return handle
 
 
 class _NoMemory(kopf.DiffBaseStorage):
@@ -164,6 +206,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.process.ultimate_exiting_timeout = None
     settings.networking.error_backoffs = _PATIENCE
     settings.watching.chunk_size = _PAGE
+    settings.queueing.idle_timeout = _HELD
     settings.persistence.diffbase_storage = _NoMemory()
     for resource, labels in LOOKED_AT.items():
         if labels:

@@ -11,6 +11,7 @@ twice (:func:`elastic_operator.pods.problem_of`), then these defaults:
   number alone keeps containers from starting. No token for the API server, to which no agent ever talks.
 * No rights beyond those of an ordinary process.
 * A time to end in which the workers can save: see :mod:`elastic_operator.pod_ending`.
+* A short time after which a pod on a silent node is given up (:mod:`elastic_operator.kube.pod_placing`).
 * No probe. Whether the agent serves is told by the store, at once and without polling; and no service sends
   anything to these pods that would have to wait until they are ready.
 """
@@ -21,6 +22,8 @@ import copy
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.kube.ownership import common_labels, own_labels, owner_reference
+from elastic_operator.kube.pod_group import gang_marks
+from elastic_operator.kube.pod_placing import place
 from elastic_operator.kube.pod_template import (
     SECCOMP,
     Folder,
@@ -32,15 +35,18 @@ from elastic_operator.kube.pod_template import (
 )
 from elastic_operator.names import (
     ANNOTATION_CONTRACT,
+    ANNOTATION_FAILED,
     ANNOTATION_FAILURES,
     ANNOTATION_SIZE,
     CHECKPOINT_FOLDER,
+    ETCD_TLS_FOLDER,
     LABEL_INDEX,
     METRICS_PORT,
     ROLE_WORKER,
     hostname,
 )
 from elastic_operator.pods import Surroundings, agent_command, ending_of, user_env
+from elastic_operator.status_json import rfc3339
 from elastic_operator.template import NEVER, WORKER
 from elastic_operator.unchecked import mapping, mappings
 from torchelastic.contract import CONTRACT_VERSION, Env, encode
@@ -78,10 +84,13 @@ def _metadata(job: Job, new: NewPod, given: object) -> object:
     )
     if not isinstance(metadata, dict):
         return metadata
-    own = {**own_labels(job, ROLE_WORKER), LABEL_INDEX: str(new.index)}
+    gang = gang_marks(job)
+    own = {**own_labels(job, ROLE_WORKER), LABEL_INDEX: str(new.index), **gang.labels}
     notes = {
+        **gang.annotations,
         ANNOTATION_CONTRACT: str(CONTRACT_VERSION),
         ANNOTATION_FAILURES: str(new.failures),
+        **({} if new.failed is None else {ANNOTATION_FAILED: rfc3339(new.failed)}),
         ANNOTATION_SIZE: encode(new.size).decode(),
     }
     for key, ours in (("labels", own), ("annotations", notes)):
@@ -106,6 +115,7 @@ def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: objec
     if not isinstance(pod, dict):
         return pod
     pod |= {"restartPolicy": NEVER, "hostname": hostname(job.name, new.index)}
+    place(pod, job.spec, excluded=new.excluded)
     containers = pod.get("containers")
     if containers is None or isinstance(containers, list):
         pod["containers"] = _containers(containers or [], _worker_in(pod, job, new, settings, store))
@@ -126,8 +136,10 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings
     container = completed_mapping(
         given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
     )
-    # Whoever is on the host's network shares its ports with others of the kind.
-    metrics_port = 0 if pod.get("hostNetwork") is True else settings.agent_metrics_port
+    metrics_port = job.spec.metrics_port
+    if metrics_port is None:
+        # Whoever is on the host's network shares its ports with others of the kind.
+        metrics_port = 0 if pod.get("hostNetwork") is True else settings.agent_metrics_port
     surroundings = Surroundings(
         store=store,
         checkpoints=f"{CHECKPOINT_FOLDER}/{job.name}/{new.index}",
@@ -157,8 +169,16 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings
 
 def _folders(spec: ElasticJobSpec) -> tuple[Folder, ...]:
     checkpoints: Json = spec.checkpoint_volume or {"emptyDir": {}}
+    secret = spec.etcd.tls_secret
+    credentials = () if secret is None else (_credentials(secret),)
     return (
+        *credentials,
         Folder("/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}}),  # noqa: S108 - this is where it is in a container
         Folder("/tmp", "tmp", {"emptyDir": {}}),  # noqa: S108
         Folder(CHECKPOINT_FOLDER, "checkpoints", copy.deepcopy(dict(checkpoints))),
     )
+
+
+def _credentials(secret: str) -> Folder:
+    """With what the agents show themselves to etcd, and know it; the agent reads its files, the workers may."""
+    return Folder(ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)

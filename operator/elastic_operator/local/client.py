@@ -49,6 +49,15 @@ class LocalClient:
         """
         self._ask("PATCH", "/job/scale", {"replicas": replicas})
 
+    def suspend(self, *, rest: bool) -> None:
+        """Have the job rest, or go on.
+
+        Raises:
+            BadInput: the job is over.
+            NotFound: so is the run.
+        """
+        self._ask("PATCH", "/job/suspend", {"suspend": rest})
+
     def delete(self) -> None:
         """End the run; returns when it has ended.
 

@@ -106,7 +106,7 @@ class LocalCluster:
         mirror = self.mirror
         return self._live.job(), Observed(
             pods=tuple(pod.observed(ready=self.serves(pod)) for pod in self.pods),
-            etcd=EtcdState.READY if self.etcd is None else self.etcd.state,
+            etcd=self._store_state(),
             store_read=mirror.readable,
             epoch=mirror.epoch,
             outcome=mirror.outcome,
@@ -249,14 +249,23 @@ class LocalCluster:
                     self.pods.remove(pod)
                 return
 
+    def _store_state(self) -> EtcdState:
+        state = EtcdState.READY if self.etcd is None else self.etcd.state
+        # One that runs and does not answer, as if it hung, is as one that is coming up.
+        return EtcdState.STARTING if self._store_away and state is EtcdState.READY else state
+
     def _mirror_changed(self) -> None:
         if self.mirror.readable and self._store_away:
             self._store_away = False
-            self.tell(JobEvent(LocalReason.STORE_BACK, "the store can be reached again"))
+            if self.etcd is None:
+                self.tell(JobEvent(LocalReason.STORE_BACK, "the store can be reached again"))
         self._changed()
 
     def _tell_store_away(self, sentence: str) -> None:
-        # Of the death of our own etcd its process tells.
-        if self.etcd is None and not self._store_away:
-            self._store_away = True
+        if self._store_away:
+            return
+        self._store_away = True
+        if self.etcd is None:
             self.tell(JobEvent(LocalReason.STORE_AWAY, sentence, warning=True))
+        else:  # of the death of our own etcd its process tells
+            self._changed()

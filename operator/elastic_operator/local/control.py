@@ -1,13 +1,14 @@
 """How other terminals reach a run: HTTP and JSON over a Unix socket that only this user can reach.
 
-======  ==============  ==========================================================================
-method  path            what it does
-======  ==============  ==========================================================================
-GET     ``/job``        a snapshot, see :mod:`elastic_operator.local.snapshot`
-GET     ``/watch``      snapshots, one a line: now, after every change, and the last one at the end
-PATCH   ``/job/scale``  ``{"replicas": n}``: 200, or 422 with ``{"message": sentence}``
-DELETE  ``/job``        202, and the run ends with exit code 3; whoever watches sees it end
-======  ==============  ==========================================================================
+======  ================  ==========================================================================
+method  path              what it does
+======  ================  ==========================================================================
+GET     ``/job``          a snapshot, see :mod:`elastic_operator.local.snapshot`
+GET     ``/watch``        snapshots, one a line: now, after every change, and the last one at the end
+PATCH   ``/job/scale``    ``{"replicas": n}``: 200, or 422 with ``{"message": sentence}``
+PATCH   ``/job/suspend``  ``{"suspend": true or false}``: likewise
+DELETE  ``/job``          202, and the run ends with exit code 3; whoever watches sees it end
+======  ================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aiohttp import web
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from elastic_operator.local.publisher import Publisher
@@ -42,6 +43,13 @@ class Controlled(Protocol):
 
         Raises:
             BadInput: that number cannot be.
+        """
+
+    def suspend(self, *, rest: bool) -> None:
+        """Have the job rest, or go on.
+
+        Raises:
+            BadInput: the job is over.
         """
 
     def delete(self) -> None:
@@ -82,17 +90,16 @@ def _application(run: Controlled) -> web.Application:
         return response
 
     async def scale(request: web.Request) -> web.Response:
-        try:
-            replicas = (await request.json())["replicas"]
-        except (ValueError, KeyError, TypeError):
-            replicas = None
+        replicas = await _sent(request, "replicas")
         if type(replicas) is not int:
             return _refusal('send {"replicas": N}, where N is a whole number')
-        try:
-            run.scale(replicas)
-        except BadInput as error:
-            return _refusal(str(error))
-        return web.json_response({})
+        return _answer(lambda: run.scale(replicas))
+
+    async def suspend(request: web.Request) -> web.Response:
+        rest = await _sent(request, "suspend")
+        if type(rest) is not bool:
+            return _refusal('send {"suspend": true} or {"suspend": false}')
+        return _answer(lambda: run.suspend(rest=rest))
 
     async def delete(_: web.Request) -> web.Response:
         run.delete()
@@ -104,10 +111,28 @@ def _application(run: Controlled) -> web.Application:
             web.get("/job", job),
             web.get("/watch", watch),
             web.patch("/job/scale", scale),
+            web.patch("/job/suspend", suspend),
             web.delete("/job", delete),
         ]
     )
     return application
+
+
+async def _sent(request: web.Request, field: str) -> object:
+    """What the request's body has for this field; None where it has nothing."""
+    try:
+        found: object = (await request.json())[field]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found
+
+
+def _answer(do: Callable[[], None]) -> web.Response:
+    try:
+        do()
+    except BadInput as error:
+        return _refusal(str(error))
+    return web.json_response({})
 
 
 def _refusal(sentence: str) -> web.Response:

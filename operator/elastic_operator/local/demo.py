@@ -187,7 +187,7 @@ class Play:
 
         state = await stage.until(look, limit=_SUCCESS_LIMIT, what="the end of training")
         if state != "Succeeded":
-            raise ActFailed(f"the job {state.lower()}: {stage.shown.status.last_failure}")
+            raise ActFailed(f"the job {state.lower()}: {stage.shown.status.what_failed}")
         return Effect(note=words.printed(stage.shown.progress.line) if stage.shown.progress else "the job succeeded")
 
 

@@ -26,6 +26,8 @@ _ACT_LIMIT: Final = 90.0
 """Seconds for one act to have its effect."""
 _SETTLE_LIMIT: Final = 20.0
 """Seconds for which a program may be silent before the next act comes anyway."""
+_LOOK_EVERY: Final = 1000
+"""Milliseconds after which logs are looked at though nothing seems to have happened."""
 _SETTLED_LINES: Final = 4
 """So many lines of rank 0 show that training goes on, and let it save a checkpoint."""
 
@@ -74,7 +76,10 @@ class Stage:
         from watchfiles import awatch
 
         logs = await self._logs
-        async for _ in awatch(logs, debounce=20, step=5, watch_filter=None):
+        # What is written into a folder in the moment in which that is made goes unnoticed: so now and then one looks.
+        async for _ in awatch(
+            logs, debounce=20, step=5, watch_filter=None, rust_timeout=_LOOK_EVERY, yield_on_timeout=True
+        ):
             self._tell()
 
     def say_ending(self, why: str) -> None:

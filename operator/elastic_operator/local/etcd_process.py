@@ -57,7 +57,7 @@ class EtcdProcess:
     Attributes:
         state: where it stands.
         pid: of the process; None while there is none.
-        port: on which it serves clients; 0 before the first start.
+        port: on which it serves clients; 0 before the first start, and when it is not to run any more.
         restarts: how often it was started again.
         ready: set while it serves.
     """
@@ -77,7 +77,7 @@ class EtcdProcess:
 
     @property
     def endpoint(self) -> str:
-        """host:port for clients; empty before the first start."""
+        """host:port for clients; empty where it has none."""
         return f"127.0.0.1:{self.port}" if self.port else ""
 
     async def run(self) -> None:
@@ -102,6 +102,7 @@ class EtcdProcess:
                         delay = min(max(0.5, delay * 2), _LONGEST_DELAY)
         finally:
             self.state = EtcdState.ABSENT
+            self.port = 0
             shutil.rmtree(self._settings.data, ignore_errors=True)
             self._changed()
 

@@ -56,6 +56,9 @@ def suggestions(shown: Shown, hints: Hints) -> list[tuple[str, str]]:
     """What to try in a second terminal: the exact command, and what it does."""
     job, command = shown.name, hints.command
     rows = [(hints.first, "once, in each new terminal")] if hints.first else []
+    if shown.status.state == "Suspended":
+        rows.append((f"{command} resume {job}", "have it go on"))
+        return rows + _always(job, command)
     other = _other_size(shown)
     if other is not None:
         rows.append((f"{command} scale {job} --replicas {other}", "change its size while it trains"))
@@ -63,12 +66,15 @@ def suggestions(shown: Shown, hints: Hints) -> list[tuple[str, str]]:
     victim = next((pod for pod in reversed(shown.living_pods) if pod.pid and pod.ready), None)
     if victim is not None:
         rows.append((f"kill -9 {victim.pid}", f"kill pod {victim.name}"))
-    rows += [
+    return rows + _always(job, command)
+
+
+def _always(job: str, command: str) -> list[tuple[str, str]]:
+    return [
         (f"{command} describe {job}", "all that is known of it"),
         (f"{command} get", "all jobs on this machine"),
         (f"{command} delete {job}", "end it"),
     ]
-    return rows
 
 
 def _other_size(shown: Shown) -> int | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_operator import crd
 from elastic_operator.errors import BadInput
+from elastic_operator.local.not_honoured import honoured
 from elastic_operator.manifest import check_change
 from elastic_operator.model import Job, JobStatus
 from elastic_operator.problem import in_words
@@ -44,7 +45,7 @@ class LiveJob:
         self.key = f"{given.namespace}/{given.name}"
         self.status = JobStatus()
         self._applied = given.source.data
-        self._spec = given.spec
+        self._spec = honoured(given.spec)
         self._uid = uid
         self._created = created
         self._generation = 1
@@ -73,11 +74,18 @@ class LiveJob:
         Raises:
             BadInput: the number cannot be, or the job is over.
         """
-        self._check_alive()
-        changed = {**self.manifest, "spec": {**self.manifest["spec"], "replicas": replicas}}
-        if problems := crd.validate(changed, old=self.manifest):
-            raise BadInput(in_words(list(map(str, problems))))
-        return self._take(changed)
+        return self._set("replicas", replicas)
+
+    def suspend(self, *, rest: bool) -> bool:
+        """Have the job rest, or go on.
+
+        Returns:
+            Whether it did otherwise before.
+
+        Raises:
+            BadInput: the job is over.
+        """
+        return self._set("suspend", rest)
 
     def apply(self, file: Manifest) -> bool:
         """Do what ``kubectl apply`` of this file would do.
@@ -101,6 +109,14 @@ class LiveJob:
         """Begin its deletion."""
         self._deleting = True
 
+    def _set(self, field: str, value: object) -> bool:
+        """Set a field of the spec, as ``kubectl patch`` would."""
+        self._check_alive()
+        changed = {**self.manifest, "spec": {**self.manifest["spec"], field: value}}
+        if problems := crd.validate(changed, old=self.manifest):
+            raise BadInput(in_words(list(map(str, problems))))
+        return self._take(changed)
+
     def _check_alive(self) -> None:
         if self._deleting or self.status.state.finished:
             how = "being deleted" if self._deleting else f"over ({self.status.state})"
@@ -109,7 +125,7 @@ class LiveJob:
     def _take(self, changed: Json) -> bool:
         if changed["spec"] != self.manifest["spec"]:
             self._generation += 1
-            self._spec = ElasticJobSpec.of(changed["spec"])
+            self._spec = honoured(ElasticJobSpec.of(changed["spec"]))
         before, self.manifest = self.manifest, self._as_object(changed)
         return before != self.manifest
 

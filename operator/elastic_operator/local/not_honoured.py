@@ -1,4 +1,4 @@
-"""What of a manifest a process can't honour: named in one warning, so that nothing is left out silently.
+"""What of a manifest processes can't honour: named in one warning, so that nothing is left out silently.
 
 Of the image nothing is said: every manifest has one, and here the program always runs with the Python that runs
 ``elasticjob``. Nor of labels and annotations, which nobody reads here. Nor of what only takes rights away from a
@@ -7,15 +7,18 @@ container, to protect a cluster from it: here a program has the rights of whoeve
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.archived import modern
+from elastic_operator.spec import MANAGER, CleanPodPolicy, SchedulingSpec
 from elastic_operator.template import WORKER
 from elastic_operator.unchecked import mapping, mappings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from elastic_operator.spec import Json
+    from elastic_operator.spec import ElasticJobSpec, Json
 
 _POD_FIELDS_WITHOUT_MEANING_HERE: Final = frozenset({"containers", "restartPolicy", "terminationGracePeriodSeconds"})
 _CONTAINER_FIELDS_HONOURED: Final = frozenset({"name", "image", "command", "args", "env"})
@@ -34,6 +37,24 @@ _RIGHTS: Final = frozenset(
 )
 """What false takes away."""
 
+_SECONDS_OF_NODE_LOSS: Final = 15
+"""What the CRD fills in."""
+
+
+def honoured(spec: ElasticJobSpec) -> ElasticJobSpec:
+    """The spec without those fields that would have an effect of their own where pods are processes, and not theirs."""
+    return replace(
+        spec,
+        managed_by=MANAGER,
+        ttl_after_finished=None,
+        clean_pod_policy=CleanPodPolicy.RUNNING,
+        failure_rules=tuple(rule for rule in spec.failure_rules if rule.exit_codes is not None),
+        scheduling=SchedulingSpec(),
+        rendezvous=replace(spec.rendezvous, ports=None),
+        etcd=replace(spec.etcd, tls_secret=None),
+        disruption_budget=False,
+    )
+
 
 def warning_of(spec: Json) -> str | None:
     """The warning for a spec that has passed the CRD's validation; None where all of it is honoured."""
@@ -44,16 +65,41 @@ def warning_of(spec: Json) -> str | None:
 
 
 def not_honoured(spec: Json) -> Iterator[str]:
-    """The fields that have no effect here, by their path below ``spec``."""
+    """The fields that have no effect here, by their path below ``spec``; those of an archived manifest by today's."""
+    spec = modern(spec)
     yield from _values_from("env", spec.get("env"))
+    yield from _of_the_life(spec)
     etcd = spec.get("etcd") or {}
-    yield from (f"etcd.{field}" for field in ("image", "resources", "storage") if field in etcd)
+    yield from (f"etcd.{field}" for field in ("tlsSecret", "image", "resources", "storage") if field in etcd)
     if (spec.get("checkpoint") or {}).get("volume"):
         yield "checkpoint.volume (checkpoints are in the run's folder)"
     template = mapping(spec.get("template"), "spec")
     yield from _fields("template.spec", template, _POD_FIELDS_WITHOUT_MEANING_HERE)
     for container in mappings(template, "containers"):
         yield from _of_container(container)
+
+
+def _of_the_life(spec: Json) -> Iterator[str]:
+    """Those that say how the job and its pods get on with a cluster."""
+    if spec.get("managedBy", MANAGER) != MANAGER:
+        yield "managedBy (who runs a job here looks after it)"
+    if "ttlSecondsAfterFinished" in spec:
+        yield "ttlSecondsAfterFinished (a run's folder stays)"
+    if spec.get("cleanPodPolicy", CleanPodPolicy.RUNNING) != CleanPodPolicy.RUNNING:
+        yield "cleanPodPolicy (no process outlives its run, and all logs stay)"
+    for position, rule in enumerate(mappings(spec.get("failurePolicy"), "rules")):
+        for field in ("onPodReasons", "onPodConditions"):
+            if field in rule:
+                yield f"failurePolicy.rules[{position}].{field}"
+    yield from (f"schedulingPolicy.{field}" for field in spec.get("schedulingPolicy") or {})
+    if "ports" in (spec.get("rendezvous") or {}):
+        yield "rendezvous.ports (all pods share this machine's)"
+    if spec.get("nodeLossSeconds", _SECONDS_OF_NODE_LOSS) != _SECONDS_OF_NODE_LOSS:
+        yield "nodeLossSeconds"
+    if spec.get("disruptionBudget"):
+        yield "disruptionBudget"
+    if spec.get("metricsPort"):
+        yield "metricsPort (each pod takes a free one)"
 
 
 def _of_container(container: Json) -> Iterator[str]:

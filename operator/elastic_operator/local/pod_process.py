@@ -116,6 +116,7 @@ class PodProcess:
             exit_code=self._exit_code,
             message=self._message,
             failures=self.new.failures,
+            failed=self.new.failed,
             size=self.new.size,
         )
 
@@ -151,6 +152,8 @@ class PodProcess:
     async def _start(self, command: PodCommand) -> asyncio.subprocess.Process:
         for folder in (command.log.parent, command.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
+        # After a resumption pods have the names of earlier ones, but not their last words.
+        command.termination_log.unlink(missing_ok=True)
         with command.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *tethered(command.argv),

@@ -121,6 +121,15 @@ class LocalRun:
         if self._live.scale(replicas):
             self._changed()
 
+    def suspend(self, *, rest: bool) -> None:
+        """Have the job rest, or go on.
+
+        Raises:
+            BadInput: the job is over.
+        """
+        if self._live.suspend(rest=rest):
+            self._changed()
+
     def delete(self) -> None:
         """End the run; its folder stays."""
         self._live.delete()
@@ -192,9 +201,10 @@ class LocalRun:
             return None
         if status.state is JobState.SUCCEEDED:
             return Ending(How.SUCCEEDED)
+        why = status.last_failure.message if status.last_failure is not None else ""
         if any(each.type == ConditionType.FAILED and each.reason == Reason.BAD_INPUT for each in status.conditions):
-            return Ending(How.BAD_INPUT, status.last_failure, BadInput(status.last_failure))
-        return Ending(How.FAILED, status.last_failure)
+            return Ending(How.BAD_INPUT, why, BadInput(why))
+        return Ending(How.FAILED, why)
 
     async def _record(self) -> None:
         """Set down in the run's folder how things stand, whenever they change."""

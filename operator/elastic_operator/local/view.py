@@ -89,7 +89,7 @@ def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) ->
     if code == 0 and shown.progress is not None:
         why = shown.progress.line
     elif code == 1:
-        why = why or shown.status.last_failure or _failed(shown)
+        why = why or shown.status.what_failed or _failed(shown)
     why = words.printed(why.replace("\n", " "))
     lines = [f"{last}: {why}" if why else f"{last}."]
     lines += [f"{label:<12} {words.home(place)}" for label, place in _places(shown)]

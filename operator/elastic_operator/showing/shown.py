@@ -108,6 +108,18 @@ class ShownCondition(msgspec.Struct, frozen=True, rename="camel"):
     last_transition_time: str | float | None = None
 
 
+class ShownFailure(msgspec.Struct, frozen=True):
+    """What failed last.
+
+    Attributes:
+        message: all of it, in words.
+        time: when it was seen.
+    """
+
+    message: str = ""
+    time: str | float | None = None
+
+
 class ShownStatus(msgspec.Struct, frozen=True, rename="camel"):
     """What the reconciler says of the job; the names are those of the CRD's status."""
 
@@ -119,11 +131,20 @@ class ShownStatus(msgspec.Struct, frozen=True, rename="camel"):
     epoch: int = 0
     world_size: int = 0
     restarts: int = 0
+    free_restarts: int = 0
     pod_failures: int = 0
     start_time: str | float | None = None
+    active_since: str | float | None = None
     completion_time: str | float | None = None
-    last_failure: str | None = None
+    last_failure: ShownFailure | str | None = None
+    excluded_nodes: tuple[str, ...] = ()
     conditions: tuple[ShownCondition, ...] = ()
+
+    @property
+    def what_failed(self) -> str:
+        """What failed last, in words; empty where nothing has."""
+        failure = self.last_failure
+        return failure.message if isinstance(failure, ShownFailure) else failure or ""
 
     @property
     def finished(self) -> bool:
@@ -273,6 +294,14 @@ class Shown(msgspec.Struct, frozen=True):
             return self.status.state
         how = self.run.ended.how if self.run.ended else "killed"
         return how[:1].upper() + how[1:]
+
+    @property
+    def deadline(self) -> float | None:
+        """When the job has taken as long as it may, in seconds since the Unix epoch; None for never, or not now."""
+        allowed, since = self.spec.get("activeDeadlineSeconds"), seconds(self.status.active_since)
+        if self.status.finished or since is None or not isinstance(allowed, int):
+            return None
+        return since + allowed
 
     def age(self, now: float) -> float:
         """How long the job has gone on, or went on until it finished, in seconds."""

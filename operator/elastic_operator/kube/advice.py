@@ -1,0 +1,33 @@
+"""What to do about the refusals that Kubernetes gives most often, whose words say what is wrong and no more."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_ADVICE: Final = tuple(
+    (re.compile(pattern), advice)
+    for pattern, advice in (
+        (
+            r"error looking up service account|serviceaccount \"[^\"]*\" not found",
+            "create it, or name another one in spec.template.spec.serviceAccountName",
+        ),
+        (r"User \"[^\"]*\" cannot \w+ resource ", "grant the operator its rights there (the chart's role has them)"),
+        (r"exceeded quota: ", "raise that quota, free some of it, or have the job ask for less"),
+        (
+            r"failed quota: .* must specify ",
+            "say so in spec.template.spec.containers, and for the job's etcd in spec.etcd.resources",
+        ),
+        (r"violates PodSecurity ", "say so in spec.template.spec, or have the namespace admit such pods"),
+    )
+)
+
+
+def with_advice(words: str) -> str:
+    """A refusal with what to do about it, where that is known.
+
+    Args:
+        words: the API server's own.
+    """
+    advice = next((advice for pattern, advice in _ADVICE if pattern.search(words)), "")
+    return f"{words.removesuffix('.')}; {advice}" if advice else words
