@@ -1,0 +1,158 @@
+"""The peer: Kubeflow's training-operator, with a PyTorchJob for each of our jobs, on the same API server.
+
+What it does is measured where its binary is given; else what it did once is told, as what it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from elastic_operator.errors import BadInput
+from elastic_operator.kube.resources import PODS, SECRETS, Resource
+from tests.support.etcd import free_ports
+from tests.support.testbed.daemons import Daemon
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from benchmarks.operator_field import Field
+
+PEER: Final = "training-operator"
+CREATED_ONCE: Final = {9: 0.25, 101: 6.5, 300: 21.3}
+"""Seconds from apply until so many pods of a PyTorchJob existed, measured once with training-operator 1.9.3."""
+REPLACED_ONCE: Final = 15.1
+"""Seconds until a deleted pod of a PyTorchJob was replaced, measured once with training-operator 1.9.3."""
+ONCE: Final = f"{PEER} 1.9.3, as measured once on another day"
+
+_JOBS: Final = Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob")
+_NAMESPACE: Final = "kubeflow"
+_SECRET: Final = "training-operator-webhook-cert"
+_WEBHOOK: Final = "validator.training-operator.kubeflow.org"
+_CERTIFICATES: Final = Path("/tmp/k8s-webhook-server/serving-certs")
+"""Where the binary looks for what it has put into the Secret, which in a cluster is mounted there."""
+_LIMIT: Final = 120.0
+_REST: Final = 1.0
+
+
+class TrainingOperator:
+    """One copy of it; within ``async with`` it runs. Raises BadInput where it cannot.
+
+    Args:
+        field: where.
+        binary: the program.
+        definition: the file with the definition of the PyTorchJob.
+        folder: for its log.
+    """
+
+    def __init__(self, field: Field, binary: Path, definition: Path, folder: Path) -> None:
+        self._field = field
+        self._definition = definition
+        webhook, health = free_ports(2)
+        self._daemon = Daemon(
+            [
+                str(binary),
+                "--enable-scheme=pytorchjob",
+                "--metrics-bind-address=0",
+                f"--health-probe-bind-address=127.0.0.1:{health}",
+                f"--webhook-server-port={webhook}",
+            ],
+            folder=folder,
+            environ={**field.cluster.environ, "MY_POD_NAMESPACE": _NAMESPACE},
+        )
+
+    async def __aenter__(self) -> Self:
+        if _CERTIFICATES.parent.exists():
+            raise BadInput(f"{_CERTIFICATES.parent} is there already; the peer needs it for itself: remove it")
+        kubectl = self._field.cluster.kubectl
+        await kubectl("apply", "--server-side", "--filename", str(self._definition))
+        await kubectl("create", "namespace", _NAMESPACE)
+        await kubectl("create", "secret", "generic", _SECRET, "--namespace", _NAMESPACE)
+        hook = {
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingWebhookConfiguration",
+            "metadata": {"name": _WEBHOOK},
+        }
+        await kubectl("apply", "--filename=-", stdin=json.dumps(hook))
+        self._daemon.start()
+        try:
+            await self._mount_certificates()
+            await self._works()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    async def created(self, pods: int) -> float:
+        """Seconds from apply until so many pods of a job exist."""
+        field = self._field
+        async with field.namespace(_JOBS) as namespace:
+            begun = await field.apply(namespace, _manifest("one", pods), _JOBS)
+            return await field.pods.until(lambda: field.pods.count(namespace) >= pods) - begun
+
+    async def replaced(self, samples: int) -> list[float]:
+        """Seconds until a deleted pod of a job of ten is replaced, again and again."""
+        field, taken = self._field, []
+        async with field.namespace(_JOBS) as namespace:
+            await field.apply(namespace, _manifest("one", 10), _JOBS)
+            await field.pods.until(lambda: field.pods.count(namespace) >= 10)
+            for _ in range(samples):
+                await field.pods.until_running(namespace, 10)
+                await asyncio.sleep(_REST)
+                before = set(field.pods.there(namespace))
+                oldest = min(field.pods.live(namespace).values(), key=lambda pod: pod.came)
+                begun = time.monotonic()
+                await field.api.delete(PODS, namespace, oldest.name)
+                done = await field.pods.until(lambda known=before: field.pods.has_others(namespace, known))  # type: ignore[misc]
+                taken.append(done - begun)
+        return taken
+
+    def _end(self) -> None:
+        self._daemon.kill()
+        shutil.rmtree(_CERTIFICATES.parent, ignore_errors=True)
+
+    async def _mount_certificates(self) -> None:
+        """Do what the kubelet does with the Secret."""
+        async with asyncio.timeout(_LIMIT):
+            while True:
+                self._daemon.check()
+                secret = await self._field.api.get(SECRETS, _NAMESPACE, _SECRET)
+                if "tls.crt" in (data := secret.get("data") or {}):
+                    break
+                await asyncio.sleep(0.2)
+        _CERTIFICATES.mkdir(parents=True, exist_ok=True)
+        for name, content in data.items():
+            (_CERTIFICATES / name).write_bytes(base64.b64decode(content))
+
+    async def _works(self) -> None:
+        """Return when it has made the pod of a first job."""
+        await self.created(1)
+
+
+def _manifest(name: str, replicas: int) -> dict[str, Any]:
+    container = {"name": "pytorch", "image": "elastic-agent:dev", "command": ["torchrun", "train.py"]}
+    return {
+        "apiVersion": _JOBS.api_version,
+        "kind": _JOBS.kind,
+        "metadata": {"name": name},
+        "spec": {
+            "elasticPolicy": {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": replicas},
+            "pytorchReplicaSpecs": {
+                "Worker": {
+                    "replicas": replicas,
+                    "restartPolicy": "OnFailure",
+                    "template": {"spec": {"containers": [container]}},
+                }
+            },
+        },
+    }
