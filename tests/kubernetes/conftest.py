@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
+from tests.support.cluster_user import ROOT, User
 from tests.support.testbed import user_cluster
 from tests.support.testbed.cache import Missing
 from tests.support.testbed.collection import MISSING
@@ -37,8 +39,7 @@ async def control_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterat
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cluster_with_crd(control_plane: Cluster) -> AsyncIterator[Cluster]:
     """The same, where ElasticJobs are defined."""
-    await control_plane.kubectl("apply", "--filename", str(DEFINITION))
-    await control_plane.kubectl("wait", "--for=condition=Established", "--filename", str(DEFINITION))
+    await control_plane.define(DEFINITION.read_text())
     yield control_plane
     await control_plane.kubectl("delete", "--filename", str(DEFINITION))
 
@@ -65,3 +66,23 @@ async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
         for archive in (archive for name in images.IMAGES for archive in images.archives(name)):
             await cluster.load_image(archive)
         yield cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def installed(node: Node) -> AsyncIterator[Node]:
+    """The same, with the operator in it, as the README installs it."""
+    place = ("elastic-operator", "--namespace", "elastic-system")
+    await node.run("helm", "install", *place, str(ROOT / "charts"), "--create-namespace", "--wait", timeout=180)
+    yield node
+    await node.run("helm", "uninstall", *place, "--wait", timeout=120)
+    await node.kubectl("delete", "crd", "elasticjobs.elastic.pytorch.org", "--ignore-not-found")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def user(installed: Node, request: pytest.FixtureRequest) -> AsyncIterator[User]:
+    """Somebody with a namespace that lets only restricted pods in."""
+    namespace = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
+    await installed.kubectl("create", "namespace", namespace)
+    await installed.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    yield User(installed, namespace)
+    await installed.kubectl("delete", "namespace", namespace, "--wait=false")

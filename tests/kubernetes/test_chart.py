@@ -15,13 +15,18 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from elastic_operator.kube.resources import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
 from elastic_operator.names import LABEL_INDEX, LABEL_JOB, LABEL_ROLE, ROLE_WORKER, pod_name
+from tests.support.audit import AuditLog
 from tests.support.cluster_user import job
+from tests.support.pod_groups import installed
 from tests.support.testbed.control_plane import ControlPlane
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from elastic_operator.kube.resources import Resource
+    from tests.support.etcd import EtcdServer
     from tests.support.testbed.commands import Result
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="module")]
@@ -38,9 +43,10 @@ Right = tuple[str, str, str, str]
 class Helm:
     """Somebody who types helm and kubectl, for one namespace that lets only restricted pods in."""
 
-    def __init__(self, cluster: ControlPlane, namespace: str) -> None:
+    def __init__(self, cluster: ControlPlane, namespace: str, audit: AuditLog) -> None:
         self.cluster = cluster
         self.namespace = namespace
+        self.audit = audit
 
     async def __call__(self, *words: str, check: bool = True) -> Result:
         """Type helm."""
@@ -77,18 +83,25 @@ class Helm:
         }
 
 
+@pytest.fixture(scope="module")
+def audit(tmp_path_factory: pytest.TempPathFactory) -> AuditLog:
+    """What service accounts ask of the cluster's API server."""
+    return AuditLog(tmp_path_factory.mktemp("audit"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlPlane]:
+async def cluster(tmp_path_factory: pytest.TempPathFactory, audit: AuditLog) -> AsyncIterator[ControlPlane]:
     """A control plane for these tests alone: they install and remove what a cluster has only once."""
-    async with ControlPlane(tmp_path_factory.mktemp("control-plane")) as control_plane:
+    flags = {"kube-apiserver": audit.flags}
+    async with ControlPlane(tmp_path_factory.mktemp("control-plane"), flags=flags) as control_plane:
         yield control_plane
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def helm(cluster: ControlPlane) -> AsyncIterator[Helm]:
+async def helm(cluster: ControlPlane, audit: AuditLog) -> AsyncIterator[Helm]:
     """Helm in a namespace of its own; whatever it has installed is gone afterwards."""
     async with cluster.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
-        helm = Helm(cluster, namespace)
+        helm = Helm(cluster, namespace, audit)
         yield helm
         for release in (await helm("list", "--short")).stdout.split():
             await helm("uninstall", release)
@@ -299,10 +312,16 @@ def jobs_rights() -> set[Right]:
     group = "elastic.pytorch.org"
     owned = [("", "pods"), ("", "services"), ("apps", "deployments")]
     return {
-        *((group, "elasticjobs", verb, "") for verb in ("list", "watch")),
+        *((group, "elasticjobs", verb, "") for verb in ("list", "watch", "delete")),
         (group, "elasticjobs/status", "update", ""),
         (group, "elasticjobs/scale", "patch", ""),
         *((*what, verb, "") for what in owned for verb in ("list", "watch", "create", "delete")),
+        *(("policy", "poddisruptionbudgets", verb, "") for verb in ("list", "watch", "create", "patch", "delete")),
+        *(
+            (scheduling, "podgroups", verb, "")
+            for scheduling in ("scheduling.x-k8s.io", "scheduling.volcano.sh")
+            for verb in ("list", "create", "patch", "delete")
+        ),
         ("", "events", "create", ""),
     }
 
@@ -331,6 +350,15 @@ async def test_the_operator_may_do_what_it_does_in_the_namespaces_that_are_named
         assert f"kubectl -n {one} apply -f examples/digits.yaml" in told
 
 
+async def test_it_may_read_secrets_in_the_namespaces_that_are_named_for_that_alone(helm: Helm) -> None:
+    async with helm.cluster.namespace() as one:
+        await helm("install", RELEASE, str(CHART), f"--set=etcd.secretNamespaces={{{one}}}")
+        assert await helm.rights(of=RELEASE, namespace=one) == jobs_rights() | {("", "secrets", "get", "")}
+        assert await helm.rights(of=RELEASE, namespace="default") == jobs_rights()
+        [container] = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]["spec"]["containers"]
+        assert f"--etcd-secrets-namespace={one}" in container["args"]
+
+
 @contextlib.asynccontextmanager
 async def running_operator(helm: Helm, log: Path) -> AsyncIterator[None]:
     """The operator as the release's deployment would run it, with the rights of its service account."""
@@ -352,35 +380,102 @@ async def running_operator(helm: Helm, log: Path) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("everywhere", [True, False], ids=["in all namespaces", "in one"])
-async def test_these_rights_are_all_that_the_operator_needs(helm: Helm, tmp_path: Path, everywhere: bool) -> None:
-    await helm("install", RELEASE, str(CHART), *([] if everywhere else [f"--set=namespaces={{{helm.namespace}}}"]))
+async def test_these_rights_are_all_that_the_operator_needs_and_none_is_too_many(
+    helm: Helm, etcd: EtcdServer, tmp_path: Path, everywhere: bool
+) -> None:
+    where = [] if everywhere else [f"--set=namespaces={{{helm.namespace}}}"]
+    await helm("install", RELEASE, str(CHART), f"--set=etcd.secretNamespaces={{{helm.namespace}}}", *where)
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
+    granted = await helm.rights(of=RELEASE, namespace=helm.namespace)
     log = tmp_path / "operator.log"
-    async with running_operator(helm, log):
-        await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("rounds", maxReplicas=2)))
-
-        async def until(condition: str) -> None:
-            await helm.kubectl("wait", "elasticjob/rounds", f"--for=jsonpath={condition}", "--timeout=60s")
-
-        await until("{.spec.replicas}=2")
-        await until("{.status.replicas}=2")
-        await helm.kubectl("wait", "deployment/rounds-etcd", "--for=create", "--timeout=60s")
-        gone, stays = (await helm.get("pods", "-l", f"{LABEL_JOB}=rounds,{LABEL_ROLE}={ROLE_WORKER}"))["items"]
-        if gone["metadata"]["labels"][LABEL_INDEX] == "1":
-            gone, stays = stays, gone
-        await helm.kubectl("delete", "pod", gone["metadata"]["name"])
-        uid = (await helm.get("elasticjob/rounds"))["metadata"]["uid"]
-        another = pod_name("rounds", uid, 0, gone["metadata"]["uid"])
-        await helm.kubectl("wait", f"pod/{another}", "--for=create", "--timeout=60s")
-
-        await helm.kubectl("scale", "elasticjob/rounds", "--replicas=1")
-        await until("{.status.replicas}=1")
-        await helm.kubectl("wait", f"pod/{stays['metadata']['name']}", "--for=delete", "--timeout=60s")
-        told = (await helm.kubectl("describe", "elasticjob/rounds")).stdout
-        assert "was deleted" in told
-        assert "scaled from 2 to 1 pod" in told
-        await helm.kubectl("delete", "elasticjob/rounds")
+    async with (
+        installed(helm.cluster, SCHEDULER_PLUGINS_GROUPS),
+        installed(helm.cluster, VOLCANO_GROUPS),
+        running_operator(helm, log),
+    ):
+        await from_apply_to_delete(helm)
+        await a_gang(helm, "SchedulerPlugins", SCHEDULER_PLUGINS_GROUPS, etcd)
+        await a_gang(helm, "Volcano", VOLCANO_GROUPS, etcd)
+        await a_job_that_needs_a_secret_and_goes_by_itself(helm, etcd)
     assert "forbidden" not in log.read_text().lower()
+    assert helm.audit.refused(helm.namespace, RELEASE) == set()
+    assert helm.audit.used(helm.namespace, RELEASE) == {right[:3] for right in granted}
+
+
+async def from_apply_to_delete(helm: Helm) -> None:
+    """A job that loses a pod, shrinks, succeeds, and is deleted by hand."""
+    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("rounds", maxReplicas=2, disruptionBudget=True)))
+
+    async def until(condition: str) -> None:
+        await helm.kubectl("wait", "elasticjob/rounds", f"--for=jsonpath={condition}", "--timeout=60s")
+
+    await until("{.spec.replicas}=2")
+    await until("{.status.replicas}=2")
+    await helm.kubectl("wait", "deployment/rounds-etcd", "--for=create", "--timeout=60s")
+    gone, stays = (await helm.get("pods", "-l", f"{LABEL_JOB}=rounds,{LABEL_ROLE}={ROLE_WORKER}"))["items"]
+    if gone["metadata"]["labels"][LABEL_INDEX] == "1":
+        gone, stays = stays, gone
+    await helm.kubectl("delete", "pod", gone["metadata"]["name"])
+    uid = (await helm.get("elasticjob/rounds"))["metadata"]["uid"]
+    another = pod_name("rounds", uid, 0, gone["metadata"]["uid"])
+    await helm.kubectl("wait", f"pod/{another}", "--for=create", "--timeout=60s")
+
+    await helm.kubectl("wait", "pdb/rounds-workers", "--for=create", "--timeout=60s")
+    await change(helm, "rounds", minReplicas=2)
+    await helm.kubectl("wait", "pdb/rounds-workers", "--for=jsonpath={.spec.minAvailable}=2", "--timeout=60s")
+    await change(helm, "rounds", minReplicas=1)
+    await helm.kubectl("scale", "elasticjob/rounds", "--replicas=1")
+    await until("{.status.replicas}=1")
+    await helm.kubectl("wait", f"pod/{stays['metadata']['name']}", "--for=delete", "--timeout=60s")
+    told = (await helm.kubectl("describe", "elasticjob/rounds")).stdout
+    assert "was deleted" in told
+    assert "scaled from 2 to 1 pod" in told
+
+    await succeeds(helm, another)
+    for each in ("pdb/rounds-workers", "deployment/rounds-etcd", "service/rounds-etcd"):
+        await helm.kubectl("wait", each, "--for=delete", "--timeout=60s")
+    await helm.kubectl("delete", "elasticjob/rounds")
+
+
+async def a_gang(helm: Helm, gang: str, groups: Resource, etcd: EtcdServer) -> None:
+    """A job with a PodGroup, which follows its minimum and goes when it is suspended."""
+    name = gang.lower()
+    outside = {"endpoint": etcd.endpoint}
+    await helm.kubectl(
+        "apply", "-f", "-", stdin=json.dumps(job(name, schedulingPolicy={"gang": gang}, etcd=outside, maxReplicas=3))
+    )
+    group = f"{groups.plural}.{groups.group}/{name}"
+    await helm.kubectl("wait", group, "--for=create", "--timeout=60s")
+    await change(helm, name, minReplicas=2)
+    await helm.kubectl("wait", group, "--for=jsonpath={.spec.minMember}=2", "--timeout=60s")
+    await change(helm, name, suspend=True)
+    await helm.kubectl("wait", group, "--for=delete", "--timeout=60s")
+    await helm.kubectl("delete", f"elasticjob/{name}")
+
+
+async def a_job_that_needs_a_secret_and_goes_by_itself(helm: Helm, etcd: EtcdServer) -> None:
+    """A job whose etcd asks for credentials, which nobody has made, and that ends in another way."""
+    outside = {"endpoint": f"https://{etcd.endpoint}", "tlsSecret": "nobody-has-made-it"}
+    short = {"ttlSecondsAfterFinished": 0, "replicas": 1}
+    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("brief", etcd=outside, **short)))
+    pod = pod_name("brief", (await helm.get("elasticjob/brief"))["metadata"]["uid"], 0, "")
+    await helm.kubectl("wait", f"pod/{pod}", "--for=create", "--timeout=50s")
+    await succeeds(helm, pod)
+    await helm.kubectl("wait", "elasticjob/brief", "--for=delete", "--timeout=50s")
+
+
+async def succeeds(helm: Helm, pod: str) -> None:
+    """The kubelet says that a pod's worker has ended well."""
+    over = {"exitCode": 0, "startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T01:00:00Z"}
+    worker = {"name": "worker", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+    ended = [{**worker, "state": {"terminated": over}}]
+    succeeded = json.dumps({"status": {"phase": "Succeeded", "containerStatuses": ended}})
+    await helm.kubectl("patch", "pod", pod, "--subresource=status", "--type=merge", f"--patch={succeeded}")
+
+
+async def change(helm: Helm, name: str, **spec: Any) -> None:
+    """Change fields of a job's spec."""
+    await helm.kubectl("patch", f"elasticjob/{name}", "--type=merge", f"--patch={json.dumps({'spec': spec})}")
 
 
 async def test_without_its_roles_the_operator_may_nothing(helm: Helm) -> None:

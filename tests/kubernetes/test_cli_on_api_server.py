@@ -161,6 +161,13 @@ async def test_scaling_is_the_api_servers_own_scaling_and_its_refusal_is_told(te
     assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["replicas"] == 2
 
 
+async def test_a_job_rests_and_goes_on_as_somebody_types_it(team: Team) -> None:
+    await team.make_job()
+    for command, said, rests in (("suspend", "suspended", True), ("resume", "resumed", False)):
+        assert (await team.elasticjob(command, "digits")).stdout == f"elasticjob digits {said}\n"
+        assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["suspend"] is rests
+
+
 async def test_deleting_comes_back_when_the_job_and_all_its_pods_are_gone(team: Team) -> None:
     # It may take half a minute: only now and then the garbage collector looks which kinds of objects there are.
     job = await team.make_job()

@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_operator import crd
-from elastic_operator.model import Condition, JobState, JobStatus
+from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
 from elastic_operator.names import ConditionType, Reason
-from elastic_operator.plan.standing import MESSAGE_LIMIT
+from elastic_operator.pinned import pin
+from elastic_operator.plan.words import MESSAGE_LIMIT
+from elastic_operator.spec import ElasticJobSpec
 from elastic_operator.status_json import status_to_json
 from tests.support import any_job
 from tests.support.api_server import Answer, ElasticJobs
@@ -112,8 +114,9 @@ def test_any_job_that_is_created_is_judged_the_same(server: ElasticJobs) -> None
     assert verdicts == {True, False}
 
 
+SIZES = ("maxReplicas", "minReplicas", "replicas")
 CHANGES = st.lists(
-    st.fixed_dictionaries({}, optional={name: st.none() | st.integers(1, 6) for name in sorted(crd.CHANGEABLE)}),
+    st.fixed_dictionaries({}, optional={name: st.none() | st.integers(1, 6) for name in SIZES}),
     min_size=1,
     max_size=5,
 )
@@ -148,14 +151,45 @@ def test_changes_of_the_size_are_judged_the_same(server: ElasticJobs) -> None:
     assert set(verdicts) == {True, False}
 
 
+HOW_IT_STANDS: list[dict[str, Any]] = [
+    {},
+    {"replicas": 0},
+    {"replicas": 2},
+    {"replicas": 0, "startTime": "2026-01-01T00:00:00Z"},
+]
+"""That a job may have no pods yet, have them, or have had them."""
+
+
+def test_each_field_changes_as_the_same_rule_lets_it(server: ElasticJobs) -> None:
+    verdicts = []
+    for status in HOW_IT_STANDS:
+        for right in (any_job.FULL, any_job.FORMER_FULL):
+            whole = {**job("stepwise"), "spec": right}
+            for place in right:
+                less = {**whole, "spec": {key: value for key, value in right.items() if key != place}}
+                for before, after in ((whole, less), (less, whole)):
+                    if crd.validate(before):
+                        continue
+                    live = server.create(before).body
+                    live = server.replace_status({**live, "status": status}).body
+                    named = {"name": "stepwise", "resourceVersion": live["metadata"]["resourceVersion"]}
+                    answer = server.replace("stepwise", {**after, "metadata": named})
+                    assert_same(answer, {**after, "metadata": named}, live)
+                    verdicts.append(answer.accepted)
+                    server.delete("stepwise")
+    assert verdicts.count(True) > 100
+    assert verdicts.count(False) > 20
+
+
 def test_any_other_change_is_judged_the_same(server: ElasticJobs) -> None:
     verdicts: list[bool] = []
     manifests = any_job.jobs(st.just({"name": "rewritten"}))
 
-    @examples(150)
-    @given(st.lists(manifests, min_size=2, max_size=4))
-    def check(versions: list[dict[str, Any]]) -> None:
+    @examples(250)
+    @given(st.lists(manifests, min_size=2, max_size=4), st.sampled_from(HOW_IT_STANDS))
+    def check(versions: list[dict[str, Any]], status: dict[str, Any]) -> None:
         live = server.create(job("rewritten")).body
+        live = server.replace_status({**live, "status": status}).body
         try:
             for version in versions:
                 named = {"name": "rewritten", "resourceVersion": live["metadata"]["resourceVersion"]}
@@ -184,12 +218,25 @@ STATUSES = st.builds(
     epoch=st.integers(0, 2**53),
     world_size=COUNTS,
     restarts=COUNTS,
+    free_restarts=COUNTS,
     pod_failures=COUNTS,
     accounted=st.frozensets(st.uuids().map(str), max_size=4),
     size_generation=st.integers(0, 2**53),
     started=TIMES,
+    active=TIMES,
     completed=TIMES,
-    last_failure=WORDS,
+    last_failure=st.none()
+    | st.builds(
+        LastFailure,
+        message=WORDS,
+        pod=st.sampled_from(["", "digits-0-abcde", "x" * 253]),
+        rank=st.none() | COUNTS,
+        exit_code=st.none() | st.sampled_from([-(2**31), -1, 0, 255, 2**31 - 1]),
+        signal=st.sampled_from(["", "SIGKILL", "SIGRTMIN+15"]),
+        time=st.integers(0, 4_000_000_000).map(float),
+    ),
+    excluded=st.lists(st.sampled_from(["node-1", "n" * 253]), max_size=100).map(tuple),
+    pinned=st.none() | st.just(pin(ElasticJobSpec.of({"minReplicas": 1, **any_job.FULL}))),
     conditions=st.lists(
         st.builds(
             Condition,

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.control_plane
 
 REPOSITORY = Path(__file__).parents[2]
 DEFINITION = REPOSITORY / "crds" / "elasticjob.yaml"
+MANIFESTS = REPOSITORY / "tests" / "unit" / "manifests"
 EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
 LARGEST_ANNOTATIONS = 262_144
 OUT_OF_BOUNDS = "spec.replicas: Invalid value: must lie between minReplicas and maxReplicas"
@@ -137,14 +138,81 @@ async def test_an_autoscaler_finds_the_worker_pods(kubectl: User, space: str) ->
 
 
 async def test_a_job_keeps_to_the_etcd_in_which_its_pods_meet(kubectl: User) -> None:
-    stays = "spec.etcd.endpoint: Invalid value: cannot be set, changed or removed while the job exists"
-    await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}))
-    await kubectl.apply(job("own-etcd", etcd={"image": "i"}))
+    stays = "spec.etcd.endpoint: Forbidden: cannot be set, changed or removed while the job runs"
+    await kubectl.apply(job("named-etcd", etcd={"endpoint": "c:1"}))
+    await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}))  # nobody has met there yet
+    await kubectl.apply(job("own-etcd", etcd={"storage": {"resources": {}}}))
+    for name in ("named-etcd", "own-etcd"):
+        await kubectl.say(name, {"replicas": 1})
     for name, etcd in (("named-etcd", {"endpoint": "b:1"}), ("named-etcd", None), ("own-etcd", {"endpoint": "a:1"})):
         wrong = yaml.safe_dump(job(name, etcd=etcd))
         assert stays in " ".join((await kubectl.refusal("apply", "--filename=-", stdin=wrong)).split())
-    await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}, maxReplicas=2))
-    await kubectl.apply(job("own-etcd", etcd={"image": "j"}))
+        resting = yaml.safe_dump(job(name, etcd=etcd, suspend=True))
+        assert stays in " ".join((await kubectl.refusal("apply", "--filename=-", stdin=resting)).split())
+    await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}, maxReplicas=2, suspend=True))
+    await kubectl.apply(job("named-etcd", etcd={"endpoint": "b:1"}))  # it was at rest before
+    await kubectl.apply(job("own-etcd"))
+
+
+# A job's life
+
+
+async def test_what_pods_are_made_from_changes_only_while_the_job_is_suspended(kubectl: User) -> None:
+    before = {"nprocPerNode": 2, "schedulingPolicy": {"gang": "Volcano"}, "rendezvous": {"leaseSeconds": 5}}
+    rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [*range(1, 256)]}}] * 20
+    changes: list[dict[str, Any]] = [
+        {"image": "other"},
+        {"nprocPerNode": "gpu"},
+        {"metricsPort": 9100},
+        {"gracePeriodSeconds": 9},
+        {"nodeLossSeconds": 9},
+        {"rendezvous": {"leaseSeconds": 6}},
+        {"schedulingPolicy": {"gang": "SchedulerPlugins"}},
+        {"failurePolicy": {"rules": rules}},
+        {"etcd": {"image": "i"}},
+    ]
+    await kubectl.apply(job("pinned", **before))
+    await kubectl.say("pinned", {"startTime": "2026-01-01T00:00:00Z"})
+    for change in changes:
+        wrong = yaml.safe_dump(job("pinned", **(before | change)))
+        refusal = " ".join((await kubectl.refusal("apply", "--filename=-", stdin=wrong)).split())
+        [field] = change
+        assert f"spec.{field}" in refusal
+        assert (
+            "Forbidden: cannot be changed, set or removed while the job runs; undo that, or suspend the job" in refusal
+        )
+    whole: dict[str, Any] = {}
+    for change in changes:
+        whole |= change
+    await kubectl.apply(job("pinned", **before, suspend=True))
+    await kubectl.apply(job("pinned", **(before | whole), suspend=True))
+    await kubectl.apply(job("pinned", **(before | whole)))
+    assert (await kubectl.get("pinned"))["spec"]["failurePolicy"]["rules"][19]["excludeNode"] is False
+
+
+async def test_who_looks_after_a_job_is_said_once(kubectl: User) -> None:
+    await kubectl.apply(job("ours"))
+    wrong = yaml.safe_dump(job("ours", managedBy="kueue.x-k8s.io/multikueue", suspend=True))
+    refusal = " ".join((await kubectl.refusal("apply", "--filename=-", stdin=wrong)).split())
+    assert "spec.managedBy: Forbidden: cannot be changed, set or removed" in refusal
+    await kubectl.apply(job("ours", managedBy="elastic.pytorch.org/elastic-operator"))
+
+
+async def test_what_is_said_of_a_jobs_end_may_change_while_it_runs(kubectl: User) -> None:
+    await kubectl.apply(job("mortal"))
+    await kubectl.say("mortal", {"replicas": 3, "startTime": "2026-01-01T00:00:00Z"})
+    changes = {
+        "maxRestarts": 1,
+        "backoffLimit": 2,
+        "activeDeadlineSeconds": 3,
+        "ttlSecondsAfterFinished": 4,
+        "cleanPodPolicy": "All",
+        "disruptionBudget": True,
+        "args": ["other.py"],  # accepted: it waits
+    }
+    await kubectl.apply(job("mortal", **changes))
+    spec = (await kubectl.get("mortal"))["spec"]
+    assert {key: spec[key] for key in changes} == changes
 
 
 # Names
@@ -172,6 +240,36 @@ async def test_a_job_explains_its_fields(kubectl: User) -> None:
     replicas = " ".join((await kubectl("explain", "elasticjob.spec.replicas")).stdout.split())
     assert "FIELD: replicas <integer>" in replicas
     assert "a later change of maxReplicas only limits the number of pods" in replicas
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("suspend", "FIELD: suspend <boolean>"),
+        ("managedBy", "It cannot be changed."),
+        ("backoffLimit", "Default, maxRestarts."),
+        ("activeDeadlineSeconds", "The time while it is suspended does not count."),
+        ("ttlSecondsAfterFinished", "Left out, it stays."),
+        ("cleanPodPolicy", "Default Running."),
+        ("failurePolicy.rules", "FailJob: the job fails at once."),
+        ("failurePolicy.rules.onExitCodes.values", "128 + n for a program that was killed by signal n"),
+        ("failurePolicy.rules.onPodConditions.status", 'Default "True".'),
+        ("schedulingPolicy.gang", "It has to be installed in the cluster."),
+        ("rendezvous.joiningWindowSeconds", "Default 10."),
+        ("rendezvous.ports", "for a NetworkPolicy"),
+        ("gracePeriodSeconds", "Default 5."),
+        ("nodeLossSeconds", "Default 15."),
+        ("disruptionBudget", "Default false"),
+        ("metricsPort", "0 for any free one"),
+        ("etcd.tlsSecret", "with tls.crt and tls.key where the etcd asks who its clients are"),
+        ("replicaSpecs.Worker.restartPolicy", "a pod that dies by itself fails the job"),
+        ("RunPolicy.cleanPodPolicy", "The same as spec.cleanPodPolicy."),
+        ("rdzvEndpoint", "the same as etcd.endpoint"),
+    ],
+)
+async def test_a_field_is_explained(kubectl: User, field: str, words: str) -> None:
+    explained = " ".join((await kubectl("explain", f"elasticjob.spec.{field}")).stdout.split())
+    assert words in explained
 
 
 async def test_a_list_of_jobs_tells_where_they_stand(kubectl: User) -> None:
@@ -212,6 +310,28 @@ async def test_an_example_is_accepted_as_it_stands(kubectl: User, path: Path) ->
     again = await kubectl("apply", "--validate=strict", f"--filename={path}")
     assert again.stdout.endswith(" unchanged\n")
     await kubectl("delete", f"--filename={path}")
+
+
+@pytest.mark.parametrize("name", ["archived.yaml", "everything.yaml"])
+async def test_a_manifest_with_much_in_it_is_accepted_under_strict_validation(kubectl: User, name: str) -> None:
+    manifest = yaml.safe_load((MANIFESTS / name).read_text())
+    del manifest["metadata"]["namespace"]
+    applied = await kubectl("apply", "--validate=strict", "--filename=-", stdin=yaml.safe_dump(manifest))
+    assert (applied.stdout.endswith(" created\n"), applied.stderr) == (True, "")
+
+
+async def test_a_job_of_the_first_controller_follows_its_file_until_its_number_is_written(kubectl: User) -> None:
+    manifest = yaml.safe_load((MANIFESTS / "archived.yaml").read_text())
+    manifest["metadata"] = {"name": "former"}
+    worker = manifest["spec"]["replicaSpecs"]["Worker"]
+    await kubectl.apply(manifest)
+    worker["replicas"] = 3
+    await kubectl.apply(manifest)
+    await kubectl("scale", "elasticjob/former", "--replicas=4")
+    worker["replicas"] = 2
+    refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(manifest))
+    assert "is only what the job begins with" in " ".join(refusal.split())
+    assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/former", "--replicas=5")
 
 
 async def test_a_large_template_can_be_applied_again_and_again(kubectl: User) -> None:

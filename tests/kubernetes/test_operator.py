@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
 import yaml
 
+from elastic_operator.kube.listing import LOOKED_AT, OPTIONAL
 from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, LEASES, PODS, SERVICES, Resource
 from elastic_operator.kube.user_api import UserApi
 from elastic_operator.names import worker_selector
@@ -77,12 +79,13 @@ QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
 def rights(namespace: str) -> Json:
     """What an operator of one namespace may do, and no more."""
     rules = [
-        ("elastic.pytorch.org", "elasticjobs", ["get", "list", "watch"]),
+        ("elastic.pytorch.org", "elasticjobs", ["list", "watch", "delete"]),
         ("elastic.pytorch.org", "elasticjobs/status", ["update"]),
         ("elastic.pytorch.org", "elasticjobs/scale", ["patch"]),
         ("", "pods", ["list", "watch", "create", "delete"]),
         ("", "services", ["list", "watch", "create", "delete"]),
         ("apps", "deployments", ["list", "watch", "create", "delete"]),
+        ("policy", "poddisruptionbudgets", ["list", "watch", "create", "patch", "delete"]),
         ("", "events", ["create"]),
         ("coordination.k8s.io", "leases", ["get", "create", "update"]),
     ]
@@ -249,11 +252,11 @@ async def test_a_pod_that_dies_is_replaced_and_kept_for_its_log(place: Place, op
     victim = min(await place.pods(2))
     await place.runs(victim)
     last = TerminationMessage(reason="WorkerFailed", message="rank 0 found no data")
-    await place.ends(victim, 3, encode_termination_message(last).decode())
+    await place.ends(victim, 5, encode_termination_message(last).decode())
 
     await place.pods(2)
     job = await place.job(lambda status: status.get("podFailures") == 1)
-    assert "rank 0 found no data" in job["status"]["lastFailure"]
+    assert "rank 0 found no data" in job["status"]["lastFailure"]["message"]
     await place.told("PodDied", victim, "rank 0 found no data", "a new pod takes its place")
     assert victim in await place.until(PODS, lambda pods: len(pods) == 3, labels=worker_selector("digits"))
 
@@ -476,10 +479,34 @@ async def test_an_outcome_in_an_external_etcd_ends_the_job(
         await store.put(keys.outcome, encode(outcome))
         done = await place.job(lambda status: holds(status, "Finished"))
         assert holds(done["status"], "Failed")
-        assert done["status"]["lastFailure"] == "rank 0 found no data"
+        assert done["status"]["lastFailure"]["message"] == "rank 0 found no data"
         assert done["status"]["restarts"] == 3
         await place.pods(0)
         await nothing_below(store, keys)
+
+
+async def test_a_job_that_ended_while_the_operator_was_away_is_not_started_again(
+    place: Place, operator: OperatorProcess, own_etcd: EtcdServer
+) -> None:
+    job = await place.apply(replicas=2, etcd={"endpoint": own_etcd.endpoint})
+    pods = await place.pods(2)
+    await place.job(lambda status: status.get("replicas") == 2)
+    assert await operator.stop() == 0
+    store = await connect(own_etcd.settings)
+    outcome = OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=1)
+    await store.put(RunKeys.of(job["metadata"]["uid"]).outcome, encode(outcome))
+    await store.close()
+    for pod in pods:
+        await place.api.delete(PODS, place.namespace, pod)
+    await place.until(PODS, lambda found: not found)
+
+    operator.start()
+    job = await place.job(lambda status: holds(status, "Finished"))
+    assert job["status"]["state"] == "Succeeded"
+    # Whatever the operator would do about this one, it has done when it is through with another.
+    await place.apply("another", replicas=1, etcd={"endpoint": own_etcd.endpoint})
+    await place.pods(1, "another")
+    assert await place.pods(0) == {}
 
 
 async def test_killed_while_it_makes_pods_and_started_again_it_makes_none_twice(place: Place, tmp_path: Path) -> None:
@@ -511,10 +538,21 @@ async def test_of_two_copies_one_leads_and_the_other_takes_over(place: Place, tm
         await place.pods(1)
         assert await second.metric("elastic_operator_reconciles_total") == 0
 
+        await second.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
+        # It lists when it starts, and once more when its watches have begun.
+        listings = 2 * len([*LOOKED_AT, *OPTIONAL])
+        await second.counts("elastic_operator_api_requests_total", listings, verb="list")
         first.kill()
+        last = (await place.api.get(LEASES, place.namespace, "elastic-operator"))["spec"]
+        assert last["holderIdentity"] == holder_of(first)
         await second.leads()
+        taken = (await place.api.get(LEASES, place.namespace, "elastic-operator"))["spec"]
+        assert taken["holderIdentity"] == holder_of(second)
+        away = datetime.fromisoformat(taken["acquireTime"]) - datetime.fromisoformat(last["renewTime"])
+        assert away <= timedelta(seconds=15)
         await place.kubectl("scale", "elasticjob/digits", "--replicas=2")
         await place.pods(2)
+        assert await second.metric("elastic_operator_api_requests_total", verb="list") == listings, "it knew it all"
 
         first.start()
         await first.ready()
@@ -525,6 +563,41 @@ async def test_of_two_copies_one_leads_and_the_other_takes_over(place: Place, tm
         await first.leads()
         await place.kubectl("scale", "elasticjob/digits", "--replicas=3")
         await place.pods(3)
+
+
+async def test_told_to_end_in_the_middle_of_its_work_it_ends_and_gives_the_lease_back(
+    place: Place, tmp_path: Path
+) -> None:
+    async with an_operator(place, tmp_path) as operator:
+        await operator.leads()
+        await place.apply(maxReplicas=60)
+        await place.until(PODS, lambda pods: len(live(pods)) >= 5, labels=worker_selector("digits"))
+        assert await operator.stop() == 0
+        leases = await place.until(LEASES, lambda leases: "elastic-operator" in leases)
+        assert holder(leases) == ""
+        assert operator.log.splitlines()[-1].endswith("ended")
+        assert "Traceback" not in operator.log
+        assert "ERROR" not in operator.log
+
+        operator.start()
+        await place.pods(60)
+
+
+async def test_what_it_does_can_be_read_off_its_metrics(place: Place, operator: OperatorProcess) -> None:
+    await place.apply(replicas=2)
+    victim = min(await place.pods(2))
+    await place.runs(victim)
+    await place.ends(victim, 1)
+    await place.job(lambda status: status.get("podFailures") == 1)
+    await place.pods(2)
+    await operator.counts("elastic_operator_pods_created_total", 3)
+    assert await operator.metric("elastic_operator_pods_created_total") == 3
+    assert await operator.metric("elastic_operator_restarts_total", cause="pod_died") == 1
+    assert await operator.metric("elastic_operator_restarts_total") == 1
+    assert await operator.metric("elastic_operator_jobs", condition="Waiting") == 1
+    assert await operator.metric("elastic_operator_reconcile_duration_seconds_count") > 0
+    assert await operator.metric("elastic_operator_queue_latency_seconds_count") > 0
+    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="201") > 3
 
 
 async def test_it_needs_no_more_rights_than_the_chart_grants(place: Place, tmp_path: Path) -> None:

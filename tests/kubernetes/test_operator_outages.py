@@ -1,8 +1,11 @@
-"""The operator where not everything is there: the definition, the API server, or what vanished while nobody looked."""
+"""The operator where not everything is there: the definition, the API server, a right, a node, or what vanished while
+nobody looked.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,7 @@ from elastic_operator.kube.listing import Listings
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
 from elastic_operator.kube.user_api import UserApi
 from elastic_operator.names import worker_selector
-from tests.support.operator_place import Place, live, uids
+from tests.support.operator_place import Json, Place, conditions, holds, live, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.control_plane import ControlPlane
 from torchelastic.store import StoreSettings, connect
@@ -22,7 +25,20 @@ from torchelastic.store import StoreSettings, connect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from tests.support.etcd import EtcdServer
+
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+
+_JOBS = "elasticjobs.elastic.pytorch.org"
+RIGHTS = {
+    "looks": (
+        "--verb=list,watch",
+        f"--resource={_JOBS},pods,services,deployments.apps,poddisruptionbudgets.policy",
+    ),
+    "tells": ("--verb=create,update,patch", f"--resource={_JOBS}/status,{_JOBS}/scale,events"),
+    "creates": ("--verb=create", "--resource=pods"),
+}
+"""Some of what an operator may do, as ``kubectl create role`` has it."""
 
 DEFINITION = str(Path(__file__).parents[2] / "crds" / "elasticjob.yaml")
 
@@ -52,8 +68,12 @@ async def defined(own_plane: ControlPlane) -> AsyncIterator[None]:
 
 
 async def define(plane: ControlPlane) -> None:
-    await plane.kubectl("apply", "--filename", DEFINITION)
-    await plane.kubectl("wait", "--for=condition=Established", "--filename", DEFINITION)
+    await plane.define(Path(DEFINITION).read_text())
+
+
+def waits_for(status: Json) -> str:
+    """What a job's condition Waiting says; empty where there is none."""
+    return str(conditions(status).get("Waiting", {}).get("message", ""))
 
 
 def an_operator(plane: ControlPlane, folder: Path, *, wait: bool = True) -> OperatorProcess:
@@ -167,6 +187,70 @@ async def test_where_it_may_list_nothing_it_is_not_ready_and_says_why(
         status, words = await operator.get("/readyz")
         assert status == 503
         assert "grant the operator its rights there" in words
+
+
+@pytest.mark.usefixtures("defined")
+async def test_a_service_account_that_is_not_there_is_named_where_the_job_waits(
+    own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    async with an_operator(own_plane, tmp_path) as operator:
+        template = {"spec": {"schedulerName": "nobody", "serviceAccountName": "trainer"}}
+        await place.apply(template=template, etcd={"endpoint": etcd.endpoint})
+        job = await place.job(lambda status: 'serviceaccount "trainer" not found' in waits_for(status))
+        assert not holds(job["status"], "Invalid")
+        await place.told("Hindered", 'serviceaccount "trainer" not found; create it, or name another one')
+        assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
+        await place.kubectl("create", "serviceaccount", "trainer")
+        await place.pods(3)
+        await place.job(lambda status: "trainer" not in waits_for(status))
+
+
+@pytest.mark.usefixtures("defined")
+async def test_a_right_that_is_taken_from_it_and_given_back_is_told_and_used(
+    own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    await place.kubectl("create", "serviceaccount", "operator")
+    account = f"--serviceaccount={place.namespace}:operator"
+    for role, rights in RIGHTS.items():
+        await place.kubectl("create", "role", role, *rights)
+        await place.kubectl("create", "rolebinding", role, f"--role={role}", account)
+    kubeconfig = await own_plane.kubeconfig_for(place.namespace, "operator")
+    flags = (f"--namespace={place.namespace}", "--no-leader-elect")
+    async with OperatorProcess(tmp_path, kubeconfig, *flags) as operator:
+        await place.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
+        first = await place.pods(1)
+        await place.kubectl("delete", "rolebinding", "creates")
+        await place.change(replicas=2)
+        await place.job(lambda status: 'cannot create resource "pods"' in waits_for(status))
+        await place.told("Hindered", 'cannot create resource "pods"', "grant the operator its rights there")
+        assert uids(await place.pods(1)) == uids(first), "what there is stays"
+        assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
+
+        await place.kubectl("create", "rolebinding", "creates", "--role=creates", account)
+        await place.pods(2)
+        await place.job(lambda status: "cannot create" not in waits_for(status))
+        assert "Traceback" not in operator.log
+
+
+@pytest.mark.usefixtures("defined")
+async def test_a_pod_whose_node_is_removed_is_replaced_and_nobody_is_charged(
+    own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    async with an_operator(own_plane, tmp_path):
+        about = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "nowhere"}}
+        await own_plane.kubectl("create", "--filename=-", stdin=json.dumps(about))
+        await place.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
+        ((lost, pod),) = (await place.pods(1)).items()
+        await place.bind(lost)
+        await place.runs(lost)
+        await own_plane.kubectl("delete", "node", "nowhere")
+        # Kubernetes is in no hurry: it looks every 20 s, and waits for 40 s whether the node comes back.
+        await place.kubectl("wait", f"pod/{lost}", "--for=delete", "--timeout=150s")
+        after = await place.pods(1)
+        assert pod["metadata"]["uid"] not in uids(after)
+        job = await place.job(lambda status: status.get("podFailures") == 0 and status.get("replicas") == 1)
+        assert job["status"]["restarts"] == 0
+        await place.told("PodDisrupted", f"{lost} was lost with its node nowhere")
 
 
 @pytest.mark.usefixtures("defined")

@@ -16,8 +16,9 @@ import pytest_asyncio
 import yaml
 
 from elastic_operator.crd import apply_defaults
+from elastic_operator.kube.disruption_budget import disruption_budget
 from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_service
-from elastic_operator.kube.resources import DEPLOYMENTS, PODS, SERVICES
+from elastic_operator.kube.resources import DEPLOYMENTS, DISRUPTION_BUDGETS, PODS, SERVICES
 from elastic_operator.kube.settings import PodSettings
 from elastic_operator.kube.worker_pod import worker_pod
 from elastic_operator.model import Job, NewPod
@@ -25,7 +26,7 @@ from elastic_operator.names import pod_name
 from elastic_operator.pods import problem_of
 from elastic_operator.spec import ElasticJobSpec
 from tests.support.builders import UID
-from torchelastic.contract import SizeRecord
+from torchelastic.contract import ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -84,6 +85,25 @@ async def strict(control_plane: Cluster) -> AsyncIterator[str]:
         yield name
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session", autouse=True)
+async def priorities(control_plane: Cluster) -> AsyncIterator[None]:
+    """The priority classes that the manifests name."""
+    policies = [yaml.safe_load(path.read_text())["spec"].get("schedulingPolicy", {}) for path in MANIFESTS]
+    names = sorted({policy["priorityClassName"] for policy in policies if "priorityClassName" in policy})
+    for name in names:
+        await control_plane.kubectl("create", "priorityclass", name, "--value=1000")
+    yield
+    await control_plane.kubectl("delete", "priorityclass", *names)
+
+
+def template_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The template in a manifest, of whichever form; added where there is none."""
+    spec = manifest["spec"]
+    place = spec["replicaSpecs"]["Worker"] if "replicaSpecs" in spec else spec
+    template: dict[str, Any] = place.setdefault("template", {})
+    return template
+
+
 async def answer(cluster: Cluster, kind: Resource, body: dict[str, Any]) -> str:
     """What the API server says against an object, were it created so: an error or a warning; empty for nothing."""
     path = f"{kind.path(body['metadata']['namespace'])}?dryRun=All&fieldValidation=Strict"
@@ -102,11 +122,34 @@ async def test_all_that_is_made_for_a_manifest_is_taken(
 
     # With a user that isn't root, which only those can promise who know the image, the pods are restricted ones.
     restricted = copy.deepcopy(manifest)
-    pod = restricted["spec"].setdefault("template", {}).setdefault("spec", {})
+    pod = template_of(restricted).setdefault("spec", {})
     pod["securityContext"] = {**pod.get("securityContext", {}), **NON_ROOT["securityContext"]}
     job = the_job(restricted, strict)
     assert await answer(control_plane, PODS, its_pod(job)) == ""
     assert await answer(control_plane, PODS, pod_of(etcd_deployment(job, SETTINGS))) == ""
+
+
+async def test_all_that_a_job_can_ask_of_its_place_is_taken(control_plane: Cluster, free: str) -> None:
+    affinity = {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["a"]}]}]
+            }
+        }
+    }
+    for gang in ("SchedulerPlugins", "Volcano"):
+        job = a_job(
+            free,
+            {"affinity": affinity, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+            schedulingPolicy={"gang": gang},
+            etcd={"endpoint": "https://etcd:2379", "tlsSecret": "hub"},
+            metricsPort=9000,
+            nodeLossSeconds=0,
+        )
+        new = NewPod("digits-0-bcdfg", 0, SizeRecord(min=1, max=2), resume=ResumeRecord(7), excluded=("a", "b"))
+        pod = worker_pod(job, new, SETTINGS, store="https://etcd:2379")
+        assert await answer(control_plane, PODS, pod) == ""
+        assert await answer(control_plane, DISRUPTION_BUDGETS, disruption_budget(job, 2)) == ""
 
 
 async def test_the_example_is_taken_as_it_is_where_only_restricted_pods_are(

@@ -6,41 +6,16 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
-from tests.support.cluster_user import ROOT, User, job
+from tests.support.cluster_user import ROOT, job
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.support.testbed.node import Node
+    from tests.support.cluster_user import User
 
 pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 RELEASE = "elastic-operator"
 SYSTEM = "elastic-system"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def cluster(node: Node) -> AsyncIterator[Node]:
-    """A cluster with the operator, as the README installs it."""
-    await node.run(
-        "helm", "install", RELEASE, str(ROOT / "charts"), "--namespace", SYSTEM, "--create-namespace", "--wait",
-        timeout=180,
-    )  # fmt: skip
-    yield node
-    await node.run("helm", "uninstall", RELEASE, "--namespace", SYSTEM, "--wait", timeout=120)
-    await node.kubectl("delete", "crd", "elasticjobs.elastic.pytorch.org", "--ignore-not-found")
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def user(cluster: Node, request: pytest.FixtureRequest) -> AsyncIterator[User]:
-    """Somebody with a namespace that lets only restricted pods in."""
-    namespace = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
-    await cluster.kubectl("create", "namespace", namespace)
-    await cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
-    yield User(cluster, namespace)
-    await cluster.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
 async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: User) -> None:

@@ -53,7 +53,7 @@ async def test_an_etcd_without_v2_is_refused_with_what_to_do(tmp_path: Path) -> 
     async with etcd_kinds.V3[1].server(tmp_path) as server:
         place = f"--rdzv-endpoint={server.endpoint}"
         async with AgentProcess("--rdzv-backend=etcd-v2", place, "--rdzv-id=x", "--nnodes=2", program) as agent:
-            assert await agent.code() == 3
+            assert await agent.code() == 5
     assert (
         f"{server.endpoint} is no etcd, or one without its API v2 (--enable-v2=true, until etcd 3.5)" in agent.lines[-1]
     )

@@ -96,6 +96,33 @@ async def test_workers_of_a_node_that_leaves_have_the_grace_to_end_by_themselves
         assert await agents[staying.node].code() == 0
 
 
+async def test_workers_of_a_node_that_is_taken_away_have_the_grace_before_it_is_told_to_go(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """Who changes the size writes it first, and only then tells the agents that go."""
+    env = {Env.SIZE: encode(SizeRecord(min=1, max=2, wanted=2)).decode()}
+    flags = (NO_TIMERS, "--stop-grace=60")
+    saved = tmp_path / "saved"
+    async with (
+        Stage(tmp_path, etcd) as stage,
+        stage.agent("one", *flags, env=env) as one,
+        stage.agent("two", *flags, env=env) as two,
+    ):
+        agents = {"one": one, "two": two}
+        staying, going = await stage.epoch(1, world=2)
+        await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved)))
+        store = await stage.store()
+        size = SizeRecord(min=1, max=2, wanted=1, generation=1, going=(going.node,))
+        await store.put(stage.keys.size, encode(size))
+        await store.close()
+        [alone] = await stage.epoch(2, world=1)
+        agents[going.node].kill(signal.SIGTERM)
+        assert await agents[going.node].code() == 143
+        assert saved.read_text() == "all of it"
+        alone.tell("raise SystemExit(0)")
+        assert await agents[staying.node].code() == 0
+
+
 @pytest.mark.parametrize(("grace", "signals"), [("0.5", 1), ("600", 2)])
 async def test_what_does_not_heed_it_is_killed_when_the_grace_is_over_or_at_a_second_signal(
     tmp_path: Path, grace: str, signals: int

@@ -136,6 +136,6 @@ async def test_several_servers_certificates_a_user_and_a_password_are_given_on_t
             worker.tell("raise SystemExit(0)")
             assert await agent.code() == 0
         async with stage.agent("a", place, "--nnodes=1:1", f"{conf}hunter2") as agent:
-            assert await agent.code() == 3
+            assert await agent.code() == 5
         assert "does not accept the user name and password" in agent.lines[-1]
         assert "hunter2" not in agent.output

@@ -279,10 +279,10 @@ async def test_saving_the_manifest_applies_it_and_refuses_what_a_running_job_can
         manifest(tmp_path, replicas=2)
         await run.trains(2)
         text = file.read_text()
-        file.write_text(text.replace("maxReplicas: 3", "maxReplicas: 3\n  maxRestarts: 7"))
+        file.write_text(text.replace("maxReplicas: 3", "maxReplicas: 3\n  nprocPerNode: 2"))
         refused = await run.until(lambda snapshot: "Refused" in reasons(snapshot))
-        assert "maxRestarts" in refused["events"][-1]["message"]
-        assert refused["manifest"]["spec"]["maxRestarts"] == 100
+        assert "nprocPerNode" in refused["events"][-1]["message"]
+        assert refused["manifest"]["spec"]["nprocPerNode"] == 1
         file.write_text("not: [a manifest")
         invalid = await run.until(lambda snapshot: reasons(snapshot).count("Refused") == 2)
         assert "job.yaml:" in invalid["events"][-1]["message"]
@@ -300,7 +300,7 @@ async def test_a_program_that_fails_again_and_again_ends_the_run_with_its_reason
         assert await run.exit_code() == 1, run.output
         assert processes_of(home) == {}
         assert run.record["status"]["state"] == "Failed"
-        assert "5" in run.record["status"]["lastFailure"]
+        assert "5" in run.record["status"]["lastFailure"]["message"]
 
 
 async def test_an_etcd_that_the_manifest_names_is_used_and_left_clean(
@@ -329,7 +329,7 @@ async def test_an_etcd_that_the_manifest_names_is_used_and_left_clean(
         ({"command": None, "args": ["no-such-script.py"]}, "There is no script no-such-script.py"),
         ({"command": ["no-such-program"]}, "There is no command no-such-program"),
         ({"command": None, "args": ["--nproc-per-node=many", "x.py"]}, "many"),
-        ({"env": [{"name": "PET_RDZV_ID", "value": "mine"}]}, "PET_RDZV_ID is set by the operator"),
+        ({"env": [{"name": "PET_RDZV_ID", "value": "mine"}]}, "PET_RDZV_ID is the operator's to set"),
     ],
 )
 async def test_a_job_that_cannot_run_here_is_refused_before_anything_is_started(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.kube.stores import Stores
+from elastic_operator.kube.stores import WRITING, Stores
 from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.contract import EpochRecord, Member, NodeRecord, RunKeys, SizeRecord, encode, run_lease
 from torchelastic.errors import StoreError
@@ -182,3 +182,35 @@ async def test_a_defect_where_a_run_is_left_is_logged_and_ends_nothing_else(
             stores.follow("another", "default/another", endpoint, lasts=True, up=True)
             assert stores.runs_of("default/another") == ("another",)
     assert "an unexpected error while its keys were removed" in caplog.text
+
+
+async def test_a_store_that_hangs_costs_one_wait_and_gets_the_last_size_when_it_answers(
+    etcd: EtcdServer, run_id: str
+) -> None:
+    woken = asyncio.Event()
+    async with asyncio.timeout(PATIENCE), Stores(lambda _: woken.set()) as stores, reached(etcd) as store:
+        mirror = stores.follow(run_id, "team/digits", etcd.endpoint, lasts=True, up=True)
+        while not mirror.readable:
+            await woken.wait()
+            woken.clear()
+        assert await stores.write_size(run_id, SizeRecord(min=1, max=8, wanted=1, generation=1))
+        with etcd.paused():
+            begun = asyncio.get_running_loop().time()
+            assert not await stores.write_size(run_id, SizeRecord(min=1, max=8, wanted=2, generation=2))
+            assert asyncio.get_running_loop().time() - begun >= WRITING
+            for generation in range(3, 203):  # each of them would have waited for the store, for a minute in all
+                assert not await stores.write_size(run_id, SizeRecord(min=1, max=8, wanted=3, generation=generation))
+            assert asyncio.get_running_loop().time() - begun < 100 * WRITING
+            woken.clear()
+        while mirror.size is None or mirror.size.generation < 202:
+            await woken.wait()
+            woken.clear()
+        assert (await store.list(RunKeys.of(run_id).size)).entries[0].value == encode(mirror.size)
+        assert await stores.write_size(run_id, SizeRecord(min=1, max=8, wanted=1, generation=203))
+
+
+async def test_a_store_that_is_not_there_is_not_waited_for(run_id: str) -> None:
+    async with Stores(lambda _: None) as stores:
+        assert not await stores.write_size(run_id, SIZE)
+        stores.follow(run_id, "team/digits", "127.0.0.1:1", lasts=True, up=True)
+        assert not await stores.write_size(run_id, SIZE)

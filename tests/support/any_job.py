@@ -32,6 +32,11 @@ def mostly(usual: Values, edge: Values) -> Values:
     return st.integers(0, 5).flatmap(lambda number: edge if number == 5 else usual)
 
 
+def nearly(usual: Values, edge: Values) -> Values:
+    """As :func:`mostly`, but for fields of which there are many."""
+    return st.integers(0, 29).flatmap(lambda number: edge if number == 29 else usual)
+
+
 def fields(**optional: Values) -> Values:
     """A mapping that may have each of these fields."""
     return st.fixed_dictionaries({}, optional=optional)
@@ -88,6 +93,89 @@ TEMPLATES = mostly(
     ),
     of({"specs": {}}, {"spec": None}, {"metadata": {}, "spec": {}}, None),
 )
+ODD_MANAGERS = ("kueue", "a/", "/a", "A.b/c", "a/b/c", "a/" + "b" * 61, "a/" + "b" * 62, "a/b\n", "-a/b", "a/-b", "")
+CODES = st.lists(nearly(st.integers(1, 6), of(0, 255, 256, -1, "1", None)), min_size=1, max_size=3)
+REASONS = st.lists(nearly(of("OOMKilled", "Evicted", "Error"), of("", "x" * 128, "x" * 129, 1)), min_size=1, max_size=3)
+POD_CONDITIONS = st.lists(
+    st.fixed_dictionaries(
+        {"type": nearly(of("DisruptionTarget", "Ready"), of("", "x" * 316, "x" * 317))},
+        optional={"status": nearly(of("True", "False", "Unknown"), of("true", "", None, True))},
+    ),
+    max_size=2,
+)
+FAILURE_RULES = st.lists(
+    st.fixed_dictionaries({"action": nearly(of("FailJob", "Ignore", "Count"), of("Retry", "", None))}).flatmap(
+        lambda action: st.one_of(
+            st.fixed_dictionaries(
+                {"onExitCodes": st.fixed_dictionaries({"operator": of("In", "NotIn"), "values": CODES})},
+                optional={"onPodReasons": REASONS} if action["action"] == "Retry" else {},
+            ),
+            st.fixed_dictionaries({"onPodReasons": REASONS}, optional={"excludeNode": of(True, False, None)}),
+            st.fixed_dictionaries({"onPodConditions": POD_CONDITIONS}, optional={"excludeNode": of(True, False)}),
+            fields(excludeNode=of(True, False), onExitCodes=of({"operator": "In", "values": [1]})),
+        ).map(lambda rest: {**action, **rest})
+    ),
+    max_size=3,
+)
+SCHEDULING = fields(
+    gang=nearly(of("Volcano"), of("SchedulerPlugins", "Kueue", None)),
+    schedulerName=nearly(of("mine"), of("", "x" * 253, "x" * 254)),
+    priorityClassName=nearly(of("high"), of("")),
+    minAvailable=nearly(of(0, 1), of(-1)),
+) | fields(gang=of("Volcano", "SchedulerPlugins", None), queue=of("q", "", None))
+RENDEZVOUS = fields(
+    joiningWindowSeconds=nearly(of(0, 30), of(-1, 86400, 86401)),
+    joinTimeoutSeconds=nearly(of(1, 600), of(0, 10**9, 10**9 + 1)),
+    leaseSeconds=nearly(of(1, 5), of(0, 3600, 3601)),
+    ports=nearly(
+        of({"first": 2000, "last": 2015}, {"first": 1024, "last": 65535}),
+        of({"first": 2000, "last": 2014}, {"first": 2000}, {"first": 1023, "last": 2000}, {"first": 3, "last": 65536}),
+    ),
+)
+LIFE = {
+    "suspend": nearly(of(True, False), of(None, 1, "true")),
+    "managedBy": nearly(of("elastic.pytorch.org/elastic-operator", "a.b/c"), of(*ODD_MANAGERS)),
+    "backoffLimit": nearly(of(0, 3), of(-1, 1_000_000, 1_000_001, None)),
+    "activeDeadlineSeconds": nearly(of(1, 60), of(0, 10**9, 10**9 + 1, None)),
+    "ttlSecondsAfterFinished": nearly(of(0, 60), of(-1, 10**9, 10**9 + 1, None)),
+    "cleanPodPolicy": nearly(of("All", "Running", "None"), of("none", "", None)),
+    "failurePolicy": nearly(fields(rules=FAILURE_RULES), of({}, None, [], {"rules": None})),
+    "schedulingPolicy": SCHEDULING,
+    "rendezvous": RENDEZVOUS,
+    "gracePeriodSeconds": nearly(of(0, 5), of(-1, 604_800, 604_801, None)),
+    "nodeLossSeconds": nearly(of(0, 15), of(-1, 86_400, 86_401, None)),
+    "disruptionBudget": nearly(of(True, False), of(None, "yes")),
+    "metricsPort": nearly(of(0, 9100), of(-1, 65_535, 65_536, None)),
+}
+"""Fields of a job's whole life."""
+
+FORMER_WORKER = st.fixed_dictionaries(
+    {
+        "template": nearly(
+            of({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [{"name": "x"}]}}), of({}, None)
+        )
+    },
+    optional={
+        "replicas": mostly(st.integers(1, 3), EXTREMES),
+        "restartPolicy": nearly(of("Always", "OnFailure", "Never", "ExitCode"), of("Sometimes", None)),
+    },
+)
+FORMER = st.fixed_dictionaries(
+    {"replicaSpecs": st.fixed_dictionaries({"Worker": FORMER_WORKER})},
+    optional={
+        "maxReplicas": nearly(st.integers(3, 6), EXTREMES),
+        "minReplicas": nearly(st.integers(1, 2), EXTREMES),
+        "replicas": nearly(st.integers(2, 3), EXTREMES),
+        "rdzvEndpoint": ENDPOINTS,
+        "RunPolicy": fields(cleanPodPolicy=of("None", "All"), backoffLimit=of(0, 1, -1), schedulingPolicy=of({}, None)),
+        "suspend": of(True, False),
+        **{
+            name: nearly(of(None), value) for name, value in (("image", of("a")), ("etcd", of({})), ("args", of(["a"])))
+        },
+    },
+)
+"""Specs of the first controller, and some that are not quite of any."""
+
 ODD_NPROC = (4097, 0, -1, "1", "x", "auto\n", "Auto", "a" * 16, "a" * 17, 1.5, None, 2**63, -(2**63) - 1)
 SPECS = st.fixed_dictionaries(
     {},
@@ -103,6 +191,7 @@ SPECS = st.fixed_dictionaries(
         "etcd": ETCD,
         "checkpoint": fields(volume=VOLUMES),
         "template": TEMPLATES,
+        **LIFE,
     },
 )
 """What stands in a spec beside maxReplicas."""
@@ -161,8 +250,66 @@ FULL: Manifest = {
     },
     "checkpoint": {"volume": {"emptyDir": {}}},
     "template": {"metadata": {"labels": {}}, "spec": {"containers": []}},
+    "suspend": False,
+    "managedBy": "elastic.pytorch.org/elastic-operator",
+    "backoffLimit": 3,
+    "activeDeadlineSeconds": 60,
+    "ttlSecondsAfterFinished": 60,
+    "cleanPodPolicy": "All",
+    "failurePolicy": {
+        "rules": [
+            {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}, "excludeNode": False},
+            {"action": "Ignore", "onPodReasons": ["Evicted"], "excludeNode": True},
+            {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        ]
+    },
+    "schedulingPolicy": {
+        "gang": "Volcano",
+        "schedulerName": "mine",
+        "queue": "q",
+        "priorityClassName": "high",
+        "minAvailable": 1,
+    },
+    "rendezvous": {
+        "joiningWindowSeconds": 30,
+        "joinTimeoutSeconds": 60,
+        "leaseSeconds": 5,
+        "ports": {"first": 2000, "last": 2100},
+    },
+    "gracePeriodSeconds": 5,
+    "nodeLossSeconds": 15,
+    "disruptionBudget": True,
+    "metricsPort": 9100,
 }
-"""A spec with every field that can stand beside the others."""
+"""A spec with every field of today's that can stand beside the others."""
+
+FORMER_FULL: Manifest = {
+    "minReplicas": 1,
+    "maxReplicas": 4,
+    "rdzvEndpoint": "etcd-service:2379",
+    "RunPolicy": {
+        "cleanPodPolicy": "None",
+        "ttlSecondsAfterFinished": 60,
+        "activeDeadlineSeconds": 60,
+        "backoffLimit": 3,
+        "schedulingPolicy": {"minAvailable": 1},
+    },
+    "replicaSpecs": {
+        "Worker": {
+            "replicas": 2,
+            "restartPolicy": "ExitCode",
+            "template": {"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": {"containers": [{"name": "x"}]}},
+        }
+    },
+}
+"""A spec of the first controller with every field."""
+
+FORMER_FIXED: Manifest = {
+    "minReplicas": 1,
+    "replicas": 2,
+    "replicaSpecs": {"Worker": {"replicas": 3, "template": {"spec": {"containers": [{"name": "x"}]}}}},
+}
+"""One in which the number of pods to begin with is the upper bound, too."""
 
 BARE: Manifest = {"minReplicas": 1, "maxReplicas": 10_000, "image": "a", "args": ["a"]}
 """A spec with little in it, in which the bounds are as far apart as can be."""
@@ -170,6 +317,8 @@ BARE: Manifest = {"minReplicas": 1, "maxReplicas": 10_000, "image": "a", "args":
 ODD_AT: dict[Place, tuple[Any, ...]] = {
     ("env", 0, "name"): ODD_VARIABLES,
     ("nprocPerNode",): ODD_NPROC,
+    ("managedBy",): ODD_MANAGERS,
+    ("etcd", "tlsSecret"): ("s",),
     ("etcd",): tuple({"endpoint": odd} for odd in ODD_ENDPOINTS),
     ("etcd", "endpoint"): ("a",),
     ("etcd", "resources", "limits", "cpu"): ODD_QUANTITIES,
@@ -186,7 +335,7 @@ def edges(schema: Manifest) -> Iterator[Manifest]:
     Args:
         schema: of the spec.
     """
-    for right in (FULL, BARE):
+    for right in (FULL, BARE, FORMER_FULL, FORMER_FIXED):
         yield right
         for place in _places(right):
             for value in (*_bounds(_schema_at(schema, place)), *ODD_AT.get(place, ()), *_OF_ANY_TYPE, _ABSENT):
@@ -257,9 +406,10 @@ def jobs(metadata: st.SearchStrategy[Manifest] = METADATA) -> st.SearchStrategy[
         metadata: theirs.
     """
     right = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND}
-    spec = st.tuples(mostly(st.integers(3, 6), EXTREMES), SPECS).map(
+    today = st.tuples(mostly(st.integers(3, 6), EXTREMES), SPECS).map(
         lambda both: {"maxReplicas": both[0], "image": "a", "args": ["a"], **both[1]}
     )
+    spec = st.integers(0, 4).flatmap(lambda number: FORMER if number == 4 else today)
     plain = st.fixed_dictionaries(
         {**{key: st.just(value) for key, value in right.items()}, "metadata": metadata, "spec": spec},
         optional={"status": STATUSES},

@@ -71,6 +71,10 @@ class ElasticJobs:
         """Put this into a job's place; its resourceVersion must be in it."""
         return self._ask("PUT", f"/{name}?fieldValidation=Strict", manifest)
 
+    def replace_status(self, manifest: dict[str, Any]) -> Answer:
+        """Put the status of this into the place of its job's."""
+        return self._ask("PUT", f"/{manifest['metadata']['name']}/status?fieldValidation=Strict", manifest)
+
     def try_to_replace_status(self, name: str, manifest: dict[str, Any]) -> Answer:
         """What would come of putting the status of this into a job's place; nothing is changed."""
         return self._ask("PUT", f"/{name}/status?fieldValidation=Strict&dryRun=All", manifest)

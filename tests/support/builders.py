@@ -7,10 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elastic_operator.model import Condition, EtcdState, Job, JobState, JobStatus, Observed, Pod, PodPhase
-from elastic_operator.names import ConditionType, pod_name
-from elastic_operator.spec import ElasticJobSpec
+from elastic_operator.model import Condition, EtcdState, Fate, Job, JobState, JobStatus, Observed, Pod, PodPhase
+from elastic_operator.names import ConditionType, Reason, pod_name
+from elastic_operator.pinned import pin
+from elastic_operator.spec import ElasticJobSpec, FailureAction, FailureRule, PodCondition
 from torchelastic.contract import (
+    EpochReason,
     EpochRecord,
     FailureRecord,
     Member,
@@ -52,6 +54,18 @@ def that_trained(job: Job, **fields: Any) -> Job:
     """The same job, when its first epoch formed a minute ago."""
     known = {"started": NOW - 60, "epoch": 1, "world_size": 2, "state": JobState.RUNNING}
     return that_had_pods(job, **{**known, **fields})
+
+
+def that_is_pinned(job: Job, **fields: Any) -> Job:
+    """The same job, whose pods are made from its spec as it is now, since a minute ago."""
+    return that_trained(job, **{"pinned": pin(job.spec), "active": NOW - 60, **fields})
+
+
+def that_rests(job: Job, **fields: Any) -> Job:
+    """The same job, when it was suspended after five epochs with two restarts; its spec says whether it still is."""
+    rests = Condition(ConditionType.SUSPENDED, status=True, reason=Reason.SUSPENDED, since=NOW - 60)
+    known = {"state": JobState.SUSPENDED, "epoch": 5, "restarts": 2, "free_restarts": 3, "started": NOW - 600}
+    return that_had_pods(job, **{**known, "conditions": (rests,), "size_generation": 0, **fields})
 
 
 def size(
@@ -96,6 +110,71 @@ def succeeded(index: int, **more: Any) -> Pod:
     return replace(died(index, 0, **more), phase=PodPhase.SUCCEEDED)
 
 
+def out_of_memory(index: int, **more: Any) -> Pod:
+    """A pod whose container the kernel killed for memory."""
+    return died(index, 137, **{"fate": Fate.OUT_OF_MEMORY, "reasons": frozenset({"OOMKilled"}), **more})
+
+
+def evicted(index: int, **more: Any) -> Pod:
+    """A pod that its node's kubelet has evicted."""
+    return died(
+        index,
+        None,
+        **{
+            "fate": Fate.DISRUPTED,
+            "reasons": frozenset({"Evicted", "TerminationByKubelet"}),
+            "conditions": {"DisruptionTarget": "True"},
+            "message": "The node was low on resource: memory.",
+            "node": "node-7",
+            **more,
+        },
+    )
+
+
+def preempted(index: int, **more: Any) -> Pod:
+    """A pod that the scheduler is removing for the sake of another."""
+    return going(
+        index,
+        **{
+            "fate": Fate.DISRUPTED,
+            "reasons": frozenset({"PreemptionByScheduler"}),
+            "conditions": {"DisruptionTarget": "True"},
+            **more,
+        },
+    )
+
+
+def lost(index: int, **more: Any) -> Pod:
+    """A pod that stays Terminating because its node is silent."""
+    return going(index, **{"fate": Fate.NODE_LOST, "node": "node-9", "ready": False, **more})
+
+
+def turned_away(index: int, **more: Any) -> Pod:
+    """A pod for which its node had no room after all."""
+    return died(
+        index,
+        None,
+        **{
+            "fate": Fate.NOT_ADMITTED,
+            "reasons": frozenset({"OutOfcpu"}),
+            "message": "the resource cpu is short",
+            "node": "node-7",
+            "started": None,
+            **more,
+        },
+    )
+
+
+def on_reasons(action: FailureAction, *reasons: str, exclude: bool = False) -> FailureRule:
+    """A rule of the failure policy on why pods ended."""
+    return FailureRule(action, pod_reasons=frozenset(reasons), exclude_node=exclude)
+
+
+def on_disruption(action: FailureAction, *, exclude: bool = False) -> FailureRule:
+    """A rule of the failure policy on pods that had to go."""
+    return FailureRule(action, pod_conditions=(PodCondition("DisruptionTarget"),), exclude_node=exclude)
+
+
 def says(message: str, reason: str = "WorkerFailed") -> TerminationMessage:
     """An agent's last words."""
     return TerminationMessage(reason=reason, message=message)
@@ -113,10 +192,26 @@ def a_world(*pods: Pod, store_read: bool = True, **more: Any) -> Observed:
     return Observed(pods=pods, etcd=EtcdState.READY, store_read=store_read, **more)
 
 
-def an_epoch(*pods: Pod, number: int = 1, cause: str = "", restarts: int = 0) -> EpochRecord:
+def an_epoch(
+    *pods: Pod,
+    number: int = 1,
+    cause: str = "",
+    restarts: int = 0,
+    free: int = 0,
+    reason: EpochReason = EpochReason.NODE_JOINED,
+    failure: FailureRecord | None = None,
+) -> EpochRecord:
     """An epoch of these pods, one worker each; none: nobody trains."""
     members = tuple(Member(node=f"{pod.name}.1", address="10.0.0.1", workers=1) for pod in pods)
-    return EpochRecord(number=number, members=members, cause=cause, restarts=restarts)
+    return EpochRecord(
+        number=number, members=members, cause=cause, restarts=restarts, free=free, reason=reason, failure=failure
+    )
+
+
+def a_failure(**fields: Any) -> FailureRecord:
+    """How a worker failed: the one of rank 3, with an exception."""
+    known = {"epoch": 1, "rank": 3, "local_rank": 1, "node": "digits-1-abcde.7f", "exit_code": 1}
+    return FailureRecord(**{**known, "message": "ValueError: no", **fields})
 
 
 def success(*, epoch: int = 1, restarts: int = 0) -> OutcomeRecord:

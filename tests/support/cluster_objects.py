@@ -32,7 +32,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "restarts": 1,
         "podFailures": 1,
         "startTime": at(3),
-        "lastFailure": "rank 1 on digits-1-bbbbb was killed by SIGKILL",
+        "lastFailure": {"message": "rank 1 on digits-1-bbbbb was killed by SIGKILL"},
         "conditions": [
             {
                 "type": "Running",

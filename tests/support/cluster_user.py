@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support.testbed.node import Node
 
 ROOT = Path(__file__).resolve().parents[2]
 ELASTICJOB = Path(sys.executable).with_name("elasticjob")
 PATIENCE = "180s"
 """How long a person waits for anything; nothing here should take a tenth of it, but machines may be busy."""
+
+SIGHT = 180.0
+"""The same in seconds."""
 
 ROUNDS = """\
 import os, pathlib, signal, time
@@ -95,6 +100,30 @@ class User:
         """``kubectl wait`` for a condition, such as ``condition=Running`` or ``jsonpath={.status.worldSize}=3``."""
         await self.kubectl("wait", what, f"--for={condition}", f"--timeout={limit}")
 
+    async def sees(self, name: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """A job, as soon as its status is as wanted; watched as ``kubectl get -w`` shows it.
+
+        Args:
+            name: of the job.
+            true: whether a status is as wanted.
+        """
+        argv = ("kubectl", "-n", self.namespace, "get", "elasticjob", name, "-w", "-o", "json", "--output-watch-events")
+        watching = await self.node.popen(*argv)
+        assert watching.stdout is not None
+        job: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(SIGHT):
+                async for line in watching.stdout:
+                    job = json.loads(line)["object"]
+                    if true(job.get("status") or {}):
+                        return job
+        except TimeoutError:
+            pass
+        finally:
+            watching.terminate()
+            await watching.communicate()
+        raise AssertionError(f"never so, at last it was {json.dumps(job.get('status'), indent=1)}")
+
     async def get(self, what: str, *more: str) -> dict[str, Any]:
         """An object, or a list of them."""
         found: dict[str, Any] = json.loads((await self.kubectl("get", what, *more, "-o", "json")).stdout)
@@ -119,6 +148,29 @@ class User:
         processes = self.node.processes(pod["metadata"]["uid"])
         os.kill(max(pid for pid, command in processes.items() if what in command), signal.SIGKILL)
 
+    async def prints(self, pod: str, words: str) -> asyncio.Task[str]:
+        """Return when a pod's worker has printed a line that ends with these words; gives back a task that reads on.
+
+        Its result is all that the worker prints until it ends.
+        """
+        argv = ("kubectl", "-n", self.namespace, "logs", pod, "-c", "worker", "-f")
+        reading = await self.node.popen(*argv)
+        stdout = reading.stdout
+        assert stdout is not None
+        lines: list[str] = []
+        async with asyncio.timeout(SIGHT):
+            while not (lines and lines[-1].rstrip().endswith(words)):
+                line = await stdout.readline()
+                assert line, f"it ended before it printed {words}: {lines}"
+                lines.append(line.decode())
+
+        async def rest() -> str:
+            async with asyncio.timeout(SIGHT):
+                last, _ = await reading.communicate()
+            return "".join(lines) + last.decode()
+
+        return asyncio.create_task(rest())
+
     async def events(self, name: str) -> str:
         """What ``kubectl describe`` tells of a job."""
         return str((await self.kubectl("describe", f"elasticjob/{name}")).stdout)
@@ -133,10 +185,15 @@ class User:
         await self.kubectl("delete", f"elasticjob/{name}")
         return await self.left_for_good()
 
-    async def left_for_good(self) -> list[str]:
-        """What is left in the namespace when Kubernetes has collected its garbage."""
+    async def left_for_good(self, *staying: str) -> list[str]:
+        """What is left in the namespace when Kubernetes has collected its garbage.
+
+        Args:
+            staying: what need not be waited for, such as job.example.org/digits.
+        """
         for each in await self._objects():
-            await self.kubectl("wait", each, "--for=delete", f"--timeout={PATIENCE}", check=False)
+            if each not in staying:
+                await self.kubectl("wait", each, "--for=delete", f"--timeout={PATIENCE}", check=False)
         return await self._objects()
 
     async def _objects(self) -> list[str]:

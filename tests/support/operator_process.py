@@ -75,6 +75,11 @@ class OperatorProcess:
         """What it has logged."""
         return self.log_file.read_text(errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._running().pid
+
     def start(self) -> None:
         """Start it, also again after it has ended."""
         if self._process is not None:

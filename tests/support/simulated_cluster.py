@@ -1,8 +1,8 @@
 """A small cluster in memory: what is true, what an observer may see of it, and what no plan may do to it.
 
-Pods that start, die in all ways, linger and are deleted; agents that form epochs and end the run; a store that cannot
-be read or loses its keys; an API server that refuses what the spec asks for, or has no room for it. The model-based
-tests of the plan drive it.
+Pods that start, die in all ways, linger, are evicted and deleted; nodes that fall silent; agents that form epochs and
+end the run; a store that cannot be read or loses its keys; an API server that refuses what the spec asks for, or has no
+room for it. The model-based tests of the plan drive it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ import contextlib
 import itertools
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from elastic_operator.model import EtcdState, Job, Observed, Plan, Pod, PodPhase
+from elastic_operator.model import EtcdState, Fate, Job, JobState, Observed, Plan, Pod, PodPhase
 from elastic_operator.names import ConditionType, Reason
+from elastic_operator.pinned import as_pinned
 from elastic_operator.plan.roster import Verdict, verdict
+from elastic_operator.spec import FailureAction
 from tests.support.builders import NOW, an_epoch, failure, says, success
 from torchelastic.contract import EpochRecord, ExitCode, OutcomeRecord, OutcomeState, SizeRecord
 
 if TYPE_CHECKING:
     from elastic_operator.model import JobStatus, NewPod, Removal
+    from elastic_operator.spec import ElasticJobSpec, FailureRule
+
+NODES: Final = ("node-0", "node-1", "node-2")
+BY_THE_OPERATOR: Final = (Reason.POD_FAILURES, Reason.POD_FAILURE_POLICY, Reason.DEADLINE_EXCEEDED)
+"""Endings that the operator itself decides on; those count the pods that have died."""
 
 
 class OperatorKilledError(Exception):
@@ -49,6 +56,35 @@ def is_live(pod: Pod) -> bool:
     return not pod.phase.ended and not pod.terminating
 
 
+def runs(pod: Pod) -> bool:
+    """Whether an agent may still be there: not where the node is lost."""
+    return not pod.phase.ended and not (pod.terminating and pod.fate is Fate.NODE_LOST)
+
+
+def finish_reason(status: JobStatus) -> str:
+    """Why the job has finished; empty where it has not."""
+    reasons = [each.reason for each in status.conditions if each.type == ConditionType.FINISHED and each.status]
+    return reasons[0] if reasons else ""
+
+
+def rule_for(pod: Pod, rules: tuple[FailureRule, ...]) -> FailureRule | None:
+    """The first rule that fits a pod that has not ended well."""
+    for rule in rules:
+        condition_fits = any(pod.conditions.get(each.type) == each.status for each in rule.pod_conditions)
+        if condition_fits or rule.pod_reasons & pod.reasons:
+            return rule
+    return None
+
+
+def is_charged(pod: Pod, rules: tuple[FailureRule, ...]) -> bool:
+    """Whether the end of a pod that has not ended well costs anything, said in another way than the plan does."""
+    died = verdict(pod) is Verdict.DIED
+    if died or verdict(pod) is Verdict.SPARED or (pod.fate is not None and verdict(pod) is Verdict.LEFT):
+        rule = rule_for(pod, rules)
+        return died if rule is None else rule.action is not FailureAction.IGNORE
+    return died
+
+
 class SimulatedCluster:
     """What is true, what an observer may see of it, and what the plan promised."""
 
@@ -58,7 +94,14 @@ class SimulatedCluster:
         self.pods: dict[str, Pod] = {}
         self.store = Store()
         self.etcd = False
+        self.group: int | None = None
+        self.guard: int | None = None
+        self.deleted = False
         self.run_ended: OutcomeState | None = None
+        self.endings: set[OutcomeState] = set()
+        self.made_from: dict[str, ElasticJobSpec] = {}
+        self.known_epoch: dict[str, int] = {}
+        self.last_words_on_epochs = 0
         self.refused_input = False
         self.no_agent = False
         self.refuses = False
@@ -66,6 +109,7 @@ class SimulatedCluster:
         self.refusal: tuple[int, str] | None = None
         self.hindrance: str | None = None
         self.deaths_seen: set[str] = set()
+        self.past_seen: set[str] = set()
         self.sent_away: set[str] = set()
         self.seen: list[tuple[Job, Observed]] = []
         self._uids = itertools.count()
@@ -118,9 +162,11 @@ class SimulatedCluster:
             lambda: self._write_replicas(todo.replicas),
             lambda: self._write_status(job, observed, todo),
             lambda: self._keep_etcd(todo.etcd),
+            lambda: self._keep_together(todo),
             lambda: self._write_size(todo.size),
             *(partial(self._remove, removal) for removal in todo.remove),
-            *(partial(self._create, job, observed, new) for new in todo.create),
+            *(partial(self._create, job, observed, todo, new) for new in todo.create),
+            lambda: self._delete_job(todo),
         ]
         with contextlib.suppress(NotTakenError):
             for step in steps[:writes]:
@@ -142,12 +188,32 @@ class SimulatedCluster:
     def _write_status(self, job: Job, observed: Observed, todo: Plan) -> None:
         if todo.status is not None:
             self._check_charges(job, observed, todo, todo.status)
+            self._check_ending(job, todo.status)
             self.job = replace(self.job, status=todo.status)
+            if todo.status.state is JobState.SUSPENDED:
+                self.last_words_on_epochs = todo.status.epoch
 
     def _keep_etcd(self, wanted: bool) -> None:
         if self.etcd and not wanted:
             self.store = Store(readable=self.store.readable)
+            heard = self.run_ended is None or self.job.status.state.finished or self.job.deleting
+            assert heard, "a store goes before anybody has read in it that the run has ended"
         self.etcd = wanted
+
+    def _keep_together(self, todo: Plan) -> None:
+        over = self.job.status.state.finished or self.job.status.state is JobState.SUSPENDED or self.job.deleting
+        assert not over or (todo.together, todo.guarded) == (None, None), "something is kept for nobody"
+        self.group, self.guard = todo.together, todo.guarded
+
+    def _delete_job(self, todo: Plan) -> None:
+        if todo.delete_job:
+            spec, status = self.job.spec, self.job.status
+            assert status.state.finished, "a job is removed that has not finished"
+            assert status.completed is not None
+            assert spec.ttl_after_finished is not None
+            assert self.now >= status.completed + spec.ttl_after_finished, "a job is removed before its time"
+            self.deleted = True
+            self.job = replace(self.job, deleting=True)
 
     def _write_size(self, size: SizeRecord | None) -> None:
         if size is not None and self.store.readable:
@@ -160,22 +226,45 @@ class SimulatedCluster:
             assert finished or pod.uid in self.job.status.accounted, "a pod is removed before it is accounted for"
             self.delete(pod)
 
-    def _create(self, job: Job, observed: Observed, new: NewPod) -> None:
+    def _create(self, job: Job, observed: Observed, todo: Plan, new: NewPod) -> None:
         if any(pod.name == new.name for pod in self.pods.values()):
             return
-        assert not self.job.status.state.finished, "a pod is made after the end"
+        status = self.job.status
+        assert not status.state.finished, "a pod is made after the end"
+        assert not job.spec.suspend, "a pod is made of a job that is suspended"
+        assert status.state is not JobState.SUSPENDED, "a pod is made before it is said that the job is resumed"
         assert observed.outcome is None, "a pod is made though the run has ended"
-        knew = observed.store_read or any(is_live(pod) for pod in observed.pods) or not job.status.size_generation
+        had_pods = job.status.size_generation > 0
+        knew = observed.store_read or any(is_live(pod) for pod in observed.pods) or not had_pods
         assert knew, "a pod is made though the run may have ended"
+        assert self.run_ended is None or self.etcd, "a pod is made that cannot learn that the run has ended"
+        assert status.pinned is not None, "a pod is made before it is said of what"
+        assert new.excluded == status.excluded
+        assert self.group == (job.spec.min_replicas if job.spec.scheduling.gang else None), "a gang has no group"
+        told = new.resume.epoch if new.resume is not None else 0
+        assert told >= self.last_words_on_epochs, "the epochs before the suspension are forgotten"
         live = [pod for pod in self.pods.values() if is_live(pod)]
+        spec = as_pinned(job, todo).spec
+        assert all(self.made_from[pod.uid].args == spec.args for pod in live), "two kinds of pods"
         assert all(pod.index != new.index for pod in live), "two live pods in one place"
         assert len(live) < job.spec.max_replicas, "more live pods than the maximum"
         assert observed.refusal is None, "what was refused is asked for again"
         self._ask_for_room()
         uid = f"uid-{next(self._uids)}"
         made = float(int(self.now))  # no cluster counts in less than seconds
-        pod = Pod(new.name, uid, new.index, PodPhase.PENDING, created=made, failures=new.failures, size=new.size)
+        pod = Pod(
+            new.name,
+            uid,
+            new.index,
+            PodPhase.PENDING,
+            created=made,
+            failures=new.failures,
+            size=new.size,
+            failed=new.failed,
+        )
         self.pods[uid] = pod
+        self.made_from[uid] = spec
+        self.known_epoch[uid] = told
 
     def _ask_for_room(self) -> None:
         self.refusal = (self.job.generation, "the spec asks for what is not there") if self.refuses else None
@@ -184,21 +273,38 @@ class SimulatedCluster:
             raise NotTakenError
 
     def _check_charges(self, job: Job, observed: Observed, todo: Plan, status: JobStatus) -> None:
-        dead = {
-            pod.uid for pod in observed.pods if pod.phase.ended and not pod.terminating and verdict(pod) is Verdict.DIED
-        }
-        by_agents = any(
-            condition.type == ConditionType.FINISHED and condition.reason != Reason.POD_FAILURES
-            for condition in status.conditions
-        )
-        if job.status.state.finished or by_agents:
+        reason = finish_reason(status)
+        if job.status.state.finished or (reason and reason not in BY_THE_OPERATOR):
             assert status.pod_failures == job.status.pod_failures
             return
-        self.deaths_seen |= dead - self.sent_away
+        rules = as_pinned(job).spec.failure_rules
+        for pod in observed.pods:
+            if not is_live(pod) and pod.uid not in self.past_seen:
+                charged = pod.uid not in self.sent_away and is_charged(pod, rules)
+                unread = observed.etcd is EtcdState.READY and not observed.store_read
+                if charged and pod.phase.ended and unread:
+                    continue  # the run may have ended before
+                self.past_seen.add(pod.uid)
+                if charged:
+                    self.deaths_seen.add(pod.uid)
         self.sent_away = (self.sent_away & status.accounted) | {removal.uid for removal in todo.remove}
         assert status.pod_failures == len(self.deaths_seen), "a charge is lost or doubled"
         if not status.state.finished:
-            assert status.pod_failures <= max(job.spec.max_restarts, job.status.pod_failures), "the budget is exceeded"
+            assert status.pod_failures <= max(job.spec.backoff_limit, job.status.pod_failures), "the budget is exceeded"
+
+    def _check_ending(self, job: Job, status: JobStatus) -> None:
+        if job.status.state.finished or not status.state.finished:
+            return
+        match finish_reason(status):
+            case Reason.DEADLINE_EXCEEDED:
+                assert not job.spec.suspend
+                assert job.status.active is not None
+                assert job.spec.active_deadline is not None
+                assert self.now >= job.status.active + job.spec.active_deadline, "the job had more time"
+            case Reason.POD_FAILURES:
+                assert status.pod_failures > job.spec.backoff_limit
+            case Reason.POD_FAILURE_POLICY:
+                assert any(rule.action is FailureAction.FAIL_JOB for rule in as_pinned(job).spec.failure_rules)
 
     # -- what happens to pods
 
@@ -216,6 +322,25 @@ class SimulatedCluster:
         else:
             self.change(pod, terminating=True, ready=False)
 
+    def disrupt(self, pod: Pod, fate: Fate) -> None:
+        """What Kubernetes does to pods that are in the way, or whose node is full, or silent."""
+        if fate is Fate.NOT_ADMITTED:
+            self.change(
+                pod, phase=PodPhase.FAILED, fate=fate, reasons=frozenset({"OutOfcpu"}), ended=float(int(self.now))
+            )
+            return
+        disrupted = replace(pod, fate=fate, conditions={"DisruptionTarget": "True"}, ready=False)
+        self.pods[pod.uid] = replace(disrupted, terminating=True)
+
+    def evict(self, pod: Pod) -> None:
+        """What a kubelet does that is short of something."""
+        marks = {"fate": Fate.DISRUPTED, "reasons": frozenset({"Evicted"}), "conditions": {"DisruptionTarget": "True"}}
+        self.end(pod, None, **marks)
+
+    def finish_deletions(self) -> None:
+        """Pods that go are gone, but for those whose node does not answer."""
+        self.pods = {uid: pod for uid, pod in self.pods.items() if not pod.terminating or pod.fate is Fate.NODE_LOST}
+
     # -- what agents do
 
     def serving(self) -> list[Pod]:
@@ -231,7 +356,9 @@ class SimulatedCluster:
         members = [pod for pod in serving if pod.name not in size.going][: size.target]
         before = self.store.epoch or EpochRecord(number=0)
         if len(members) >= size.min and before.nodes != tuple(f"{pod.name}.1" for pod in members):
-            self.store.epoch = an_epoch(*members, number=max(before.number, self.job.status.epoch) + 1)
+            number = max(before.number, *(self.known_epoch[pod.uid] for pod in members)) + 1
+            self.store.epoch = an_epoch(*members, number=number)
+            self.known_epoch |= dict.fromkeys([pod.uid for pod in members], number)
         elif len(members) < size.min and before.members:
             self.store.epoch = an_epoch(number=before.number + 1)
 
@@ -241,6 +368,7 @@ class SimulatedCluster:
             members = [pod for pod in self.serving() if f"{pod.name}.1" in epoch.nodes]
             if members:
                 self.run_ended = state
+                self.endings.add(state)
                 self.store.outcome = success() if state is OutcomeState.SUCCEEDED else failure("no restart is left")
 
     def agents_hear_of_the_end(self, pod: Pod, *, lingers: bool) -> None:

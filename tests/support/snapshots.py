@@ -58,7 +58,7 @@ def snapshot(**changes: Any) -> dict[str, Any]:
         "restarts": 1,
         "podFailures": 1,
         "startTime": "2023-11-14T22:13:23Z",
-        "lastFailure": "rank 1 on digits-1-bbbbb was killed by SIGKILL",
+        "lastFailure": {"message": "rank 1 on digits-1-bbbbb was killed by SIGKILL"},
         "conditions": [
             {
                 "type": "Running",

@@ -59,6 +59,7 @@ def failure(
     uptime: float = 60.0,
     message: str = "",
     final: bool = False,
+    free: bool = False,
 ) -> FailureRecord:
     return FailureRecord(
         epoch=number,
@@ -70,6 +71,7 @@ def failure(
         uptime=uptime,
         message=message,
         final=final,
+        free=free,
     )
 
 

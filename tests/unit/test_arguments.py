@@ -13,12 +13,21 @@ import pytest
 
 from torchelastic import machine
 from torchelastic.arguments import parse
-from torchelastic.contract import CONTRACT_VERSION, Env, ExitCode, SizeRecord, TerminationMessage, decode, encode
+from torchelastic.contract import (
+    CONTRACT_VERSION,
+    Env,
+    ExitCode,
+    ResumeRecord,
+    SizeRecord,
+    TerminationMessage,
+    decode,
+    encode,
+)
 from torchelastic.endpoints import parse_endpoints, split_endpoint
 from torchelastic.errors import SettingsError
 from torchelastic.flags import FLAGS
 from torchelastic.run import main
-from torchelastic.settings import AgentSettings, Program, ProgramKind, StartMethod, Streams
+from torchelastic.settings import AgentSettings, PortRange, Program, ProgramKind, StartMethod, Streams
 
 SEVERAL = ("--rdzv-endpoint=127.0.0.1:2379", "--rdzv-id=run")
 
@@ -276,6 +285,7 @@ def test_the_configuration_of_the_meeting_is_read(folder: Path) -> None:
         ("protocol=tcp", "--rdzv-conf protocol=tcp: etcd is reached over http or https."),
         ("cacert=missing.pem", "--rdzv-conf cacert=missing.pem: there is no such file."),
         ("protocol=http,cacert=train.py", "--rdzv-conf cacert=train.py: certificates are of use with protocol=https"),
+        ("tls=empty", "--rdzv-conf tls=empty: there is no ca.crt in this folder."),
         ("key=train.py", "--rdzv-conf key: key needs cert beside it."),
         ("username=root", "--rdzv-conf username: username needs password beside it."),
         ("password=hush", "--rdzv-conf password: password needs username beside it."),
@@ -286,6 +296,23 @@ def test_a_configuration_that_cannot_be_honoured_is_explained(conf: str, expecte
     told = sentence(*SEVERAL, f"--rdzv-conf={conf}")
     assert told.startswith(expected)
     assert "hush" not in told
+
+
+def test_a_folder_may_have_the_files_for_tls_and_a_client_need_not_say_who_it_is(folder: Path) -> None:
+    for name in ("server-only", "both"):
+        (folder / name).mkdir()
+        (folder / name / "ca.crt").touch()
+    for name in ("tls.crt", "tls.key"):
+        (folder / "both" / name).touch()
+    found = []
+    for name in ("server-only", "both"):
+        store = run(*SEVERAL, f"--rdzv-conf=tls={name}").store
+        assert store is not None
+        found.append((store.protocol, store.ca_cert, store.cert, store.key))
+    assert found == [
+        ("https", "server-only/ca.crt", None, None),
+        ("https", "both/ca.crt", "both/tls.crt", "both/tls.key"),
+    ]
 
 
 def test_a_protocol_is_said_once() -> None:
@@ -415,6 +442,31 @@ def test_times_around_a_change_are_in_seconds() -> None:
     assert (run().rendezvous.notice, run().stop_timeout) == (30.0, 0.0)
 
 
+def test_exit_codes_can_be_declared_free_and_given_as_ranges_where_signals_stand_above_128() -> None:
+    settings = run("--final-exit-codes=3, 64-66", "--free-exit-codes=128-255,4")
+    assert settings.final_exit_codes == frozenset({3, 64, 65, 66})
+    assert settings.free_exit_codes == frozenset({4, *range(128, 256)})
+    assert run(environ={"PET_FREE_EXIT_CODES": "143"}).free_exit_codes == frozenset({143})
+    assert run().free_exit_codes == frozenset()
+
+
+def test_an_exit_code_cannot_be_both_final_and_free() -> None:
+    told = sentence("--free-exit-codes=2,130-140", environ={"PET_FINAL_EXIT_CODES": "137,3"})
+    assert told == "--free-exit-codes 2,130-140: 137 is in PET_FINAL_EXIT_CODES, too; leave it out of one of the two."
+
+
+def test_the_ports_on_which_a_node_listens_can_be_given() -> None:
+    assert run("--port-range=29400-29499").rendezvous.ports == PortRange(29400, 29499)
+    assert run(environ={"PET_PORT_RANGE": "1024 - 1039"}).rendezvous.ports == PortRange(1024, 1039)
+    assert run().rendezvous.ports is None
+
+
+def test_what_was_known_of_a_run_before_it_was_suspended_is_taken_over() -> None:
+    known = ResumeRecord(epoch=7, restarts=2, free=4)
+    assert run(environ={Env.RESUME: encode(known).decode()}).rendezvous.resume == known
+    assert run(environ={Env.RESUME: ""}).rendezvous.resume == run().rendezvous.resume == ResumeRecord()
+
+
 def test_exit_codes_can_be_declared_final() -> None:
     assert run("--final-exit-codes=2, 64").final_exit_codes == frozenset({2, 64})
     assert run(environ={"PET_FINAL_EXIT_CODES": "255"}).final_exit_codes == frozenset({255})
@@ -515,6 +567,10 @@ def test_the_operators_size_wins_over_nnodes_and_says_so(caplog: pytest.LogCaptu
     [
         ({Env.CONTRACT: "2"}, "The operator speaks version 2 of the contract"),
         ({Env.SIZE: "many"}, "TORCHELASTIC_SIZE=many: this is not a SizeRecord"),
+        ({Env.SIZE: "\udcff"}, "TORCHELASTIC_SIZE=\udcff: this is not a SizeRecord"),
+        ({Env.RESUME: "7"}, "TORCHELASTIC_RESUME=7: this is not a ResumeRecord"),
+        ({Env.RESUME: '{"e":-1}'}, 'TORCHELASTIC_RESUME={"e":-1}: this is not a ResumeRecord'),
+        ({Env.RESUME: "\udcff"}, "TORCHELASTIC_RESUME=\udcff: this is not a ResumeRecord"),
         ({Env.SIZE: '{"n":3,"x":2}'}, 'TORCHELASTIC_SIZE={"n":3,"x":2}: the minimum is above the maximum.'),
         ({Env.UNIQUE_RUN: "x"}, "TORCHELASTIC_UNIQUE_RUN=x: this is 1 for on or 0 for off."),
         ({Env.METRICS_PORT: "70000"}, "TORCHELASTIC_METRICS_PORT=70000: this is a whole number from 0 to 65535."),
@@ -558,6 +614,20 @@ def test_torchruns_fixed_ranks_are_ignored_with_one_warning(caplog: pytest.LogCa
         ("--notice=86401", "--notice 86401: this is a time of at most 86,400 seconds."),
         ("--heartbeat-timeout=0", "--heartbeat-timeout 0: this is a time in seconds, above 0."),
         ("--final-exit-codes=0", "--final-exit-codes 0: these are exit codes from 1 to 255 with commas between them"),
+        ("--final-exit-codes=70-64", "--final-exit-codes 70-64: these are exit codes from 1 to 255 with commas"),
+        (
+            "--free-exit-codes=1,,2",
+            "--free-exit-codes 1,,2: these are exit codes from 1 to 255 with commas between them",
+        ),
+        ("--free-exit-codes=128-256", "--free-exit-codes 128-256: these are exit codes from 1 to 255 with commas"),
+        ("--port-range=29400", "--port-range 29400: these are the first and the last port, for example 29400-29499."),
+        ("--port-range=29499-29400", "--port-range 29499-29400: the first port is above the last; did you mean 29400-"),
+        (
+            "--port-range=29400-29414",
+            "--port-range 29400-29414: at least 16 ports are needed, for example 29400-29499.",
+        ),
+        ("--port-range=1000-2000", "--port-range 1000-2000: ports for this go from 1024 to 65535."),
+        ("--port-range=60000-70000", "--port-range 60000-70000: ports for this go from 1024 to 65535."),
         ("--final-exit-codes=1,,2", "--final-exit-codes 1,,2: these are exit codes from 1 to 255"),
         ("--final-exit-codes=-9", "--final-exit-codes -9: these are exit codes from 1 to 255"),
         ("--place=", "--place needs a value: NAME."),

@@ -113,6 +113,7 @@ def test_schema_and_values_name_the_same() -> None:
         ("leaderElection", "no", "is not of type 'boolean'"),
         ("namespaces", ["Team_A"], "does not match"),
         ("namespaces", ["a", "a"], "non-unique"),
+        ("etcd.secretNamespaces", "team", "is not of type 'array'"),
         ("agent.metricsPort", 80, "less than the minimum"),
         ("logging.level", "verbose", "is not one of"),
         ("runAsUser", 0, "less than the minimum"),
@@ -151,6 +152,7 @@ def test_the_deployment_gives_the_operator_only_arguments_that_it_knows() -> Non
     settings = parse([each for each in given if each != "--no-leader-elect"], {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})
     assert settings == OperatorSettings(
         namespaces=("team",),
+        etcd_secrets_namespaces=("team",),
         pods=PodSettings(etcd_image="etcd:1", agent_metrics_port=9000),
         leader_elect=True,
         lease_namespace="team",
@@ -186,12 +188,15 @@ def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:
     }
     owned = {"list", "watch", "create", "delete"}
     assert rights == {
-        ("elastic.pytorch.org", "elasticjobs"): {"list", "watch"},
+        ("elastic.pytorch.org", "elasticjobs"): {"list", "watch", "delete"},
         ("elastic.pytorch.org", "elasticjobs/status"): {"update"},
         ("elastic.pytorch.org", "elasticjobs/scale"): {"patch"},
         ("", "pods"): owned,
         ("", "services"): owned,
         ("apps", "deployments"): owned,
+        ("policy", "poddisruptionbudgets"): owned | {"patch"},
+        ("scheduling.x-k8s.io", "podgroups"): {"list", "create", "patch", "delete"},
+        ("scheduling.volcano.sh", "podgroups"): {"list", "create", "patch", "delete"},
         ("", "events"): {"create"},
     }
 

@@ -49,11 +49,11 @@ def run(*argv: str) -> int:
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     text = capsys.readouterr().out
-    for command in ("run", "get", "describe", "scale", "logs", "delete", "demo", "version"):
+    for command in ("run", "get", "describe", "scale", "suspend", "resume", "logs", "delete", "demo", "version"):
         assert f"\n    {command} " in text
 
 
-@pytest.mark.parametrize("command", ["run", "get", "describe", "scale", "logs", "delete", "demo"])
+@pytest.mark.parametrize("command", ["run", "get", "describe", "scale", "suspend", "resume", "logs", "delete", "demo"])
 def test_every_command_explains_itself_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     text = capsys.readouterr().out
@@ -93,7 +93,16 @@ def test_a_manifest_that_is_not_there_is_bad_input(
 
 
 @pytest.mark.parametrize(
-    "argv", [["describe", "x"], ["get", "x"], ["logs", "x"], ["delete", "x"], ["scale", "x", "--replicas", "2"]]
+    "argv",
+    [
+        ["describe", "x"],
+        ["get", "x"],
+        ["logs", "x"],
+        ["delete", "x"],
+        ["scale", "x", "--replicas", "2"],
+        ["suspend", "x"],
+        ["resume", "x"],
+    ],
 )
 @pytest.mark.usefixtures("home")
 def test_a_job_that_is_not_there_gets_a_sentence(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +186,26 @@ def test_a_description_says_all_that_is_known() -> None:
     assert "    State:       failed (3)" in lines
     assert "    Last Words:  etcd does not answer" in lines
     assert "  Warning   4s      PodDied   digits-2-ccccc was killed by SIGKILL." in lines
+
+
+def test_a_description_says_what_is_left_of_a_jobs_time_and_what_it_cost() -> None:
+    status = {
+        "freeRestarts": 4,
+        "activeSince": "2023-11-14T22:13:20Z",
+        "lastFailure": {"message": "rank 1 was killed by SIGKILL", "time": "2023-11-14T22:14:00Z"},
+        "excludedNodes": ["node-3", "node-7"],
+    }
+    lines = description(Shown.of(snapshot(status=status, spec={"activeDeadlineSeconds": 3600})), NOW)
+    assert "Restarts:        1 charged, 4 free" in lines
+    assert "Pods Died:       1" in lines
+    assert "Last Failure:    rank 1 was killed by SIGKILL (32s ago)" in lines
+    assert "Deadline:        in 58m48s" in lines
+    assert "Excluded Nodes:  node-3, node-7" in lines
+
+
+def test_what_an_earlier_version_wrote_of_the_last_failure_is_told_too() -> None:
+    lines = description(Shown.of(snapshot(status={"lastFailure": "rank 1 was killed"})), NOW)
+    assert "Last Failure:  rank 1 was killed" in lines
 
 
 @pytest.mark.usefixtures("finished")

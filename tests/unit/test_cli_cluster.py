@@ -31,6 +31,8 @@ EVERY_COMMAND = [
     ["describe", "digits"],
     ["logs", "digits"],
     ["scale", "digits", "--replicas", "2"],
+    ["suspend", "digits"],
+    ["resume", "digits"],
     ["delete", "digits"],
 ]
 
@@ -77,7 +79,7 @@ def the_one_sentence(captured: Any) -> str:
 # -- which cluster is meant
 
 
-@pytest.mark.parametrize("command", ["get", "describe", "logs", "scale", "delete"])
+@pytest.mark.parametrize("command", ["get", "describe", "logs", "scale", "suspend", "resume", "delete"])
 def test_the_flags_that_lead_to_a_cluster_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     text = capsys.readouterr().out
@@ -279,11 +281,14 @@ async def test_no_jobs_is_said_where_there_are_none(
     assert the_one_sentence(capsys.readouterr()).startswith("no jobs in any namespace; ")
 
 
-async def test_a_job_that_is_over_is_not_scaled(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "argv", [["scale", "digits", "--replicas", "2"], ["suspend", "digits"], ["resume", "digits"]], ids=" ".join
+)
+async def test_a_job_that_is_over_does_not_change(
+    server: ApiStandIn, kubeconfig: str, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     await server.put("ElasticJob", job(status={"state": "Succeeded"}))
-    assert await type_in("scale", "digits", "--replicas", "2", "--kubeconfig", kubeconfig) == 2
+    assert await type_in(*argv, "--kubeconfig", kubeconfig) == 2
     assert the_one_sentence(capsys.readouterr()) == "the job digits is over (Succeeded) and does not change any more"
 
 

@@ -51,6 +51,12 @@ def test_an_epoch_of_our_own_version_is_read_in_full() -> None:
     assert decode_epoch(encode(epoch)) == epoch
 
 
+def test_an_epoch_that_says_nothing_of_a_failure_is_read_as_well_as_one_that_does() -> None:
+    assert decode_epoch(b'{"e":7,"m":[],"r":1}').failure is None
+    failure = FailureRecord(epoch=6, rank=2, local_rank=0, node="a.1", exit_code=-9)
+    assert decode_epoch(encode(EpochRecord(number=7, restarts=1, failure=failure))).failure == failure
+
+
 def test_of_an_epoch_of_another_version_the_number_is_believed_and_nothing_else() -> None:
     epoch = decode_epoch(b'{"e":7,"v":%d,"m":"in a form that nobody here knows","s":4}' % OTHER)
     assert (epoch.number, epoch.members, epoch.contract) == (7, (), OTHER)

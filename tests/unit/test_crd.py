@@ -16,8 +16,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator import crd, structural
-from elastic_operator.model import Condition, JobState, JobStatus
+from elastic_operator import crd, pinned, structural
+from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
 from elastic_operator.problem import Problem, in_words
 from elastic_operator.spec import GROUP, KIND, PLURAL, VERSION, ElasticJobSpec
 from elastic_operator.status_json import status_to_json
@@ -53,6 +53,39 @@ def without(field: str) -> dict[str, Any]:
 def named(name: str, **metadata: Any) -> dict[str, Any]:
     """A job with this name."""
     return {**job(), "metadata": {"name": name, **metadata}}
+
+
+def rule(action: str = "FailJob", **fields: Any) -> dict[str, Any]:
+    """A job with one rule for failures."""
+    return job(failurePolicy={"rules": [{"action": action, **fields}]})
+
+
+ARCHIVED: dict[str, Any] = {
+    "replicaSpecs": {
+        "Worker": {
+            "replicas": 2,
+            "restartPolicy": "ExitCode",
+            "template": {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "spec": {"containers": [{"name": "elasticjob-worker", "image": "i", "args": ["train.py"]}]},
+            },
+        }
+    }
+}
+"""What stands for image, args and template in a manifest of the first controller."""
+
+
+def archived(**spec: Any) -> dict[str, Any]:
+    """A job of the first controller that is accepted, with these fields of the spec set besides."""
+    return {**job(), "spec": {"maxReplicas": 3, **ARCHIVED, **spec}}
+
+
+def fixed(**spec: Any) -> dict[str, Any]:
+    """One whose number of pods, 2, is the upper bound too."""
+    made = archived(**spec)
+    del made["spec"]["maxReplicas"]
+    return made
 
 
 def fields(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -135,14 +168,23 @@ def test_nothing_stands_in_it_that_the_check_on_this_machine_would_pass_over() -
     assert {FIELDS[path]["format"] for path, _ in not_understood} == {"int32", "int64", "date-time"}
     patterns = [schema["pattern"] for schema in FIELDS.values() if "pattern" in schema]
     assert all(re.fullmatch(r"\^[^$]+\$", pattern) for pattern in patterns)
-    assert {schema.get("x-kubernetes-list-type") for schema in FIELDS.values()} <= {None, "atomic", "map"}
+    assert {schema.get("x-kubernetes-list-type") for schema in FIELDS.values()} <= {None, "atomic", "map", "set"}
 
 
 def test_each_field_of_the_spec_has_a_place_in_the_typed_form() -> None:
     typed = {field.name for field in dataclasses.fields(ElasticJobSpec)}
-    declared = FIELDS[".spec"]["properties"]
+    declared = FIELDS[".spec"]["properties"].keys() - {"rdzvEndpoint", "replicaSpecs", "RunPolicy"}
     snake = {re.sub(r"[A-Z]", lambda letter: f"_{letter[0].lower()}", name) for name in declared}
-    assert {"checkpoint_volume" if name == "checkpoint" else name for name in snake} == typed
+    otherwise_called = {
+        "active_deadline_seconds": "active_deadline",
+        "checkpoint": "checkpoint_volume",
+        "failure_policy": "failure_rules",
+        "grace_period_seconds": "grace_period",
+        "node_loss_seconds": "node_loss",
+        "scheduling_policy": "scheduling",
+        "ttl_seconds_after_finished": "ttl_after_finished",
+    }
+    assert {otherwise_called.get(name, name) for name in snake} == typed - {"first_replicas", "objection"}
 
 
 def test_a_status_that_the_operator_writes_is_accepted() -> None:
@@ -150,8 +192,13 @@ def test_a_status_that_the_operator_writes_is_accepted() -> None:
         state=JobState.FAILED,
         accounted=frozenset({"4e9fba34-17a5-4ad8-8a0c-4d7a5e6c9a0b"}),
         started=1e9,
+        active=1e9,
         completed=1e9,
-        last_failure="rank 3 on digits-2 exited with ValueError: not enough",
+        last_failure=LastFailure(
+            "rank 3 on digits-2 exited with ValueError: not enough", "digits-2-abcde", 3, 1, "SIGKILL", 1e9
+        ),
+        excluded=("node-7",),
+        pinned={"image": "elastic-agent:dev", "template": {"spec": {"nodeSelector": {"gpu": "h100"}}}},
         conditions=(Condition(type="Failed", status=True, reason="RestartsExhausted", message="It failed."),),
     )
     written = status_to_json(status)
@@ -189,6 +236,28 @@ def test_the_samples_are_accepted(sample: dict[str, Any]) -> None:
         {"template": {"spec": {"anything": {"goes": [None, 2**80]}}}},
         {"env": [{"name": "A"}, {"name": "B", "value": ""}, {"name": "_c.d-e"}]},
         {"args": ["ü" * 131071]},
+        {"suspend": True, "managedBy": "kueue.x-k8s.io/multikueue"},
+        {"backoffLimit": 0, "activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 0},
+        {"cleanPodPolicy": "None"},
+        {"failurePolicy": {}},
+        {"failurePolicy": {"rules": []}},
+        {
+            "failurePolicy": {
+                "rules": [
+                    {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 255]}},
+                    {"action": "Ignore", "onPodReasons": ["OOMKilled"], "excludeNode": True},
+                    {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget"}], "excludeNode": False},
+                ]
+            }
+        },
+        {"schedulingPolicy": {}},
+        {"schedulingPolicy": {"gang": "SchedulerPlugins", "schedulerName": "mine", "priorityClassName": "high"}},
+        {"schedulingPolicy": {"gang": "Volcano", "queue": "research"}},
+        {"rendezvous": {}},
+        {"rendezvous": {"joiningWindowSeconds": 0, "joinTimeoutSeconds": 1, "leaseSeconds": 1}},
+        {"rendezvous": {"ports": {"first": 20000, "last": 20015}}},
+        {"gracePeriodSeconds": 0, "nodeLossSeconds": 0, "disruptionBudget": True, "metricsPort": 0},
+        {"etcd": {"endpoint": "https://etcd", "tlsSecret": "etcd-client"}},
     ],
     ids=str,
 )
@@ -258,7 +327,7 @@ REFUSED: list[tuple[Any, str]] = [
     (job(template={"containers": []}), "spec.template.containers: there is no such field; remove it, or write one of"),
     (job(env=[{"name": "A", "from": {}}]), "spec.env[0].from: there is no such field"),
     # Types and bounds
-    (without("maxReplicas"), "spec.maxReplicas: this field is missing; it must be given"),
+    (without("maxReplicas"), "spec.maxReplicas: must be given; more pods than this are never made"),
     (job(maxReplicas="3"), 'spec.maxReplicas: "3" is a text and not a whole number; write it without quotes'),
     (job(maxReplicas="three"), 'spec.maxReplicas: "three" is not a whole numbe'),
     (job(maxReplicas=True), "spec.maxReplicas: true is not a whole numbe"),
@@ -321,6 +390,101 @@ REFUSED: list[tuple[Any, str]] = [
     (job(etcd={"endpoint": ""}), "spec.etcd.endpoint: must be host:port"),
     (job(etcd={"endpoint": "a:1,"}), "spec.etcd.endpoint: must be host:port"),
     (job(etcd={"endpoint": "ftp://a"}), "spec.etcd.endpoint: must be host:port"),
+    (job(etcd={"tlsSecret": "s"}), "spec.etcd.tlsSecret: is of an endpoint that begins with https:// alone"),
+    (job(etcd={"endpoint": "http://a", "tlsSecret": "s"}), "spec.etcd.tlsSecret: is of an endpoint that begins with"),
+    # The life of the job
+    (job(suspend="yes"), 'spec.suspend: "yes" is not true or false'),
+    (job(managedBy="kueue"), "spec.managedBy: must be a domain, a slash and a name, such as kueue.x-k8s.io/multikueue"),
+    (job(managedBy="a/" + "b" * 62), "spec.managedBy: has 64 characters; at most 63 are possible"),
+    (job(backoffLimit=-1), "spec.backoffLimit: -1 is too small; the smallest number possible is 0"),
+    (job(activeDeadlineSeconds=0), "spec.activeDeadlineSeconds: 0 is too small; the smallest number possible is 1"),
+    (job(ttlSecondsAfterFinished=-1), "spec.ttlSecondsAfterFinished: -1 is too small"),
+    (
+        job(cleanPodPolicy="Never"),
+        'spec.cleanPodPolicy: "Never" is not possible here; write "All", "Running" or "None"',
+    ),
+    (job(nodeLossSeconds=86401), "spec.nodeLossSeconds: 86401 is too large; the largest number possible is 86400"),
+    (job(gracePeriodSeconds=604801), "spec.gracePeriodSeconds: 604801 is too large"),
+    (job(metricsPort=65536), "spec.metricsPort: 65536 is too large; the largest number possible is 65535"),
+    (job(disruptionBudget=1), "spec.disruptionBudget: 1 is not true or false"),
+    (rule(), "spec.failurePolicy.rules[0]: must have exactly one of onExitCodes, onPodReasons and onPodConditions"),
+    (
+        rule(onExitCodes={"operator": "In", "values": [1]}, onPodReasons=["Evicted"]),
+        "spec.failurePolicy.rules[0]: must have exactly one of onExitCodes, onPodReasons and onPodConditions",
+    ),
+    (
+        rule(onExitCodes={"operator": "In", "values": [1]}, excludeNode=True),
+        "spec.failurePolicy.rules[0].excludeNode: cannot stand beside onExitCodes: a worker that fails is started",
+    ),
+    (
+        rule(onExitCodes={"operator": "In", "values": [0]}),
+        "spec.failurePolicy.rules[0].onExitCodes.values[0]: 0 is too small; the smallest number possible is 1",
+    ),
+    (
+        rule(onExitCodes={"operator": "In", "values": [3, 3]}),
+        "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 stands in this list already; remove one of the two",
+    ),
+    (
+        rule(onExitCodes={"operator": "Is", "values": [3]}),
+        'spec.failurePolicy.rules[0].onExitCodes.operator: "Is" is not possible here; write "In" or "NotIn"',
+    ),
+    (rule(onPodReasons=[]), "spec.failurePolicy.rules[0].onPodReasons: must not be empty"),
+    (
+        rule(onPodConditions=[{"status": "True"}]),
+        "spec.failurePolicy.rules[0].onPodConditions[0].type: this field is missing; it must be given",
+    ),
+    (
+        rule(action="Retry"),
+        'spec.failurePolicy.rules[0].action: "Retry" is not possible here; write "FailJob", "Ignore"',
+    ),
+    (job(schedulingPolicy={"gang": "Kueue"}), 'spec.schedulingPolicy.gang: "Kueue" is not possible here; write'),
+    (job(schedulingPolicy={"queue": "q"}), "spec.schedulingPolicy.queue: is of Volcano's PodGroup alone"),
+    (
+        job(schedulingPolicy={"gang": "SchedulerPlugins", "queue": "q"}),
+        "spec.schedulingPolicy.queue: is of Volcano's PodGroup alone; set gang to Volcano, or remove it",
+    ),
+    (job(rendezvous={"leaseSeconds": 0}), "spec.rendezvous.leaseSeconds: 0 is too small"),
+    (job(rendezvous={"ports": {"first": 2000}}), "spec.rendezvous.ports.last: this field is missing"),
+    (
+        job(rendezvous={"ports": {"first": 2000, "last": 2014}}),
+        "spec.rendezvous.ports.last: must lie at least 15 above first: … (last is 2014, first is 2000)",
+    ),
+    (
+        {**job(), "spec": {"maxReplicas": 3, "args": ["a"], "template": {"metadata": {}}}},
+        "spec.image: must be given: the image that has the program and the agent (or a template whose container named",
+    ),
+    # Manifests of the first controller
+    (job(**ARCHIVED), "spec.replicaSpecs: is of manifests of the first controller, and must not stand beside image"),
+    (
+        job(rdzvEndpoint="etcd:2379"),
+        "spec.rdzvEndpoint: is of manifests of the first controller, … write etcd.endpoint",
+    ),
+    (job(RunPolicy={"backoffLimit": 3}), "spec.RunPolicy: is of manifests of the first controller, which have replica"),
+    (
+        archived(rdzvEndpoint="etcd:2379", etcd={"image": "i"}),
+        "spec.rdzvEndpoint: must not stand beside etcd, which says the same; remove one of the two",
+    ),
+    (archived(rdzvEndpoint="<your_etcd_endpoint>:<your_etcd_port>"), "spec.rdzvEndpoint: must be host:port, such as"),
+    (
+        archived(minReplicas=3, maxReplicas=4),
+        "spec.replicaSpecs.Worker.replicas: must lie between minReplicas and maxReplicas; change it, or move",
+    ),
+    (
+        fixed(minReplicas=3),
+        "spec.minReplicas: must not be larger than replicaSpecs.Worker.replicas, which is the upper bound too where",
+    ),
+    (
+        fixed(replicas=3),
+        "spec.replicas: must not be larger than replicaSpecs.Worker.replicas, which is the upper bound too where",
+    ),
+    (
+        archived(replicaSpecs={"Worker": {"replicas": 1}}),
+        "spec.replicaSpecs.Worker.template: this field is missing; it must be given",
+    ),
+    (
+        archived(replicaSpecs={**ARCHIVED["replicaSpecs"], "Master": {}}),
+        "spec.replicaSpecs.Master: there is no such field; remove it, or write one of Worker",
+    ),
 ]
 
 
@@ -337,19 +501,28 @@ def test_a_mistake_is_refused_with_a_sentence_that_names_the_field(manifest: dic
 
 def test_every_rule_of_the_definition_is_broken_by_one_of_these() -> None:
     problems = [problem for manifest, _ in REFUSED for problem in crd.validate(manifest)]
-    problems += crd.validate(job(etcd={"endpoint": "b"}), old=job(etcd={"endpoint": "a"}))
+    problems += [problem for old, new, _ in STAYS for problem in crd.validate(new, old=running(old))]
     said = "\n".join(map(str, problems))
     rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
-    assert len(rules) >= 10
+    assert len(rules) >= 30
     assert [rule["message"] for rule in rules if rule["message"] not in said] == []
+    # Of rules for changes, several have one message: each of their fields is among these, too.
+    of_spec = [
+        f".spec{rule['fieldPath']}" for rule in FIELDS[".spec"]["x-kubernetes-validations"] if is_about_changes(rule)
+    ]
+    of_job = [rule["fieldPath"] for rule in FIELDS[""]["x-kubernetes-validations"] if is_about_changes(rule)]
+    assert {*of_spec, *of_job} == {f".spec.{field}" for _, _, field in STAYS}
 
 
 def test_rules_keep_to_the_syntax_that_both_readers_of_them_know() -> None:
     rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
     assert [rule["rule"] for rule in rules if re.search(r"\.\?|\[\?|optional|orValue", rule["rule"])] == []
     assert [rule for rule in rules if "messageExpression" in rule] == []
-    optional = [rule for rule in rules if "oldSelf" in rule["rule"]]
-    assert all(rule["optionalOldSelf"] is True for rule in optional)
+    optional = [rule for rule in rules if rule.get("optionalOldSelf")]
+    assert all("oldSelf.hasValue()" in rule["rule"] for rule in optional)
+    assert all(
+        re.search(r"oldSelf\.(hasValue|value)\(\)", rule["rule"]) is None for rule in rules if is_about_changes(rule)
+    )
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -403,37 +576,169 @@ def test_a_number_may_be_taken_back() -> None:
     assert crd.validate(job(), old=old) == []
 
 
-# The store
+# What stays while a job runs
+
+
+def is_about_changes(rule: Mapping[str, Any]) -> bool:
+    """Whether a rule is asked only where something is changed."""
+    return "oldSelf" in rule["rule"] and not rule.get("optionalOldSelf")
+
+
+RULES = [{"action": "Ignore", "onExitCodes": {"operator": "In", "values": [3]}}]
+STAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (job(), job(image="other"), "image"),
+    (job(), job(nprocPerNode=2), "nprocPerNode"),
+    (job(nprocPerNode=2), job(nprocPerNode="gpu"), "nprocPerNode"),
+    (job(metricsPort=1), job(metricsPort=2), "metricsPort"),
+    (job(), job(metricsPort=0), "metricsPort"),
+    (job(gracePeriodSeconds=5), job(), "gracePeriodSeconds"),
+    (job(), job(nodeLossSeconds=16), "nodeLossSeconds"),
+    (job(), job(rendezvous={"leaseSeconds": 5}), "rendezvous"),
+    (job(rendezvous={"leaseSeconds": 5}), job(rendezvous={"leaseSeconds": 6}), "rendezvous"),
+    (job(rendezvous={"leaseSeconds": 5}), job(rendezvous={"joinTimeoutSeconds": 5}), "rendezvous"),
+    (job(), job(schedulingPolicy={"gang": "Volcano"}), "schedulingPolicy"),
+    (job(schedulingPolicy={"gang": "Volcano"}), job(schedulingPolicy={"schedulerName": "x"}), "schedulingPolicy"),
+    (job(), job(failurePolicy={"rules": RULES}), "failurePolicy"),
+    (job(failurePolicy={"rules": RULES}), job(failurePolicy={"rules": [*RULES, *RULES]}), "failurePolicy"),
+    (job(etcd={"image": "i"}), job(etcd={"image": "j"}), "etcd.image"),
+    (job(etcd={"image": "i"}), job(), "etcd.image"),
+    (job(etcd={"endpoint": "https://a"}), job(etcd={"endpoint": "https://a", "tlsSecret": "s"}), "etcd.tlsSecret"),
+    (job(etcd={"endpoint": "a:1"}), job(etcd={"endpoint": "b:1"}), "etcd.endpoint"),
+    (job(etcd={"endpoint": "a:1"}), job(etcd={}), "etcd.endpoint"),
+    (job(etcd={"endpoint": "a:1"}), job(), "etcd.endpoint"),
+    (job(etcd={"resources": {}}), job(etcd={"endpoint": "a:1"}), "etcd.endpoint"),
+    (job(), job(etcd={"endpoint": "a:1"}), "etcd.endpoint"),
+    (archived(rdzvEndpoint="a:1"), archived(rdzvEndpoint="b:1"), "etcd.endpoint"),
+    (job(), job(managedBy="example.org/other"), "managedBy"),
+    (job(managedBy="example.org/other"), job(), "managedBy"),
+    (
+        archived(replicas=2),
+        archived(
+            replicas=2,
+            replicaSpecs={"Worker": {"replicas": 3, "template": ARCHIVED["replicaSpecs"]["Worker"]["template"]}},
+        ),
+        "replicaSpecs.Worker.replicas",
+    ),
+]
+"""A job, what it may not become while it runs, and the field that is at fault."""
+
+
+@pytest.mark.parametrize(("old", "new", "field"), STAYS, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_pods_are_made_from_cannot_change_while_the_job_runs(
+    old: dict[str, Any], new: dict[str, Any], field: str
+) -> None:
+    [problem] = crd.validate(new, old=running(old))
+    assert problem.path == f"spec.{field}"
+
+
+def running(manifest: dict[str, Any], **status: Any) -> dict[str, Any]:
+    """The same job with its pods."""
+    return {**manifest, "status": {"replicas": 2, **status}}
+
+
+def resting(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The same job, suspended."""
+    return {**manifest, "spec": {**manifest["spec"], "suspend": True}}
+
+
+ALWAYS = {"managedBy", "replicaSpecs.Worker.replicas"}
+
+
+@pytest.mark.parametrize(("old", "new", "field"), STAYS, ids=lambda value: value if isinstance(value, str) else "")
+def test_while_it_is_suspended_it_can(old: dict[str, Any], new: dict[str, Any], field: str) -> None:
+    refused = [f"spec.{field}"] if field in ALWAYS else []
+    trained = {"replicas": 0, "startTime": "2026-01-01T00:00:00Z"}
+    for changed in (resting(new), new):  # and when it is resumed with the change
+        assert [problem.path for problem in crd.validate(changed, old=running(resting(old), **trained))] == refused
+    # Its pods are only about to go, and still meet in their store.
+    refused_at_once = ["spec.etcd.endpoint"] if field == "etcd.endpoint" else refused
+    assert [problem.path for problem in crd.validate(resting(new), old=running(old))] == refused_at_once
+    assert len(crd.validate(new, old=running(old, **trained))) == 1
+
+
+@pytest.mark.parametrize(("old", "new", "field"), STAYS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("status", [None, {}, {"replicas": 0, "desired": 2}], ids=["new", "empty", "no pods"])
+def test_what_no_pod_was_made_of_yet_can_be_mended(
+    old: dict[str, Any], new: dict[str, Any], field: str, status: dict[str, Any] | None
+) -> None:
+    before = old if status is None else {**old, "status": status}
+    refused = [f"spec.{field}"] if field in ALWAYS else []
+    assert [problem.path for problem in crd.validate(new, old=before)] == refused
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"endpoint": "a:1"}, {"endpoint": "b:1"}),
-        ({"endpoint": "a:1"}, {}),
-        ({"endpoint": "a:1"}, None),
-        ({"endpoint": "a:1"}, {"image": "i"}),
-        ({"image": "i"}, {"endpoint": "a:1"}),
-        (None, {"endpoint": "a:1"}),
+        ({"etcd": {"endpoint": "a:1"}}, {"etcd": {"endpoint": "a:1"}}),
+        ({"etcd": {"image": "i"}}, {"etcd": {"image": "i", "resources": {"limits": {"cpu": 1}}}}),
+        ({}, {"etcd": {}}),
+        ({}, {"managedBy": "elastic.pytorch.org/elastic-operator"}),
+        ({}, {"nprocPerNode": 1, "nodeLossSeconds": 15, "disruptionBudget": True, "cleanPodPolicy": "All"}),
+        ({"args": ["a"]}, {"args": ["b"]}),  # a list: it waits, and the operator says so
+        ({}, {"suspend": True, "backoffLimit": 1, "activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60}),
     ],
+    ids=str,
 )
-def test_a_job_keeps_to_the_store_in_which_its_pods_meet(before: Any, after: Any) -> None:
-    [problem] = crd.validate(job(etcd=after), old=job(etcd=before))
-    assert problem.path == "spec.etcd.endpoint"
-    assert "all its pods meet in one store; undo that, or delete the job and make it anew" in problem.message
+def test_what_changes_nothing_of_its_pods_may_change_at_any_time(before: Any, after: Any) -> None:
+    assert crd.validate(job(**after, maxReplicas=2), old=running(job(**before))) == []
+
+
+# Manifests of the first controller
+
+
+def test_a_manifest_of_the_first_controller_is_accepted_and_its_number_of_pods_follows_the_file() -> None:
+    assert crd.validate(fixed(rdzvEndpoint="etcd-service:2379")) == []
+    worker = ARCHIVED["replicaSpecs"]["Worker"]
+    assert crd.validate(archived(replicaSpecs={"Worker": {**worker, "replicas": 3}}), old=archived()) == []
+    assert crd.validate(archived(maxReplicas=1), old=archived()) == []  # as with replicas
+
+
+def test_where_its_number_of_pods_is_the_upper_bound_it_is_one() -> None:
+    assert changed(fixed(), minReplicas=2) == []
+    assert changed(fixed(), minReplicas=3) == ["spec.minReplicas"]
+    for live in (fixed(), fixed(replicas=2)):
+        assert changed(live, replicas=1) == []
+        assert changed(live, replicas=20) == ["spec.replicas"]
+        assert changed(live, replicas=20, maxReplicas=20) == []
+
+
+def test_its_number_of_pods_is_changed_in_one_place_once_the_operator_has_written_it() -> None:
+    def numbers(replicas: int, of_worker: int) -> dict[str, Any]:
+        worker = {**ARCHIVED["replicaSpecs"]["Worker"], "replicas": of_worker}
+        return archived(replicas=replicas, replicaSpecs={"Worker": worker})
+
+    assert [problem.path for problem in crd.validate(numbers(2, 3), old=numbers(2, 2))] == [
+        "spec.replicaSpecs.Worker.replicas"
+    ]
+    assert crd.validate(numbers(3, 2), old=numbers(2, 2)) == []
+    assert crd.validate(numbers(3, 3), old=numbers(2, 2)) == []
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "said",
     [
-        ({"endpoint": "a:1"}, {"endpoint": "a:1"}),
-        ({"image": "i"}, {"image": "j"}),
-        ({"image": "i"}, None),
-        (None, {}),
+        {"template": {"spec": {"containers": [{"name": "worker", "image": "i", "args": ["train.py"]}]}}},
+        {"image": "i", "args": ["train.py"]},
     ],
+    ids=["in the template", "beside it"],
 )
-def test_what_leaves_the_store_where_it_is_may_change(before: Any, after: Any) -> None:
-    assert crd.validate(job(etcd=after, maxReplicas=2), old=job(etcd=before)) == []
+def test_a_job_of_the_first_controller_can_be_written_anew_as_it_runs(said: dict[str, Any]) -> None:
+    former = copy.deepcopy(archived(rdzvEndpoint="a:1", schedulingPolicy={"minAvailable": 2}))
+    former["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["args"] = [
+        *("--nproc_per_node=4", "--max_restarts=3", "train.py")
+    ]
+    fields = {"maxReplicas": 3, "replicas": 2, "nprocPerNode": 4, "maxRestarts": 3, "etcd": {"endpoint": "a:1"}}
+    anew = {**job(), "spec": {**fields, **said}}
+    assert crd.validate(anew, old=running(former)) == []
+    before, after = (ElasticJobSpec.of(crd.apply_defaults(manifest)["spec"]) for manifest in (former, anew))
+    assert pinned.changed(after, pinned.pin(before)) == ()
+    assert (after.max_restarts, after.backoff_limit, after.desired) == (3, before.backoff_limit, before.desired)
+    # Something else is taken too, as a change that waits.
+    other = {**anew, "spec": {**anew["spec"], "nprocPerNode": 2}}
+    assert crd.validate(other, old=running(former)) == []
+    assert pinned.changed(ElasticJobSpec.of(crd.apply_defaults(other)["spec"]), pinned.pin(before)) == (
+        "spec.nprocPerNode",
+    )
 
 
 # Bounds
@@ -449,7 +754,17 @@ def test_bounds_must_fit_each_other_after_a_change_too() -> None:
 def test_what_is_left_out_gets_the_default() -> None:
     spec = crd.apply_defaults(job())["spec"]
     assert (spec["minReplicas"], spec["nprocPerNode"], spec["maxRestarts"]) == (1, 1, 100)
-    assert spec.keys() == {*job()["spec"], "minReplicas", "nprocPerNode", "maxRestarts"}
+    lives = {"suspend": False, "cleanPodPolicy": "Running", "nodeLossSeconds": 15, "disruptionBudget": False}
+    assert spec == {**job()["spec"], "minReplicas": 1, "nprocPerNode": 1, "maxRestarts": 100, **lives}
+    policy = {"rules": [{"action": "Count", "onPodConditions": [{"type": "DisruptionTarget"}]}]}
+    [filled] = crd.apply_defaults(job(failurePolicy=policy))["spec"]["failurePolicy"]["rules"]
+    assert filled["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert filled["excludeNode"] is False
+
+
+def test_the_budget_for_pods_is_that_for_workers_where_it_is_not_given() -> None:
+    assert ElasticJobSpec.of(crd.apply_defaults(job(maxRestarts=7))["spec"]).backoff_limit == 7
+    assert ElasticJobSpec.of(crd.apply_defaults(job(maxRestarts=7, backoffLimit=0))["spec"]).backoff_limit == 0
 
 
 def test_the_typed_form_has_the_same_defaults() -> None:
@@ -514,8 +829,22 @@ def test_a_running_job_follows_its_size_and_bounds() -> None:
     assert refused(job(replicas=2), job()) == []
 
 
+def test_a_running_job_follows_what_is_said_of_its_budgets_and_its_end() -> None:
+    changes = {
+        "suspend": True,
+        "maxRestarts": 1,
+        "backoffLimit": 2,
+        "activeDeadlineSeconds": 3,
+        "ttlSecondsAfterFinished": 4,
+        "cleanPodPolicy": "All",
+        "disruptionBudget": True,
+    }
+    assert refused(job(), job(**changes)) == []
+    assert {*changes, "replicas", "minReplicas", "maxReplicas"} == crd.CHANGEABLE
+
+
 def test_anything_else_stays_while_a_job_runs() -> None:
-    undo = "while the job runs; undo that, or delete the job and run it anew"
+    undo = "while the job runs; undo that, or suspend the job, change it, and resume the job"
     assert refused(job(), job(image="other")) == [
         f'spec.image: "elastic-agent:dev" cannot become "other" {undo}',
     ]
@@ -526,6 +855,25 @@ def test_anything_else_stays_while_a_job_runs() -> None:
     assert refused(named("a"), named("a", labels={"x": "y"})) == [
         f'metadata.labels: {{"x": "y"}} cannot be added {undo}'
     ]
+
+
+def test_while_a_job_is_suspended_only_what_its_run_is_made_from_stays() -> None:
+    everything = resting(job(image="b", args=["b"], env=[{"name": "A"}], template={"spec": {}}, nprocPerNode=4))
+    for old, new in ((resting(job()), everything), (job(), everything), (everything, job())):
+        assert refused(old, new) == []
+    undo = "while the job exists; undo that, or delete the job and run it anew"
+    assert refused(resting(named("a")), resting(named("b"))) == [f'metadata.name: "a" cannot become "b" {undo}']
+    assert refused(resting(job()), resting(job(etcd={"endpoint": "a:1"}))) == [
+        f"spec.etcd.endpoint: cannot be set, changed or removed {undo}"
+    ]
+
+
+def test_a_job_of_the_first_controller_follows_its_number_of_pods() -> None:
+    worker = ARCHIVED["replicaSpecs"]["Worker"]
+    for follows in ({"replicas": 1}, {"restartPolicy": "Never"}):
+        assert refused(archived(), archived(replicaSpecs={"Worker": {**worker, **follows}})) == []
+    other = {**worker["template"], "spec": {"containers": []}}
+    assert len(refused(archived(), archived(replicaSpecs={"Worker": {**worker, "template": other}}))) == 1
 
 
 def test_a_default_that_is_written_out_is_no_change() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,11 +16,15 @@ from torchelastic.contract import (
     NodePhase,
     OutcomeRecord,
     OutcomeState,
+    ResumeRecord,
     decode_epoch,
     encode,
 )
-from torchelastic.rendezvous.decide import decide, root_cause
-from torchelastic.rendezvous.view import Decision, EndRun, FormEpoch, GiveWay, Hold, Peer
+from torchelastic.rendezvous.decide import LONGEST_KEPT, decide, root_cause
+from torchelastic.rendezvous.view import Decision, EndRun, FormEpoch, GiveWay, Hold, Peer, View
+
+if TYPE_CHECKING:
+    from torchelastic.settings import RendezvousSettings
 
 LATER = 1000.0
 
@@ -331,6 +335,115 @@ def test_an_exit_code_that_is_declared_final_is_not_when_something_else_explains
     ended = decide(dataclasses.replace(alone, now=1.0), SETTINGS)
     assert isinstance(ended, EndRun)
     assert ended.record.failure == broken
+
+
+def test_a_free_failure_is_charged_to_nobody_also_where_no_restart_is_left() -> None:
+    settings = dataclasses.replace(SETTINGS, max_restarts=0)
+    here = (peer("a", epoch=3, failure=failure("a", number=3, free=True)), peer("b", epoch=3))
+    decision = decide(view(*here, wanted=2, epoch=epoch(3, "a", "b", free=4), failed_since=0.0), settings)
+    assert members(decision) == ("a", "b")
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.restarts, decision.record.free) == (0, 5)
+    assert decision.record.reason is EpochReason.WORKER_FAILED
+
+
+@pytest.mark.parametrize(("cause_is_free", "counted"), [(True, (2, 6)), (False, (3, 5))])
+def test_the_root_cause_decides_whether_a_failure_is_free(cause_is_free: bool, counted: tuple[int, int]) -> None:
+    cause = failure("a", number=3, free=cause_is_free)
+    others = failure("b", number=3, kind=FailureKind.COMMUNICATION, free=not cause_is_free)
+    here = (peer("a", epoch=3, failure=cause, failed_at=9), peer("b", epoch=3, failure=others, failed_at=4))
+    standing = epoch(3, "a", "b", restarts=2, free=5)
+    decision = decide(view(*here, wanted=2, epoch=standing, failed_since=0.0), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.restarts, decision.record.free) == counted
+
+
+def test_the_failure_that_was_charged_last_stands_in_every_epoch_until_the_next() -> None:
+    long = failure("a", number=3, message="x" * 9000)
+    here = (peer("a", epoch=3, failure=long), peer("b", epoch=3))
+    failed = decide(view(*here, wanted=2, epoch=epoch(3, "a", "b"), failed_since=0.0), SETTINGS)
+    assert isinstance(failed, FormEpoch)
+    kept = failed.record.failure
+    assert kept is not None
+    assert (kept.rank, kept.node, kept.exit_code, len(kept.message)) == (0, long.node, long.exit_code, LONGEST_KEPT)
+
+    standing = epoch(4, "a", "b", restarts=1, failure=kept)
+    joined = decide(view(peer("a", epoch=4), peer("b", epoch=4), peer("c"), wanted=3, epoch=standing), SETTINGS)
+    free = (peer("a", epoch=4, failure=failure("a", number=4, free=True)), peer("b", epoch=4))
+    ignored = decide(view(*free, wanted=2, epoch=standing, failed_since=0.0), SETTINGS)
+    alone = decide(view(peer("a", epoch=4), wanted=2, low=2, epoch=standing), SETTINGS)
+    for decision in (joined, ignored, alone):
+        assert isinstance(decision, FormEpoch)
+        assert decision.record.failure == kept
+
+
+def test_free_failures_soon_after_the_start_end_the_run_as_others_do() -> None:
+    early = failure("a", number=3, uptime=0.4, message="exit code 75", free=True)
+    standing = epoch(3, "a", free=2, early=1)
+    once_more = decide(view(peer("a", epoch=3, failure=early), wanted=1, epoch=standing, failed_since=0.0), SETTINGS)
+    assert isinstance(once_more, FormEpoch)
+    assert (once_more.record.early, once_more.record.free) == (2, 3)
+    standing = epoch(3, "a", free=2, early=2)
+    ended = decide(view(peer("a", epoch=3, failure=early), wanted=1, epoch=standing, failed_since=0.0), SETTINGS)
+    assert isinstance(ended, EndRun)
+    assert ended.record.message == (
+        "rank 0 on a: exit code 75; its workers failed 3 times in a row within 10 s of their start"
+    )
+
+
+def free_after(situation: View, settings: RendezvousSettings = SETTINGS) -> int:
+    """How often workers have started anew without a charge, once the leader has decided on the next epoch."""
+    decision = decide(situation, settings)
+    assert isinstance(decision, FormEpoch), decision
+    return decision.record.free
+
+
+def test_each_change_of_membership_counts_as_a_free_start_and_the_first_epoch_does_not() -> None:
+    here = (peer("a", epoch=1), peer("b", epoch=1))
+    assert free_after(view(peer("a"), peer("b"), wanted=2)) == 0
+    assert free_after(view(*here, wanted=2, epoch=epoch(1, "a"))) == 1
+    assert free_after(view(*here, wanted=2, epoch=epoch(1, "a", "c", free=3))) == 4
+    assert free_after(view(*here, wanted=1, epoch=epoch(1, "a", "b", restarts=2, free=3))) == 4
+    charged = view(peer("a", epoch=1, failure=failure("a")), wanted=1, epoch=epoch(1, "a", free=3), failed_since=0.0)
+    assert free_after(charged) == 3
+
+
+def test_a_pause_and_the_epoch_after_it_count_once() -> None:
+    lost = view(peer("a", epoch=4), wanted=2, low=2, epoch=epoch(4, "a", "b", free=1))
+    assert free_after(lost) == 1
+    here = (peer("a", epoch=5), peer("b", epoch=5, joined=9))
+    assert free_after(view(*here, wanted=2, low=2, since=5, epoch=epoch(5, free=1, reason=EpochReason.NODE_LOST))) == 2
+    # What a failure costs was settled when it came.
+    assert (
+        free_after(view(*here, wanted=2, low=2, since=5, epoch=epoch(5, free=1, reason=EpochReason.WORKER_FAILED))) == 1
+    )
+
+
+@pytest.mark.parametrize(("unique", "expected"), [(True, 4), (False, 0)])
+def test_a_run_of_which_nobody_is_left_goes_on_counting_only_where_it_is_the_same_run(
+    unique: bool, expected: int
+) -> None:
+    settings = dataclasses.replace(SETTINGS, unique_run=unique)
+    assert free_after(view(peer("b", epoch=7), wanted=1, epoch=epoch(7, "a", free=3)), settings) == expected
+
+
+def test_a_store_that_lost_an_epoch_is_told_what_was_counted() -> None:
+    here = (peer("a", epoch=7, restarts=2, free=5), peer("b", epoch=6, restarts=2, free=4))
+    for standing in (None, epoch(3, "a", "b", restarts=1, free=1)):
+        decision = decide(view(*here, wanted=2, epoch=standing, gave_way=True), SETTINGS)
+        assert isinstance(decision, FormEpoch)
+        counted = (decision.record.number, decision.record.restarts, decision.record.free)
+        assert counted == (8, 2, 6)
+
+
+def test_a_run_that_was_suspended_goes_on_from_what_its_nodes_were_told() -> None:
+    settings = dataclasses.replace(SETTINGS, resume=ResumeRecord(epoch=7, restarts=2, free=5))
+    here = [peer(name, epoch=7, restarts=2, free=5) for name in "ab"]
+    decision = decide(view(*here, wanted=2), settings)
+    assert isinstance(decision, FormEpoch)
+    assert (decision.record.number, decision.record.restarts, decision.record.free) == (8, 2, 6)
+    knows_more = peer("c", epoch=9, restarts=3, free=6)
+    assert isinstance(decide(view(*here, knows_more, wanted=3), settings), GiveWay)
 
 
 def test_a_run_that_may_not_restart_says_so() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_endpoint, etcd_name, etcd_service
 from elastic_operator.kube.settings import PodSettings
-from elastic_operator.spec import EtcdSpec
+from elastic_operator.spec import EtcdSpec, SchedulingSpec
 from tests.support.builders import UID, a_job
 
 METADATA = {
@@ -82,6 +82,15 @@ def test_the_deployment_as_a_whole() -> None:
             "template": {
                 "metadata": {"labels": METADATA["labels"]},
                 "spec": {
+                    "tolerations": [
+                        {
+                            "key": f"node.kubernetes.io/{taint}",
+                            "operator": "Exists",
+                            "effect": "NoExecute",
+                            "tolerationSeconds": 15,
+                        }
+                        for taint in ("not-ready", "unreachable")
+                    ],
                     "automountServiceAccountToken": False,
                     "enableServiceLinks": False,
                     "terminationGracePeriodSeconds": 5,
@@ -170,15 +179,28 @@ def test_with_a_volume_the_data_are_written_with_care() -> None:
 
 
 def test_where_workers_may_run_and_whose_images_they_may_have_holds_for_etcd_too() -> None:
-    shared = {"tolerations": [{"key": "gpu", "operator": "Exists"}], "imagePullSecrets": [{"name": "hub"}]}
-    pod = pod_of(template={"spec": {**shared, "nodeSelector": {"gpu": "h100"}}})
-    assert pod.items() >= shared.items()
-    assert "nodeSelector" not in pod
+    shared = {"tolerations": [{"operator": "Exists"}], "imagePullSecrets": [{"name": "hub"}]}
+    pod = pod_of(template={"spec": {**shared, "nodeSelector": {"gpu": "h100"}, "schedulerName": "mine"}})
+    assert {key: pod[key] for key in shared} == shared
+    assert not {"nodeSelector", "schedulerName"} & pod.keys()
+
+
+def test_a_silent_node_of_etcd_is_given_up_as_soon_as_one_of_workers() -> None:
+    taint = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "tolerationSeconds": 3600}
+    mine, ours = pod_of(template={"spec": {"tolerations": [taint]}}, node_loss=40)["tolerations"]
+    assert mine == taint
+    assert (ours["key"], ours["tolerationSeconds"]) == ("node.kubernetes.io/not-ready", 40)
+
+
+def test_etcd_is_as_important_as_the_workers_that_wait_for_it() -> None:
+    assert pod_of(template={"spec": {"priorityClassName": "high"}})["priorityClassName"] == "high"
+    assert pod_of(scheduling=SchedulingSpec(priority_class="high"))["priorityClassName"] == "high"
+    assert "priorityClassName" not in pod_of()
 
 
 @pytest.mark.parametrize("template", [{}, {"spec": None}, {"spec": 7}, {"spec": {"tolerations": None}}])
 def test_any_template_will_do(template: dict[str, Any]) -> None:
-    assert "tolerations" not in pod_of(template=template)
+    assert pod_of(template=template) == pod_of()
 
 
 def test_nothing_is_shared_with_the_job_or_between_objects() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,55 @@ async def test_a_watch_that_begins_too_far_back_says_so(server: Server) -> None:
     assert caught.value.status == 410
 
 
-async def test_what_is_no_api_server_is_called_that(server: Server) -> None:
-    server.answers.append(b"<html>hello</html>")
+@pytest.mark.parametrize("answer", [b"<html>hello</html>", b'{"title": "Anmeldung f\xfcr alle"}'])
+async def test_what_is_no_api_server_is_called_that(server: Server, answer: bytes) -> None:
+    server.answers.append(answer)
     async with api_of(server) as api:
         with pytest.raises(ClusterError, match="no Kubernetes API server"):
             await api.get(ELASTIC_JOBS, "default", "digits")
+
+
+async def test_a_proxy_that_the_environment_names_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as proxy:
+        for name in ("https_proxy", "no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+        configuration = Configuration()
+        configuration.host = "https://api.example.org:6443"
+        configuration.proxy = None
+        async with Api(configuration) as api:
+            with pytest.raises(ClusterError):
+                await api.get(ELASTIC_JOBS, "default", "digits")
+    assert asked[0].startswith(b"CONNECT api.example.org:6443 ")
+
+
+async def test_another_connection_has_the_same_credentials_as_they_are_now() -> None:
+    seen: list[str | None] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({})
+
+    def refresh(configuration: Configuration) -> None:
+        configuration.api_key["BearerToken"] = f"bearer {len(seen)}"
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = Configuration()
+    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    configuration.api_key["BearerToken"] = "bearer of old"
+    configuration.refresh_api_key_hook = refresh
+    async with Api(configuration, "team") as api, api.another() as other:
+        assert other.namespace == "team"
+        for each in (api, other, api, other):
+            await each.get(ELASTIC_JOBS, "team", "digits")
+    await runner.cleanup()
+    assert seen == ["bearer 0", "bearer 1", "bearer 2", "bearer 3"]

@@ -67,6 +67,19 @@ def test_a_job_is_found_by_its_key_and_its_pods_by_its_uid(ears: Ears) -> None:
     assert ears.changed == [KEY, KEY]
 
 
+def test_each_state_of_a_pod_is_put_into_words_once(ears: Ears) -> None:
+    ears.cache.put(PODS, a_pod(0))
+    (pending,) = ears.cache.pods(cluster_objects.JOB_UID)
+    assert ears.cache.pods(cluster_objects.JOB_UID)[0] is pending
+
+    ears.cache.put(PODS, a_pod(0, 2, deletionTimestamp=cluster_objects.at(5)))
+    (going,) = ears.cache.pods(cluster_objects.JOB_UID)
+    assert (pending.terminating, going.terminating) == (False, True)
+
+    ears.cache.remove(PODS, a_pod(0, 3))
+    assert ears.cache.pods(cluster_objects.JOB_UID) == ()
+
+
 def test_an_older_version_overwrites_nothing_and_the_same_one_is_no_news(ears: Ears) -> None:
     ears.cache.put(PODS, a_pod(version=12))
     ears.cache.put(PODS, a_pod(version=9))

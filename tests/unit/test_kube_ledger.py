@@ -50,6 +50,23 @@ def test_a_hindrance_is_tried_again_later_and_later_until_it_is_gone() -> None:
     assert ledger.wait(job) == 0.5
 
 
+def test_a_server_that_fails_is_a_hindrance_only_when_it_does_so_in_a_row_and_for_a_while() -> None:
+    clock = Clock()
+    ledger, job = Ledger(clock, lasting=5.0), a_job()
+    assert [ledger.fails(job) for _ in range(4)] == [False] * 4
+    clock.now = 6.0
+    assert ledger.fails(job)
+    ledger.made(job)
+    assert not ledger.fails(job)
+    clock.now = 20.0
+    assert [ledger.fails(job), ledger.fails(job)] == [False, True]
+    ledger.clear(job)
+    clock.now = 40.0
+    assert not ledger.fails(job)
+    ledger.forget(job.uid)
+    assert not ledger.fails(job)
+
+
 def test_another_spec_need_not_wait_and_a_job_that_is_gone_is_forgotten() -> None:
     ledger = Ledger(Clock())
     ledger.hinder(a_job(generation=1), "exceeded quota")

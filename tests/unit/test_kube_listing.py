@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 HANGS = 30.0
-SOON = ListingSettings(retry_closed=0.02, settling=0.02, first_retry=0.02, longest_retry=0.02)
+SOON = ListingSettings(retry_closed=0.02, settling=0.02, first_retry=0.02, longest_retry=0.02, stumbling=())
 
 
 class Server:
@@ -165,3 +167,19 @@ async def test_where_nothing_can_be_listed_it_is_not_complete_and_says_why(
     assert listings.complaint == ""
     assert listings.complete.is_set()
     assert len(caplog.records) == 1
+
+
+async def test_a_listing_at_which_the_server_stumbles_is_made_again_alone(
+    server: Server, api: Api, cache: Cache
+) -> None:
+    server.closed["deployments"] = 500
+    stumbling = replace(SOON, stumbling=(0.01,) * 1000, first_retry=HANGS)
+    listing = asyncio.create_task(Listings(api, cache, settings=stumbling).list_all())
+    asked: Counter[str] = Counter()
+    async with asyncio.timeout(HANGS):
+        while asked["deployments"] < 2:
+            asked[(await server.requests.get()).split("/")[-1]] += 1
+        server.closed.clear()
+        await listing
+    assert asked["pods"] == 1
+    assert cache.keys

@@ -30,12 +30,14 @@ def test_every_flag_is_heard() -> None:
         [
             "--namespace=a", "--namespace=b", "--namespace=a", "--etcd-image=my/etcd:1", "--agent-metrics-port=0",
             "--listen=[::1]:9", "--no-leader-elect", "--lease-namespace=c", "--lease-name=d", "--kubeconfig=/e",
-            "--context=f", "--log-format=json", "--log-level=warning",
+            "--context=f", "--log-format=json", "--log-level=warning", "--etcd-secrets-namespace=g",
+            "--etcd-secrets-namespace=h", "--etcd-secrets-namespace=g",
         ],
         IN_A_POD,
     )  # fmt: skip
     assert settings == OperatorSettings(
         namespaces=("a", "b"),
+        etcd_secrets_namespaces=("g", "h"),
         pods=PodSettings(etcd_image="my/etcd:1", agent_metrics_port=0),
         listen=Address("::1", 9),
         leader_elect=False,

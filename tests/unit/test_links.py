@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.nodes import PATIENCE
+from tests.support.ports import free_range
 from tests.support.views import SETTINGS, record
-from torchelastic.contract import RunKeys, encode
+from torchelastic.contract import NodeRecord, RunKeys, SizeRecord, encode
+from torchelastic.errors import NoPortFree
 from torchelastic.rendezvous import link
 from torchelastic.rendezvous.control import Control
 from torchelastic.rendezvous.link import LinkServer, Verdict, hold_link, listen, probe
 from torchelastic.rendezvous.looks import Looks
+from torchelastic.rendezvous.node import RendezvousNode
 from torchelastic.rendezvous.pulse import Pulse
 from torchelastic.rendezvous.roster import Roster
+from torchelastic.settings import RendezvousSettings
 from torchelastic.store import Entry, MemoryStore
 
 if TYPE_CHECKING:
@@ -168,3 +172,40 @@ async def test_a_leader_finds_the_one_that_answers_without_waiting_for_those_tha
 async def test_nonsense_in_the_place_of_an_address_is_a_silence() -> None:
     for address in ("nowhere", "127.0.0.1:port", "127.0.0.1:99999", "", "x" * 70 + ".invalid:1"):
         assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.SILENT
+
+
+# -- where it may listen
+
+
+def test_of_a_range_each_port_is_taken_once_before_one_comes_again() -> None:
+    ports = free_range(4)
+    taken = [0]
+    for _ in range(8):
+        with closing(listen("127.0.0.1", ports, after=taken[-1])) as listener:
+            taken.append(listener.getsockname()[1])
+    assert taken[1:] == 2 * list(range(ports.first, ports.last + 1))
+
+
+def test_a_port_that_another_one_has_is_left_to_it() -> None:
+    ports = free_range(3)
+    with closing(listen("127.0.0.1", ports)), closing(listen("127.0.0.1", ports)) as second:
+        assert second.getsockname()[1] == ports.first + 1
+        with closing(listen("127.0.0.1", ports, after=ports.first)) as third:
+            assert third.getsockname()[1] == ports.last
+
+
+def test_an_address_that_only_a_gateway_has_is_listened_for_within_the_range_too() -> None:
+    ports = free_range(2)
+    with closing(listen("192.0.2.1", ports)) as listener:
+        assert listener.getsockname() == ("0.0.0.0", ports.first)
+
+
+async def test_a_range_that_is_used_up_is_told_in_a_sentence_and_nothing_stays_open() -> None:
+    ports = free_range(2)
+    size = SizeRecord(min=1, max=1)
+    record = NodeRecord(name="a", address="127.0.0.1", workers=1, size=size)
+    settings = RendezvousSettings(run_id="run", size=size, ports=ports)
+    with closing(listen("127.0.0.1", ports)), pytest.raises(NoPortFree) as caught:
+        RendezvousNode(MemoryStore(), settings, node="a.1", record=record)
+    assert str(caught.value).startswith(f"No port of --port-range {ports.first}-{ports.last} is free on this node: ")
+    listen("127.0.0.1", ports).close()

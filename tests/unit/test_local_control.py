@@ -29,6 +29,7 @@ class PretendedRun:
 
     def __init__(self, folder: RunFolder, control_socket: Path) -> None:
         self.replicas = 2
+        self.rests = False
         self.ended: dict[str, Any] | None = None
         self.publisher = Publisher(self.snapshot)
         self._folder = folder
@@ -49,6 +50,12 @@ class PretendedRun:
         if replicas > 3:
             raise BadInput("spec.replicas must not be larger than 3")
         self.replicas = replicas
+        self.publisher.touch()
+
+    def suspend(self, *, rest: bool) -> None:
+        if self.rests and rest:
+            raise BadInput("it rests already")
+        self.rests = rest
         self.publisher.touch()
 
     def delete(self) -> None:
@@ -92,17 +99,40 @@ async def test_a_run_can_be_scaled_and_refuses_with_its_own_sentence(run: Preten
     assert (await asyncio.to_thread(client.snapshot))["manifest"]["spec"]["replicas"] == 1
 
 
+async def test_a_run_can_be_suspended_and_resumed_and_refuses_with_its_own_sentence(
+    run: PretendedRun, tmp_path: Path
+) -> None:
+    client = await asyncio.to_thread(connect, "digits", home=tmp_path)
+    await asyncio.to_thread(client.suspend, rest=True)
+    assert run.rests
+    with pytest.raises(BadInput, match=r"^it rests already$"):
+        await asyncio.to_thread(client.suspend, rest=True)
+    await asyncio.to_thread(client.suspend, rest=False)
+    assert not run.rests
+
+
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"replicas": "3"}', b'{"replicas": true}', b'{"replicas": 1.5}'])
 async def test_a_request_that_makes_no_sense_is_refused(run: PretendedRun, tmp_path: Path, body: bytes) -> None:
-    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
-    head = f"PATCH /job/scale HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    assert "whole number" in await refusal_of("/job/scale", body, tmp_path)
+    assert run.replicas == 2
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"suspend": "true"}', b'{"suspend": 1}'])
+async def test_to_suspend_is_a_yes_or_a_no(run: PretendedRun, tmp_path: Path, body: bytes) -> None:
+    assert 'send {"suspend": true} or {"suspend": false}' in await refusal_of("/job/suspend", body, tmp_path)
+    assert not run.rests
+
+
+async def refusal_of(path: str, body: bytes, folder: Path) -> str:
+    """What is said of a PATCH with this body that is refused."""
+    reader, writer = await asyncio.open_unix_connection(str(folder / "s"))
+    head = f"PATCH {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     answer = (await reader.read()).decode()
     writer.close()
     await writer.wait_closed()
     assert answer.startswith("HTTP/1.1 422 ")
-    assert "whole number" in json.loads(answer.partition("\r\n\r\n")[2])["message"]
-    assert run.replicas == 2
+    return str(json.loads(answer.partition("\r\n\r\n")[2])["message"])
 
 
 async def test_who_watches_sees_every_state_that_lasts_and_the_end(run: PretendedRun, tmp_path: Path) -> None:

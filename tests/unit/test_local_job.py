@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from elastic_operator.errors import BadInput
+from elastic_operator.local.cluster import LocalCluster
+from elastic_operator.local.etcd_process import EtcdSettings
 from elastic_operator.local.live_job import LiveJob
 from elastic_operator.local.not_honoured import not_honoured, warning_of
 from elastic_operator.local.pod_command import PodCommands
 from elastic_operator.local.run_folder import RunFolder
 from elastic_operator.local.snapshot import last_line
 from elastic_operator.manifest import load, load_checked
-from elastic_operator.model import JobState, JobStatus, NewPod
+from elastic_operator.model import EtcdState, JobState, JobStatus, NewPod
 from torchelastic.contract import SizeRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NOW = 1_700_000_000.0
 UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
@@ -105,6 +110,62 @@ def test_a_change_that_a_running_job_cannot_follow_is_refused_with_its_line(file
     assert live.apply(load(write(file, replicas=3)))
 
 
+def test_a_job_rests_and_goes_on(file: Path) -> None:
+    live = live_of(file)
+    assert live.suspend(rest=True)
+    assert not live.suspend(rest=True)
+    assert (live.job().spec.suspend, live.manifest["spec"]["suspend"], live.job().generation) == (True, True, 2)
+    # What the file never named stays as it is, and while the job rests the file may say other things.
+    assert live.apply(load(write(file, args=["other.py"], image="another", nprocPerNode=2)))
+    assert (live.job().spec.suspend, live.job().spec.args) == (True, ("other.py",))
+    assert live.suspend(rest=False)
+    with pytest.raises(BadInput, match=r"spec.image: \"another\" cannot become \"some/image\" while the job runs"):
+        live.apply(load(write(file, args=["other.py"])))
+
+
+def test_a_saved_file_can_have_a_job_rest(file: Path) -> None:
+    live = live_of(file)
+    assert live.apply(load(write(file, suspend=True, args=["other.py"])))
+    assert live.job().spec.suspend
+    assert live.apply(load(write(file, args=["other.py"])))
+    assert not live.job().spec.suspend
+
+
+def test_a_job_keeps_to_its_etcd_even_while_it_rests(file: Path) -> None:
+    live = live_of(file, suspend=True)
+    with pytest.raises(BadInput, match=r"spec.etcd.endpoint: cannot be set, changed or removed while the job exists"):
+        live.apply(load(write(file, suspend=True, etcd={"endpoint": "a:1"})))
+
+
+def test_what_would_mean_something_else_here_has_no_effect(file: Path) -> None:
+    given = live_of(
+        file,
+        managedBy="example.org/other",
+        ttlSecondsAfterFinished=1,
+        cleanPodPolicy="None",
+        disruptionBudget=True,
+        schedulingPolicy={"gang": "Volcano"},
+        rendezvous={"leaseSeconds": 9, "ports": {"first": 20000, "last": 20015}},
+        failurePolicy={
+            "rules": [
+                {"action": "FailJob", "onPodReasons": ["Error"]},
+                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}},
+            ]
+        },
+        activeDeadlineSeconds=60,
+        gracePeriodSeconds=7,
+    )
+    plain = live_of(
+        file,
+        rendezvous={"leaseSeconds": 9},
+        failurePolicy={"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}}]},
+        activeDeadlineSeconds=60,
+        gracePeriodSeconds=7,
+    )
+    assert given.job().spec == plain.job().spec
+    assert given.manifest["spec"]["managedBy"] == "example.org/other"  # the object says what was asked for
+
+
 @pytest.mark.parametrize("end", ["finished", "deleted"])
 def test_a_job_that_is_over_does_not_change(file: Path, end: str) -> None:
     live = live_of(file, replicas=2)
@@ -112,7 +173,12 @@ def test_a_job_that_is_over_does_not_change(file: Path, end: str) -> None:
         live.delete()
     else:
         live.status = JobStatus(state=JobState.SUCCEEDED)
-    for change in (lambda: live.scale(3), lambda: live.apply(load(write(file, replicas=3)))):
+    changes: list[Callable[[], object]] = [
+        lambda: live.scale(3),
+        lambda: live.suspend(rest=True),
+        lambda: live.apply(load(write(file, replicas=3))),
+    ]
+    for change in changes:
         with pytest.raises(BadInput, match="does not change any more"):
             change()
 
@@ -181,6 +247,58 @@ def test_what_takes_rights_away_from_a_container_is_not_warned_of_but_what_gives
     ]
 
 
+def test_of_the_life_of_a_job_that_is_named_which_needs_a_cluster() -> None:
+    rules = [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}},
+        {"action": "Ignore", "onPodReasons": ["Evicted"]},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+    ]
+    assert list(
+        not_honoured(
+            {
+                "suspend": False,
+                "backoffLimit": 3,
+                "activeDeadlineSeconds": 60,
+                "gracePeriodSeconds": 5,
+                "managedBy": "example.org/other",
+                "ttlSecondsAfterFinished": 60,
+                "cleanPodPolicy": "All",
+                "failurePolicy": {"rules": rules},
+                "schedulingPolicy": {"gang": "Volcano", "queue": "q"},
+                "rendezvous": {"leaseSeconds": 9, "ports": {"first": 20000, "last": 20015}},
+                "nodeLossSeconds": 60,
+                "disruptionBudget": True,
+                "metricsPort": 9100,
+                "etcd": {"endpoint": "https://etcd", "tlsSecret": "s"},
+            }
+        )
+    ) == [
+        "managedBy (who runs a job here looks after it)",
+        "ttlSecondsAfterFinished (a run's folder stays)",
+        "cleanPodPolicy (no process outlives its run, and all logs stay)",
+        "failurePolicy.rules[1].onPodReasons",
+        "failurePolicy.rules[2].onPodConditions",
+        "schedulingPolicy.gang",
+        "schedulingPolicy.queue",
+        "rendezvous.ports (all pods share this machine's)",
+        "nodeLossSeconds",
+        "disruptionBudget",
+        "metricsPort (each pod takes a free one)",
+        "etcd.tlsSecret",
+    ]
+
+
+def test_of_an_archived_manifest_that_is_named_which_its_pods_would_have(file: Path) -> None:
+    container = {"name": "elasticjob-worker", "image": "i", "args": ["train.py"], "resources": {"limits": {"cpu": 1}}}
+    worker = {"replicas": 2, "template": {"kind": "Pod", "spec": {"restartPolicy": "Never", "containers": [container]}}}
+    live = live_of(file, image=None, args=None, replicaSpecs={"Worker": worker}, RunPolicy={"cleanPodPolicy": "All"})
+    assert list(not_honoured(live.manifest["spec"])) == [
+        "cleanPodPolicy (no process outlives its run, and all logs stay)",
+        "template.spec.containers[worker].resources",
+    ]
+    assert live.job().spec.desired == 2
+
+
 @pytest.mark.parametrize("name", ["digits.yaml", "hello.yaml"])
 def test_the_examples_say_nothing_that_is_not_honoured(name: str) -> None:
     examples = Path(__file__).parents[2] / "examples"
@@ -244,3 +362,30 @@ def test_progress_is_the_last_line_that_says_something(tmp_path: Path, printed: 
 
 def test_where_nothing_was_printed_there_is_no_progress(tmp_path: Path) -> None:
     assert last_line(tmp_path / "output.log") is None
+
+
+async def test_an_own_etcd_that_runs_and_does_not_answer_is_not_ready(file: Path, tmp_path: Path) -> None:
+    changes: list[str] = []
+    etcd = EtcdSettings(tmp_path / "etcd", tmp_path / "data", tmp_path / "log", {})
+    live = live_of(file)
+    cluster = LocalCluster(
+        live,
+        etcd=etcd,
+        command=lambda _new, _endpoint: pytest.fail("no pod is made"),
+        changed=lambda: changes.append("changed"),
+        broken=lambda error: pytest.fail(f"{error}"),
+    )
+    assert cluster.etcd is not None
+    cluster.etcd.state = EtcdState.READY
+
+    async def state() -> EtcdState:
+        seen = await cluster.observe(live.key)
+        assert seen is not None
+        return seen[1].etcd
+
+    assert await state() is EtcdState.READY
+    cluster._tell_store_away("etcd at 127.0.0.1 gave no answer in time")
+    assert (await state(), changes, list(cluster.events)) == (EtcdState.STARTING, ["changed"], [])
+    cluster.mirror.readable = True
+    cluster._mirror_changed()
+    assert (await state(), list(cluster.events)) == (EtcdState.READY, [])

@@ -14,6 +14,15 @@ from hypothesis import strategies as st
 
 from elastic_operator import manifest
 from elastic_operator.errors import BadInput
+from elastic_operator.spec import (
+    ExitCodes,
+    FailureAction,
+    FailureRule,
+    GangScheduler,
+    PodCondition,
+    RendezvousSpec,
+    SchedulingSpec,
+)
 from elastic_operator.yaml_source import MAX_BYTES, read_document
 
 MANIFESTS = Path(__file__).parent / "manifests"
@@ -53,7 +62,20 @@ def test_every_field_reaches_the_typed_form() -> None:
     assert job.namespace == "research"
     assert spec.command == ("python", "-m", "training")
     assert spec.env[0] == {"name": "LEARNING_RATE", "value": "0.1"}
-    assert (spec.nproc_per_node, spec.max_restarts) == ("gpu", 7)
+    assert (spec.nproc_per_node, spec.max_restarts, spec.backoff_limit) == ("gpu", 7, 5)
+    assert (spec.suspend, spec.managed_by) == (True, "kueue.x-k8s.io/multikueue")
+    assert (spec.active_deadline, spec.ttl_after_finished, spec.clean_pod_policy) == (86400, 3600, "All")
+    assert spec.failure_rules == (
+        FailureRule(FailureAction.FAIL_JOB, exit_codes=ExitCodes(frozenset({2, 64}))),
+        FailureRule(FailureAction.IGNORE, exit_codes=ExitCodes(frozenset({1, 137}), negated=True)),
+        FailureRule(FailureAction.COUNT, pod_reasons=frozenset({"OOMKilled", "Evicted"}), exclude_node=True),
+        FailureRule(
+            FailureAction.IGNORE, pod_conditions=(PodCondition("DisruptionTarget"), PodCondition("Ready", "Unknown"))
+        ),
+    )
+    assert spec.scheduling == SchedulingSpec(GangScheduler.VOLCANO, "volcano-of-ours", "research", "batch")
+    assert spec.rendezvous == RendezvousSpec(30, 1200, 10, (20000, 20063))
+    assert (spec.grace_period, spec.node_loss, spec.disruption_budget, spec.metrics_port) == (20, 60, True, 9200)
     assert spec.etcd.image == "registry.example.org/etcd:3.5.21"
     assert spec.etcd.resources["limits"] == {"cpu": 1, "memory": "256Mi"}
     assert spec.etcd.storage == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
@@ -186,7 +208,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
         f"{HEAD}{SPEC}  maxReplicas: 3\n  replicas: 4\n",
         "job.yaml:8: spec.replicas: must lie between minReplicas and maxReplicas; change it, or move the bounds fi",
     ),
-    ("a missing field", f"{HEAD}{SPEC}", "job.yaml:4: spec.maxReplicas: this field is missing; it must be given"),
+    ("a missing field", f"{HEAD}{SPEC}", "job.yaml:4: spec.maxReplicas: must be given; more pods than"),
     (
         "a number in place of a text",
         f"{HEAD}spec:\n  image: a\n  maxReplicas: 1\n  args:\n  - train.py\n  - 1e3\n",
@@ -312,9 +334,11 @@ def test_a_change_of_anything_else_is_refused_with_its_line() -> None:
 
 
 def test_a_field_that_was_removed_is_told_with_the_line_of_what_it_stood_in() -> None:
-    first = manifest.load_checked(MANIFESTS / "everything.yaml")
-    Path("job.yaml").write_text((MANIFESTS / "everything.yaml").read_text().replace("  maxRestarts: 7\n", ""))
-    with pytest.raises(BadInput, match=r"^job\.yaml:11: spec\.maxRestarts: 7 cannot become 100 while the job runs"):
+    running = (MANIFESTS / "everything.yaml").read_text().replace("suspend: true", "suspend: false")
+    Path("job.yaml").write_text(running)
+    first = manifest.load_checked(Path("job.yaml"))
+    Path("job.yaml").write_text(running.replace("  command: [python, -m, training]\n", ""))
+    with pytest.raises(BadInput, match=r"^job\.yaml:11: spec\.command: .* cannot be removed while the job runs"):
         manifest.check_change(manifest.load(Path("job.yaml")), last_applied=first.source.data, live=first.job)
 
 

@@ -47,11 +47,19 @@ CREATING = {"waiting": {"reason": "ContainerCreating"}}
 def an_object(phase: str = "Running", *statuses: dict[str, Any], template: Any = None, **status: Any) -> dict[str, Any]:
     """A pod as the operator has made it and the kubelet has filled in its status."""
     job = a_job(image="team/train:1", args=("x.py",), template={"spec": template or {}})
-    made = worker_pod(job, NewPod(NAME, 1, SIZE, failures=2), PodSettings(), store="10.96.0.7:2379")
+    made = worker_pod(
+        job, NewPod(NAME, 1, SIZE, failures=2, failed=AT_CREATED - 9), PodSettings(), store="10.96.0.7:2379"
+    )
     made["metadata"] |= {"uid": "uid-1", "creationTimestamp": CREATED, "resourceVersion": "77", "managedFields": [{}]}
     made["spec"]["nodeName"] = "node-1"
     made["status"] = {"phase": phase, "conditions": [SCHEDULED], "containerStatuses": list(statuses), **status}
     return made
+
+
+def nowhere(obj: dict[str, Any]) -> dict[str, Any]:
+    """The same pod, as long as it has no node."""
+    del obj["spec"]["nodeName"]
+    return obj
 
 
 def worker(state: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -75,14 +83,25 @@ def ended(code: int, message: str = "", reason: str = "Error", **more: Any) -> d
     }
 
 
-BASE = Pod(name=NAME, uid="uid-1", index=1, phase=PodPhase.PENDING, created=AT_CREATED, failures=2, size=SIZE)
+BASE = Pod(
+    name=NAME,
+    uid="uid-1",
+    index=1,
+    phase=PodPhase.PENDING,
+    created=AT_CREATED,
+    failures=2,
+    failed=AT_CREATED - 9,
+    size=SIZE,
+    node="node-1",
+    conditions={"PodScheduled": "True"},
+)
 
 
 # Where a pod stands
 
 
 def test_a_pod_that_nobody_has_looked_at_is_pending() -> None:
-    assert pod_of(an_object("Pending", conditions=None, containerStatuses=None)) == BASE
+    assert pod_of(an_object("Pending", conditions=None, containerStatuses=None)) == replace(BASE, conditions={})
 
 
 def test_a_pod_runs_when_its_worker_does() -> None:
@@ -120,6 +139,7 @@ def test_the_agents_last_words_are_read() -> None:
         ended=AT_ENDED,
         exit_code=1,
         message=message,
+        reasons=frozenset({"Error"}),
     )
 
 
@@ -257,6 +277,20 @@ PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not 
             an_object("Pending", conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]),
             "no node takes it: SchedulingGated",
         ),
+        (
+            an_object(
+                "Pending",
+                conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}],
+                template={"schedulingGates": [{"name": "team/quota"}, {"name": "team/data"}]},
+            ),
+            "it may not be given to a node before its scheduling gates are lifted: team/quota, team/data",
+        ),
+        (
+            nowhere(an_object("Pending", conditions=[], template={"schedulerName": "volcano"})),
+            "the scheduler volcano has not looked at it yet; does it run?",
+        ),
+        (nowhere(an_object("Pending", conditions=[], template={"schedulerName": "default-scheduler"})), ""),
+        (an_object("Pending", worker(CREATING), template={"schedulerName": "volcano"}), ""),
         (
             an_object("Pending", worker(waiting("ErrImagePull", PULL))),
             'the image team/train:1 cannot be pulled: failed to resolve "team/train:1": not found',
@@ -405,9 +439,9 @@ def test_the_index_is_the_labels_or_else_the_names(label: str | None, index: int
 @pytest.mark.parametrize("note", ["", "x", "-1", "1.5", "9" * 30])
 def test_an_annotation_that_somebody_has_spoiled_says_nothing(note: str) -> None:
     obj = an_object()
-    for key in ("failures", "size"):
+    for key in ("failures", "failed", "size"):
         obj["metadata"]["annotations"][f"elastic.pytorch.org/{key}"] = note
-    assert (pod_of(obj).failures, pod_of(obj).size) == (0, None)
+    assert (pod_of(obj).failures, pod_of(obj).failed, pod_of(obj).size) == (0, None, None)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +477,18 @@ WHOLE = an_object(
     "Failed",
     worker(ended(137, spoken(7), "StartError"), lastState=ended(1)),
     initContainerStatuses=[{"name": "fetch", "state": ended(3)}],
-    template={"initContainers": [{"name": "fetch", "image": "busybox", "restartPolicy": "Always"}]},
+    template={
+        "initContainers": [{"name": "fetch", "image": "busybox", "restartPolicy": "Always"}],
+        "schedulerName": "volcano",
+        "schedulingGates": [{"name": "team/quota"}],
+        "readinessGates": [{"conditionType": "team/ready"}],
+    },
+    conditions=[
+        SCHEDULED,
+        {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "lastTransitionTime": ENDED},
+        {"type": "Ready", "status": "False"},
+        {"type": "ContainersReady", "status": "True"},
+    ],
     reason="Evicted",
     message="memory",
 )
@@ -496,6 +541,45 @@ def test_a_job_is_read_with_its_status() -> None:
     assert (job.spec.min_replicas, job.spec.max_replicas, job.spec.etcd.endpoint) == (1, 3, "e:1")
 
 
+def test_a_job_that_says_all_that_can_be_said_is_read() -> None:
+    job = job_of(
+        a_stored_job(
+            suspend=True,
+            managedBy="kueue.x-k8s.io/multikueue",
+            backoffLimit=3,
+            activeDeadlineSeconds=60,
+            ttlSecondsAfterFinished=0,
+            cleanPodPolicy="All",
+            failurePolicy={
+                "rules": [
+                    {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}},
+                    {"action": "Ignore", "onPodReasons": ["OOMKilled"], "excludeNode": True},
+                    {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget"}]},
+                ]
+            },
+            schedulingPolicy={"gang": "Volcano", "queue": "team", "priorityClassName": "high", "schedulerName": "mine"},
+            rendezvous={"joiningWindowSeconds": 1, "ports": {"first": 30000, "last": 30100}},
+            gracePeriodSeconds=9,
+            nodeLossSeconds=0,
+            disruptionBudget=True,
+            metricsPort=0,
+            etcd={"endpoint": "https://e:1", "tlsSecret": "hub"},
+        )
+    )
+    assert job.spec.suspend
+    assert (job.spec.backoff_limit, job.spec.ttl_after_finished, job.spec.metrics_port) == (3, 0, 0)
+    assert len(job.spec.failure_rules) == 3
+    assert (job.spec.scheduling.queue, job.spec.etcd.tls_secret) == ("team", "hub")
+
+
+def test_a_job_of_the_first_controller_is_read_as_what_it_means() -> None:
+    container = {"name": "elasticjob-worker", "image": "i", "args": ["--nproc_per_node=2", "x.py"]}
+    worker = {"replicas": 2, "restartPolicy": "ExitCode", "template": {"spec": {"containers": [container]}}}
+    spec = {"rdzvEndpoint": "e:1", "minReplicas": 1, "maxReplicas": 3, "replicaSpecs": {"Worker": worker}}
+    job = job_of({**a_stored_job(), "spec": spec})
+    assert (job.spec.desired, job.spec.etcd.endpoint, job.spec.nproc_per_node) == (2, "e:1", 2)
+
+
 def test_a_job_on_its_way_out_is_called_that() -> None:
     obj = a_stored_job()
     obj["metadata"]["deletionTimestamp"] = ENDED
@@ -503,7 +587,17 @@ def test_a_job_on_its_way_out_is_called_that() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [None, 7, {}, {"minReplicas": 1, "maxReplicas": "many"}, {"minReplicas": 1, "maxReplicas": 2, "etcd": 7}]
+    "spec",
+    [
+        None,
+        7,
+        {},
+        {"minReplicas": 1, "maxReplicas": "many"},
+        {"minReplicas": 1, "maxReplicas": 2, "etcd": 7},
+        {"minReplicas": 1, "maxReplicas": 2, "cleanPodPolicy": "Some"},
+        {"minReplicas": 1, "maxReplicas": 2, "failurePolicy": {"rules": [{"action": "Shrug"}]}},
+        {"minReplicas": 1, "maxReplicas": 2, "schedulingPolicy": {"gang": "Other"}},
+    ],
 )
 def test_a_job_of_another_definition_is_refused_in_words(spec: Any) -> None:
     with pytest.raises(BadInput, match="the spec of the job digits is not as this operator's definition has it"):
@@ -544,8 +638,8 @@ def test_where_the_etcd_stands(service: Any, deployment: Any, state: EtcdState) 
 
 
 def test_why_the_etcds_pod_cannot_be_made_is_told_in_the_clusters_words() -> None:
-    failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "exceeded quota: pods"}
-    assert etcd_hindrance({"status": {"conditions": [failed]}}) == "exceeded quota: pods"
+    failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "no such thing today"}
+    assert etcd_hindrance({"status": {"conditions": [failed]}}) == "no such thing today"
     assert etcd_hindrance({"status": {"conditions": [{**failed, "status": "False"}]}}) is None
     assert etcd_hindrance(a_deployment()) is None
     assert etcd_hindrance(None) is None

@@ -6,17 +6,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace as replaced
 
-from elastic_operator.model import EtcdState, JobState, Misfit, Plan, Unfit
+from elastic_operator.model import EtcdState, JobState, LastFailure, Misfit, Plan, Unfit
 from elastic_operator.names import ConditionType, EventReason, Reason, pod_name
 from elastic_operator.plan import plan
-from elastic_operator.plan.ending import FAREWELL
+from elastic_operator.plan.clearing import FAREWELL
 from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
-from elastic_operator.plan.standing import MESSAGE_LIMIT
+from elastic_operator.plan.words import MESSAGE_LIMIT
 from tests.support.builders import (
     NAME,
     NOW,
     UID,
+    a_failure,
     a_job,
     a_world,
     an_epoch,
@@ -36,7 +38,7 @@ from tests.support.builders import (
     unready,
     with_status,
 )
-from torchelastic.contract import FailureRecord
+from torchelastic.contract import EpochReason, FailureRecord
 
 if TYPE_CHECKING:
     from elastic_operator.model import Job, Observed, SizeRecord
@@ -359,6 +361,39 @@ def test_a_deleted_pod_of_a_place_that_failed_before_passes_the_count_on_and_add
     assert successor.failures == 2
 
 
+def test_a_place_without_a_failure_for_a_while_starts_over_however_often_its_pods_were_deleted() -> None:
+    job = that_trained(a_job(replicas=2))
+    earlier = died(1, failures=3, ended=NOW - 80)
+    [second] = plan(job, a_world(running(0), earlier), NOW - 72).create
+    assert (second.failures, second.failed) == (4, NOW - 80)
+
+    deleted = going(1, after=earlier, failures=4, failed=NOW - 80, started=NOW - 40)
+    [third] = plan(job, a_world(running(0), deleted), NOW - 20).create
+    assert (third.failures, third.failed) == (4, NOW - 80)
+
+    dead = died(1, after=deleted, failures=4, failed=NOW - 80, started=NOW - 15, ended=NOW)
+    [fourth] = plan(job, a_world(running(0), dead), NOW).create
+    assert (fourth.failures, fourth.failed) == (1, NOW)
+
+
+def test_the_time_that_a_place_was_kept_waiting_was_not_healthy() -> None:
+    dead = died(1, failures=9, failed=NOW - 63, started=NOW - 1, ended=NOW)
+    made = plan(that_trained(a_job(replicas=2)), a_world(running(0), dead), NOW)
+
+    assert (made.create, made.wake_at) == ((), NOW + LONGEST_BACK_OFF)
+
+
+@pytest.mark.parametrize("terminating", [False, True])
+def test_a_place_keeps_waiting_though_somebody_deletes_the_remains_of_what_failed_there(terminating: bool) -> None:
+    dead = died(1, failures=4, ended=NOW - 1, terminating=terminating)
+    job = that_trained(a_job(), accounted=frozenset({dead.uid}))
+    made = plan(job, a_world(running(0), dead), NOW)
+    assert (made.create, made.wake_at) == ((), NOW - 1 + back_off(5))
+
+    asked = left(1, failures=4, terminating=terminating)
+    assert [pod.failures for pod in plan(job, a_world(running(0), asked), NOW).create] == [4]
+
+
 def test_back_off_doubles_from_nothing_to_a_minute() -> None:
     assert [back_off(failures) for failures in range(1, 10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert back_off(10**6) == LONGEST_BACK_OFF
@@ -385,7 +420,9 @@ def test_a_death_is_charged_once_and_a_leave_never() -> None:
     assert first is not None
     assert first.pod_failures == 1
     assert first.accounted == {died(0).uid, left(1).uid, going(2).uid}
-    assert first.last_failure == f"{died(0).name} was killed by SIGKILL"
+    assert first.last_failure == LastFailure(
+        f"{died(0).name} was killed by SIGKILL", pod=died(0).name, signal="SIGKILL", time=NOW
+    )
 
     second = plan(replace(that_trained(a_job(replicas=3)), status=first), world, NOW)
     assert second.status is None
@@ -415,8 +452,19 @@ def test_a_pod_that_was_to_go_and_stays_after_all_is_no_longer_accounted_for() -
     assert status == settled
 
 
+def test_agents_that_never_reached_the_store_are_charged_to_nobody_and_come_back_later_each_time() -> None:
+    job = that_had_pods(a_job(replicas=4, backoff_limit=0))
+    gave_up = [died(index, 3, failures=2, message=says("etcd:2379 cannot be reached")) for index in range(4)]
+    made = plan(job, a_world(*gave_up), NOW)
+
+    assert made.status is not None
+    assert (made.status.state, made.status.pod_failures) == (JobState.PENDING, 0)
+    assert (made.create, made.wake_at) == ((), NOW + back_off(3))
+    assert {(event.reason, event.warning) for event in made.events} == {(EventReason.POD_DIED, True)}
+
+
 def test_more_deaths_than_restarts_are_allowed_fail_the_job() -> None:
-    job = that_trained(a_job(replicas=2, max_restarts=3), pod_failures=3)
+    job = that_trained(a_job(replicas=2, backoff_limit=3), pod_failures=3)
     made = plan(job, a_world(running(0), died(1, 139)), NOW)
 
     assert made.status is not None
@@ -425,14 +473,15 @@ def test_more_deaths_than_restarts_are_allowed_fail_the_job() -> None:
     failed = condition(made.status, ConditionType.FAILED)
     assert failed.reason == Reason.POD_FAILURES
     assert failed.message == (
-        f"4 pods died by themselves, and maxRestarts allows 3; the last was {died(1).name}, which was killed by SIGSEGV"
+        "4 pods died by themselves, and backoffLimit allows 3; "
+        f"the last was {died(1).name}, which was killed by SIGSEGV"
     )
     assert [removal.name for removal in made.remove] == [running(0).name]
     assert made.create == ()
 
 
 def test_as_many_deaths_as_restarts_are_allowed_do_not() -> None:
-    job = that_trained(a_job(replicas=2, max_restarts=3), pod_failures=2)
+    job = that_trained(a_job(replicas=2, backoff_limit=3), pod_failures=2)
 
     assert [pod.index for pod in plan(job, a_world(running(0), died(1)), NOW).create] == [1]
 
@@ -500,7 +549,7 @@ def test_failure_names_its_root_cause() -> None:
     assert condition(made.status, ConditionType.FINISHED).message == cause
     assert condition(made.status, ConditionType.FAILED).reason == Reason.RUN_FAILED
     assert made.status is not None
-    assert made.status.last_failure == cause
+    assert made.status.last_failure == LastFailure(cause, pod="digits-2", rank=3, exit_code=1, time=NOW)
     assert told(made) == {EventReason.FAILED: f"failed: {cause}"}
 
 
@@ -659,6 +708,38 @@ def test_what_hinders_new_pods_is_said_and_told_once() -> None:
     assert (free.replicas, condition(free, ConditionType.WAITING).reason) == (2, Reason.BELOW_MINIMUM)
 
 
+def test_what_keeps_etcd_away_is_said_though_no_pod_has_to_be_made() -> None:
+    job = that_had_pods(a_job(minimum=2))
+    quota = 'pods "digits-etcd" is forbidden: exceeded quota: few.'
+    world = replace(a_world(unready(0), unready(1), hindrance=quota, store_read=False), etcd=EtcdState.STARTING)
+    made = plan(job, world, NOW)
+
+    hindered = f"not all that the job needs can be made for now: {quota.rstrip('.')}"
+    waiting = condition(made.status, ConditionType.WAITING)
+    assert waiting.reason == Reason.HINDERED
+    assert waiting.message.endswith(f"; {hindered}")
+    assert told(made) == {EventReason.HINDERED: hindered}
+
+
+def test_what_is_missing_while_all_pods_train_is_said_too_and_taken_back() -> None:
+    pods = (running(0), running(1))
+    world = a_world(
+        *pods, epoch=an_epoch(*pods), hindrance="a foreign Service is called digits-etcd", unguarded="no right"
+    )
+    made = plan(TRAINED, world, NOW)
+
+    kinds = (ConditionType.HINDERED, ConditionType.UNGUARDED)
+    said = [condition(made.status, kind) for kind in kinds]
+    assert [(each.status, each.reason, each.message) for each in said] == [
+        (True, Reason.HINDERED, "a foreign Service is called digits-etcd"),
+        (True, Reason.NO_BUDGET, "no right"),
+    ]
+    assert told(made)[EventReason.HINDERED].endswith("for now: a foreign Service is called digits-etcd")
+    assert made.status is not None
+    mended = plan(replace(TRAINED, status=made.status), replace(world, hindrance=None, unguarded=None), NOW).status
+    assert [condition(mended, kind).status for kind in kinds] == [False, False]
+
+
 def test_what_the_cluster_refuses_is_said_and_told_once_and_no_successor_is_promised() -> None:
     made = plan(TRAINED, a_world(running(0), died(1), refusal="Pod is invalid: spec.volumes: no such volume."), NOW)
 
@@ -710,7 +791,8 @@ def test_however_much_a_pod_has_to_say_the_status_stays_within_its_bounds() -> N
     made = plan(TRAINED, a_world(running(0), outcome=failure("x" * 16_384)), NOW)
 
     assert made.status is not None
-    assert len(made.status.last_failure) == MESSAGE_LIMIT
+    assert made.status.last_failure is not None
+    assert len(made.status.last_failure.message) == MESSAGE_LIMIT
     assert all(len(condition.message) <= MESSAGE_LIMIT for condition in made.status.conditions)
 
 
@@ -747,11 +829,11 @@ def test_deaths_and_leaves_are_told_with_what_follows() -> None:
 
     assert [event.message for event in made.events] == [
         f"{died(0).name} was killed by SIGKILL; a new pod takes its place",
-        f"{died(1).name} gave up on the store: the store cannot be reached; a new pod takes its place in 4 s",
         f"{going(3).name} was deleted; a new pod takes its place",
+        f"{died(1).name} gave up on the store: the store cannot be reached; a new pod takes its place in 4 s",
         f"{left(2).name} was asked to leave; a new pod takes its place",
     ]
-    assert [event.warning for event in made.events] == [True, True, False, False]
+    assert [event.warning for event in made.events] == [True, False, True, False]
 
 
 def test_the_last_line_of_what_a_pod_left_is_told() -> None:
@@ -781,14 +863,54 @@ def test_a_new_epoch_is_told_with_its_cause() -> None:
     pods = (running(0), running(1))
     scaled = plan(TRAINED, a_world(*pods, epoch=an_epoch(*pods, number=2, cause="digits-1 joined")), NOW)
     cause = "rank 1 on digits-1: KeyError: 'x'"
-    failed = plan(TRAINED, a_world(*pods, epoch=an_epoch(*pods, number=2, cause=cause, restarts=1)), NOW)
+    anew = an_epoch(*pods, number=2, cause=cause, restarts=1, reason=EpochReason.WORKER_FAILED)
+    failed = plan(TRAINED, a_world(*pods, epoch=anew), NOW)
 
     assert told(scaled) == {EventReason.EPOCH: "epoch 2 with world size 2: digits-1 joined"}
     assert [event.warning for event in scaled.events] == [False]
     assert told(failed) == {EventReason.EPOCH: f"epoch 2 with world size 2: {cause}"}
     assert [event.warning for event in failed.events] == [True]
     assert failed.status is not None
-    assert (failed.status.restarts, failed.status.last_failure) == (1, cause)
+    assert (failed.status.restarts, failed.status.last_failure) == (1, LastFailure(cause, time=NOW))
+
+
+def test_a_worker_failure_after_which_the_job_goes_on_is_the_last_failure_with_all_that_is_known_of_it() -> None:
+    pods = (running(0), running(1))
+    anew = an_epoch(*pods, number=2, restarts=1, cause="rank 3", reason=EpochReason.WORKER_FAILED, failure=a_failure())
+    raised = plan(TRAINED, a_world(*pods, epoch=anew), NOW).status
+    killed = plan(
+        TRAINED, a_world(*pods, epoch=replaced(anew, failure=a_failure(exit_code=-9, message=""))), NOW
+    ).status
+
+    assert raised is not None
+    assert raised.last_failure == LastFailure(
+        "rank 3 on digits-1-abcde exited with ValueError: no", pod="digits-1-abcde", rank=3, exit_code=1, time=NOW
+    )
+    assert killed is not None
+    assert killed.last_failure == LastFailure(
+        "rank 3 on digits-1-abcde was killed by SIGKILL", pod="digits-1-abcde", rank=3, signal="SIGKILL", time=NOW
+    )
+
+
+def test_what_came_after_a_failure_is_not_taken_for_it() -> None:
+    pods = (running(0), running(1))
+    after = an_epoch(*pods, number=3, restarts=1, cause="digits-1 joined", failure=a_failure())
+    made = plan(TRAINED, a_world(*pods, epoch=after), NOW)
+
+    failed = "rank 3 on digits-1-abcde exited with ValueError: no"
+    assert told(made) == {
+        EventReason.WORKER_FAILED: failed,
+        EventReason.EPOCH: "epoch 3 with world size 2: digits-1 joined",
+    }
+    assert [event.warning for event in made.events] == [True, False]
+    assert made.status is not None
+    assert made.status.last_failure is not None
+    assert made.status.last_failure.message == failed
+
+    unknown = plan(TRAINED, a_world(*pods, epoch=replaced(after, failure=None)), NOW)
+    assert told(unknown) == {EventReason.EPOCH: "epoch 3 with world size 2: digits-1 joined"}
+    assert unknown.status is not None
+    assert (unknown.status.restarts, unknown.status.last_failure) == (1, None)
 
 
 def test_an_epoch_without_members_is_told_as_a_pause() -> None:

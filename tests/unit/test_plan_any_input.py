@@ -8,21 +8,35 @@ from hypothesis import strategies as st
 from elastic_operator.model import (
     Condition,
     EtcdState,
+    Fate,
     Job,
     JobState,
     JobStatus,
+    LastFailure,
     Misfit,
     Observed,
+    Plan,
     Pod,
     PodPhase,
     Unfit,
 )
 from elastic_operator.names import ConditionType, Reason, pod_name
+from elastic_operator.pinned import pin
 from elastic_operator.plan import plan
-from elastic_operator.spec import ElasticJobSpec
+from elastic_operator.spec import (
+    MANAGER,
+    CleanPodPolicy,
+    ElasticJobSpec,
+    FailureAction,
+    FailureRule,
+    GangScheduler,
+    PodCondition,
+    SchedulingSpec,
+)
 from tests.support.builders import NAME, NOW, UID
 from tests.support.simulated_cluster import is_live
 from torchelastic.contract import (
+    EpochReason,
     EpochRecord,
     FailureRecord,
     Member,
@@ -64,17 +78,25 @@ PODS = st.builds(
     | TEXTS
     | st.builds(TerminationMessage, reason=TEXTS, message=TEXTS, failure=st.none() | FAILURES),
     failures=NUMBERS,
+    failed=st.none() | SECONDS,
     size=st.none() | SIZES,
     waiting=TEXTS,
     unfit=st.none() | st.builds(Unfit, reason=st.sampled_from(Misfit), message=TEXTS),
     lingers=st.booleans(),
+    node=st.sampled_from(["", "m", "n"]),
+    fate=st.none() | st.sampled_from(Fate),
+    reasons=st.frozensets(st.sampled_from(["Evicted", "Error"])),
+    conditions=st.dictionaries(st.just("DisruptionTarget"), st.sampled_from(["True", "False"])),
 )
 EPOCHS = st.builds(
     EpochRecord,
     number=NUMBERS,
     members=st.lists(st.builds(Member, node=TEXTS, address=TEXTS, workers=NUMBERS), max_size=2).map(tuple),
     restarts=NUMBERS,
+    free=NUMBERS,
     cause=TEXTS,
+    reason=st.sampled_from(EpochReason),
+    failure=st.none() | FAILURES,
 )
 WORLDS = st.builds(
     Observed,
@@ -87,6 +109,16 @@ WORLDS = st.builds(
     size=st.none() | SIZES,
     refusal=st.none() | TEXTS,
     hindrance=st.none() | TEXTS,
+    store_trouble=st.none() | TEXTS,
+    store_closed=st.booleans(),
+    unguarded=st.none() | TEXTS,
+)
+RULES = st.builds(
+    FailureRule,
+    action=st.sampled_from(FailureAction),
+    pod_reasons=st.frozensets(st.sampled_from(["Evicted", "Error"])),
+    pod_conditions=st.sampled_from([(), (PodCondition("DisruptionTarget"),)]),
+    exclude_node=st.booleans(),
 )
 SPECS = st.builds(
     ElasticJobSpec,
@@ -94,6 +126,15 @@ SPECS = st.builds(
     max_replicas=st.integers(-1, 5),
     replicas=st.none() | NUMBERS,
     max_restarts=NUMBERS,
+    backoff_limit=NUMBERS,
+    suspend=st.booleans(),
+    managed_by=st.sampled_from([MANAGER, MANAGER, MANAGER, "kueue.x-k8s.io/multikueue"]),
+    active_deadline=st.none() | NUMBERS,
+    ttl_after_finished=st.none() | NUMBERS,
+    clean_pod_policy=st.sampled_from(CleanPodPolicy),
+    failure_rules=st.lists(RULES, max_size=2).map(tuple),
+    scheduling=st.sampled_from([SchedulingSpec(), SchedulingSpec(GangScheduler.VOLCANO)]),
+    disruption_budget=st.booleans(),
     env=st.sampled_from([(), ({"name": "A"}, {"name": "A"}), ({},)]),
     template=st.sampled_from([{}, {"spec": 7}, {"spec": {"containers": [{"name": "worker", "env": 7}]}}]),
 )
@@ -102,7 +143,13 @@ STATUSES = st.builds(
     state=st.sampled_from(JobState),
     desired=NUMBERS,
     epoch=NUMBERS,
+    restarts=NUMBERS,
+    free_restarts=NUMBERS,
     pod_failures=NUMBERS,
+    active=st.none() | SECONDS,
+    last_failure=st.none() | st.builds(LastFailure, message=TEXTS),
+    excluded=st.sampled_from([(), ("m",)]),
+    pinned=st.none() | st.builds(pin, SPECS),
     accounted=st.frozensets(st.sampled_from(["a", "b"])),
     size_generation=NUMBERS,
     started=st.none() | SECONDS,
@@ -147,5 +194,8 @@ def test_whatever_it_is_given_the_plan_never_raises_and_never_asks_for_too_much(
     assert len({pod.index for pod in made.create}) == len(made.create)
     if observed.refusal is not None:
         assert made.create == ()
-    if job.status.state.finished or job.deleting:
-        assert (made.create, made.replicas, made.size) == ((), None, None)
+    if made.hands_off:
+        assert made == Plan(hands_off=True)
+    if job.status.state.finished or job.deleting or job.spec.suspend:
+        assert (made.create, made.replicas, made.size, made.together, made.guarded) == ((), None, None, None, None)
+    assert not made.delete_job or job.spec.ttl_after_finished is not None

@@ -1,28 +1,49 @@
 """Whatever happens to a job, and wherever the operator is interrupted, the plan keeps its promises.
 
-A user edits the spec, pods and agents and the store do what they may do, and the operator sees the world late, acts on
-what it saw before the world went on, and dies between any two of its writes.
+A user edits the spec, suspends the job and resumes it; pods and agents, nodes and the store do what they may do; and
+the operator sees the world late, acts on what it saw before the world went on, and dies between any two of its writes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_operator.model import Job, Misfit, Observed, Plan, Pod, PodPhase, Unfit
-from elastic_operator.names import ConditionType, Reason
+from elastic_operator.model import Fate, Job, JobState, Misfit, Observed, Plan, Pod, PodPhase, Unfit
+from elastic_operator.names import Reason
 from elastic_operator.plan import plan
-from elastic_operator.plan.ending import FAREWELL
+from elastic_operator.plan.clearing import FAREWELL
 from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF
-from tests.support.builders import a_job
-from tests.support.simulated_cluster import ConflictError, OperatorKilledError, SimulatedCluster, Store, is_live
+from elastic_operator.spec import CleanPodPolicy, FailureAction, GangScheduler, SchedulingSpec
+from tests.support.builders import a_job, on_disruption, on_reasons
+from tests.support.simulated_cluster import (
+    NODES,
+    ConflictError,
+    OperatorKilledError,
+    SimulatedCluster,
+    Store,
+    finish_reason,
+    is_live,
+    runs,
+)
 from torchelastic.contract import ExitCode, OutcomeState
+
+if TYPE_CHECKING:
+    from elastic_operator.spec import FailureRule
 
 ACCIDENTS = st.sampled_from([137, 139, 3, 1, 127, None])
 LEAVES = st.sampled_from([143, 130])
+RULES = st.lists(
+    st.builds(
+        on_reasons, st.sampled_from(FailureAction), st.sampled_from(["OOMKilled", "Evicted"]), exclude=st.booleans()
+    )
+    | st.builds(on_disruption, st.sampled_from([FailureAction.COUNT, FailureAction.IGNORE]), exclude=st.booleans()),
+    max_size=2,
+).map(tuple)
 
 
 class AnyLife(RuleBasedStateMachine):
@@ -32,13 +53,46 @@ class AnyLife(RuleBasedStateMachine):
         minimum=st.integers(1, 3),
         more=st.integers(0, 3),
         replicas=st.none() | st.integers(1, 5),
-        max_restarts=st.integers(0, 6),
+        backoff_limit=st.integers(0, 6),
+        rules=RULES,
+        deadline=st.none() | st.sampled_from([30, 200]),
+        ttl=st.none() | st.sampled_from([0, 20, 100]),
+        policy=st.sampled_from(CleanPodPolicy),
+        gang=st.sampled_from([SchedulingSpec(), SchedulingSpec(GangScheduler.VOLCANO)]),
+        budget=st.booleans(),
+        suspend=st.sampled_from([False, False, True]),
     )
-    def begin(self, minimum: int, more: int, replicas: int | None, max_restarts: int) -> None:
+    def begin(
+        self,
+        minimum: int,
+        more: int,
+        replicas: int | None,
+        backoff_limit: int,
+        rules: tuple[FailureRule, ...],
+        deadline: int | None,
+        ttl: int | None,
+        policy: CleanPodPolicy,
+        gang: SchedulingSpec,
+        budget: bool,
+        suspend: bool,
+    ) -> None:
         maximum = minimum + more
         wanted = None if replicas is None else min(max(replicas, minimum), maximum)
         self.cluster = SimulatedCluster(
-            a_job(minimum=minimum, maximum=maximum, replicas=wanted, max_restarts=max_restarts)
+            a_job(
+                minimum=minimum,
+                maximum=maximum,
+                replicas=wanted,
+                args=("first.py",),
+                backoff_limit=backoff_limit,
+                failure_rules=rules,
+                active_deadline=deadline,
+                ttl_after_finished=ttl,
+                clean_pod_policy=policy,
+                scheduling=gang,
+                disruption_budget=budget,
+                suspend=suspend,
+            )
         )
         self.held: tuple[Job, Observed, Plan] | None = None
 
@@ -84,6 +138,8 @@ class AnyLife(RuleBasedStateMachine):
             self._reconcile()  # a store that has just come up says what was waited for
         if was_troubled or self._is_troubled():
             self._reconcile()  # what the API server has answered is told
+        if self.cluster.deleted and any(map(is_live, self.cluster.pods.values())):
+            self._reconcile()  # with the job go its pods
         self._assert_nothing_is_left_to_do()
 
     def _is_troubled(self) -> bool:
@@ -99,7 +155,7 @@ class AnyLife(RuleBasedStateMachine):
     def _assert_nothing_is_left_to_do(self) -> None:
         job, observed = self.cluster.observe()
         again = plan(job, observed, self.cluster.now)
-        if again == Plan(etcd=again.etcd, wake_at=again.wake_at, remove=again.remove):
+        if again == replace(Plan(remove=again.remove), **_standing(again)):
             # Remains of pods go only when their successors can be seen: where there are many, that is one plan later.
             assert all(self.cluster.pods[removal.uid].phase.ended for removal in again.remove)
             self._carry_out(job, observed, again)
@@ -107,12 +163,16 @@ class AnyLife(RuleBasedStateMachine):
             again = plan(job, observed, self.cluster.now)
         assert again == Plan(
             etcd=self.cluster.etcd,
+            together=self.cluster.group,
+            guarded=self.cluster.guard,
             wake_at=again.wake_at,
             create=again.create if self.cluster.full and not self.cluster.refuses else (),
         )
-        if not job.status.state.finished:
+        if not job.status.state.finished and not job.deleting:
             empty = job.spec.desired - sum(is_live(pod) for pod in observed.pods)
-            remains = [pod for pod in observed.pods if pod.phase.ended and not pod.terminating]
+            # Whoever died before the store was read stays until it has been.
+            judged = [pod for pod in observed.pods if pod.uid in job.status.accounted]
+            remains = [pod for pod in judged if pod.phase.ended and not pod.terminating]
             assert len(remains) <= max(ENDED_PODS_KEPT, empty)
 
     # -- pods
@@ -124,20 +184,50 @@ class AnyLife(RuleBasedStateMachine):
     def a_pod_starts(self, data: st.DataObject) -> None:
         pods = [pod for pod in self.cluster.pods.values() if pod.phase is PodPhase.PENDING and not pod.terminating]
         if (pod := self._pick(data, pods)) is not None:
-            self.cluster.change(pod, phase=PodPhase.RUNNING, ready=data.draw(st.booleans()), started=self.cluster.now)
+            self._start(pod, ready=data.draw(st.booleans()), node=data.draw(st.sampled_from(NODES)))
             self.cluster.look()
+
+    def _start(self, pod: Pod, *, ready: bool, node: str = NODES[0]) -> None:
+        self.cluster.change(pod, phase=PodPhase.RUNNING, ready=ready, node=node, started=self.cluster.now)
 
     @rule()
     def all_pods_start(self) -> None:
         for pod in list(self.cluster.pods.values()):
             if is_live(pod) and not pod.ready:
-                self.cluster.change(pod, phase=PodPhase.RUNNING, ready=True, started=self.cluster.now)
+                self._start(pod, ready=True)
         self.cluster.look()
 
     @rule(data=st.data(), code=ACCIDENTS, lingers=st.booleans())
     def a_pod_dies(self, data: st.DataObject, code: int | None, lingers: bool) -> None:
-        if (pod := self._pick(data, [pod for pod in self.cluster.pods.values() if not pod.phase.ended])) is not None:
+        if (pod := self._pick(data, list(filter(runs, self.cluster.pods.values())))) is not None:
             self.cluster.end(pod, code, lingers=lingers)
+            self.cluster.look()
+
+    @rule(data=st.data())
+    def a_pod_runs_out_of_memory(self, data: st.DataObject) -> None:
+        pods = [pod for pod in self.cluster.pods.values() if pod.phase is PodPhase.RUNNING]
+        if (pod := self._pick(data, pods)) is not None:
+            reasons = pod.reasons | {"OOMKilled"}
+            self.cluster.end(pod, 137, fate=pod.fate or Fate.OUT_OF_MEMORY, reasons=reasons)
+            self.cluster.look()
+
+    @rule(data=st.data(), fate=st.sampled_from([Fate.DISRUPTED, Fate.NODE_LOST]))
+    def a_pod_has_to_go(self, data: st.DataObject, fate: Fate) -> None:
+        if (pod := self._pick(data, [pod for pod in self.cluster.pods.values() if is_live(pod)])) is not None:
+            self.cluster.disrupt(pod, fate)
+            self.cluster.look()
+
+    @rule(data=st.data())
+    def a_node_has_no_room_after_all(self, data: st.DataObject) -> None:
+        pods = [pod for pod in self.cluster.pods.values() if pod.phase is PodPhase.PENDING and not pod.terminating]
+        if (pod := self._pick(data, pods)) is not None:
+            self.cluster.disrupt(pod, Fate.NOT_ADMITTED)
+            self.cluster.look()
+
+    @rule(data=st.data())
+    def a_pod_is_evicted(self, data: st.DataObject) -> None:
+        if (pod := self._pick(data, [pod for pod in self.cluster.pods.values() if is_live(pod)])) is not None:
+            self.cluster.evict(pod)
             self.cluster.look()
 
     @rule(data=st.data(), code=LEAVES, lingers=st.booleans())
@@ -174,7 +264,7 @@ class AnyLife(RuleBasedStateMachine):
 
     @rule()
     def deletions_come_to_their_end(self) -> None:
-        self.cluster.pods = {uid: pod for uid, pod in self.cluster.pods.items() if not pod.terminating}
+        self.cluster.finish_deletions()
         self.cluster.look()
 
     # -- agents
@@ -188,6 +278,23 @@ class AnyLife(RuleBasedStateMachine):
     def the_agents_end_the_run(self, state: OutcomeState) -> None:
         self.cluster.agents_end_the_run(state)
         self.cluster.look()
+
+    @precondition(lambda self: self.cluster.run_ended is None)
+    @rule(state=st.sampled_from(OutcomeState), readable=st.booleans(), suspend=st.booleans())
+    def the_run_ends_and_all_is_cleaned_up_while_the_operator_is_away(
+        self, state: OutcomeState, readable: bool, suspend: bool
+    ) -> None:
+        cluster = self.cluster
+        self.all_pods_start()
+        cluster.agents_form_an_epoch()
+        cluster.agents_end_the_run(state)
+        if cluster.run_ended is not None:
+            cluster.pods = {}
+            cluster.store.readable = readable
+            cluster.forget()
+            self._edit(suspend=suspend)
+            cluster.look()
+            cluster.seen = cluster.seen[-1:]
 
     @precondition(lambda self: self.cluster.run_ended is not None)
     @rule(data=st.data(), lingers=st.booleans())
@@ -238,8 +345,36 @@ class AnyLife(RuleBasedStateMachine):
 
     @rule(minimum=st.integers(1, 4), more=st.integers(0, 3), place=st.integers(0, 3))
     def the_user_edits_the_spec(self, minimum: int, more: int, place: int) -> None:
+        self._edit(min_replicas=minimum, max_replicas=minimum + more, replicas=minimum + min(place, more))
+
+    @rule(suspend=st.booleans())
+    def the_user_suspends_or_resumes(self, suspend: bool) -> None:
+        self._edit(suspend=suspend)
+
+    @rule(args=st.sampled_from([("first.py",), ("second.py",)]), writes=st.integers(0, 6))
+    def the_user_brings_another_program_by_suspending(self, args: tuple[str, ...], writes: int) -> None:
+        self._edit(suspend=True)
+        self.the_operator_is_killed_between_two_writes(writes)
+        self._edit(suspend=False, args=args)
+        self._reconcile()
+
+    @rule(args=st.sampled_from([("first.py",), ("second.py",)]))
+    def the_user_wants_another_program(self, args: tuple[str, ...]) -> None:
+        self._edit(args=args)
+
+    @rule(
+        backoff_limit=st.integers(0, 6),
+        deadline=st.none() | st.integers(10, 200),
+        policy=st.sampled_from(CleanPodPolicy),
+    )
+    def the_user_changes_what_may_always_change(
+        self, backoff_limit: int, deadline: int | None, policy: CleanPodPolicy
+    ) -> None:
+        self._edit(backoff_limit=backoff_limit, active_deadline=deadline, clean_pod_policy=policy)
+
+    def _edit(self, **fields: Any) -> None:
         job = self.cluster.job
-        spec = replace(job.spec, min_replicas=minimum, max_replicas=minimum + more, replicas=minimum + min(place, more))
+        spec = replace(job.spec, **fields)
         if spec != job.spec:
             self.cluster.job = replace(job, spec=spec, generation=job.generation + 1)
             self.cluster.look()
@@ -256,6 +391,11 @@ class AnyLife(RuleBasedStateMachine):
         assert len(places) == len(set(places))
 
     @invariant()
+    def all_pods_are_of_one_kind(self) -> None:
+        kinds = {self.cluster.made_from[pod.uid].args for pod in self.cluster.pods.values() if is_live(pod)}
+        assert len(kinds) <= 1
+
+    @invariant()
     def names_are_unique(self) -> None:
         assert len({pod.name for pod in self.cluster.pods.values()}) == len(self.cluster.pods)
 
@@ -267,7 +407,8 @@ class AnyLife(RuleBasedStateMachine):
         cluster.store.readable = True
         self.the_spec_is_mended()
         cluster.full = False
-        truth = None
+        self.a_suspended_job_rests()
+        self._edit(suspend=False)
         for _ in range(20):
             self.deletions_come_to_their_end()
             self.all_pods_start()
@@ -275,40 +416,63 @@ class AnyLife(RuleBasedStateMachine):
             self.a_second_plan_does_nothing()
             if cluster.job.status.state.finished:
                 break
-            if (truth := cluster.run_ended) is None and self._is_complete():
+            if cluster.run_ended is None and self._is_complete():
                 cluster.agents_end_the_run(OutcomeState.SUCCEEDED)
             cluster.now += LONGEST_BACK_OFF
-        self._assert_the_right_end(truth)
+        self._assert_the_right_end()
+
+    def a_suspended_job_rests(self) -> None:
+        cluster = self.cluster
+        self._edit(suspend=True)
+        for _ in range(2):
+            self.a_second_plan_does_nothing()
+            self.deletions_come_to_their_end()
+        self.a_second_plan_does_nothing()
+        status = cluster.job.status
+        if not status.state.finished and not cluster.job.deleting:
+            assert status.state is JobState.SUSPENDED
+            assert (status.pinned, status.active, status.replicas) == (None, None, 0)
+            assert all(pod.terminating and not runs(pod) for pod in cluster.pods.values())
+            assert (cluster.etcd, cluster.group, cluster.guard) == (False, None, None)
 
     def _is_complete(self) -> bool:
         epoch, job = self.cluster.store.epoch, self.cluster.job
         live = [pod for pod in self.cluster.pods.values() if is_live(pod)]
         return epoch is not None and len(epoch.members) == len(live) == job.spec.desired
 
-    def _assert_the_right_end(self, truth: OutcomeState | None) -> None:
+    def _assert_the_right_end(self) -> None:
         cluster = self.cluster
-        status = cluster.job.status
+        job, status = cluster.job, cluster.job.status
         assert status.state.finished, "the job never comes to an end"
-        reason = next(condition.reason for condition in status.conditions if condition.type == ConditionType.FINISHED)
-        match reason:
+        match finish_reason(status):
             case Reason.RUN_SUCCEEDED:
-                assert cluster.run_ended is OutcomeState.SUCCEEDED
+                assert OutcomeState.SUCCEEDED in cluster.endings
             case Reason.RUN_FAILED:
-                assert cluster.run_ended is OutcomeState.FAILED
+                assert OutcomeState.FAILED in cluster.endings
             case Reason.NO_AGENT:
                 assert cluster.no_agent
             case Reason.BAD_INPUT:
                 assert cluster.refused_input
+            case Reason.DEADLINE_EXCEEDED | Reason.POD_FAILURE_POLICY:
+                pass  # judged by the cluster when it was said
             case _:
-                assert status.pod_failures == len(cluster.deaths_seen) > cluster.job.spec.max_restarts
-        cluster.now += FAREWELL
-        self.a_second_plan_does_nothing()
-        self.deletions_come_to_their_end()
-        self.a_second_plan_does_nothing()
-        assert not [pod for pod in cluster.pods.values() if not pod.phase.ended or pod.lingers], (
-            "a pod outlives its job"
-        )
-        assert not cluster.etcd, "the store outlives its job"
+                assert status.pod_failures == len(cluster.deaths_seen)
+        cluster.now += max(FAREWELL, job.spec.ttl_after_finished or 0.0)
+        for _ in range(3):
+            self.a_second_plan_does_nothing()
+            self.deletions_come_to_their_end()
+        assert cluster.deleted is (job.spec.ttl_after_finished is not None), "the job goes when its time has come"
+        left = [pod for pod in cluster.pods.values() if pod.lingers or runs(pod)]
+        if cluster.deleted or job.spec.clean_pod_policy is not CleanPodPolicy.NONE:
+            assert not left, "a pod outlives its job"
+        if job.spec.clean_pod_policy is CleanPodPolicy.ALL and not cluster.deleted:
+            assert not [pod for pod in cluster.pods.values() if not pod.terminating], "a pod is not cleaned up"
+        assert (cluster.etcd, cluster.group, cluster.guard) == (False, None, None), "the store outlives its job"
+
+
+def _standing(todo: Plan) -> dict[str, Any]:
+    """What a plan says again each time."""
+    return {"etcd": todo.etcd, "together": todo.together, "guarded": todo.guarded, "wake_at": todo.wake_at}
 
 
 TestAnyLife = AnyLife.TestCase

@@ -19,10 +19,19 @@ from elastic_operator.pods import (
     resolved,
     user_env,
 )
-from elastic_operator.spec import EtcdSpec
+from elastic_operator.spec import (
+    EtcdSpec,
+    ExitCodes,
+    FailureAction,
+    FailureRule,
+    GangScheduler,
+    PodCondition,
+    RendezvousSpec,
+    SchedulingSpec,
+)
 from tests.support.builders import UID, a_job, size
 from torchelastic.arguments import parse
-from torchelastic.contract import CONTRACT_VERSION, Env, SizeRecord, decode
+from torchelastic.contract import CONTRACT_VERSION, Env, ResumeRecord, SizeRecord, decode
 from torchelastic.settings import AgentSettings, ProgramKind
 
 POD = NewPod(name="digits-1-abcde", index=1, size=size(2, generation=3, minimum=1, maximum=4))
@@ -96,7 +105,93 @@ def test_what_is_known_only_later_is_left_to_others() -> None:
 
 
 def test_every_variable_that_is_given_is_reserved() -> None:
-    assert set(agent_command(a_job(), POD, HERE).env) == RESERVED
+    resumed = replace(POD, resume=ResumeRecord(epoch=1))
+    assert set(agent_command(a_job(), resumed, HERE).env) == RESERVED
+
+
+def test_a_run_that_was_suspended_is_gone_on_with() -> None:
+    resume = ResumeRecord(epoch=12, restarts=3, free=5)
+    env = agent_command(a_job(), replace(POD, resume=resume), HERE).env
+
+    assert decode(env[Env.RESUME].encode(), ResumeRecord) == resume
+    assert Env.RESUME not in agent_command(a_job(), POD, HERE).env
+
+
+def exit_rule(action: FailureAction, *codes: int, negated: bool = False) -> FailureRule:
+    return FailureRule(action, exit_codes=ExitCodes(frozenset(codes), negated=negated))
+
+
+FAIL, IGNORE, COUNT = FailureAction.FAIL_JOB, FailureAction.IGNORE, FailureAction.COUNT
+
+
+@pytest.mark.parametrize(
+    ("rules", "final", "free"),
+    [
+        ((), None, None),
+        ((exit_rule(FAIL, 3),), "3", None),
+        ((exit_rule(FAIL, 3, 4, 5, 64), exit_rule(IGNORE, 137)), "3-5,64", "137"),
+        # The first rule that fits holds.
+        ((exit_rule(COUNT, 1), exit_rule(FAIL, 1, 2, negated=True)), "3-255", None),
+        ((exit_rule(FAIL, 2), exit_rule(IGNORE, 2, 3), exit_rule(COUNT, 3, 4)), "2", "3"),
+        ((exit_rule(IGNORE, 1, negated=True), exit_rule(FAIL, 1)), "1", "2-255"),
+        # Rules about pods are the operator's.
+        ((FailureRule(FAIL, pod_reasons=frozenset({"OOMKilled"})), exit_rule(IGNORE, 9)), None, "9"),
+        ((FailureRule(IGNORE, pod_conditions=(PodCondition("DisruptionTarget"),)),), None, None),
+    ],
+)
+def test_rules_on_exit_codes_are_given_to_the_agents_as_two_sets(
+    rules: tuple[FailureRule, ...], final: str | None, free: str | None
+) -> None:
+    env = agent_command(a_job(failure_rules=rules), POD, HERE).env
+
+    assert (env.get("PET_FINAL_EXIT_CODES"), env.get("PET_FREE_EXIT_CODES")) == (final, free)
+
+
+def test_how_the_pods_meet_is_given_to_the_agents(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").touch()
+    job = a_job(args=(str(script),), rendezvous=RendezvousSpec(30, 1200, 10))
+    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
+
+    meeting = settings.rendezvous
+    assert (meeting.joining_window, meeting.join_timeout, meeting.lease) == (30.0, 1200.0, 10.0)
+    assert "PET_RDZV_CONF" not in agent_command(a_job(), POD, HERE).env
+    ports = agent_command(a_job(rendezvous=RendezvousSpec(ports=(20000, 20031))), POD, HERE).env
+    assert (ports["PET_PORT_RANGE"], "PET_RDZV_CONF" in ports) == ("20000-20031", False)
+
+
+def test_the_agent_understands_the_rules_and_the_run_that_it_goes_on_with(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").touch()
+    rules = (exit_rule(FAIL, 3, 64, 65), exit_rule(IGNORE, 1, 3, negated=True))
+    job = a_job(args=(str(script),), failure_rules=rules, rendezvous=RendezvousSpec(ports=(20000, 20031)))
+    resumed = replace(POD, resume=ResumeRecord(epoch=12, restarts=3, free=5))
+    settings = as_the_agent_reads_it(agent_command(job, resumed, HERE))
+
+    assert settings.final_exit_codes == {3, 64, 65}
+    assert settings.free_exit_codes == {*range(1, 256)} - {1, 3, 64, 65}
+    assert settings.rendezvous.resume == ResumeRecord(epoch=12, restarts=3, free=5)
+    assert settings.rendezvous.ports is not None
+    assert (settings.rendezvous.ports.first, settings.rendezvous.ports.last) == (20000, 20031)
+
+
+def test_agents_find_the_secret_of_their_etcd_where_it_is_mounted() -> None:
+    job = a_job(etcd=EtcdSpec(endpoint="https://etcd", tls_secret="etcd-client"), rendezvous=RendezvousSpec(lease=9))
+
+    assert agent_command(job, POD, HERE).env["PET_RDZV_CONF"] == "lease=9,tls=/etc/torchelastic/etcd"
+
+
+@pytest.mark.parametrize(("period", "grace"), [(None, 60), (120, 60), (120, 0), (80, 60), (100, 75)])
+def test_the_workers_get_the_grace_that_the_job_gives_them(tmp_path: Path, period: int | None, grace: int) -> None:
+    (script := tmp_path / "train.py").touch()
+    template = {} if period is None else pod_template(terminationGracePeriodSeconds=period)
+    job = a_job(args=(str(script),), grace_period=grace, template=template)
+    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
+
+    assert settings.stop_grace == grace
+    assert problem_of(replace(job.spec, image="i")) is None
+    if period is None:
+        assert settings.rendezvous.notice + grace < ending_of(job.spec).period
+    else:
+        assert settings.rendezvous.notice == max(0, period - min(25, period / 4) - grace)
 
 
 def test_another_launcher_takes_the_place_of_the_first_words() -> None:
@@ -169,11 +264,78 @@ def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
         ),
         (
             {"env": ({"name": "PET_MAX_RESTARTS", "value": "1"},)},
-            "the environment variable PET_MAX_RESTARTS is set by the operator; use spec.maxRestarts instead",
+            "the environment variable PET_MAX_RESTARTS is the operator's to set; use spec.maxRestarts instead",
         ),
         (
             {"env": ({"name": "TORCHELASTIC_SIZE", "value": "1"},)},
-            "the environment variable TORCHELASTIC_SIZE is set by the operator; remove it",
+            "the environment variable TORCHELASTIC_SIZE is the operator's to set; remove it",
+        ),
+        (
+            {"env": ({"name": "PET_RDZV_BACKEND", "value": "etcd-v2"},)},
+            "the environment variable PET_RDZV_BACKEND is the operator's to set; remove it",
+        ),
+        *(
+            (
+                {fields: command, "args": ("--nproc-per-node=2", "x.py")}
+                if fields == "command"
+                else {"template": template(image="i", command=[*command])},
+                (
+                    f'the command begins with "{command[0]}", but each pod is the launcher itself, and the command is '
+                    "what each worker is; remove it, and give the launcher's flags and the program in args"
+                ),
+            )
+            for fields, command in (
+                ("command", ("torchrun",)),
+                ("command", ("/opt/bin/torchelastic-run", "x.py")),
+                ("template", ("python3", "-m", "torch.distributed.run", "x.py")),
+                ("command", ("python", "-mtorch.distributed.run", "x.py")),
+                ("command", ("python", "-um", "torch.distributed.launch", "x.py")),
+                ("command", ("python", "-W", "ignore", "-X", "dev", "-m", "torch.distributed.run", "x.py")),
+            )
+        ),
+        *(
+            (
+                {"args": args},
+                (
+                    "the program in args is the launcher, but each pod is the launcher itself; name the program alone, "
+                    "and before it the launcher's flags"
+                ),
+            )
+            for args in (
+                ("torchrun", "--nproc_per_node=4", "x.py"),
+                ("--tee=3", "--no-python", "--", "python", "-mtorch.distributed.run", "x.py"),
+                ("-m", "torch.distributed.run", "x.py"),
+            )
+        ),
+        (
+            {"args": ("--max-restarts=3", "x.py")},
+            "the flag --max-restarts in args is the operator's to set; use spec.maxRestarts instead",
+        ),
+        (
+            {"template": template(image="i", args=["--tee", "3", "--rdzv_endpoint", "other:2379", "x.py"])},
+            "the flag --rdzv_endpoint in args is the operator's to set; use spec.etcd instead",
+        ),
+        (
+            {"args": ("--nnode=2", "x.py")},
+            "the flag --nnode in args is the operator's to set; use spec.minReplicas and spec.maxReplicas instead",
+        ),
+        (
+            {"args": ("-m", "--metrics-port=1", "x")},
+            "the flag --metrics-port in args is the operator's to set; use spec.metricsPort instead",
+        ),
+        *(
+            ({"args": (flag, *value, "x.py")}, f"the flag {flag} in args is the operator's to set; remove it")
+            for flag, *value in (
+                ("--rdzv-id", "mine"),
+                ("--rdzv_backend", "etcd-v2"),
+                ("--standalone",),
+                ("--node-name", "me"),
+                ("--termination_log", "/log"),
+            )
+        ),
+        (
+            {"nproc_per_node": 2, "args": ("--nproc_per_node", "4", "x.py")},
+            "spec.nprocPerNode and --nproc_per_node in args are both given; remove one of the two",
         ),
         (
             {"args": ("x.py",), "template": template(args=["y.py"])},
@@ -193,6 +355,81 @@ def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
                 "remove one of the two"
             ),
         ),
+        (
+            {
+                "etcd": EtcdSpec(endpoint="https://etcd", tls_secret="s"),
+                "template": template(volumeMounts=[{"name": "mine", "mountPath": "/etc/torchelastic/etcd"}]),
+            },
+            (
+                "spec.etcd.tlsSecret and a mount of the template's container worker at /etc/torchelastic/etcd are both "
+                "given; remove one of the two"
+            ),
+        ),
+        (
+            {"scheduling": SchedulingSpec(scheduler_name="a"), "template": pod_template(schedulerName="b")},
+            (
+                "spec.schedulingPolicy.schedulerName and schedulerName of the template are both given; remove one of "
+                "the two"
+            ),
+        ),
+        (
+            {"scheduling": SchedulingSpec(GangScheduler.VOLCANO), "template": pod_template(schedulerName="b")},
+            (
+                "spec.schedulingPolicy.gang, whose scheduler it is, and schedulerName of the template are both given; "
+                "remove one of the two"
+            ),
+        ),
+        (
+            {"scheduling": SchedulingSpec(priority_class="a"), "template": pod_template(priorityClassName="b")},
+            (
+                "spec.schedulingPolicy.priorityClassName and priorityClassName of the template are both given; remove "
+                "one of the two"
+            ),
+        ),
+        (
+            {"grace_period": 3, "env": ({"name": "PET_STOP_GRACE", "value": "4"},)},
+            (
+                "spec.gracePeriodSeconds and the environment variable PET_STOP_GRACE are both given; remove one of the "
+                "two"
+            ),
+        ),
+        *(
+            (
+                {"grace_period": grace, "template": pod_template(terminationGracePeriodSeconds=period)},
+                (
+                    f"spec.gracePeriodSeconds is {grace}, but terminationGracePeriodSeconds of the template gives the "
+                    f"whole pod {period}; remove that, or make it {least} or more"
+                ),
+            )
+            for grace, period, least in ((300, 10, 325), (300, 324, 325), (60, 79, 80))
+        ),
+        (
+            {"grace_period": 3, "args": ("--stop-grace=4", "x.py")},
+            "spec.gracePeriodSeconds and --stop-grace in args are both given; remove one of the two",
+        ),
+        (
+            {"rendezvous": RendezvousSpec(lease=3), "args": ("--rdzv_conf", "lease=4", "x.py")},
+            "spec.rendezvous and --rdzv_conf in args are both given; remove one of the two",
+        ),
+        (
+            {
+                "etcd": EtcdSpec(endpoint="https://etcd", tls_secret="s"),
+                "env": ({"name": "PET_RDZV_CONF", "value": "cacert=x"},),
+            },
+            "spec.etcd.tlsSecret and the environment variable PET_RDZV_CONF are both given; remove one of the two",
+        ),
+        (
+            {"rendezvous": RendezvousSpec(ports=(2000, 2015)), "args": ("--port-range=1-2", "x.py")},
+            "spec.rendezvous.ports and --port-range in args are both given; remove one of the two",
+        ),
+        (
+            {
+                "failure_rules": (exit_rule(FailureAction.FAIL_JOB, 3),),
+                "args": ("--tee=3", "--final-exit-codes=4", "x.py"),
+            },
+            "spec.failurePolicy and --final-exit-codes in args are both given; remove one of the two",
+        ),
+        ({"objection": "it is too old"}, "it is too old"),
     ],
 )
 def test_what_is_said_twice_is_a_problem_that_is_put_into_words(fields: dict[str, object], words: str) -> None:
@@ -294,6 +531,18 @@ def test_what_is_said_once_is_no_problem() -> None:
     env = ({"name": "PET_LOG_DIR", "value": "/logs"}, {"name": "A", "valueFrom": {"fieldRef": {}}})
 
     assert problem_of(a_job(command=("a",), args=("b",), env=env, template=template(image="c")).spec) is None
+    # Flags and variables for what no field says, and flags of the program's own.
+    for args in (
+        ("--stop-grace=4", "--rdzv-conf=lease=3", "x.py"),
+        ("--nproc_per_node=gpu", "x.py"),
+        ("x.py", "--stop-grace=4", "--standalone", "--max-restarts=3"),
+        ("--", "x.py", "--rdzv-id=mine"),
+    ):
+        assert problem_of(a_job(args=args).spec) is None
+    of_the_program = a_job(args=("--tee=3", "x.py", "--stop-grace=4"), grace_period=3)
+    assert problem_of(of_the_program.spec) is None
+    of_a_command = a_job(command=("a",), args=("--stop-grace=4", "--nnodes=3"), grace_period=3, nproc_per_node=2)
+    assert problem_of(of_a_command.spec) is None
 
 
 def test_references_are_resolved_as_a_kubelet_would() -> None:

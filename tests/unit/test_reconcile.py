@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.errors import ClusterError
+from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.reconcile import Reconciler, ReconcileSettings, WorkQueue
 from tests.support.builders import NOW, a_job, a_world, died, running, that_trained
 from torchelastic.errors import StoreUnavailable
@@ -33,6 +33,7 @@ class RecordingCluster:
         self.busy: set[str] = set()
         self.most_busy = 0
         self.troubles: dict[str, list[Exception]] = {}
+        self.refusals: list[Exception] = []
         self.gate: Callable[[str], asyncio.Event | None] = lambda _key: None
         self.changed = asyncio.Condition()
 
@@ -54,6 +55,8 @@ class RecordingCluster:
     async def apply(self, job: Job, plan: Plan) -> None:
         self.applied.append((job.namespace, plan))
         await self._tell()
+        if self.refusals:
+            raise self.refusals.pop(0)
 
     async def _tell(self) -> None:
         async with self.changed:
@@ -203,6 +206,29 @@ async def test_a_plan_that_asks_for_it_is_made_anew_when_its_time_has_come(clust
     assert cluster.applied[0][1].wake_at == pytest.approx(NOW + 0.01)
 
 
+async def test_its_time_comes_also_when_what_was_planned_has_failed(cluster: RecordingCluster) -> None:
+    cluster.worlds["a"] = that_trained(a_job(replicas=2)), a_world(running(0), died(1, failures=1, ended=NOW - 0.99))
+    cluster.refusals = [ClusterError("not today")]
+    async with at_work(reconciler := a_reconciler(cluster, ReconcileSettings(first_retry=3600, longest_retry=3600))):
+        reconciler.wake("a")
+        await cluster.until(lambda: len(cluster.applied) == 2)
+
+    assert cluster.refusals == []
+
+
+async def test_a_job_at_which_a_look_takes_long_is_looked_at_less_often(cluster: RecordingCluster) -> None:
+    cluster.worlds = {"large": (a_job(), a_world()), "other": (a_job(), a_world())}
+    settings = ReconcileSettings(side_by_side=1, gathering=0.0, looking_share=1e-12, longest_rest=3600)
+    async with at_work(reconciler := a_reconciler(cluster, settings)):
+        reconciler.wake("large")
+        await cluster.until(lambda: len(cluster.applied) == 1)
+        reconciler.wake("large")
+        reconciler.wake("other")
+        await cluster.until(lambda: len(cluster.applied) == 2)
+
+    assert cluster.observed == ["large", "other"]
+
+
 async def test_all_jobs_are_looked_at_now_and_then_even_if_listing_fails_at_times(
     cluster: RecordingCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,6 +284,25 @@ async def test_a_job_that_is_woken_without_end_has_to_rest(cluster: RecordingClu
     async with at_work(reconciler):
         reconciler.wake("restless")
         await cluster.until(lambda: len(cluster.observed) == 6)
+        reconciler.wake("calm")
+        await cluster.until(lambda: "calm" in cluster.observed)
+
+    assert cluster.observed == ["restless"] * 6 + ["calm"]
+
+
+async def test_a_job_that_cannot_be_read_and_is_woken_without_end_has_to_rest(cluster: RecordingCluster) -> None:
+    cluster.worlds = {"calm": (a_job(), a_world())}
+    cluster.troubles["restless"] = [BadInput("spec.minReplicas is no number") for _ in range(100)]
+    reconciler = a_reconciler(cluster, ReconcileSettings(side_by_side=1, burst=5, per_second=0.001))
+
+    def wake_again(key: str) -> None:
+        if key == "restless" and len(cluster.observed) < 50:
+            reconciler.wake(key)
+
+    cluster.gate = wake_again
+    async with at_work(reconciler):
+        reconciler.wake("restless")
+        await cluster.until(lambda: len(cluster.observed) >= 6)
         reconciler.wake("calm")
         await cluster.until(lambda: "calm" in cluster.observed)
 
@@ -354,3 +399,16 @@ async def test_several_that_wait_each_get_a_key() -> None:
             queue.put(str(number), 0.001 * number)
 
     assert sorted(taker.result() for taker in takers) == ["0", "1", "2", "3", "4"]
+
+
+async def test_a_queue_that_is_cleared_forgets_all_that_waits() -> None:
+    queue = WorkQueue()
+    for key in ("a", "b", "c"):
+        queue.put(key)
+    out = await queue.take()
+    queue.clear()
+    queue.done(out)
+    assert queue.depth == 0
+    queue.put("b", 0.0)
+    async with asyncio.timeout(PATIENCE):
+        assert await queue.take() == "b"

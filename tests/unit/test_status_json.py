@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.errors import BadInput
-from elastic_operator.model import Condition, JobState, JobStatus
+from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
 from elastic_operator.names import ConditionType, Reason
 from elastic_operator.status_json import rfc3339, status_from_json, status_to_json
 from tests.support.builders import NOW
@@ -24,6 +24,18 @@ CONDITIONS = st.builds(
     reason=st.sampled_from(Reason),
     message=st.text(max_size=40),
     since=TIMES,
+)
+FAILURES = st.builds(
+    LastFailure,
+    message=st.text(max_size=40),
+    pod=st.text(max_size=9),
+    rank=st.none() | COUNTS,
+    exit_code=st.none() | st.integers(0, 255),
+    signal=st.sampled_from(["", "SIGKILL"]),
+    time=TIMES,
+)
+PINS = st.sampled_from(
+    [{}, {"args": ["train.py"], "template": {"metadata": {"labels": {"a": "b"}}}, "nprocPerNode": "gpu"}]
 )
 STATUSES = st.builds(
     JobStatus,
@@ -40,7 +52,11 @@ STATUSES = st.builds(
     size_generation=COUNTS,
     started=st.none() | TIMES,
     completed=st.none() | TIMES,
-    last_failure=st.text(max_size=40),
+    free_restarts=COUNTS,
+    active=st.none() | TIMES,
+    last_failure=st.none() | FAILURES,
+    excluded=st.lists(st.text(max_size=9), max_size=3).map(tuple),
+    pinned=st.none() | PINS,
     conditions=st.lists(CONDITIONS, max_size=4).map(tuple),
 )
 
@@ -71,8 +87,19 @@ def test_a_status_reads_as_in_kubernetes() -> None:
             "message": "epoch 1",
         }
     ]
-    assert "completionTime" not in document
-    assert "accounted" not in document
+    optional = {"completionTime", "activeSince", "accounted", "lastFailure", "excludedNodes", "pinned"}
+    assert not optional & document.keys()
+
+
+def test_what_failed_last_says_only_what_is_known_of_it() -> None:
+    killed = LastFailure("digits-1-x was killed by SIGKILL", pod="digits-1-x", signal="SIGKILL", time=NOW)
+
+    assert status_to_json(JobStatus(last_failure=killed))["lastFailure"] == {
+        "message": "digits-1-x was killed by SIGKILL",
+        "pod": "digits-1-x",
+        "signal": "SIGKILL",
+        "time": "2023-11-14T22:13:20Z",
+    }
 
 
 @pytest.mark.parametrize("document", [None, {}, {"selector": "a=b", "somethingNew": 1}])
@@ -80,7 +107,18 @@ def test_what_is_not_there_yet_has_its_default_and_what_is_not_ours_is_passed_ov
     assert status_from_json(document) == JobStatus()
 
 
-@pytest.mark.parametrize("document", [{"podFailures": "many"}, {"state": "Odd"}, {"startTime": "yesterday"}])
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"podFailures": "many"},
+        {"state": "Odd"},
+        {"startTime": "yesterday"},
+        {"lastFailure": "a text"},
+        {"pinned": {"args": 7}},
+        {"pinned": {"etcd": 7}},
+        {"pinned": {"failurePolicy": {"rules": [{"action": "Odd"}]}}},
+    ],
+)
 def test_a_status_that_cannot_be_ours_is_refused_and_not_forgotten(document: dict[str, object]) -> None:
     with pytest.raises(BadInput, match="is not one that this operator writes"):
         status_from_json(document)

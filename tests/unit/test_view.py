@@ -119,6 +119,13 @@ def test_the_suggested_size_is_one_that_the_job_may_have() -> None:
     assert "scale" not in suggested(2, 2, 2)
 
 
+def test_a_job_that_rests_can_be_resumed_and_not_scaled() -> None:
+    text = "\n".join(picture(snapshot(status={"state": "Suspended"}, pods=[]), hints=Hints()))
+    assert "digits  Suspended" in text
+    assert "elasticjob resume digits" in text
+    assert "scale" not in text
+
+
 def test_suggestions_start_with_what_makes_the_command_available() -> None:
     lines = picture(snapshot(), hints=Hints(first=". ~/project/.venv/bin/activate"))
     start = next(number for number, line in enumerate(lines) if "second terminal" in line)

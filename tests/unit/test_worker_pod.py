@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from elastic_operator.kube.worker_pod import worker_pod
 from elastic_operator.model import NewPod
 from elastic_operator.pod_ending import AROUND, GRACE, NOTICE
 from elastic_operator.pods import RESERVED, problem_of
+from elastic_operator.spec import EtcdSpec, GangScheduler, SchedulingSpec
 from tests.support.builders import UID, a_job, size
-from torchelastic.contract import CONTRACT_VERSION, Env
+from torchelastic.contract import CONTRACT_VERSION, Env, ResumeRecord, decode
 from torchelastic.settings import AgentSettings, RendezvousSettings
 
 POD = NewPod(name="digits-1-bcdfg", index=1, size=size(2, generation=3), failures=2)
@@ -91,6 +93,15 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": 60,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "tolerations": [
+                {
+                    "key": f"node.kubernetes.io/{taint}",
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": 15,
+                }
+                for taint in ("not-ready", "unreachable")
+            ],
             "containers": [
                 {
                     "name": "worker",
@@ -136,7 +147,12 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
 
 
 def test_every_variable_that_is_given_is_reserved() -> None:
-    assert env_of(worker_of(pod_of())).keys() == RESERVED
+    job = a_job(image="i", args=("x.py",))
+    resumed = replace(POD, resume=ResumeRecord(epoch=7, restarts=2, free=1))
+    told = env_of(worker_of(worker_pod(job, resumed, PodSettings(), store=STORE)))
+    assert told.keys() == RESERVED
+    assert decode(told[Env.RESUME].encode(), ResumeRecord) == resumed.resume
+    assert Env.RESUME not in env_of(worker_of(pod_of()))
 
 
 def test_the_users_variables_come_last_and_may_refer_to_ours() -> None:
@@ -307,6 +323,13 @@ def test_the_port_of_metrics_is_the_operators_to_choose_and_stands_beside_the_te
     assert "ports" not in worker_of(pod_of(settings=PodSettings(agent_metrics_port=0)))
 
 
+def test_the_jobs_own_port_of_metrics_counts_most() -> None:
+    container = worker_of(pod_of({"hostNetwork": True}, PodSettings(agent_metrics_port=1234), metrics_port=77))
+    assert env_of(container)[Env.METRICS_PORT] == "77"
+    assert [port["containerPort"] for port in container["ports"]] == [77]
+    assert "ports" not in worker_of(pod_of(metrics_port=0))
+
+
 @pytest.mark.parametrize(
     ("spec", "period"),
     [
@@ -364,6 +387,103 @@ def test_notice_and_grace_are_what_the_agent_gives_by_itself() -> None:
     assert AROUND > 0
 
 
+# Where it may run
+
+
+def silence(seconds: int, *taints: str) -> list[dict[str, Any]]:
+    """The tolerations of a pod that is given up so long after its node fell silent."""
+    whole = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
+    return [{"key": f"node.kubernetes.io/{taint}", **whole} for taint in taints]
+
+
+@pytest.mark.parametrize(
+    ("mine", "ours"),
+    [
+        ([{"key": "gpu", "operator": "Exists"}], silence(40, "not-ready", "unreachable")),
+        (silence(7, "not-ready"), silence(40, "unreachable")),
+        ([{"key": "node.kubernetes.io/unreachable", "operator": "Exists"}], silence(40, "not-ready")),
+        (
+            [{"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}],
+            silence(40, "not-ready", "unreachable"),
+        ),
+        (silence(7, "not-ready", "unreachable"), []),
+        ([{"operator": "Exists", "effect": "NoExecute"}], []),
+    ],
+)
+def test_what_the_template_says_of_silent_nodes_counts_more_than_the_jobs_seconds(mine: Any, ours: Any) -> None:
+    assert pod_of({"tolerations": mine}, node_loss=40)["spec"]["tolerations"] == mine + ours
+
+
+NOT_THERE = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in ("node-1", "node-7")]
+OTHERS = {"key": "metadata.name", "operator": "In", "values": ["node-2"]}
+GPUS = {"key": "gpu", "operator": "Exists"}
+
+
+def required(*terms: Any) -> dict[str, Any]:
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}}
+
+
+@pytest.mark.parametrize(
+    ("mine", "merged"),
+    [
+        (None, required({"matchFields": NOT_THERE})),
+        ({}, required({"matchFields": NOT_THERE})),
+        ({"podAffinity": {}}, {"podAffinity": {}, **required({"matchFields": NOT_THERE})}),
+        (
+            required({"matchExpressions": [GPUS]}, {"matchFields": [OTHERS]}, {}),
+            required({"matchExpressions": [GPUS], "matchFields": NOT_THERE}, {"matchFields": [OTHERS, *NOT_THERE]}, {}),
+        ),
+        (required(), required()),
+        ({"nodeAffinity": 7}, {"nodeAffinity": 7}),
+        (7, 7),
+    ],
+)
+def test_a_pod_is_kept_from_excluded_nodes_whatever_else_it_asks_of_a_node(mine: Any, merged: Any) -> None:
+    template = {"spec": {"affinity": mine}} if mine is not None else {}
+    before = copy.deepcopy(template)
+    job = a_job(image="i", args=("x.py",), template=template)
+    new = replace(POD, excluded=("node-7", "node-1"))
+    assert worker_pod(job, new, PodSettings(), store=STORE)["spec"]["affinity"] == merged
+    assert template == before
+
+
+@pytest.mark.parametrize(
+    ("gang", "scheduler", "mark"),
+    [
+        (
+            GangScheduler.SCHEDULER_PLUGINS,
+            "scheduler-plugins-scheduler",
+            ("labels", "scheduling.x-k8s.io/pod-group"),
+        ),
+        (GangScheduler.VOLCANO, "volcano", ("annotations", "scheduling.k8s.io/group-name")),
+    ],
+)
+def test_the_pods_of_a_gang_name_its_scheduler_and_its_group(
+    gang: GangScheduler, scheduler: str, mark: tuple[str, str]
+) -> None:
+    pod = pod_of(scheduling=SchedulingSpec(gang=gang, priority_class="high"))
+    assert (pod["spec"]["schedulerName"], pod["spec"]["priorityClassName"]) == (scheduler, "high")
+    kind, key = mark
+    assert pod["metadata"][kind][key] == "digits"
+    mine = pod_of(scheduling=SchedulingSpec(gang=gang, scheduler_name="mine"))
+    assert mine["spec"]["schedulerName"] == "mine"
+
+
+def test_without_a_gang_nothing_is_said_of_schedulers_and_priorities() -> None:
+    pod = pod_of()
+    assert not {"schedulerName", "priorityClassName", "affinity"} & pod["spec"].keys()
+    assert pod_of(scheduling=SchedulingSpec(scheduler_name="mine"))["spec"]["schedulerName"] == "mine"
+
+
+def test_the_credentials_for_etcd_are_mounted_to_be_read_where_the_agent_is_told() -> None:
+    pod = pod_of(etcd=EtcdSpec(endpoint="https://etcd:2379", tls_secret="hub"))
+    container = worker_of(pod)
+    (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == "/etc/torchelastic/etcd"]
+    assert mount["readOnly"] is True
+    assert {"name": mount["name"], "secret": {"secretName": "hub"}} in pod["spec"]["volumes"]
+    assert "/etc/torchelastic/etcd" in env_of(container)["PET_RDZV_CONF"]
+
+
 # Whatever the template is
 
 JSON = st.recursive(
@@ -390,6 +510,10 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "securityContext": JSON,
     "enableServiceLinks": JSON,
     "hostNetwork": JSON,
+    "affinity": JSON | st.fixed_dictionaries({"nodeAffinity": JSON}),
+    "tolerations": JSON | st.lists(st.fixed_dictionaries({"key": JSON}), max_size=2),
+    "schedulerName": JSON,
+    "priorityClassName": JSON,
     "nodeSelector": JSON,
     "unheard_of": JSON,
 }
@@ -406,7 +530,7 @@ TEMPLATES = st.fixed_dictionaries(
 def test_any_template_gives_a_pod_and_is_left_as_it_was(template: dict[str, Any]) -> None:
     before = copy.deepcopy(template)
     job = a_job(image="i", args=("x",), template=template)
-    pod = worker_pod(job, POD, PodSettings(), store=STORE)
+    pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)
     assert (pod["kind"], template) == ("Pod", before)
     problem_of(job.spec)
 
@@ -425,6 +549,6 @@ def survives(given: Any, found: Any) -> bool:
 def test_whatever_the_template_says_survives_or_is_a_problem(template: dict[str, Any]) -> None:
     job = a_job(image="i", args=("x.py",), template=template)
     if problem_of(job.spec) is None:
-        pod = worker_pod(job, POD, PodSettings(), store=STORE)
+        pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)
         assert survives(template.get("spec"), pod["spec"])
         assert survives(template.get("metadata"), pod["metadata"])

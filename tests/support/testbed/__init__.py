@@ -15,6 +15,7 @@ module                 question
 ``installation``       how are the parts of a Kubernetes told of each other?
 ``cluster``            what can a test do with any of the clusters?
 ``control_plane``      how do etcd, API server, controller manager and scheduler run?
+``kwok``               how are there thousands of pods that nobody runs?
 ``user_cluster``       how is a cluster of the user's used, where the user says so?
 ``node``               how does a kubelet run, safely, on anyone's machine?
 ``node_*``             what does that take: namespaces, control groups, a keeper that clears away?

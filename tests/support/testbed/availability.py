@@ -62,7 +62,7 @@ def needs(bed: Bed) -> Iterator[Step]:
         yield steps.oldest_torch()
         return
     # Also where the user names a cluster: what is broken on purpose is one of the tests' own.
-    yield from steps.programs("kube-apiserver", "etcd", "helm")
+    yield from steps.programs("kube-apiserver", "etcd", "helm", "kwok")
     if bed == "node":
         yield from steps.programs("coredns")
         yield from steps.unpacked_packages()

@@ -140,6 +140,13 @@ PROJECTS: Final = (
         variables={},
         minutes=2.5,
     ),
+    Project(
+        name="kwok",
+        module="sigs.k8s.io/kwok",
+        packages={"kwok": "sigs.k8s.io/kwok/cmd/kwok"},
+        variables={},
+        minutes=2,
+    ),
 )
 
 
@@ -148,7 +155,7 @@ def binary(name: str, *, the_users: bool = True) -> Path:
     """A program: the user's own if it will do, else the one in the cache, which is built if it is not there.
 
     Args:
-        name: such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns.
+        name: such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns, kwok.
         the_users: False for the one in the cache in any case: the very version that go.mod names.
 
     Raises:

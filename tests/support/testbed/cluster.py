@@ -81,6 +81,17 @@ class Cluster(abc.ABC):
         """Run kubectl; see :meth:`run`."""
         return await self.run("kubectl", *arguments, stdin=stdin, check=check, timeout=timeout)
 
+    async def define(self, text: str) -> None:
+        """Apply a definition of custom resources, and wait until it is in force."""
+        await self.kubectl("apply", "--filename=-", stdin=text)
+        while True:
+            wait = ("wait", "--for=condition=Established", "--filename=-", "--timeout=60s")
+            told = await self.kubectl(*wait, stdin=text, check=False)
+            if told.returncode == 0:
+                return
+            # kubectl does not wait for a condition of what has no conditions at all yet.
+            assert "accessor error" in told.stderr, told.stderr
+
     @contextlib.asynccontextmanager
     async def namespace(self, **labels: str) -> AsyncIterator[str]:
         """A namespace of one's own, in which pods can be made at once; it goes at the end."""

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import ssl
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
@@ -34,6 +35,7 @@ from tests.support.testbed.installation import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 START_LIMIT = 90.0
@@ -53,11 +55,13 @@ class ControlPlane(Cluster):
 
     Args:
         folder: where all its files go; must be there.
+        flags: more flags of its parts, by the names that they have in :attr:`daemons`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, flags: Mapping[str, Sequence[str]] | None = None) -> None:
         super().__init__()
         self._folder = folder
+        self._flags = dict(flags or {})
         self._site: Site | None = None
         self.daemons: dict[str, Daemon] = {}
         """Its parts by name: etcd, kube-apiserver, kube-scheduler, kube-controller-manager."""
@@ -122,10 +126,7 @@ class ControlPlane(Cluster):
         )
         write_credentials(site)
         commands = (etcd_command, api_server_command, scheduler_command, controller_manager_command)
-        self.daemons = {
-            daemon.name: daemon
-            for daemon in (Daemon(command(site), folder=self._folder, environ=os.environ) for command in commands)
-        }
+        self.daemons = {daemon.name: daemon for daemon in (self._daemon(command(site)) for command in commands)}
         etcd, api_server, scheduler, controller_manager = self.daemons.values()
         try:
             etcd.start()
@@ -140,6 +141,10 @@ class ControlPlane(Cluster):
         except BaseException:
             self._end()
             raise
+
+    def _daemon(self, command: list[str]) -> Daemon:
+        flags = self._flags.get(PurePath(command[0]).name, ())
+        return Daemon([*command, *flags], folder=self._folder, environ=os.environ)
 
     def _end(self) -> None:
         kill_all(self.daemons.values())

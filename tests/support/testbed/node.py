@@ -26,6 +26,7 @@ and a privileged container could change the machine as it can on any node.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -49,7 +50,7 @@ from tests.support.testbed.node_images import Kept, full_name, inspected, listed
 from tests.support.testbed.node_machine import check_machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
 __all__ = ["Node", "NodeFailed", "check_machine"]
 
@@ -234,6 +235,15 @@ class Node(Cluster):
         kept.add(image, there := await self.images())
         if unwanted := kept.unwanted(there):
             await self._containerd("images", "delete", "--sync", *unwanted)
+
+    @contextlib.asynccontextmanager
+    async def image_called(self, name: str, image: str) -> AsyncIterator[None]:
+        """Within ``async with``, an image that the node has is called by another name, too."""
+        await self._containerd("images", "tag", full_name(image), full_name(name))
+        try:
+            yield
+        finally:
+            await self._containerd("images", "delete", full_name(name))
 
     async def images(self) -> dict[str, str]:
         """The images that it has: the digest of each, by each of its names."""

@@ -1,0 +1,54 @@
+"""The benchmark of the operator runs on the real parts, and tells what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.timeout(600)]
+
+TINY = (
+    *("--pods=3,9", "--repeat=1", "--deletions=2", "--scale=2,6", "--many=4,2"),
+    *("--large=3,2", "--idle=2", "--changes=2"),
+)
+
+
+async def test_every_figure_of_the_operator_is_measured_and_told() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.operator", "--json", *TINY),
+        cwd=Path(__file__).parents[2],
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    told, notes = await process.communicate()
+    assert process.returncode == 0, notes.decode()
+    report = json.loads(told)
+
+    measured = {each["name"]: each for each in report["measurements"]}
+    assert list(measured) == [
+        "3 pods exist",
+        "9 pods exist",
+        "a deleted pod is replaced, p95 of 2",
+        "a deleted pod is replaced, the old one Terminating all the while, p95 of 2",
+        "scaled from 2 to 6 pods",
+        "scaled from 6 to 2 pods",
+        "all pods of 4 jobs of 2 exist",
+        "the slowest of them against the median",
+        "3 jobs, 6 running pods: writes in 2 s of rest",
+        "3 jobs, 6 running pods: a pod's change is answered, median of 2",
+        "3 jobs, 6 running pods: memory of the operator",
+        "3 jobs, 6 running pods: from the operator's start until all jobs are looked at",
+    ]
+    assert not any(each["ours"]["never"] for each in measured.values())
+    assert measured["3 jobs, 6 running pods: writes in 2 s of rest"]["ours"]["median"] == 0
+    assert measured["9 pods exist"]["peer"]["samples"] == [0.25]
+    assert "once" in measured["9 pods exist"]["peer"]["name"]
+
+    for row in report["requests"]:
+        assert row["creates"] == row["pods"], "a pod is made with one request"
+        assert row["per_pod"] < 6, "what a job takes grows with its pods"

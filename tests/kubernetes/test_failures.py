@@ -1,0 +1,303 @@
+"""What can go wrong with a job, caused on a real kubelet: what becomes of the job, and what is said of it.
+
+No program here trains, and none needs torch: what matters is how it, its pod or its node comes to an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import uuid
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.cluster_user import job
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.cluster_user import User
+    from tests.support.testbed.node import Node
+
+pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+NODE = "node1"
+WAITS = "import time; time.sleep(100_000)"
+"""A program that goes on until somebody ends it."""
+UNPRIVILEGED = {"securityContext": {"runAsNonRoot": True}}
+Json = dict[str, Any]
+
+
+def a_job(name: str, program: str = WAITS, *, pod: Json | None = None, worker: Json | None = None, **spec: Any) -> Json:
+    """A job of this program; ``pod`` and ``worker`` are what its template says of these."""
+    containers = {"containers": [{"name": "worker", **worker}]} if worker else {}
+    template = {"spec": {**UNPRIVILEGED, **containers, **(pod or {})}}
+    return job(name, command=["python3", "-c", program], template=template, **spec)
+
+
+def said(status: Json, kind: str) -> str:
+    """The message of a condition that holds; empty for one that does not."""
+    holds = (each for each in status.get("conditions", ()) if each["type"] == kind and each["status"] == "True")
+    return str(next((each.get("message", "") for each in holds), ""))
+
+
+def nobody_is_charged(status: Json) -> bool:
+    return not status.get("podFailures") and not status.get("restarts")
+
+
+async def evict(user: User, pod: str) -> None:
+    """Evict a pod by the API, as drains do."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": user.namespace}}
+    path = f"/api/v1/namespaces/{user.namespace}/pods/{pod}/eviction"
+    await user.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
+
+async def serves(user: User, name: str, count: int) -> dict[str, Json]:
+    """The pods of a job, as soon as so many of them serve."""
+    await user.wait(f"elasticjob/{name}", f"jsonpath={{.status.readyDesired}}={count}/{count}")
+    return await user.pods(name)
+
+
+# The program
+
+
+async def test_an_exception_of_the_program_is_told_with_its_rank_its_pod_and_its_words(user: User) -> None:
+    program = f"""
+import os
+if os.environ["RANK"] == "3":
+    raise ValueError("no such digit: 11")
+{WAITS}
+"""
+    await user.apply(a_job("fails", program, replicas=2, minReplicas=2, nprocPerNode=2, maxRestarts=0))
+    status = (await user.sees("fails", lambda status: bool(said(status, "Failed"))))["status"]
+    assert re.search(r"rank 3 on fails-[01]-\w+: ValueError: no such digit: 11", said(status, "Failed"))
+    assert "ValueError: no such digit: 11" in await user.events("fails")
+    failure = status["lastFailure"]
+    assert (failure["rank"], failure["exitCode"]) == (3, 1)
+    assert f"rank 3 on {failure['pod']}: " in said(status, "Failed")
+    assert "ValueError: no such digit: 11" in failure["message"]
+    assert status["state"] == "Failed"
+
+
+async def test_exit_codes_count_as_the_failure_policy_says(user: User) -> None:
+    program = """
+import os, pathlib, sys
+tries = pathlib.Path(os.environ["TORCHELASTIC_CHECKPOINT_DIR"])
+tries.mkdir(parents=True, exist_ok=True)
+number = len(list(tries.iterdir()))
+(tries / str(number)).touch()
+sys.exit(9 if number < 2 else 7)
+"""
+    rules = [
+        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [9]}},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [7]}},
+    ]
+    await user.apply(a_job("codes", program, replicas=1, maxRestarts=1, failurePolicy={"rules": rules}))
+    status = (await user.sees("codes", lambda status: bool(said(status, "Failed"))))["status"]
+    assert status["lastFailure"]["exitCode"] == 7
+    assert status["restarts"] <= 1, "9 is not charged"
+    assert status["freeRestarts"] >= 2
+
+
+async def test_a_program_that_needs_more_memory_than_it_may_have_is_told_so_and_charged(user: User) -> None:
+    program = "hoard = [bytearray(b'x' * 2**20) for _ in range(4096)]"
+    limits = {"resources": {"limits": {"memory": "1500Mi"}}}
+    await user.apply(a_job("hoards", program, worker=limits, replicas=1, maxRestarts=0))
+    status = (await user.sees("hoards", lambda status: bool(said(status, "Failed"))))["status"]
+    assert "memory" in said(status, "Failed")
+    assert "memory" in await user.events("hoards")
+    assert "memory" in status["lastFailure"]["message"]
+
+
+# The pod
+
+
+async def test_a_pod_that_is_evicted_or_deleted_is_replaced_and_nobody_is_charged(user: User) -> None:
+    await user.apply(a_job("evicted", replicas=2))
+    first = await serves(user, "evicted", 2)
+    victim = min(first)
+    await evict(user, victim)
+    await user.wait(f"pod/{victim}", "delete")
+    second = await serves(user, "evicted", 2)
+    assert first[max(first)]["metadata"]["uid"] == second[max(first)]["metadata"]["uid"], "the other one stays"
+
+    await user.kubectl("delete", "pod", max(first), "--grace-period=0", "--force")
+    await user.sees("evicted", lambda status: status["readyDesired"] == "2/2")
+    third = await serves(user, "evicted", 2)
+    assert max(first) not in third
+    status = (await user.get("elasticjob/evicted"))["status"]
+    assert nobody_is_charged(status)
+    told = await user.events("evicted")
+    assert victim in told
+    assert max(first) in told
+
+
+async def test_a_pod_that_writes_more_than_it_may_is_evicted_and_charged(user: User) -> None:
+    program = f"open('/scratch/file', 'wb').write(b'x' * 64 * 2**20)\n{WAITS}"
+    await user.apply(
+        a_job(
+            "writes",
+            program,
+            pod={"volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": "1Mi"}}]},
+            worker={"volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}]},
+            replicas=1,
+            backoffLimit=0,
+        )
+    )
+    status = (await user.sees("writes", lambda status: bool(said(status, "Failed"))))["status"]
+    assert status["podFailures"] == 1
+    assert 'Usage of EmptyDir volume "scratch" exceeds the limit' in said(status, "Failed")
+
+
+async def test_a_node_on_which_a_pod_failed_as_a_rule_says_gets_no_pod_of_the_job_any_more(user: User) -> None:
+    program = f"open('/scratch/file', 'wb').write(b'x' * 64 * 2**20)\n{WAITS}"
+    rule = {"action": "Ignore", "onPodReasons": ["Evicted"], "excludeNode": True}
+    await user.apply(
+        a_job(
+            "shuns",
+            program,
+            pod={"volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": "1Mi"}}]},
+            worker={"volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}]},
+            replicas=1,
+            backoffLimit=0,
+            failurePolicy={"rules": [rule]},
+        )
+    )
+    status = (await user.sees("shuns", lambda status: "no node takes it" in said(status, "Waiting")))["status"]
+    assert status["excludedNodes"] == [NODE]
+    assert nobody_is_charged(status), "in spite of what the pod did by itself"
+    assert NODE in await user.events("shuns")
+
+
+async def test_a_pod_that_is_disrupted_ends_the_job_where_a_rule_says_so(user: User) -> None:
+    rule = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    await user.apply(a_job("delicate", replicas=2, cleanPodPolicy="All", failurePolicy={"rules": [rule]}))
+    victim = min(await serves(user, "delicate", 2))
+    await evict(user, victim)
+    status = (await user.sees("delicate", lambda status: bool(said(status, "Failed"))))["status"]
+    assert victim in said(status, "Failed")
+    (failed,) = (each for each in status["conditions"] if each["type"] == "Failed")
+    assert failed["reason"] == "PodFailurePolicy"
+    assert await user.delete("delicate") == []
+
+
+async def test_an_image_that_is_not_there_is_waited_for_in_words_and_nobody_is_charged(user: User) -> None:
+    late = f"localhost/late:{uuid.uuid4().hex}"
+    await user.apply({**a_job("late", replicas=1), "spec": {**a_job("late", replicas=1)["spec"], "image": late}})
+    await user.sees("late", lambda status: f"the image {late} cannot be pulled" in said(status, "Waiting"))
+    async with user.node.image_called(late, "elastic-agent:dev"):
+        await serves(user, "late", 1)
+        assert nobody_is_charged((await user.get("elasticjob/late"))["status"])
+        assert await user.delete("late") == []
+
+
+async def test_an_etcd_whose_image_is_not_there_is_told_too(user: User) -> None:
+    await user.apply(a_job("storeless", etcd={"image": "localhost/no-etcd:1"}, replicas=1))
+    await user.sees(
+        "storeless",
+        lambda status: (
+            "its etcd does not serve yet: the image localhost/no-etcd:1 cannot be pulled" in said(status, "Waiting")
+        ),
+    )
+
+
+async def test_a_pod_for_which_there_is_no_room_is_told_in_the_schedulers_words(user: User) -> None:
+    await user.apply(a_job("large", worker={"resources": {"requests": {"cpu": "1000"}}}, replicas=1))
+    await user.sees("large", lambda status: "no node takes it: 0/1 nodes are available" in said(status, "Waiting"))
+
+
+async def test_a_pod_that_its_node_turns_away_is_made_anew_in_no_hurry_and_nobody_is_charged(user: User) -> None:
+    await user.apply(
+        a_job("forced", pod={"nodeName": NODE}, worker={"resources": {"requests": {"cpu": "1000"}}}, replicas=1)
+    )
+    job = await user.sees("forced", lambda status: "failed 2 times in a row" in said(status, "Waiting"))
+    assert nobody_is_charged(job["status"])
+    assert re.search(rf"was turned away by its node\s+{NODE}: OutOfcpu", await user.events("forced"))
+
+
+# The node
+
+
+async def test_a_drained_node_is_left_and_taken_again_and_nobody_is_charged(user: User) -> None:
+    await user.apply(a_job("drained", replicas=2))
+    before = await serves(user, "drained", 2)
+    workers = "--pod-selector=elastic.pytorch.org/job=drained,elastic.pytorch.org/role=worker"
+    try:
+        await user.node.kubectl("drain", NODE, workers, "--delete-emptydir-data", "--timeout=120s")
+        job = await user.sees("drained", lambda status: "unschedulable" in said(status, "Waiting"))
+        assert job["status"]["state"] == "Waiting"
+    finally:
+        await user.node.kubectl("uncordon", NODE)
+    after = await serves(user, "drained", 2)
+    assert not before.keys() & after.keys()
+    assert nobody_is_charged((await user.get("elasticjob/drained"))["status"])
+    told = await user.events("drained")
+    for pod in before:
+        assert pod in told
+
+
+@contextlib.asynccontextmanager
+async def another_node(node: Node) -> AsyncIterator[None]:
+    """A second node, which takes no pods: of a cluster whose nodes are all silent, Kubernetes gives none up."""
+    name = "witness"
+    ready = {
+        "type": "Ready",
+        "status": "True",
+        "reason": "Well",
+        "lastHeartbeatTime": now(),
+        "lastTransitionTime": now(),
+    }
+    about = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"unschedulable": True}}
+    await node.kubectl("create", "-f", "-", stdin=json.dumps(about))
+
+    async def live() -> None:
+        while True:
+            lease = {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": name, "namespace": "kube-node-lease"},
+                "spec": {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": now(micro=True)},
+            }
+            await node.kubectl("apply", "-f", "-", stdin=json.dumps(lease))
+            await asyncio.sleep(10)  # as a kubelet does
+
+    living = asyncio.create_task(live())
+    try:
+        status = json.dumps({"status": {"conditions": [ready]}})
+        await node.kubectl("patch", "node", name, "--subresource=status", "--type=merge", f"--patch={status}")
+        yield
+    finally:
+        living.cancel()
+        await asyncio.wait({living})
+        await node.kubectl("delete", "node", name)
+        await node.kubectl("delete", "lease", name, "--namespace=kube-node-lease", "--ignore-not-found")
+
+
+def now(*, micro: bool = False) -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ" if micro else "%Y-%m-%dT%H:%M:%SZ")
+
+
+async def test_of_a_node_that_falls_silent_the_pods_are_given_up_and_nobody_is_charged(user: User) -> None:
+    await user.apply(a_job("silent", replicas=1, nodeLossSeconds=1))
+    (lost,) = await serves(user, "silent", 1)
+    async with another_node(user.node):
+        await user.node.run("pkill", "-STOP", "-x", "kubelet")
+        try:
+            # Its pods stay Terminating as long as nobody there says that they have ended.
+            await user.wait(f"pod/{lost}", "jsonpath={.metadata.deletionTimestamp}")
+            job = await user.sees("silent", lambda status: "no node takes it" in said(status, "Waiting"))
+            assert len((await user.pods("silent")).keys() - {lost}) == 1
+            assert (await user.get(f"pod/{lost}"))["status"]["phase"] == "Running", "nobody says that it has ended"
+            assert nobody_is_charged(job["status"])
+            assert re.search(rf"{lost}[^\n]*\n?[^\n]*lost with\s+its node {NODE}", await user.events("silent"))
+        finally:
+            await user.node.run("pkill", "-CONT", "-x", "kubelet")
+        await user.node.kubectl("wait", f"node/{NODE}", "--for=condition=Ready", "--timeout=120s")
+    await user.wait(f"pod/{lost}", "delete")
+    after = await serves(user, "silent", 1)
+    assert lost not in after
+    assert nobody_is_charged((await user.get("elasticjob/silent"))["status"])

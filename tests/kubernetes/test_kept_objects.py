@@ -1,0 +1,209 @@
+"""What stands beside a job's pods on a real API server: PodGroups, disruption budgets; and jobs that go by themselves.
+
+Neither kind of scheduler runs here: of them there are the definitions, with as much in them as the operator writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.api import ApiError
+from elastic_operator.kube.resources import (
+    DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
+    ELASTIC_JOBS,
+    PODS,
+    SCHEDULER_PLUGINS_GROUPS,
+    VOLCANO_GROUPS,
+)
+from elastic_operator.kube.user_api import UserApi
+from tests.support.operator_place import Json, Place, conditions, holds, uids
+from tests.support.operator_process import OperatorProcess
+from tests.support.pod_groups import installed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from elastic_operator.kube.resources import Resource
+    from tests.support.etcd import EtcdServer
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+
+ASKS_FOR_GPUS = {
+    "spec": {"containers": [{"name": "worker", "resources": {"limits": {"example.org/gpu": 2}}}]},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
+    async with await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+        yield api
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
+    """A namespace of the test's own."""
+    async with cluster_with_crd.namespace() as namespace:
+        yield Place(api, cluster_with_crd, namespace)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def operator(place: Place, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
+    """An operator for the test's own namespace."""
+    async with an_operator(place, tmp_path) as operator:
+        yield operator
+
+
+def an_operator(place: Place, folder: Path) -> OperatorProcess:
+    only_here = (f"--namespace={place.namespace}", f"--lease-namespace={place.namespace}")
+    return OperatorProcess(folder, place.cluster.kubeconfig, *only_here)
+
+
+def message_of(job: Json, kind: str) -> str:
+    return str(conditions(job["status"])[kind]["message"])
+
+
+@pytest.mark.parametrize(
+    ("gang", "resource", "scheduler"),
+    [
+        ("SchedulerPlugins", SCHEDULER_PLUGINS_GROUPS, "scheduler-plugins-scheduler"),
+        ("Volcano", VOLCANO_GROUPS, "volcano"),
+    ],
+)
+async def test_a_gang_waits_for_the_kind_of_its_group_and_follows_the_job_from_then_on(
+    place: Place, operator: OperatorProcess, etcd: EtcdServer, gang: str, resource: Resource, scheduler: str
+) -> None:
+    store = {"endpoint": etcd.endpoint}
+    await place.apply(minReplicas=2, schedulingPolicy={"gang": gang}, template=ASKS_FOR_GPUS, etcd=store)
+    job = await place.job(lambda status: "PodGroup" in str(conditions(status).get("Waiting", {}).get("message")))
+    assert f"this cluster knows no PodGroup of {resource.group}" in message_of(job, "Waiting")
+    await place.told("Hindered", resource.group, "install")
+    assert await place.pods(0) == {}
+
+    async with installed(place.cluster, resource):
+        pods = await place.pods(3)
+        (group,) = (await place.until(resource, lambda found: "digits" in found)).values()
+        assert group["spec"].items() >= {"minMember": 2, "minResources": {"example.org/gpu": "4"}}.items()
+        for pod in pods.values():
+            marks = {**pod["metadata"]["labels"], **pod["metadata"]["annotations"]}
+            assert pod["spec"]["schedulerName"] == scheduler
+            assert "digits" in (
+                marks.get("scheduling.x-k8s.io/pod-group"),
+                marks.get("scheduling.k8s.io/group-name"),
+            )
+        asked = f"the scheduler {scheduler} has not looked at it yet; does it run?"
+        await place.job(lambda status: asked in str(conditions(status)["Waiting"]["message"]))
+
+        await place.api.patch(resource, place.namespace, "digits", {"metadata": {"labels": {"mine": "yes"}}})
+        await place.change(minReplicas=3)
+        (group,) = (
+            await place.until(resource, lambda found: found.get("digits", {})["spec"]["minMember"] == 3)
+        ).values()
+        assert group["spec"]["minResources"] == {"example.org/gpu": "6"}
+        assert group["metadata"]["labels"]["mine"] == "yes", "what others say in it stays"
+
+        await place.change(suspend=True)
+        await place.until(resource, lambda found: not found)
+        await place.job(lambda status: holds(status, "Suspended"))
+        await place.change(suspend=False)
+        await place.until(resource, lambda found: "digits" in found)
+        await place.pods(3)
+
+
+async def test_a_group_of_that_name_that_is_somebody_elses_is_left_alone_and_told(
+    place: Place, operator: OperatorProcess, etcd: EtcdServer
+) -> None:
+    async with installed(place.cluster, VOLCANO_GROUPS):
+        about = {"apiVersion": VOLCANO_GROUPS.api_version, "kind": "PodGroup", "metadata": {"name": "digits"}}
+        theirs = await place.api.create(VOLCANO_GROUPS, place.namespace, {**about, "spec": {"minMember": 7}})
+        await place.apply(schedulingPolicy={"gang": "Volcano"}, etcd={"endpoint": etcd.endpoint}, template={})
+        await place.told("Hindered", "a PodGroup called digits is there that does not belong to this job")
+        assert await place.pods(0) == {}
+        now = await place.api.get(VOLCANO_GROUPS, place.namespace, "digits")
+        assert now["metadata"]["resourceVersion"] == theirs["metadata"]["resourceVersion"]
+
+
+async def test_a_disruption_budget_keeps_the_minimum_as_long_as_it_is_asked_for_and_of_use(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.apply(minReplicas=2, disruptionBudget=True)
+    pods = await place.pods(3)
+    await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found)
+
+    for pod in pods:
+        await place.runs(pod)
+        ready = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
+        await place.api.patch(PODS, place.namespace, pod, {"status": {"conditions": ready}}, "status")
+    budgets = await place.until(
+        DISRUPTION_BUDGETS,
+        lambda found: found["digits-workers"].get("status", {}).get("currentHealthy") == 3,
+    )
+    assert budgets["digits-workers"]["status"]["disruptionsAllowed"] == 1
+    first, second, _ = sorted(pods)
+    await evict(place, first)
+    with pytest.raises(ApiError, match="violate the pod's disruption budget"):
+        await evict(place, second)
+
+    await place.change(minReplicas=1)
+    await place.until(DISRUPTION_BUDGETS, lambda found: found["digits-workers"]["spec"]["minAvailable"] == 1)
+    await place.change(disruptionBudget=False)
+    await place.until(DISRUPTION_BUDGETS, lambda found: not found)
+
+
+async def evict(place: Place, pod: str) -> None:
+    """Evict a pod by the API, as drains do."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": place.namespace}}
+    await place.api.create(replace(PODS, plural=f"pods/{pod}/eviction"), place.namespace, body)
+
+
+async def test_a_disruption_budget_that_somebody_removes_is_made_anew(place: Place, operator: OperatorProcess) -> None:
+    await place.apply(disruptionBudget=True)
+    budgets = await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found)
+    await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
+    await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found and not uids(found) & uids(budgets))
+
+
+async def test_a_disruption_budget_that_is_somebody_elses_is_told_and_keeps_no_pod_from_being_made(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.kubectl("create", "poddisruptionbudget", "digits-workers", "--selector=app=x", "--min-available=1")
+    await place.apply(disruptionBudget=True)
+    await place.pods(3)
+    await place.told(
+        "Hindered", "a PodDisruptionBudget called digits-workers is there that does not belong to this job"
+    )
+    await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
+    await place.until(
+        DISRUPTION_BUDGETS,
+        lambda found: bool(found.get("digits-workers", {}).get("metadata", {}).get("ownerReferences")),
+    )
+
+
+async def test_a_finished_job_goes_with_all_that_belongs_to_it_when_its_time_is_over(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.apply(disruptionBudget=True, ttlSecondsAfterFinished=1, replicas=1)
+    (pod,) = await place.pods(1)
+    await place.runs(pod)
+    await place.ends(pod, 0)
+    await place.until(ELASTIC_JOBS, lambda found: not found)
+    for resource in (PODS, DEPLOYMENTS, DISRUPTION_BUDGETS):
+        await place.until(resource, lambda found: not found)
+
+
+async def test_a_job_that_is_somebody_elses_to_look_after_is_left_alone(
+    place: Place, operator: OperatorProcess
+) -> None:
+    await place.apply("theirs", managedBy="kueue.x-k8s.io/multikueue")
+    await place.apply()
+    await place.pods(3)
+    theirs = await place.api.get(ELASTIC_JOBS, place.namespace, "theirs")
+    assert "status" not in theirs
+    assert "replicas" not in theirs["spec"]
+    assert await place.pods(0, "theirs") == {}

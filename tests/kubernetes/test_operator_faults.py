@@ -1,0 +1,193 @@
+"""The operator on bad days: its API server is slow, refuses, forgets to answer; it is killed between any two writes;
+and two copies of it act at once. What it is asked to do must come to the same end as on a good day.
+
+Some of what can happen is tried each time, all of it with TORCHELASTIC_EXHAUSTIVE=1 in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.user_api import UserApi
+from tests.support.api_proxy import ApiProxy, BadDays
+from tests.support.etcd_kinds import EXHAUSTIVE
+from tests.support.operator_place import Json, Place
+from tests.support.operator_process import OperatorProcess
+from tests.support.operator_story import Story
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = [
+    pytest.mark.control_plane,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(3600 if EXHAUSTIVE else 300),
+]
+
+SEEDS = range(40 if EXHAUSTIVE else 2)
+PARTS = 8 if EXHAUSTIVE else 3
+"""In so many tests the numbers of writes are dealt out."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
+    async with await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+        yield api
+
+
+@contextlib.asynccontextmanager
+async def a_place(api: UserApi, cluster: Cluster) -> AsyncIterator[Place]:
+    async with cluster.namespace() as namespace:
+        yield Place(api, cluster, namespace)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
+    """A namespace of the test's own."""
+    async with a_place(api, cluster_with_crd) as place:
+        yield place
+
+
+def an_operator(place: Place, folder: Path, proxy: ApiProxy, *flags: str, name: str = "operator") -> OperatorProcess:
+    """A copy of the operator that reaches the API server through a proxy; its name stays the same, as in a pod."""
+    return OperatorProcess(
+        folder,
+        proxy.write_kubeconfig(folder / f"{name}.kubeconfig"),
+        f"--namespace={place.namespace}",
+        f"--lease-namespace={place.namespace}",
+        *flags,
+        name=name,
+        environ={"POD_NAME": name},
+    )
+
+
+class GoodDay:
+    """How the story ends when nothing is in its way, and how many writes that takes."""
+
+    def __init__(self, end: Json, writes: int) -> None:
+        self.end = end
+        self.writes = writes
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def good_day(
+    api: UserApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> GoodDay:
+    folder = tmp_path_factory.mktemp("good-day")
+    async with (
+        a_place(api, cluster_with_crd) as place,
+        ApiProxy(await api.access()) as proxy,
+        an_operator(place, folder, proxy) as operator,
+        Story(place, etcd) as story,
+    ):
+        await story.tell()
+        end = await story.end()
+        writes = proxy.writes
+        assert await operator.stop() == 0
+    assert story.wrongs == []
+    assert "Traceback" not in operator.log
+    return GoodDay(end, writes)
+
+
+async def test_on_a_good_day_the_story_ends_as_it_should(good_day: GoodDay) -> None:
+    jobs = good_day.end["jobs"]
+    assert {name: (job["status"]["state"], job["pods"]) for name, job in jobs.items()} == {
+        "dies": ("Pending", {"0 Failed": 2, "0 Pending": 1, "1 Pending": 1}),
+        "fails": ("Failed", {}),
+        "grows": ("Succeeded", {"0 Succeeded": 1}),
+        "later0": ("Running", {"0 Running": 1}),
+        "rests": ("Running", {"0 Running resumed": 1, "1 Running resumed": 1}),
+        "stores": ("Succeeded", {"0 Succeeded": 1}),
+    }
+    charged = {name: (job["status"]["restarts"], job["status"]["podFailures"]) for name, job in jobs.items()}
+    assert {name: charges for name, charges in charged.items() if charges != (0, 0)} == {
+        "dies": (0, 2),
+        "fails": (0, 1),
+        "rests": (1, 0),
+    }
+    assert good_day.end["Deployment"] == good_day.end["Service"] == good_day.end["PodDisruptionBudget"] == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_whatever_becomes_of_requests_and_watches_it_ends_the_same(
+    good_day: GoodDay, api: UserApi, place: Place, etcd: EtcdServer, tmp_path: Path, seed: int
+) -> None:
+    days = BadDays(seed, share=0.15)
+    async with (
+        ApiProxy(await api.access(), fault=days) as proxy,
+        an_operator(place, tmp_path, proxy) as operator,
+        Story(place, etcd) as story,
+    ):
+        await story.tell()
+        days.share = 0.0
+        await story.ends_as(good_day.end)
+        assert await operator.stop() == 0
+    assert days.happened.total() > 0
+    assert "Traceback" not in operator.log
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_killed_after_any_of_its_writes_it_ends_the_same(
+    good_day: GoodDay, api: UserApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path: Path, part: int
+) -> None:
+    first, behind = (1 + good_day.writes * each // PARTS for each in (part, part + 1))
+    for number in range(first, behind) if EXHAUSTIVE else [random.Random(part).randrange(first, behind)]:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        try:
+            await killed_after(number, good_day, api, cluster_with_crd, etcd, folder)
+        except BaseException as error:
+            error.add_note(f"the operator was killed after its write {number} of {good_day.writes}")
+            raise
+
+
+async def killed_after(
+    number: int, good_day: GoodDay, api: UserApi, cluster: Cluster, etcd: EtcdServer, folder: Path
+) -> None:
+    """Kill the operator once, when a write has been done and before it hears of it, and see how the story ends."""
+    killed: list[int] = []
+
+    def wrote(count: int) -> None:
+        if count == number:
+            killed.append(count)
+            operator.kill()
+            operator.start()
+
+    async with (
+        a_place(api, cluster) as place,
+        ApiProxy(await api.access(), wrote=wrote) as proxy,
+        an_operator(place, folder, proxy) as operator,
+        Story(place, etcd) as story,
+    ):
+        await story.tell()
+        await story.ends_as(good_day.end)
+        await operator.ready()  # it may have been killed a moment ago
+        assert await operator.stop() == 0
+    assert killed == [number]
+    assert "Traceback" not in operator.log
+
+
+async def test_two_that_believe_they_lead_do_no_harm(
+    good_day: GoodDay, api: UserApi, place: Place, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    async with (
+        ApiProxy(await api.access()) as proxy,
+        an_operator(place, tmp_path, proxy, "--no-leader-elect", name="one") as one,
+        an_operator(place, tmp_path, proxy, "--no-leader-elect", name="two") as two,
+        Story(place, etcd) as story,
+    ):
+        await story.tell()
+        await story.ends_as(good_day.end)
+        for operator in (one, two):
+            assert await operator.metric("elastic_operator_reconciles_total", result="done") > 0
+            assert await operator.stop() == 0
+            assert "Traceback" not in operator.log

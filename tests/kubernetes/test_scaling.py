@@ -1,0 +1,191 @@
+"""A job's size, changed by a person and by an autoscaler: on a real kubelet, and with the real controller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.resources import ELASTIC_JOBS, PODS, Resource
+from elastic_operator.kube.user_api import UserApi
+from tests.support.cluster_user import job
+from tests.support.operator_place import Json, Place, index_of, uids
+from tests.support.operator_process import OperatorProcess
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.cluster_user import User
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+SAVES = """
+import signal, sys, time
+
+def save(*_):
+    print("saving", flush=True)
+    time.sleep(1)
+    print("saved", flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(100_000)
+"""
+"""A program that takes its time to save when it is asked to end."""
+
+
+@pytest.mark.node
+async def test_pods_that_go_are_the_highest_ones_and_save_side_by_side_while_the_others_stay(user: User) -> None:
+    await user.apply(job("saves", command=["python3", "-c", SAVES], replicas=3))
+    await user.wait("elasticjob/saves", "jsonpath={.status.readyDesired}=3/3")
+    before = await user.pods("saves")
+    staying, *going = sorted(before, key=lambda name: index_of(before[name]))
+    logs = [await user.prints(pod, "ready") for pod in going]
+    await user.wait("elasticjob/saves", "jsonpath={.status.worldSize}=3")
+    epoch = (await user.get("elasticjob/saves"))["status"]["epoch"]
+
+    await user.kubectl("scale", "elasticjob/saves", "--replicas=1")
+    for pod in going:
+        await user.wait(f"pod/{pod}", "delete")
+    for log in await asyncio.gather(*logs):
+        assert any(line.endswith("saved") for line in log.splitlines())
+    await user.wait("elasticjob/saves", "jsonpath={.status.worldSize}=1")
+    after = await user.pods("saves")
+    assert uids(after) == uids({staying: before[staying]})
+
+    status = (await user.get("elasticjob/saves"))["status"]
+    assert (status["restarts"], status["podFailures"]) == (0, 0)
+    assert status["epoch"] == epoch + 1, "one without both"
+    told = await user.events("saves")
+    assert "scaled from 3 to 1 pod" in told
+
+
+@pytest.mark.node
+async def test_pods_that_are_not_ready_go_first(user: User) -> None:
+    """The first of three can't start, and the last one can."""
+    late = job("half", command=["python3", "-c", SAVES], replicas=2)
+    await user.apply(late)
+    await user.wait("elasticjob/half", "jsonpath={.status.readyDesired}=2/2")
+    first = await user.pods("half")
+    try:
+        await user.node.kubectl("cordon", "node1")
+        await user.kubectl("delete", "pod", min(first))
+        await user.sees("half", lambda status: status["ready"] == 1)
+        await user.kubectl("scale", "elasticjob/half", "--replicas=1")
+        await user.sees("half", lambda status: (status["ready"], status["desired"]) == (1, 1))
+        assert list(await user.pods("half")) == [max(first)]
+    finally:
+        await user.node.kubectl("uncordon", "node1")
+
+
+# An autoscaler, for which the control plane is enough
+
+POD_METRICS = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
+AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def metrics(cluster_with_crd: Cluster) -> AsyncIterator[Cluster]:
+    """A cluster with a stand-in for the API of metrics: what pods use is what somebody writes there."""
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{POD_METRICS.plural}.{POD_METRICS.group}",
+            "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
+        },
+        "spec": {
+            "group": POD_METRICS.group,
+            "scope": "Namespaced",
+            "names": {"plural": POD_METRICS.plural, "singular": "pod", "kind": POD_METRICS.kind},
+            "versions": [
+                {
+                    "name": POD_METRICS.version,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": anything},
+                }
+            ],
+        },
+    }
+    text = json.dumps(definition)
+    await cluster_with_crd.define(text)
+    yield cluster_with_crd
+    await cluster_with_crd.kubectl("delete", "-f", "-", stdin=text)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def place(metrics: Cluster) -> AsyncIterator[Place]:
+    """A namespace of the test's own."""
+    async with await UserApi.from_kubeconfig(str(metrics.kubeconfig)) as api, metrics.namespace() as namespace:
+        yield Place(api, metrics, namespace)
+
+
+def now(seconds_ago: float = 0.0) -> str:
+    return datetime.fromtimestamp(datetime.now(UTC).timestamp() - seconds_ago, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+async def is_busy(place: Place, name: str, pod: Json, cpu: str) -> None:
+    """A pod has run for a while, and uses so much of the CPU now."""
+    await place.runs(name)
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": now(900)}
+    status: dict[str, Any] = {"startTime": now(1000), "conditions": [ready]}
+    await place.api.patch(PODS, place.namespace, name, {"status": status}, "status")
+    await place.api.create(
+        POD_METRICS,
+        place.namespace,
+        {
+            "apiVersion": POD_METRICS.api_version,
+            "kind": POD_METRICS.kind,
+            "metadata": {"name": name, "labels": pod["metadata"]["labels"]},
+            "timestamp": now(),
+            "window": "30s",
+            "containers": [{"name": "worker", "usage": {"cpu": cpu, "memory": "1Mi"}}],
+        },
+    )
+
+
+@pytest.mark.control_plane
+async def test_a_horizontal_pod_autoscaler_finds_the_pods_of_a_job_and_sets_their_number(
+    place: Place, tmp_path: Path
+) -> None:
+    only_here = (f"--namespace={place.namespace}", f"--lease-namespace={place.namespace}")
+    async with OperatorProcess(tmp_path, place.cluster.kubeconfig, *only_here):
+        await place.apply(replicas=1)
+        ((name, pod),) = (await place.pods(1)).items()
+        await is_busy(place, name, pod, "2")
+        usage = {"type": "AverageValue", "averageValue": "500m"}
+        await place.api.create(
+            AUTOSCALERS,
+            place.namespace,
+            {
+                "apiVersion": AUTOSCALERS.api_version,
+                "kind": AUTOSCALERS.kind,
+                "metadata": {"name": "digits"},
+                "spec": {
+                    "scaleTargetRef": {
+                        "apiVersion": ELASTIC_JOBS.api_version,
+                        "kind": ELASTIC_JOBS.kind,
+                        "name": "digits",
+                    },
+                    "minReplicas": 1,
+                    "maxReplicas": 3,
+                    "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": usage}}],
+                },
+            },
+        )
+        grown = await place.pods(3)
+        assert name in grown, "the one that was there stays"
+        scaler = await place.until(
+            AUTOSCALERS, lambda found: found["digits"].get("status", {}).get("desiredReplicas") == 3
+        )
+        told = {each["type"]: each["status"] for each in scaler["digits"]["status"]["conditions"]}
+        assert (told["AbleToScale"], told["ScalingActive"]) == ("True", "True")

@@ -1,0 +1,61 @@
+"""A job that rests: on a real kubelet nothing of it is left but what it has learned, and it goes on from there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.cluster_user import job
+
+if TYPE_CHECKING:
+    from tests.support.cluster_user import User
+
+pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+WAITS = "import time; time.sleep(100_000)"
+UNPRIVILEGED = {"securityContext": {"runAsNonRoot": True}}
+
+
+async def test_a_suspended_job_frees_all_and_goes_on_with_what_was_charged_to_it(user: User) -> None:
+    await user.apply(job("rests", command=["python3", "-c", WAITS], replicas=2))
+    await user.wait("elasticjob/rests", "jsonpath={.status.readyDesired}=2/2")
+    user.kill(next(iter((await user.pods("rests")).values())), WAITS)
+    await user.wait("elasticjob/rests", "jsonpath={.status.restarts}=1")
+    await user.wait("elasticjob/rests", "condition=Running")
+    before = (await user.get("elasticjob/rests"))["status"]
+
+    await user.kubectl("patch", "elasticjob", "rests", "--type=merge", '--patch={"spec":{"suspend":true}}')
+    await user.wait("elasticjob/rests", "condition=Suspended")
+    itself = "elasticjob.elastic.pytorch.org/rests"
+    assert await user.left_for_good(itself) == [itself]
+    resting = (await user.get("elasticjob/rests"))["status"]
+    assert resting["state"] == "Suspended"
+    assert (resting["restarts"], resting["replicas"], resting["podFailures"]) == (1, 0, 0)
+    assert resting["epoch"] >= before["epoch"]
+
+    # What the pods are made of may change now.
+    template = {"metadata": {"labels": {"tier": "night"}}, "spec": UNPRIVILEGED}
+    await user.apply(
+        job("rests", command=["python3", "-c", WAITS], replicas=1, template=template, suspend=False, maxRestarts=1)
+    )
+    await user.wait("elasticjob/rests", "condition=Running")
+    (pod,) = (await user.pods("rests")).values()
+    assert pod["metadata"]["labels"]["tier"] == "night"
+    after = (await user.get("elasticjob/rests"))["status"]
+    assert after["epoch"] > resting["epoch"]
+    assert (after["restarts"], after["podFailures"]) == (1, 0)
+
+    # The charge of before counts: there may be one failure, and this is the second.
+    user.kill(pod, WAITS)
+    await user.wait("elasticjob/rests", "condition=Failed")
+    assert await user.delete("rests") == []
+
+
+async def test_a_job_that_is_created_suspended_makes_nothing_before_it_is_resumed(user: User) -> None:
+    await user.apply(job("queued", command=["python3", "-c", "print('done')"], replicas=1, suspend=True))
+    await user.wait("elasticjob/queued", "condition=Suspended")
+    itself = "elasticjob.elastic.pytorch.org/queued"
+    assert await user.left_for_good(itself) == [itself]
+    await user.kubectl("patch", "elasticjob", "queued", "--type=merge", '--patch={"spec":{"suspend":false}}')
+    await user.wait("elasticjob/queued", "condition=Succeeded")

@@ -1,0 +1,146 @@
+"""An etcd that is not of our making, as the operator sees it: reached, refused, of another kind, behind TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import Configuration
+
+from elastic_operator.kube.api import Api
+from elastic_operator.kube.etcd_secrets import EtcdSecrets
+from elastic_operator.kube.stores import Stores
+from tests.support.certificates import Certificates, make_certificates
+from tests.support.etcd import EtcdServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.real
+
+PATIENCE = 30.0
+KEY = "team/digits"
+
+
+class Watcher:
+    """Follows a job's store and waits for what is said of it."""
+
+    def __init__(self, secrets: EtcdSecrets | None = None) -> None:
+        self._happened = asyncio.Event()
+        self.stores = Stores(lambda _: self._happened.set(), secrets=secrets, patience=0.0)
+
+    async def trouble(self, run_id: str) -> str:
+        """What is said of the store, as soon as anything is."""
+        async with asyncio.timeout(PATIENCE):
+            while (said := self.stores.trouble(run_id)) is None:
+                self._happened.clear()
+                await self._happened.wait()
+        return said
+
+    async def readable(self, run_id: str) -> None:
+        """Return when it can be read, and nothing is said of it."""
+        mirror = self.stores.of(run_id)
+        assert mirror is not None
+        async with asyncio.timeout(PATIENCE):
+            while not mirror.readable:
+                self._happened.clear()
+                await self._happened.wait()
+        assert self.stores.trouble(run_id) is None
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+async def tls_etcd(tmp_path: Path, files: Certificates) -> AsyncIterator[EtcdServer]:
+    """One that asks who its clients are."""
+    async with EtcdServer(tmp_path, args=files.etcd_flags_for_clients, protocol="https") as server:
+        yield server
+
+
+@pytest.fixture
+def run_id() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def secret() -> dict[str, Any]:
+    """What the API server has as the Secret ``hub``; a test changes it."""
+    return {"metadata": {"name": "hub", "namespace": "team"}, "data": {}}
+
+
+@pytest.fixture
+async def secrets(secret: dict[str, Any]) -> AsyncIterator[EtcdSecrets]:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        assert request.path == "/api/v1/namespaces/team/secrets/hub"
+        return web.json_response(secret)
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = Configuration()
+    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with Api(configuration) as api:
+        yield EtcdSecrets(api, ["team"])
+    await runner.cleanup()
+
+
+def data(**files: str) -> dict[str, str]:
+    """The data of a Secret with these files."""
+    return {name.replace("_", "."): base64.b64encode(Path(path).read_bytes()).decode() for name, path in files.items()}
+
+
+async def test_an_etcd_that_asks_who_its_clients_are_is_reached_with_what_the_secret_says_by_then(
+    tls_etcd: EtcdServer, files: Certificates, secrets: EtcdSecrets, secret: dict[str, Any], run_id: str
+) -> None:
+    watcher = Watcher(secrets)
+    async with watcher.stores as stores:
+        stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True, secret="hub")
+        assert "the Secret hub, which spec.etcd.tlsSecret names, has neither ca.crt nor tls.crt" in (
+            await watcher.trouble(run_id)
+        )
+        secret["data"] = data(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
+        await watcher.readable(run_id)
+
+
+async def test_an_etcd_behind_tls_that_is_not_trusted_or_does_not_trust_is_told_in_words(
+    tls_etcd: EtcdServer, tmp_path: Path, secrets: EtcdSecrets, secret: dict[str, Any], files: Certificates, run_id: str
+) -> None:
+    watcher = Watcher(secrets)
+    async with watcher.stores as stores:
+        stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True)
+        assert f"the certificate of etcd at {tls_etcd.endpoint} cannot be trusted" in await watcher.trouble(run_id)
+    (tmp_path / "others").mkdir()
+    other = make_certificates(tmp_path / "others")
+    secret["data"] = data(ca_crt=files.authority, tls_crt=other.client, tls_key=other.client_key)
+    watcher = Watcher(secrets)
+    async with watcher.stores as stores:
+        stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True, secret="hub")
+        assert tls_etcd.endpoint in await watcher.trouble(run_id)
+
+
+async def test_what_is_no_etcd_and_what_is_not_there_are_told_apart(own_etcd: EtcdServer, run_id: str) -> None:
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+        return web.json_response({"etcdserver": "2.2.1"}, status=404)
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    other = f"127.0.0.1:{runner.addresses[0][1]}"
+    await own_etcd.kill()
+    watcher = Watcher()
+    async with watcher.stores as stores:
+        stores.follow(run_id, KEY, own_etcd.endpoint, lasts=True, up=True)
+        stores.follow("another", KEY, other, lasts=True, up=True)
+        assert f"etcd at {own_etcd.endpoint} does not answer: connection refused" in await watcher.trouble(run_id)
+        assert f"what listens at {other} is no etcd, or one without its JSON gateway" in await watcher.trouble(
+            "another"
+        )
+    await runner.cleanup()

@@ -1,0 +1,82 @@
+"""A job's whole life on this machine: it rests and goes on, runs out of time, and its end is told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.local.client import connect
+from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+
+@pytest_asyncio.fixture
+async def home(tmp_path: Path) -> AsyncIterator[Path]:
+    """A home folder of the test's own; whatever the test does, no process of it may be left soon after."""
+    home = tmp_path / "home"
+    yield home
+    assert await gone(processes_of(home), within=5), processes_of(home)
+
+
+def rests(snapshot: dict[str, Any]) -> bool:
+    """Whether nothing of the job runs."""
+    return snapshot["status"]["state"] == "Suspended" and not snapshot["pods"] and snapshot["etcd"]["pid"] is None
+
+
+async def test_a_job_that_was_suspended_goes_on_where_it_was_with_what_was_changed_meanwhile(
+    home: Path, tmp_path: Path
+) -> None:
+    says = "echo {word} in $TORCHELASTIC_EPOCH; while [ ! -e {finish} ]; do sleep 0.05; done"
+    programs = [
+        ["sh", "-c", says.format(word=word, finish=tmp_path / "finish")] for word in ("first words", "other words")
+    ]
+    async with LocalRun(home, manifest(tmp_path, command=programs[0])) as run:
+        before = await run.trains(2)
+        client = connect("job", home=home)
+        await asyncio.to_thread(client.suspend, rest=True)
+        asleep = await run.until(rests)
+        assert asleep["status"]["epoch"] >= before["status"]["epoch"]
+        assert not asleep["etcd"]["endpoint"]
+        assert [*processes_of(home)] == [run.process.pid]
+        manifest(tmp_path, command=programs[1])
+        await run.until(lambda snapshot: "Applied" in reasons(snapshot))
+        await asyncio.to_thread(client.suspend, rest=False)
+        after = await run.trains(2, after=asleep["status"]["epoch"])
+        words = f"other words in {after['status']['epoch']}"
+        await run.until(lambda snapshot: snapshot["progress"] and snapshot["progress"]["line"] == words)
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0, run.output
+
+
+async def test_a_job_that_is_made_suspended_starts_when_its_file_says_so(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path, suspend=True)) as run:
+        asleep = await run.until(rests)
+        assert asleep["status"]["epoch"] == 0
+        assert [*processes_of(home)] == [run.process.pid]
+        (tmp_path / "finish").touch()
+        manifest(tmp_path, suspend=False)
+        assert await run.exit_code() == 0, run.output
+
+
+async def test_a_job_that_takes_longer_than_it_may_fails(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path, activeDeadlineSeconds=1)) as run:
+        assert await run.exit_code() == 1, run.output
+        status = run.record["status"]
+        assert status["state"] == "Failed"
+        assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
+
+
+async def test_an_exit_code_that_the_job_declares_final_ends_it_at_once(home: Path, tmp_path: Path) -> None:
+    rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [64]}}]
+    failing = manifest(tmp_path, replicas=1, command=["sh", "-c", "exit 64"], failurePolicy={"rules": rules})
+    async with LocalRun(home, failing) as run:
+        assert await run.exit_code() == 1, run.output
+        assert run.record["status"]["epoch"] == 1

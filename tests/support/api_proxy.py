@@ -1,0 +1,315 @@
+"""A proxy before a real API server that does what networks and servers do on bad days, and counts what is written.
+
+What it does to a request is decided anew for each by whoever uses it; :class:`BadDays` does so by chance, from a seed.
+It shows the API server the credentials that it was given itself, whoever asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import json
+import random
+import ssl
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+import aiohttp
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
+
+    from elastic_operator.kube.api import Access
+
+_PASSED_ON: Final = ("Content-Type", "Content-Encoding", "Retry-After")
+_REMEMBERED: Final = 6
+"""So many listings of one kind are remembered, to be shown again when they are old."""
+_LONGEST_DELAY: Final = 0.5
+_LONGEST_WATCH: Final = 3.0
+"""Seconds after which a watch is cut that has to be."""
+
+
+class Fault(enum.StrEnum):
+    """What may happen to a request."""
+
+    NONE = enum.auto()
+    SLOW = enum.auto()
+    """The answer is late. Of a watch, each line."""
+    LOST = enum.auto()
+    """It never comes to the server; the connection breaks."""
+    UNANSWERED = enum.auto()
+    """It is done, and the connection breaks instead of an answer."""
+    REPEATED = enum.auto()
+    """It is done a second time, and what that one is told is the answer. Of a watch, each line comes twice."""
+    CONFLICT = enum.auto()
+    """It is not done, and answered with 409."""
+    TOO_MANY = enum.auto()
+    """The same with 429."""
+    BROKEN = enum.auto()
+    """The same with 500."""
+    BROKEN_AFTERWARDS = enum.auto()
+    """It is done, and answered with 500."""
+    STALE = enum.auto()
+    """Of a listing: what was listed some time ago comes once more."""
+    CUT = enum.auto()
+    """Of a watch: the connection breaks after a while."""
+    EXPIRED = enum.auto()
+    """Of a watch: it is told that what it begins with is too old."""
+
+
+_OF_ALL: Final = (Fault.SLOW, Fault.LOST, Fault.UNANSWERED, Fault.TOO_MANY, Fault.BROKEN)
+_OF_WRITES: Final = (*_OF_ALL, Fault.REPEATED, Fault.CONFLICT, Fault.BROKEN_AFTERWARDS)
+_OF_LISTINGS: Final = (*_OF_ALL, Fault.STALE, Fault.STALE)
+_OF_WATCHES: Final = (Fault.SLOW, Fault.LOST, Fault.TOO_MANY, Fault.BROKEN, Fault.REPEATED, Fault.CUT, Fault.EXPIRED)
+
+_REFUSALS: Final = {
+    Fault.CONFLICT: (409, "Conflict", "Operation cannot be fulfilled: the object has been modified"),
+    Fault.TOO_MANY: (429, "TooManyRequests", "too many requests, please try again later"),
+    Fault.BROKEN: (500, "InternalError", "etcdserver: leader changed"),
+    Fault.BROKEN_AFTERWARDS: (500, "InternalError", "etcdserver: request timed out"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request.
+
+    Attributes:
+        method: of HTTP.
+        path: without the query.
+        watches: whether it is a watch.
+        lists: whether it is a listing.
+    """
+
+    method: str
+    path: str
+    watches: bool
+    lists: bool
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes something."""
+        return self.method != "GET"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it changes something of a job: events are told beside that, and leases are renewed by the clock."""
+        return self.writes and self.path.rstrip("/").split("/")[-1] != "events" and "/leases" not in self.path
+
+    @property
+    def faults(self) -> Sequence[Fault]:
+        """What may happen to it."""
+        if self.watches:
+            return _OF_WATCHES
+        if self.lists:
+            return _OF_LISTINGS
+        return _OF_WRITES if self.writes else _OF_ALL
+
+
+class BadDays:
+    """Chooses by chance what happens to requests; called with each.
+
+    Args:
+        seed: of what happens.
+        share: of the requests to which something happens; may be changed at any time.
+
+    Attributes:
+        happened: how often each fault was chosen.
+    """
+
+    def __init__(self, seed: int, share: float) -> None:
+        self.share = share
+        self.happened: Counter[Fault] = Counter()
+        self._random = random.Random(seed)
+
+    def __call__(self, asked: Asked) -> Fault:
+        if self._random.random() >= self.share:
+            return Fault.NONE
+        fault = self._random.choice(asked.faults)
+        self.happened[fault] += 1
+        return fault
+
+
+def all_is_well(_: Asked) -> Fault:
+    """Nothing happens to any request."""
+    return Fault.NONE
+
+
+class ApiProxy:
+    """Stands before an API server within ``async with``.
+
+    Args:
+        access: to the API server.
+        fault: chooses what happens to a request.
+        wrote: called when something of a job was written (see :attr:`Asked.counts`), with the number of such writes so
+            far, before whoever has asked for it is told.
+
+    Attributes:
+        writes: how often something of a job was written.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        *,
+        fault: Callable[[Asked], Fault] = all_is_well,
+        wrote: Callable[[int], None] = lambda _count: None,
+    ) -> None:
+        self.writes = 0
+        self._access = access
+        self._fault = fault
+        self._wrote = wrote
+        self._random = random.Random(0)
+        self._listed: defaultdict[str, list[_Answer]] = defaultdict(list)
+        self._stack = contextlib.AsyncExitStack()
+        self._session: aiohttp.ClientSession | None = None
+        self._port = 0
+
+    async def __aenter__(self) -> Self:
+        trusted = ssl.create_default_context(cafile=self._access.authority_file)
+        if self._access.certificate_file is not None:
+            trusted.load_cert_chain(self._access.certificate_file, self._access.key_file)
+        connector = aiohttp.TCPConnector(limit=0, ssl=trusted)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        session = aiohttp.ClientSession(connector=connector, timeout=limit, auto_decompress=False)
+        self._session = await self._stack.enter_async_context(session)
+        runner = web.ServerRunner(web.Server(self._serve, handler_cancellation=True), shutdown_timeout=0.1)
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self._port = runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def write_kubeconfig(self, file: Path) -> Path:
+        """A kubeconfig of somebody who comes through here."""
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "proxy",
+            "contexts": [{"name": "proxy", "context": {"cluster": "proxy", "user": "proxy"}}],
+            "clusters": [{"name": "proxy", "cluster": {"server": f"http://127.0.0.1:{self._port}"}}],
+            "users": [{"name": "proxy", "user": {"token": "of-no-use"}}],
+        }
+        file.write_text(json.dumps(config))
+        return file
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        name = request.path.rstrip("/").split("/")[-1]
+        asked = Asked(
+            method=request.method,
+            path=request.path,
+            watches=request.query.get("watch") == "true",
+            lists=request.method == "GET" and "watch" not in request.query and name.endswith("s"),
+        )
+        fault = self._fault(asked)
+        if fault is Fault.LOST:
+            return _broken_off(request)
+        if fault in (Fault.CONFLICT, Fault.TOO_MANY, Fault.BROKEN):
+            return _Answer.refusal(fault).response()
+        if fault is Fault.STALE and (remembered := self._listed[request.path_qs]):
+            return self._random.choice(remembered).response()
+        try:
+            if asked.watches:
+                return await self._watch(request, fault)
+            return await self._answer(request, asked, fault)
+        except (aiohttp.ClientError, ConnectionError):
+            return _broken_off(request)
+
+    async def _answer(self, request: web.BaseRequest, asked: Asked, fault: Fault) -> web.StreamResponse:
+        answer = await self._ask(request)
+        if asked.counts and answer.status < 300:
+            self.writes += 1
+            self._wrote(self.writes)
+        match fault:
+            case Fault.UNANSWERED:
+                return _broken_off(request)
+            case Fault.BROKEN_AFTERWARDS:
+                return _Answer.refusal(fault).response()
+            case Fault.REPEATED:
+                answer = await self._ask(request)
+            case Fault.SLOW:
+                await asyncio.sleep(self._random.uniform(0, _LONGEST_DELAY))
+        if asked.lists and answer.status == 200:
+            self._listed[request.path_qs] = [*self._listed[request.path_qs], answer][-_REMEMBERED:]
+        return answer.response()
+
+    async def _watch(self, request: web.BaseRequest, fault: Fault) -> web.StreamResponse:
+        if fault is Fault.EXPIRED:
+            told = {"kind": "Status", "status": "Failure", "code": 410, "reason": "Expired", "message": "too old"}
+            return web.Response(body=json.dumps({"type": "ERROR", "object": told}), content_type="application/json")
+        seconds = self._random.uniform(0, _LONGEST_WATCH) if fault is Fault.CUT else None
+        async with self._begin(request) as upstream:
+            response = web.StreamResponse(status=upstream.status, headers=_headers(upstream))
+            await response.prepare(request)
+            try:
+                async with asyncio.timeout(seconds):
+                    async for line in _lines(upstream.content):
+                        if fault is Fault.SLOW:
+                            await asyncio.sleep(self._random.uniform(0, _LONGEST_DELAY))
+                        await response.write(line * 2 if fault is Fault.REPEATED else line)
+            except TimeoutError:
+                return _broken_off(request)
+            await response.write_eof()
+        return response
+
+    async def _ask(self, request: web.BaseRequest) -> _Answer:
+        async with self._begin(request) as upstream:
+            return _Answer(upstream.status, _headers(upstream), await upstream.read())
+
+    @contextlib.asynccontextmanager
+    async def _begin(self, request: web.BaseRequest) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:
+            raise RuntimeError("used outside of its `async with` block")
+        headers = {name: request.headers[name] for name in ("Accept", "Content-Type") if name in request.headers}
+        if self._access.authorization is not None:
+            headers["Authorization"] = self._access.authorization
+        url = f"{self._access.server}{request.path_qs}"
+        body = await request.read()
+        async with self._session.request(request.method, url, data=body or None, headers=headers) as upstream:
+            yield upstream
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a server has answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @classmethod
+    def refusal(cls, fault: Fault) -> Self:
+        status, reason, words = _REFUSALS[fault]
+        told = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status, "reason": reason}
+        headers = {"Content-Type": "application/json"} | ({"Retry-After": "1"} if status == 429 else {})
+        return cls(status, headers, json.dumps({**told, "message": words}).encode())
+
+    def response(self) -> web.Response:
+        return web.Response(status=self.status, headers=self.headers, body=self.body)
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a watch, however long, as they come."""
+    begun = b""
+    async for piece in stream.iter_any():
+        *whole, begun = (begun + piece).split(b"\n")
+        for line in whole:
+            yield line + b"\n"
+
+
+def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
+
+
+def _broken_off(request: web.BaseRequest) -> web.Response:
+    """The connection breaks."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response()

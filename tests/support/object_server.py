@@ -1,0 +1,178 @@
+"""A small API server that takes writes: it keeps what it is given, and fails where a test says so.
+
+What the real one says of a webhook that is down, or of an object that another made in the same moment, cannot be caused
+there at will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import TYPE_CHECKING, Any, Self
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_operator.kube.resources import Resource
+
+NAMESPACE = "team"
+MADE = "2026-01-01T00:00:00Z"
+
+Fault = tuple[int, str, str]
+"""HTTP status, reason, and words."""
+
+
+class ObjectServer:
+    """Serves on loopback within ``async with``.
+
+    Attributes:
+        objects: by path.
+        asked: what was asked for: method and path.
+        fault: says how a request of this method and path fails; None for not at all.
+        stuck: folders to which nothing is ever added: who tries gets no answer.
+        most: how many requests of a method were there at once at most.
+        url: where it listens.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, Any]] = {}
+        self.asked: list[tuple[str, str]] = []
+        self.fault: Callable[[str, str], Fault | None] = lambda _method, _path: None
+        self.stuck: set[str] = set()
+        self._closing = asyncio.Event()
+        self.most: dict[str, int] = {}
+        self.url = ""
+        self._there: dict[str, int] = {}
+        self._versions = itertools.count(1)
+        self._something = asyncio.Condition()
+
+    async def __aenter__(self) -> Self:
+        self._runner = web.ServerRunner(web.Server(self._answer))
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._closing.set()
+        await self._runner.cleanup()
+
+    async def until(self, what: Callable[[], bool], *, patience: float = 30.0) -> None:
+        """Wait until this is so; it is seen to after each request."""
+        async with asyncio.timeout(patience), self._something:
+            await self._something.wait_for(what)
+
+    def put(self, resource: Resource, name: str, **body: Any) -> dict[str, Any]:
+        """Have an object there; gives back a copy of it."""
+        path = resource.path(NAMESPACE, name)
+        about = {"name": name, "namespace": NAMESPACE, "uid": f"uid-{name}-{next(self._versions)}"}
+        former = self.objects.get(path, {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": about})
+        metadata = {"generation": 1, "creationTimestamp": MADE, **former["metadata"], **body.pop("metadata", {})}
+        if "spec" in former and former["spec"] != body.get("spec", former["spec"]):
+            metadata["generation"] += 1
+        return self._keep(path, {**former, **body, "metadata": metadata})
+
+    def pop(self, resource: Resource, name: str) -> None:
+        """Have an object gone, without anybody's being told."""
+        del self.objects[resource.path(NAMESPACE, name)]
+
+    def get(self, resource: Resource, name: str) -> dict[str, Any]:
+        """An object."""
+        return self.objects[resource.path(NAMESPACE, name)]
+
+    def of_kind(self, resource: Resource) -> list[dict[str, Any]]:
+        """All objects of a kind."""
+        folder = resource.path(NAMESPACE)
+        return [body for path, body in self.objects.items() if path.rpartition("/")[0] == folder]
+
+    def times(self, method: str, resource: Resource) -> int:
+        """How often objects of a kind were asked for with a method."""
+        return sum(asked == method and path.startswith(resource.path(NAMESPACE)) for asked, path in self.asked)
+
+    def _keep(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = json.loads(json.dumps(body))
+        kept["metadata"]["resourceVersion"] = str(next(self._versions))
+        self.objects[path] = kept
+        copied: dict[str, Any] = json.loads(json.dumps(kept))
+        return copied
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        method, path = request.method, request.path
+        body = json.loads(await request.read() or b"null")
+        self.asked.append((method, path))
+        self._there[method] = self._there.get(method, 0) + 1
+        self.most[method] = max(self.most.get(method, 0), self._there[method])
+        await asyncio.sleep(0)  # others that are sent side by side come
+        if method == "POST" and path in self.stuck:
+            await self._closing.wait()
+        failure = self.fault(method, path)
+        status, answer = _status(*failure) if failure is not None else self._do(request, body)
+        self._there[method] -= 1
+        async with self._something:
+            self._something.notify_all()
+        return web.json_response(answer, status=status)
+
+    def _do(self, request: web.BaseRequest, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        match request.method:
+            case "GET":
+                return self._read(request)
+            case "POST":
+                return self._create(request.path, body)
+            case "PATCH" | "PUT":
+                return self._change(request.path, body)
+            case "DELETE":
+                return self._delete(request.path, body)
+        raise AssertionError(request.method)
+
+    def _read(self, request: web.BaseRequest) -> tuple[int, dict[str, Any]]:
+        folder, _, last = request.path.rpartition("/")
+        if folder.count("/") - folder.startswith("/apis/") == 5:  # it ends with a kind, and then comes a name
+            there = self.objects.get(request.path)
+            return (200, there) if there is not None else _status(404, "NotFound", f"there is no {last}")
+        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=")
+        items = [
+            body
+            for path, body in self.objects.items()
+            if path.rpartition("/")[0] == request.path and name in ("", body["metadata"]["name"])
+        ]
+        return 200, {"metadata": {"resourceVersion": str(next(self._versions))}, "items": items}
+
+    def _create(self, folder: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        path = f"{folder}/{body['metadata']['name']}"
+        if path in self.objects:
+            return _status(409, "AlreadyExists", f"{path} already exists")
+        if folder.endswith("/services"):
+            body["spec"]["clusterIP"] = "127.9.9.9"  # where nobody listens
+        body["metadata"] |= {"uid": f"uid-{next(self._versions)}", "generation": 1, "creationTimestamp": MADE}
+        return 201, self._keep(path, body)
+
+    def _change(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path.endswith("/status"):
+            path = path.removesuffix("/status")
+            body = {**self.objects[path], "status": body["status"]}
+        there = self.objects.get(path)
+        uid = body["metadata"].get("uid")
+        if uid is not None and (there is None or there["metadata"]["uid"] != uid):
+            if there is None:
+                return _status(409, "Conflict", f"uid mismatch: it says {uid}, and there is no such object")
+            return _status(422, "Invalid", f'metadata.uid: Invalid value: "{uid}": field is immutable')
+        if there is None:
+            folder, _, _ = path.rpartition("/")
+            return self._create(folder, body)
+        return 200, self._keep(path, {**there, **body, "metadata": {**there["metadata"], **body["metadata"]}})
+
+    def _delete(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        there = self.objects.get(path)
+        if there is None:
+            return _status(404, "NotFound", "not found")
+        if body.get("preconditions", {}).get("uid") not in (None, there["metadata"]["uid"]):
+            return _status(409, "Conflict", "the UID in the precondition is not that of the object")
+        del self.objects[path]
+        return 200, there
+
+
+def _status(status: int, reason: str, words: str) -> tuple[int, dict[str, Any]]:
+    return status, {"kind": "Status", "code": status, "reason": reason, "message": words}

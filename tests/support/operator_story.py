@@ -1,0 +1,336 @@
+"""The lives of some jobs as one story, and how it ends: told to an operator on good days and on bad ones.
+
+The test is the jobs' users, the kubelet and the agents: it scales, suspends and resumes, has pods run, die and end, and
+writes into an etcd what agents would. Each step waits until the operator has done what follows from the one before. So
+the end is the same each time, but for names, times and what is left to chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import json
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from elastic_operator.kube.resources import (
+    DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
+    ELASTIC_JOBS,
+    PODS,
+    SERVICES,
+)
+from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from tests.support.operator_place import Json, Objects, Place, holds, index_of, live
+from tests.support.operator_process import PATIENCE
+from torchelastic.contract import (
+    Env,
+    EpochRecord,
+    Member,
+    NodeRecord,
+    OutcomeRecord,
+    OutcomeState,
+    RunKeys,
+    SizeRecord,
+    encode,
+)
+from torchelastic.store import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_operator.kube.resources import Resource
+    from tests.support.etcd import EtcdServer
+    from torchelastic.store import Store
+
+_BESIDE: Final = (DEPLOYMENTS, SERVICES, DISRUPTION_BUDGETS)
+_KINDS: Final = (ELASTIC_JOBS, PODS, *_BESIDE)
+_OF_PODS: Final = re.compile(r"\b([a-z]+-\d+)-[b-z2-9]{5}\b")
+_TIMES: Final = ("startTime", "activeSince", "completionTime")
+
+
+class Story:
+    """What happens to the jobs of a namespace; within ``async with`` it is followed.
+
+    Args:
+        place: the namespace; empty.
+        etcd: where the agents of some of the jobs meet.
+    """
+
+    def __init__(self, place: Place, etcd: EtcdServer) -> None:
+        self._place = place
+        self._etcd = etcd
+        self._stack = contextlib.AsyncExitStack()
+        self._store: Store | None = None
+        self._seen: dict[Resource, Objects] = {kind: {} for kind in _KINDS}
+        self._listed: set[Resource] = set()
+        self._news = asyncio.Condition()
+        self._finished: dict[str, int] = {}
+        self._known: set[str] = set()
+        self.wrongs: list[str] = []
+        """What must not be, at any time: sentences."""
+
+    async def __aenter__(self) -> Self:
+        self._store = await connect(self._etcd.settings)
+        self._stack.push_async_callback(self._store.close)
+        for kind in _KINDS:
+            following = asyncio.create_task(self._follow(kind))
+            self._stack.push_async_callback(_cancel, following)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def tell(self) -> None:
+        """All of it, from the first job's creation to when the last one is as it stays."""
+        async with asyncio.TaskGroup() as lives:
+            for life in (self._grows, self._dies, self._rests, self._expires, self._fails, self._stores):
+                lives.create_task(life())
+
+    async def end(self) -> Json:
+        """How it stands when the operator has done what it would do."""
+        await self._nothing_is_left_to_do()
+        return self.so_far()
+
+    async def ends_as(self, end: Json) -> None:
+        """Return when it stands like this."""
+        await self._nothing_is_left_to_do()
+        try:
+            async with asyncio.timeout(PATIENCE), self._news:
+                await self._news.wait_for(lambda: self.so_far() == end)
+        except TimeoutError:
+            raise AssertionError(f"it did not come to the same end:\n{_differences(end, self.so_far())}") from None
+        assert self.wrongs == []
+
+    def so_far(self) -> Json:
+        """How it stands, without what differs each time."""
+        workers = [pod for pod in self._seen[PODS].values() if pod["metadata"]["labels"].get(LABEL_ROLE) == ROLE_WORKER]
+        jobs: Json = {}
+        for name, job in self._seen[ELASTIC_JOBS].items():
+            pods = Counter(
+                f"{index_of(pod)} {pod['status'].get('phase')}{' resumed' if _resumed(pod) else ''}"
+                for pod in workers
+                if pod["metadata"]["labels"][LABEL_JOB] == name
+            )
+            jobs[name] = {
+                "suspend": job["spec"].get("suspend", False),
+                "replicas": job["spec"].get("replicas"),
+                "status": _plain(job.get("status") or {}),
+                "pods": dict(sorted(pods.items())),
+            }
+        return {"jobs": dict(sorted(jobs.items())), **{kind.kind: self._owned(kind) for kind in _BESIDE}}
+
+    # The lives
+
+    async def _grows(self) -> None:
+        """Grows, shrinks, and comes to its end by its agents' word."""
+        name = "grows"
+        job = await self._place.apply(name, replicas=2, maxReplicas=4, etcd=self._outside)
+        pods = await self._place.pods(2, name)
+        await self._trains(job, pods, epoch=1)
+        await self._place.change(name, replicas=4)
+        await self._trains(job, await self._place.pods(4, name), epoch=2)
+        await self._place.change(name, replicas=1)
+        left = await self._place.pods(1, name)
+        await self._trains(job, left, epoch=3)
+        outcome = OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=3)
+        await self._put(RunKeys.of(_uid(job)).outcome, outcome)
+        for pod in left:
+            await self._place.ends(pod, 0)
+        await self._place.job(lambda status: holds(status, "Finished"), name)
+
+    async def _dies(self) -> None:
+        """Loses pods by their own fault and by somebody's hand, and goes on."""
+        name = "dies"
+        await self._place.apply(name, replicas=2, backoffLimit=3, etcd=self._outside)
+        for failures in (1, 2):
+            pods = await self._place.pods(2, name)
+            victim = min(pods)
+            await self._place.runs(victim)
+            await self._place.ends(victim, 1)
+            await self._place.job(lambda status, failures=failures: status.get("podFailures") == failures, name)  # type: ignore[misc]
+        pods = await self._place.pods(2, name)
+        gone = max(pods)
+        await self._place.api.delete(PODS, self._place.namespace, gone)
+        await self._until(lambda: _gone_and_replaced(self._live(name), _uid(pods[gone])))
+
+    async def _rests(self) -> None:
+        """Is suspended, changed and resumed."""
+        name = "rests"
+        job = await self._place.apply(name, replicas=2, etcd=self._outside)
+        pods = await self._place.pods(2, name)
+        await self._trains(job, pods, epoch=1, restarts=1)
+        await self._place.change(name, suspend=True)
+        await self._place.pods(0, name)
+        await self._leave(job, pods)
+        await self._place.job(lambda status: holds(status, "Suspended"), name)
+        await self._place.change(name, args=["later.py"], suspend=False)
+        await self._trains(job, await self._place.pods(2, name), epoch=2, restarts=1)
+
+    async def _expires(self) -> None:
+        """Succeeds, and goes with all that it had."""
+        name = "expires"
+        await self._place.apply(name, replicas=2, ttlSecondsAfterFinished=1, disruptionBudget=True, etcd=self._outside)
+        pods = await self._place.pods(2, name)
+        for pod in pods:
+            await self._place.runs(pod)
+        for pod in pods:
+            await self._place.ends(pod, 0)
+        await self._until(lambda: name not in self._seen[ELASTIC_JOBS])
+
+    async def _fails(self) -> None:
+        """Has no failure to spare."""
+        name = "fails"
+        await self._place.apply(name, replicas=2, backoffLimit=0, cleanPodPolicy="All", etcd=self._outside)
+        victim, _ = sorted(await self._place.pods(2, name))
+        await self._place.runs(victim)
+        await self._place.ends(victim, 5)
+        await self._place.job(lambda status: holds(status, "Failed"), name)
+        await self._until(lambda: name not in self._jobs_of_pods())
+
+    async def _stores(self) -> None:
+        """Has an etcd of its own until it has ended."""
+        name = "stores"
+        await self._place.apply(name, replicas=1, disruptionBudget=True)
+        await self._until(lambda: all(any(name in each for each in self._seen[kind]) for kind in _BESIDE))
+        (pod,) = await self._place.pods(1, name)
+        await self._place.runs(pod)
+        await self._place.ends(pod, 0)
+        await self._place.job(lambda status: holds(status, "Finished"), name)
+        await self._until(lambda: not any(name in each for kind in _BESIDE for each in self._seen[kind]))
+
+    # What agents do
+
+    async def _trains(self, job: Json, pods: Objects, *, epoch: int, restarts: int = 0) -> None:
+        """These pods' agents serve and have agreed on an epoch, and the operator has seen it."""
+        keys = RunKeys.of(_uid(job))
+        name = job["metadata"]["name"]
+        for pod in pods:
+            await self._place.runs(pod)
+            size = SizeRecord(min=1, max=4, wanted=len(pods))
+            await self._put(keys.node(f"{pod}.1"), NodeRecord(name=pod, address="10.0.0.1", workers=1, size=size))
+        members = tuple(Member(node=f"{pod}.1", address="10.0.0.1", workers=1) for pod in sorted(pods))
+        await self._put(keys.epoch, EpochRecord(number=epoch, members=members, restarts=restarts))
+        wanted = {"ready": len(pods), "worldSize": len(pods), "epoch": epoch, "state": "Running"}
+        await self._place.job(lambda status: wanted.items() <= status.items(), name)
+
+    async def _leave(self, job: Json, pods: Objects) -> None:
+        """These pods' agents are gone."""
+        assert self._store is not None
+        for pod in pods:
+            await self._store.delete_prefix(RunKeys.of(_uid(job)).node(f"{pod}.1"))
+
+    async def _put(self, key: str, record: Any) -> None:
+        assert self._store is not None
+        await self._store.put(key, encode(record))
+
+    @property
+    def _outside(self) -> Json:
+        return {"endpoint": self._etcd.endpoint}
+
+    # What is seen
+
+    async def _nothing_is_left_to_do(self) -> None:
+        """Whatever the operator would do, it has done when it is through with another job."""
+        name = f"later{sum(job.startswith('later') for job in self._seen[ELASTIC_JOBS])}"
+        job = await self._place.apply(name, replicas=1, etcd=self._outside)
+        await self._trains(job, await self._place.pods(1, name), epoch=1)
+        await self._until(lambda: self._seen[ELASTIC_JOBS].get(name, {}).get("status", {}).get("state") == "Running")
+        await self._until(lambda: [pod["status"]["phase"] for pod in self._live(name).values()] == ["Running"])
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE), self._news:
+            await self._news.wait_for(true)
+
+    async def _follow(self, kind: Resource) -> None:
+        states = self._place.api.states(kind, self._place.namespace)
+        async with contextlib.aclosing(states):
+            async for state in states:
+                async with self._news:
+                    self._seen[kind] = {each["metadata"]["name"]: dict(each) for each in state.values()}
+                    self._judge(kind)
+                    self._news.notify_all()
+
+    def _judge(self, kind: Resource) -> None:
+        """Note what must not be."""
+        if kind == ELASTIC_JOBS:
+            for job in self._seen[kind].values():
+                if holds(job.get("status") or {}, "Finished"):
+                    self._finished.setdefault(_uid(job), int(job["metadata"]["resourceVersion"]))
+        if kind != PODS:
+            return
+        for name in self._jobs_of_pods():
+            pods = self._live(name)
+            places = Counter(map(index_of, pods.values()))
+            twice = sorted(index for index, count in places.items() if count > 1)
+            if twice:
+                self.wrongs.append(f"{name} has two live pods of index {twice}: {sorted(pods)}")
+            job = self._seen[ELASTIC_JOBS].get(name)
+            if job is not None and len(pods) > job["spec"]["maxReplicas"]:
+                self.wrongs.append(f"{name} has more pods than it may: {sorted(pods)}")
+        for pod in self._seen[PODS].values():
+            if _uid(pod) in self._known:
+                continue
+            self._known.add(_uid(pod))
+            # Of one API server, versions count what happened in all kinds of objects.
+            for owner in pod["metadata"].get("ownerReferences", ()):
+                end = self._finished.get(owner["uid"])
+                if end is not None and int(pod["metadata"]["resourceVersion"]) > end:
+                    self.wrongs.append(f"{pod['metadata']['name']} was made after the end of its job")
+
+    def _owned(self, kind: Resource) -> list[str]:
+        """The objects of jobs that there are: to remove those of the others is Kubernetes' work, in its own time."""
+        jobs = {_uid(job) for job in self._seen[ELASTIC_JOBS].values()}
+        return sorted(
+            name
+            for name, body in self._seen[kind].items()
+            if jobs & {owner["uid"] for owner in body["metadata"].get("ownerReferences", ())}
+        )
+
+    def _jobs_of_pods(self) -> set[str]:
+        return {pod["metadata"]["labels"].get(LABEL_JOB, "") for pod in self._seen[PODS].values()}
+
+    def _live(self, name: str) -> Objects:
+        labels = {LABEL_JOB: name, LABEL_ROLE: ROLE_WORKER}.items()
+        return live({key: pod for key, pod in self._seen[PODS].items() if labels <= pod["metadata"]["labels"].items()})
+
+
+def _plain(status: Json) -> Json:
+    """A status without times and chance names."""
+    plain: Json = json.loads(_OF_PODS.sub(r"\1", json.dumps(status)))
+    for name in _TIMES:
+        if name in plain:
+            plain[name] = "some time"
+    plain.get("lastFailure", {}).pop("time", None)
+    for condition in plain.get("conditions", ()):
+        condition.pop("lastTransitionTime")
+    # What an operator remembers, and one that was killed in between need not.
+    for name in ("accounted", "sizeGeneration"):
+        plain.pop(name, None)
+    return plain
+
+
+def _differences(wanted: Json, found: Json) -> str:
+    """Lines that are missing, and those that are too many."""
+    both = ([*json.dumps(each, indent=1).splitlines()] for each in (wanted, found))
+    return "\n".join(difflib.unified_diff(*both, "wanted", "found", n=6, lineterm=""))
+
+
+def _gone_and_replaced(pods: Objects, uid: str) -> bool:
+    return len(pods) == 2 and uid not in {_uid(pod) for pod in pods.values()}
+
+
+def _resumed(pod: Json) -> bool:
+    return any(entry["name"] == Env.RESUME for entry in pod["spec"]["containers"][0].get("env", ()))
+
+
+def _uid(body: Json) -> str:
+    return str(body["metadata"]["uid"])
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

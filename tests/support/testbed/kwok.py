@@ -1,0 +1,95 @@
+"""Nodes that nobody has to own: kwok says of thousands of pods that they run, and runs none of them.
+
+The scheduler binds pods to these nodes as to any; then kwok writes into each pod what a kubelet would
+(``kwok_stages.yaml`` beside this file). So the API server, the controllers and the operator have all the work that real
+nodes make them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from tests.support.testbed.binaries import binary
+from tests.support.testbed.daemons import Daemon, kill_all
+
+if TYPE_CHECKING:
+    from tests.support.testbed.control_plane import ControlPlane
+
+LINGERS: Final = "testbed/lingers"
+"""The annotation of pods that stay Terminating when they are deleted."""
+
+MARK: Final = "testbed/node"
+"""The annotation of the nodes that kwok looks after."""
+
+STAGES: Final = Path(__file__).with_name("kwok_stages.yaml")
+
+
+class SimulatedNodes:
+    """Nodes of a control plane, and the kwok that looks after them; within ``async with`` they are ready.
+
+    Args:
+        cluster: must run.
+        folder: for kwok's log.
+        nodes: how many; each has room for ten thousand pods.
+    """
+
+    def __init__(self, cluster: ControlPlane, folder: Path, *, nodes: int = 10) -> None:
+        self._cluster = cluster
+        self._names = tuple(f"simulated-{number}" for number in range(nodes))
+        self._kwok = Daemon(
+            [
+                str(binary("kwok")),
+                f"--kubeconfig={cluster.kubeconfig}",
+                f"--config={STAGES}",
+                f"--manage-nodes-with-annotation-selector={MARK}=kwok",
+                "--node-port=0",
+                "--v=WARN",
+            ],
+            folder=folder,
+            environ=cluster.environ,
+        )
+
+    async def __aenter__(self) -> Self:
+        self._kwok.start()
+        nodes = {"apiVersion": "v1", "kind": "List", "items": [_node(name) for name in self._names]}
+        try:
+            await self._cluster.kubectl("apply", "--filename=-", stdin=json.dumps(nodes))
+            await self._cluster.kubectl("wait", "--for=condition=Ready", *self._resources, "--timeout=60s")
+        except BaseException:
+            kill_all([self._kwok])
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        kill_all([self._kwok])
+
+    @property
+    def pid(self) -> int:
+        """Of kwok."""
+        return self._kwok.pid
+
+    def check(self) -> None:
+        """See that kwok runs.
+
+        Raises:
+            DaemonDied: it has ended by itself.
+        """
+        self._kwok.check()
+
+    @property
+    def _resources(self) -> tuple[str, ...]:
+        return tuple(f"node/{name}" for name in self._names)
+
+
+def _node(name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": name,
+            "annotations": {MARK: "kwok"},
+            "labels": {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"},
+        },
+    }

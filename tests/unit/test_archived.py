@@ -1,0 +1,269 @@
+"""Manifests of the first ElasticJob controller mean what their authors meant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_operator import manifest
+from elastic_operator.archived import modern, objection
+from elastic_operator.kube.observation import job_of
+from elastic_operator.pinned import effective, pin
+from elastic_operator.plan import plan
+from elastic_operator.pods import problem_of, program_of, worker_container
+from elastic_operator.spec import CleanPodPolicy, ElasticJobSpec
+from tests.support.builders import NOW, a_job, a_world
+
+ARCHIVED = Path(__file__).parent / "manifests" / "archived.yaml"
+
+
+def archived(*args: object, spec: dict[str, Any] | None = None, **container: object) -> dict[str, Any]:
+    """The spec of a manifest whose container has these arguments."""
+    containers = [{"name": "elasticjob-worker", "image": "i", "args": [*args], **container}]
+    worker = {"replicas": 2, "template": {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": containers}}}
+    return {"minReplicas": 1, "maxReplicas": 4, "replicaSpecs": {"Worker": worker}, **(spec or {})}
+
+
+def with_worker(**worker: object) -> dict[str, Any]:
+    """The spec of a manifest with these fields of its worker."""
+    spec = archived("train.py")
+    return {**spec, "replicaSpecs": {"Worker": {**spec["replicaSpecs"]["Worker"], **worker}}}
+
+
+def with_pod(**template: object) -> ElasticJobSpec:
+    """The typed form of a manifest with this template."""
+    return ElasticJobSpec.of(with_worker(template=template))
+
+
+def test_a_manifest_is_read_as_its_author_meant_it() -> None:
+    job = manifest.load_checked(ARCHIVED)
+    spec = job.spec
+    assert problem_of(spec) is None
+    assert (spec.min_replicas, spec.max_replicas, spec.desired) == (1, 4, 2)
+    assert (spec.etcd.endpoint, spec.nproc_per_node) == ("etcd-service:2379", 4)
+    assert program_of(spec) == ((), ("/workspace/train.py", "--workers=0", "/data"))
+    assert spec.clean_pod_policy is CleanPodPolicy.NONE
+    assert spec.backoff_limit == spec.max_restarts == 100
+    assert spec.template == {
+        "metadata": {"creationTimestamp": None, "labels": {"team": "vision"}},
+        "spec": {
+            "nodeSelector": {"gpu": "v100"},
+            "containers": [
+                {
+                    "name": "worker",
+                    "image": "registry.example.org/team/train:0.2",
+                    "imagePullPolicy": "Always",
+                    "args": ["/workspace/train.py", "--workers=0", "/data"],
+                    "resources": {"limits": {"nvidia.com/gpu": 4}},
+                }
+            ],
+        },
+    }
+    assert job.job["spec"]["replicaSpecs"]["Worker"]["replicas"] == 2  # the object itself stays as it is
+
+
+def test_the_operator_reads_the_object_of_such_a_job_as_it_stands_in_the_cluster() -> None:
+    given = manifest.load_checked(ARCHIVED)
+    stored = {**given.job, "metadata": {**given.job["metadata"], "uid": "1", "generation": 1}}
+    assert job_of(stored).spec == given.spec
+    held = pin(given.spec)
+    assert effective(given.spec, held) == given.spec
+    assert held["template"]["spec"]["containers"][0]["name"] == "worker"
+
+
+def test_a_spec_of_today_is_left_as_it_is() -> None:
+    today = {"maxReplicas": 3, "image": "i", "args": ["--nnodes=2", "train.py"]}
+    assert modern(today) is today
+    assert objection(today) is None
+
+
+# Numbers
+
+
+def test_the_number_of_pods_is_the_upper_bound_too_where_that_is_left_out() -> None:
+    given = archived("train.py")
+    del given["maxReplicas"]
+    assert ElasticJobSpec.of(given).max_replicas == 2
+
+
+def test_a_number_that_somebody_scaled_to_wins() -> None:
+    assert ElasticJobSpec.of(archived("train.py", spec={"replicas": 3})).desired == 3
+
+
+def test_its_number_is_written_where_autoscalers_look_for_it() -> None:
+    spec = ElasticJobSpec.of(archived("train.py"))
+    assert spec.replicas is None
+    job = replace(a_job(), spec=spec)
+    assert plan(job, a_world(), now=NOW).replicas == 2
+    written = ElasticJobSpec.of(archived("train.py", spec={"replicas": 2}))
+    assert plan(replace(job, spec=written), a_world(), now=NOW).replicas is None
+
+
+def test_without_a_number_the_operator_chooses_it_as_for_every_job() -> None:
+    given = archived("train.py")
+    del given["replicaSpecs"]["Worker"]["replicas"]
+    spec = ElasticJobSpec.of(given)
+    assert (spec.replicas, spec.desired) == (None, 4)
+
+
+# Policies
+
+
+@pytest.mark.parametrize(("policy", "limit"), [("Never", 0), ("ExitCode", 100), ("OnFailure", 100), ("Always", 100)])
+def test_a_pod_that_is_never_started_again_fails_the_job(policy: str, limit: int) -> None:
+    assert ElasticJobSpec.of(with_worker(restartPolicy=policy)).backoff_limit == limit
+
+
+def test_what_the_run_policy_says_is_heeded_today() -> None:
+    policy = {"backoffLimit": 3, "ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 600, "cleanPodPolicy": "All"}
+    filled_in = {"cleanPodPolicy": "Running"}  # by the API server
+    given = {**with_worker(restartPolicy="Never"), **filled_in, "RunPolicy": policy}
+    spec = ElasticJobSpec.of(given)
+    assert (spec.backoff_limit, spec.ttl_after_finished, spec.active_deadline) == (3, 60, 600)
+    assert spec.clean_pod_policy is CleanPodPolicy.ALL
+
+
+def test_what_had_no_effect_in_the_template_has_none() -> None:
+    spec = with_pod(
+        metadata={"name": "x", "generateName": "y", "namespace": "z", "annotations": {"a": "b"}},
+        spec={"restartPolicy": "OnFailure", "containers": [{"name": "c", "image": "i", "args": ["train.py"]}]},
+    )
+    assert problem_of(spec) is None
+    assert spec.template["metadata"] == {"annotations": {"a": "b"}}
+    assert "restartPolicy" not in spec.template["spec"]
+
+
+# Containers
+
+
+@pytest.mark.parametrize(
+    ("names", "own"),
+    [
+        (("anything",), 0),
+        (("first", "second"), 0),
+        (("sidecar", "elasticjob-worker"), 1),
+        (("elasticjob-worker", "worker"), 1),
+    ],
+)
+def test_the_container_may_have_any_name(names: tuple[str, ...], own: int) -> None:
+    containers = [{"name": name, "image": name, "args": ["--nproc_per_node=2", "train.py"]} for name in names]
+    spec = with_pod(spec={"containers": containers})
+    kept = spec.template["spec"]["containers"]
+    assert worker_container(spec)["image"] == names[own]
+    assert [kept[at] for at in range(len(names)) if at != own] == [
+        containers[at] for at in range(len(names)) if at != own
+    ]
+    assert (spec.nproc_per_node, program_of(spec)) == (2, ((), ("train.py",)))
+
+
+# Flags of the launcher
+
+
+@pytest.mark.parametrize(
+    ("args", "left", "nproc"),
+    [
+        (("--nproc_per_node=4", "train.py"), ("train.py",), 4),
+        (("--nproc_per_node", "4", "train.py", "--nproc_per_node=9"), ("train.py", "--nproc_per_node=9"), 4),
+        (("--nproc-per-node=gpu", "-m", "train"), ("-m", "train"), "gpu"),
+        (("--nproc_per_node=$(GPUS)", "train.py"), ("--nproc_per_node=$(GPUS)", "train.py"), 1),
+        (("--nproc_per_node=0", "train.py"), ("--nproc_per_node=0", "train.py"), 1),
+        (("--nnodes=1:8", "--rdzv_id=mine", "--rdzv_backend", "etcd", "train.py"), ("train.py",), 1),
+        (("--rdzv_endpoint=a:1", "--standalone", "--node_rank", "0", "train.py"), ("train.py",), 1),
+        (("--rdzv_conf=lease=6", "--role", "r", "train.py"), ("--rdzv_conf=lease=6", "--role", "r", "train.py"), 1),
+        (("--use_env", "--no_python", "--", "echo", "--nnodes=1"), ("--no_python", "--", "echo", "--nnodes=1"), 1),
+        (("-t", "3", "-r3", "train.py"), ("-t", "3", "-r3", "train.py"), 1),
+        (("train.py", "--rdzv_id=mine"), ("train.py", "--rdzv_id=mine"), 1),
+        (("--nnodes",), (), 1),
+        (("s3://bucket/main.py", "--epochs", "10"), ("s3://bucket/main.py", "--epochs", "10"), 1),
+    ],
+)  # fmt: skip
+def test_what_the_operator_says_itself_is_left_out_of_the_launchers_flags(
+    args: tuple[str, ...], left: tuple[str, ...], nproc: int | str
+) -> None:
+    spec = ElasticJobSpec.of(archived(*args))
+    assert (program_of(spec), spec.nproc_per_node) == (((), left), nproc)
+
+
+def test_the_number_of_restarts_is_the_jobs() -> None:
+    spec = ElasticJobSpec.of(archived("--max_restarts=3", "train.py"))
+    assert (spec.max_restarts, spec.backoff_limit, program_of(spec)) == (3, 3, ((), ("train.py",)))
+
+
+@pytest.mark.parametrize(
+    ("args", "spec", "told"),
+    [
+        (("--nproc_per_node=4", "x.py"), {"nprocPerNode": 8}, "spec.nprocPerNode is 8, but a flag of"),
+        (("--max_restarts", "3", "x.py"), {"maxRestarts": 7}, "spec.maxRestarts is 7, but a flag of"),
+        (("--nproc_per_node=$(GPUS)", "x.py"), {"nprocPerNode": 8}, "spec.nprocPerNode and --nproc_per_node in args"),
+        (("--max_restarts=many", "x.py"), {}, "the flag --max_restarts in args is the operator's to set"),
+    ],
+)
+def test_a_field_that_says_something_else_than_a_flag_is_refused(
+    args: tuple[str, ...], spec: dict[str, Any], told: str
+) -> None:
+    problem = problem_of(ElasticJobSpec.of(archived(*args, spec=spec)))
+    assert problem is not None
+    assert problem.startswith(told)
+
+
+def test_a_field_may_say_what_a_flag_says() -> None:
+    filled_in = {"nprocPerNode": 1, "maxRestarts": 100}  # by the API server
+    for fields in ({"nprocPerNode": 4}, {"maxRestarts": 3}, filled_in):
+        spec = ElasticJobSpec.of(archived("--nproc_per_node=4", "--max_restarts=3", "x.py", spec=fields))
+        assert problem_of(spec) is None
+        assert (spec.nproc_per_node, spec.max_restarts) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["torchrun"],
+        ["/opt/conda/bin/torchrun"],
+        ["python", "-m", "torch.distributed.run"],
+        ["python3.8", "-u", "-m", "torchelastic.distributed.launch"],
+        ["/usr/bin/python3", "-m", "torch.distributed.launch"],
+        [],
+    ],
+)
+def test_a_command_that_is_a_launcher_is_the_operators_to_give(command: list[str]) -> None:
+    spec = ElasticJobSpec.of(archived("--nproc_per_node=1", "train.py", command=command))
+    assert problem_of(spec) is None
+    assert (program_of(spec), spec.nproc_per_node) == (((), ("train.py",)), 1)
+
+
+def test_the_program_may_stand_behind_the_launcher_in_the_command() -> None:
+    command = ["torchrun", "--nproc_per_node=2", "train.py"]
+    spec = ElasticJobSpec.of(archived("--epochs=3", command=command))
+    assert (program_of(spec), spec.nproc_per_node) == (((), ("train.py", "--epochs=3")), 2)
+
+
+@pytest.mark.parametrize("command", [["bash", "-c", 'exec torchrun "$@"'], ["/run.sh"], ["python", "train.py"]])
+def test_a_command_that_starts_the_launcher_in_its_own_way_is_refused(command: list[str]) -> None:
+    problem = problem_of(ElasticJobSpec.of(archived("train.py", command=command)))
+    assert problem is not None
+    assert problem.startswith("the container elasticjob-worker of spec.replicaSpecs.Worker has the command [")
+    assert problem.endswith("remove the command, and name the program in args")
+
+
+# Whatever stands there
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["", "-", "--", "a", "--nproc_per_node", "torchrun"]),
+    lambda below: (
+        st.lists(below, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "command", "args", "image"]), below, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["metadata", "spec"]), JSON | st.fixed_dictionaries({"containers": JSON})))
+def test_any_template_is_answered_with_a_job_or_a_sentence(template: dict[str, Any]) -> None:
+    spec = ElasticJobSpec.of(with_worker(template=template))
+    assert problem_of(spec) is None or len(str(problem_of(spec))) > 20
+    assert modern(modern(with_worker(template=template))) == modern(with_worker(template=template))

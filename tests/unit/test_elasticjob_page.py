@@ -1,0 +1,148 @@
+"""The page about the ElasticJob names every field and condition that there is, with its default, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from elastic_operator import crd
+from elastic_operator.model import JobState
+from elastic_operator.names import ConditionType
+from elastic_operator.pinned import changed, pin
+from elastic_operator.pods import problem_of
+from elastic_operator.spec import ElasticJobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGE = (Path(__file__).parents[2] / "docs" / "elasticjob.md").read_text()
+SPEC = crd.schema()["properties"]["spec"]["properties"]
+STATUS = crd.schema()["properties"]["status"]["properties"]
+ARCHIVED = {"rdzvEndpoint", "replicaSpecs", "RunPolicy"}
+WHOLE = {"template", "env", "command", "args", "etcd.resources", "etcd.storage", "checkpoint.volume"}
+"""What is told as a whole, whatever its schema says of its inside."""
+
+
+def section(heading: str) -> str:
+    """What stands below a heading."""
+    return re.split(r"^#+ ", PAGE.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(*headings: str) -> dict[str, list[str]]:
+    """The rows of the tables below these headings, by the names in their first column."""
+    found = {}
+    for line in "".join(map(section, headings)).splitlines():
+        if line.startswith("| `"):
+            first, *others = (cell.strip() for cell in line.split("|")[1:-1])
+            names = re.findall(r"`([^`]+)`", first)
+            stem = names[0].rpartition(".")[0]
+            found.update({stem + name if name.startswith(".") else name: others for name in names})
+    return found
+
+
+FIELDS = rows(
+    "What is trained, and with how many pods",
+    "How long it lives, and what it may cost",
+    "How its pods meet, and where they run",
+)
+
+
+def leaves(properties: dict[str, Any], path: str = "") -> Iterator[str]:
+    """The fields of a schema that have no fields below them, or are told as a whole."""
+    for name, schema in properties.items():
+        at = f"{path}{name}"
+        below = {} if at in WHOLE else schema.get("properties", {})
+        yield from leaves(below, f"{at}.") if below else [at]
+
+
+def test_every_field_of_the_spec_is_told_and_no_other() -> None:
+    of_today = {name: schema for name, schema in SPEC.items() if name not in ARCHIVED}
+    assert {*leaves(of_today)} - {"schedulingPolicy.minAvailable"} == FIELDS.keys()
+    former = rows("Manifests of the first ElasticJob controller")
+    below_worker = {
+        f"replicaSpecs.Worker.{name}" for name in SPEC["replicaSpecs"]["properties"]["Worker"]["properties"]
+    }
+    assert {"rdzvEndpoint", "RunPolicy", "schedulingPolicy.minAvailable", *below_worker} <= former.keys()
+
+
+def test_defaults_are_those_of_the_definition() -> None:
+    for name, schema in SPEC.items():
+        if "default" in schema:
+            default = schema["default"]
+            assert FIELDS[name][0] == f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def test_what_may_change_at_any_time_is_what_the_check_on_this_machine_lets_through() -> None:
+    told = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("any time")}
+    assert told == crd.CHANGEABLE
+
+
+def test_what_changes_at_rest_alone_is_what_the_rules_refuse_while_a_job_runs() -> None:
+    told = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("at rest")}
+    about_changes = [rule for rule in crd.schema()["x-kubernetes-validations"] if "oldSelf" in rule["rule"]]
+    refused = {rule["fieldPath"].removeprefix(".spec.") for rule in about_changes}
+    assert {name for name in FIELDS if any(f"{name}.".startswith(f"{field}.") for field in refused)} == told
+    assert {name for name, (_, changes, _) in FIELDS.items() if changes == "never"} == {"managedBy"}
+
+
+def test_the_fields_of_a_rule_for_failures_are_told() -> None:
+    properties = SPEC["failurePolicy"]["properties"]["rules"]["items"]["properties"]
+    assert rows("When something fails").keys() == properties.keys()
+
+
+def test_every_field_of_the_status_is_told_but_those_for_the_operator_alone() -> None:
+    told = rows("The status").keys() - {str(kind) for kind in ConditionType}
+    assert told == STATUS.keys() - {"accounted", "sizeGeneration", "selector", "readyDesired", "observedGeneration"}
+    assert {str(kind) for kind in ConditionType} <= rows("The status").keys()
+    assert all(f"`{state}`" in rows("The status")["state"][0] for state in JobState)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_examples_are_accepted(number: int) -> None:
+    example = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[number])
+    job = {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "a"},
+        "spec": {"maxReplicas": 1, "image": "i", "args": ["a"], **example},
+    }
+    assert crd.validate(example if "kind" in example else job) == []
+
+
+def test_what_it_shows_of_the_first_controllers_manifests_means_what_it_says() -> None:
+    example = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1])
+    spec = ElasticJobSpec.of(crd.apply_defaults(example)["spec"])
+    assert (spec.nproc_per_node, spec.desired, spec.etcd.endpoint) == (4, 2, "etcd-service:2379")
+
+
+def test_a_running_job_of_the_first_controller_becomes_what_it_shows_beside_it() -> None:
+    examples = [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
+    former, anew = (crd.apply_defaults(example) for example in examples[1:])
+    assert crd.validate(anew, old={**former, "status": {"replicas": 2, "startTime": "2026-01-01T00:00:00Z"}}) == []
+    meant, means = (ElasticJobSpec.of(manifest["spec"]) for manifest in (former, anew))
+    assert changed(means, pin(meant)) == ()
+    assert (means.desired, means.max_restarts, means.backoff_limit) == (2, meant.max_restarts, meant.backoff_limit)
+
+
+def test_each_flag_that_it_calls_the_operators_is_refused() -> None:
+    beginning, of_fields = section("What is trained, and with how many pods").split("\n- what a field says")
+    flags = re.findall(r"`(--[a-z-]+)`", beginning.split("- what only the operator says")[1])
+    assert len(flags) == 9
+    for flag in flags:
+        words = (flag,) if flag == "--standalone" else (flag, "1")
+        spec = ElasticJobSpec(min_replicas=1, max_replicas=1, image="i", args=(*words, "x.py"))
+        assert str(problem_of(spec)).startswith(f"the flag {flag} in args is the operator's to set")
+    spec = ElasticJobSpec(min_replicas=1, max_replicas=1, image="i", args=("--tee", "3", "--log-dir=x", "x.py"))
+    assert problem_of(spec) is None
+    assert "`--tee`" in of_fields
+
+
+def test_the_contents_lead_to_the_headings() -> None:
+    titles = re.findall(r"^## (.*)", PAGE, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= anchors
+    assert len(re.findall(r"^- \[", PAGE, re.MULTILINE)) == len(anchors)

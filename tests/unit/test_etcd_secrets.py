@@ -1,0 +1,133 @@
+"""The credentials for an etcd in a Secret: what is taken from it, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import Configuration
+
+from elastic_operator.kube.api import Api
+from elastic_operator.kube.etcd_secrets import Credentials, EtcdSecrets
+from tests.support.certificates import Certificates, make_certificates
+from torchelastic.errors import StoreRefused, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def a_secret(**data: str | bytes) -> dict[str, Any]:
+    """A Secret; each value is a file, or what stands in one."""
+    contents = {
+        name.replace("_", "."): value if isinstance(value, bytes) else Path(value).read_bytes()
+        for name, value in data.items()
+    }
+    encoded = {name: base64.b64encode(content).decode() for name, content in contents.items()}
+    return {"metadata": {"name": "hub", "namespace": "team"}, "data": encoded}
+
+
+def test_authority_certificate_and_key_are_taken_and_are_gone_when_closed(files: Certificates) -> None:
+    secret = a_secret(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
+    credentials = Credentials.of(secret)
+    assert credentials.authority is not None
+    assert credentials.certificate is not None
+    context = ssl.create_default_context(cafile=credentials.authority)
+    context.load_cert_chain(credentials.certificate, credentials.key)
+    assert len(context.get_ca_certs()) == 1
+    assert Path(credentials.authority).read_bytes() == Path(files.authority).read_bytes()
+
+    credentials.close()
+    assert not Path(credentials.authority).exists()
+    credentials.close()
+
+
+def test_an_authority_may_do_and_so_may_a_certificate_with_its_key(files: Certificates) -> None:
+    authority = Credentials.of(a_secret(ca_crt=files.authority))
+    assert (authority.certificate, authority.key) == (None, None)
+    client = Credentials.of(a_secret(tls_crt=files.client, tls_key=files.client_key))
+    assert client.authority is None
+    authority.close()
+    client.close()
+
+
+def test_what_is_no_use_is_called_by_its_name_in_the_secret(files: Certificates) -> None:
+    for secret, words in (
+        (a_secret(), "has neither ca.crt nor tls.crt: put the certificates for etcd under these names"),
+        ({"metadata": {"name": "hub"}}, "has neither ca.crt nor tls.crt"),
+        (a_secret(tls_crt=files.client), "has one of tls.crt and tls.key and not the other"),
+        (a_secret(ca_crt=files.authority, tls_key=files.client_key), "has neither|has one of tls.crt and tls.key"),
+        (a_secret(ca_crt=b"nonsense"), "has a ca.crt that holds no certificate in PEM form"),
+        (a_secret(tls_crt=files.client, tls_key=files.server_key), "tls.crt and a tls.key that are no pair in PEM"),
+        ({"metadata": {"name": "hub"}, "data": {"ca.crt": "#"}}, "ca.crt of the Secret hub is not base64"),
+    ):
+        with pytest.raises(StoreRefused, match=words) as refused:
+            Credentials.of(secret)
+        assert "hub" in str(refused.value)
+        assert "/proc/" not in str(refused.value)
+
+
+class Server:
+    """Has one Secret, or answers with a status."""
+
+    def __init__(self) -> None:
+        self.secret: dict[str, Any] = {}
+        self.status = 200
+        self.asked: list[str] = []
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.asked.append(f"{request.method} {request.path}")
+        told = {"kind": "Status", "reason": "X", "message": "words"}
+        return web.json_response(self.secret if self.status == 200 else told, status=self.status)
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+async def secrets(server: Server) -> AsyncIterator[EtcdSecrets]:
+    runner = web.ServerRunner(web.Server(server.answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = Configuration()
+    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with Api(configuration) as api:
+        yield EtcdSecrets(api, ["team"])
+    await runner.cleanup()
+
+
+async def test_a_secret_is_read_by_its_name_whenever_it_is_asked_for(
+    server: Server, secrets: EtcdSecrets, files: Certificates
+) -> None:
+    server.secret = a_secret(ca_crt=files.authority)
+    for _ in range(2):
+        (await secrets.read("team", "hub")).close()
+    assert server.asked == ["GET /api/v1/namespaces/team/secrets/hub"] * 2
+    assert secrets.closed("team", "hub") is None
+    assert "the Secret hub in the namespace other" in (secrets.closed("other", "hub") or "")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (404, StoreRefused, "there is no Secret hub in the namespace team, which spec.etcd.tlsSecret names: make it"),
+        (403, StoreRefused, "the right to get secrets there comes with the chart's value etcd.secretNamespaces"),
+        (500, StoreUnavailable, "the Secret hub with the credentials for etcd cannot be read: .*words"),
+    ],
+)
+async def test_a_secret_that_cannot_be_read_is_told_in_words(
+    server: Server, secrets: EtcdSecrets, status: int, kind: type[Exception], words: str
+) -> None:
+    server.status = status
+    with pytest.raises(kind, match=words):
+        await secrets.read("team", "hub")

@@ -1,0 +1,369 @@
+"""What becomes of plans on an API server that does not do what it is asked, and what a person is told of it."""
+
+from __future__ import annotations
+
+import itertools
+from math import inf
+from typing import TYPE_CHECKING
+
+import pytest
+
+from elastic_operator.errors import ClusterError
+from elastic_operator.kube.api import Api
+from elastic_operator.kube.etcd_objects import etcd_name
+from elastic_operator.kube.resources import (
+    DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
+    ELASTIC_JOBS,
+    EVENTS,
+    PODS,
+    SCHEDULER_PLUGINS_GROUPS,
+    SERVICES,
+)
+from tests.support.object_server import MADE, NAMESPACE
+from tests.support.operated_cluster import NAME, OperatedCluster
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from elastic_operator.kube.resources import Resource
+    from elastic_operator.spec import Json
+    from tests.support.object_server import Fault
+
+GANG = {"schedulingPolicy": {"gang": "SchedulerPlugins"}}
+WEBHOOK = 'failed calling webhook "x.example.org": connection refused'
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[OperatedCluster]:
+    async with OperatedCluster() as cluster:
+        yield cluster
+
+
+def failing(
+    method: str, resource: Resource, status: int, words: str, *, times: float, after: int = 0
+) -> Callable[[str, str], Fault | None]:
+    """What is asked for with this method fails so many times, after it went well so often."""
+    asks = itertools.count()
+
+    def fault(asked: str, path: str) -> Fault | None:
+        if asked != method or path != resource.path(NAMESPACE) or not after <= next(asks) < after + times:
+            return None
+        return status, "InternalError", words
+
+    return fault
+
+
+async def test_a_job_gets_its_pods_and_its_etcd(cluster: OperatedCluster) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    assert [len(cluster.server.of_kind(kind)) for kind in (SERVICES, DEPLOYMENTS)] == [1, 1]
+    await cluster.until(lambda: cluster.status.get("state") == "Pending")
+
+
+async def test_many_pods_are_removed_some_at_a_time(cluster: OperatedCluster) -> None:
+    cluster.add_job(minReplicas=1, maxReplicas=300, replicas=300)
+    await cluster.have_pods(300)
+    cluster.add_job(minReplicas=1, maxReplicas=300, replicas=300, suspend=True)
+    await cluster.until(lambda: cluster.server.times("DELETE", PODS) > 0)
+    await cluster.api.list(PODS, NAMESPACE)
+    assert cluster.server.times("DELETE", PODS) <= 200, "who asks for something meanwhile waits for all of them"
+    await cluster.have_pods(0)
+    assert cluster.server.most["DELETE"] >= 32
+
+
+async def test_a_pod_that_may_not_be_removed_keeps_none_of_the_others(cluster: OperatedCluster) -> None:
+    cluster.add_job(minReplicas=1, maxReplicas=200, replicas=200)
+    await cluster.have_pods(200)
+    pods = sorted(cluster.server.of_kind(PODS), key=lambda pod: int(pod["metadata"]["name"].split("-")[1]))
+    kept = {pods[number]["metadata"]["name"] for number in (70, 130)}
+
+    def fault(method: str, path: str) -> Fault | None:
+        return (403, "Forbidden", "not this one") if method == "DELETE" and path.rpartition("/")[2] in kept else None
+
+    cluster.server.fault = fault
+    cluster.add_job(minReplicas=1, maxReplicas=200, replicas=200, suspend=True)
+    await cluster.have_pods(2)
+    assert {pod["metadata"]["name"] for pod in cluster.server.of_kind(PODS)} == kept
+    removed = [path for method, path in cluster.server.asked if method == "DELETE" and PODS.path(NAMESPACE) in path]
+    assert len(set(removed[:200])) == 200, "some had to wait until others were tried once more"
+
+
+async def test_where_nobody_answers_not_all_pods_are_tried(
+    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    async def delete(_api: Api, _resource: Resource, _namespace: str, name: str, **_how: object) -> Json:
+        tried.append(name)
+        raise ClusterError("the API server cannot be reached")
+
+    many = {"minReplicas": 1, "maxReplicas": 200, "replicas": 200}
+    cluster.add_job(**many)
+    await cluster.have_pods(200)
+    monkeypatch.setattr(Api, "delete", delete)
+    cluster.add_job(**many, suspend=True)
+    for _ in range(3):
+        await cluster.look()
+    assert len(set(tried[:128])) == 64
+
+
+async def test_a_pod_that_may_not_be_removed_hides_no_hindrance_until_that_is_gone(cluster: OperatedCluster) -> None:
+    few = {"minReplicas": 1, "maxReplicas": 3}
+    cluster.add_job(**few, replicas=3)
+    await cluster.have_pods(3)
+    cluster.run_pods()
+    forbidden = {"DELETE": PODS.path(NAMESPACE), "POST": DEPLOYMENTS.path(NAMESPACE)}
+
+    def fault(method: str, path: str) -> Fault | None:
+        refused = method in forbidden and path.startswith(forbidden[method])
+        return (403, "Forbidden", f"exceeded quota: no {method}") if refused else None
+
+    cluster.server.fault = fault
+    cluster.add_job(**few, replicas=2)
+    await cluster.until(lambda: cluster.server.times("DELETE", PODS) > 0)
+    etcd = cluster.server.get(DEPLOYMENTS, etcd_name(NAME))
+    cluster.server.pop(DEPLOYMENTS, etcd_name(NAME))
+    cluster.cache.remove(DEPLOYMENTS, etcd)
+    await cluster.until(lambda: "exceeded quota: no POST" in str(cluster.status))
+    del forbidden["POST"]
+    await cluster.until(lambda: "exceeded quota: no POST" not in str(cluster.status))
+    removals = cluster.server.times("DELETE", PODS)
+    await cluster.look()
+    assert cluster.server.times("DELETE", PODS) > removals
+
+
+async def test_what_hinders_etcd_is_told_though_all_workers_are_there(cluster: OperatedCluster) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    cluster.run_pods()
+    hindrance = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: few"}
+    cluster.tell_of_etcd(conditions=[hindrance])
+    await cluster.until(lambda: "exceeded quota: few" in (cluster.message("Waiting") or ""))
+
+
+async def test_an_own_etcd_that_the_operator_cannot_reach_is_told_and_taken_back_when_it_dies(
+    cluster: OperatedCluster,
+) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    cluster.run_pods()
+    assert not cluster.holds("StoreUnreachable")
+    cluster.tell_of_etcd(readyReplicas=1)
+    await cluster.until(lambda: "NetworkPolicy" in (cluster.message("StoreUnreachable") or ""))
+    assert "NetworkPolicy" in (cluster.message("Waiting") or "")
+    assert "the node of etcd's pod" in (cluster.message("StoreUnreachable") or "")
+    cluster.tell_of_etcd(readyReplicas=0)
+    await cluster.until(lambda: not cluster.holds("StoreUnreachable"))
+
+
+async def test_an_own_etcd_that_is_not_ready_is_not_called_unreachable() -> None:
+    async with OperatedCluster(away=0.0) as cluster:
+        cluster.add_job()
+        await cluster.have_pods(2)
+        for ready in (1, 0, 1, 0):
+            cluster.tell_of_etcd(readyReplicas=ready, round=ready)
+            await cluster.look()
+            assert ready or not cluster.holds("StoreUnreachable")
+        cluster.run_pods()
+        cluster.add_job(maxReplicas=3, replicas=3)
+        await cluster.have_pods(3)
+        await cluster.until(lambda: cluster.status.get("desired") == 3)
+        assert not cluster.holds("StoreUnreachable")
+
+
+async def test_an_api_server_that_goes_on_failing_is_told_until_it_takes_pods(cluster: OperatedCluster) -> None:
+    cluster.server.fault = failing("POST", PODS, 500, f"Internal error occurred: {WEBHOOK}", times=inf, after=1)
+    cluster.add_job()
+    await cluster.until(lambda: WEBHOOK in (cluster.message("Waiting") or "") and bool(cluster.told("Hindered")))
+    assert cluster.server.times("POST", PODS) >= 3
+    cluster.server.fault = lambda _method, _path: None
+    await cluster.have_pods(2)
+    await cluster.until(lambda: WEBHOOK not in (cluster.message("Waiting") or ""))
+
+
+async def test_an_api_server_that_fails_now_and_then_is_not_told() -> None:
+    async with OperatedCluster(lasting=0.0) as cluster:
+        cluster.server.fault = failing("POST", PODS, 503, "try again", times=2, after=1)
+        cluster.add_job()
+        await cluster.have_pods(2)
+        assert cluster.told("Hindered") == []
+
+
+async def test_an_api_server_that_takes_a_pod_at_each_try_is_not_said_to_fail() -> None:
+    asks = itertools.count()
+
+    def fault(method: str, path: str) -> Fault | None:
+        if method != "POST" or path != PODS.path(NAMESPACE) or (ask := next(asks)) >= 9:
+            return None
+        return (503, "ServiceUnavailable", "try again") if ask % 3 else None
+
+    async with OperatedCluster(lasting=0.0) as cluster:
+        cluster.server.fault = fault
+        cluster.add_job(minReplicas=6, maxReplicas=6, replicas=6)
+        await cluster.have_pods(6)
+        await cluster.look()
+    assert cluster.told("Hindered") == []
+
+
+async def test_a_disruption_budget_of_somebody_else_is_in_the_status_until_it_is_gone(cluster: OperatedCluster) -> None:
+    cluster.server.put(DISRUPTION_BUDGETS, f"{NAME}-workers", spec={})
+    cluster.add_job(disruptionBudget=True)
+    await cluster.until(lambda: "does not belong to this job" in str(cluster.status.get("conditions")))
+    assert len(cluster.server.of_kind(PODS)) == 2
+    await cluster.until(lambda: len(cluster.told("Hindered")) == 1)
+    cluster.server.pop(DISRUPTION_BUDGETS, f"{NAME}-workers")
+    await cluster.until(
+        lambda: (
+            bool(cluster.server.of_kind(DISRUPTION_BUDGETS))
+            and "does not belong to this job" not in str(cluster.status.get("conditions"))
+        )
+    )
+    assert len(cluster.told("Hindered")) == 1
+
+
+async def test_a_disruption_budget_that_cannot_be_made_is_not_tried_at_every_look(cluster: OperatedCluster) -> None:
+    cluster.server.put(DISRUPTION_BUDGETS, f"{NAME}-workers", spec={})
+    cluster.add_job(disruptionBudget=True)
+    await cluster.until(lambda: cluster.holds("Unguarded"))
+    tries = cluster.server.times("POST", DISRUPTION_BUDGETS)
+    for _ in range(20):
+        await cluster.look()
+    assert cluster.server.times("POST", DISRUPTION_BUDGETS) - tries < 10
+
+
+@pytest.mark.parametrize("end", ["", "."])
+async def test_why_there_is_no_disruption_budget_is_told_once_however_it_ends(
+    cluster: OperatedCluster, end: str
+) -> None:
+    no = 'admission webhook "x.example.org" denied the request: no budgets here'
+    known = {"type": "Unguarded", "status": "True", "reason": "NoBudget", "lastTransitionTime": MADE}
+    why = f"the disruption budget of the job cannot be made for now: {no}"
+    cluster.server.put(ELASTIC_JOBS, NAME, status={"conditions": [{**known, "message": why}]})
+    cluster.server.fault = failing("POST", DISRUPTION_BUDGETS, 403, f"{no}{end}", times=inf)
+    cluster.add_job(disruptionBudget=True)
+    await cluster.until(lambda: cluster.server.times("POST", DISRUPTION_BUDGETS) == 2)
+    assert cluster.told("Hindered") == []
+    assert cluster.message("Unguarded") == why
+
+
+async def test_that_somebody_else_has_the_disruption_budget_is_told_once_by_all_operators(
+    cluster: OperatedCluster,
+) -> None:
+    cluster.server.put(DISRUPTION_BUDGETS, f"{NAME}-workers", spec={})
+    known = {"type": "Unguarded", "status": "True", "reason": "NoBudget", "lastTransitionTime": MADE}
+    why = (
+        f"the disruption budget of the job cannot be made for now: a PodDisruptionBudget called {NAME}-workers is "
+        "there that does not belong to this job: remove it, or give the job another name"
+    )
+    cluster.server.put(ELASTIC_JOBS, NAME, status={"conditions": [{**known, "message": why}]})
+    cluster.add_job(disruptionBudget=True)
+    await cluster.until(lambda: cluster.server.times("POST", DISRUPTION_BUDGETS) == 2)
+    assert cluster.told("Hindered") == []
+    [condition] = [each for each in cluster.status["conditions"] if each["type"] == "Unguarded"]
+    assert (condition["status"], condition["lastTransitionTime"]) == ("True", MADE)
+
+
+async def test_what_a_former_job_of_the_name_leaves_is_waited_for(cluster: OperatedCluster) -> None:
+    owner = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": NAME, "uid": "former"}
+    former = {"ownerReferences": [{**owner, "controller": True}]}
+    for kind in (DEPLOYMENTS, SERVICES):
+        cluster.server.put(kind, etcd_name(NAME), metadata=former, spec={})
+    cluster.add_job()
+    await cluster.until(lambda: cluster.server.times("POST", SERVICES) >= 2)
+    for kind in (DEPLOYMENTS, SERVICES):
+        cluster.server.pop(kind, etcd_name(NAME))
+    await cluster.until(lambda: all(map(cluster.server.of_kind, (DEPLOYMENTS, SERVICES))))
+    assert cluster.told("Hindered") == []
+
+
+async def test_events_are_told_again_until_they_are_there(cluster: OperatedCluster) -> None:
+    cluster.server.fault = failing("POST", EVENTS, 429, "busy", times=3)
+    cluster.add_job(suspend=True)
+    await cluster.until(lambda: cluster.told("Suspended") == ["suspended"])
+    assert cluster.server.times("POST", EVENTS) == 4
+
+
+async def test_an_event_that_is_forbidden_is_told_once() -> None:
+    async with OperatedCluster() as cluster:
+        cluster.server.fault = failing("POST", EVENTS, 403, "no", times=1)
+        cluster.add_job(suspend=True)
+        await cluster.until(lambda: cluster.server.times("POST", EVENTS) == 1)
+    assert cluster.server.times("POST", EVENTS) == 1
+
+
+async def test_an_event_that_waits_for_its_next_try_is_tried_once_more_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("elastic_operator.kube.events._AGAIN", (3600.0,))
+    async with OperatedCluster() as cluster:
+        cluster.server.fault = failing("POST", EVENTS, 500, "no", times=1)
+        cluster.add_job(suspend=True)
+        await cluster.until(lambda: cluster.server.times("POST", EVENTS) == 1)
+    assert cluster.told("Suspended") == ["suspended"]
+
+
+async def test_a_gang_that_somebody_has_removed_is_made_anew_when_it_is_to_change(cluster: OperatedCluster) -> None:
+    cluster.add_job(**GANG)
+    await cluster.have_pods(2)
+    cluster.server.pop(SCHEDULER_PLUGINS_GROUPS, NAME)
+    cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
+    await cluster.have_pods(3)
+    assert cluster.server.get(SCHEDULER_PLUGINS_GROUPS, NAME)["spec"]["minMember"] == 1
+
+
+async def test_a_gang_that_may_not_be_changed_is_told_and_not_tried_at_every_look(cluster: OperatedCluster) -> None:
+    cluster.add_job(**GANG)
+    await cluster.have_pods(2)
+
+    def fault(method: str, path: str) -> Fault | None:
+        return (403, "Forbidden", "exceeded quota: few") if method == "PATCH" and "podgroups" in path else None
+
+    cluster.server.fault = fault
+    cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
+    await cluster.until(lambda: "exceeded quota: few" in str(cluster.status))
+    tries = cluster.server.times("PATCH", SCHEDULER_PLUGINS_GROUPS)
+    for _ in range(20):
+        await cluster.look()
+    assert cluster.server.times("PATCH", SCHEDULER_PLUGINS_GROUPS) - tries < 10
+    assert len(cluster.server.of_kind(PODS)) == 2
+
+
+async def test_a_gang_that_somebody_has_replaced_is_named_and_not_called_invalid(cluster: OperatedCluster) -> None:
+    cluster.add_job(**GANG)
+    await cluster.have_pods(2)
+    cluster.server.pop(SCHEDULER_PLUGINS_GROUPS, NAME)
+    cluster.server.put(SCHEDULER_PLUGINS_GROUPS, NAME, spec={"minMember": 9})
+    cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
+    await cluster.until(lambda: "a PodGroup called digits is there" in str(cluster.status.get("conditions")))
+    assert not cluster.holds("Invalid")
+    assert cluster.server.get(SCHEDULER_PLUGINS_GROUPS, NAME)["spec"]["minMember"] == 9
+
+
+async def test_a_spec_that_cannot_be_read_is_called_invalid_and_nothing_else_is_changed(
+    cluster: OperatedCluster,
+) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    await cluster.until(lambda: cluster.status.get("desired") == 2)
+    cluster.add_job(minReplicas="two")
+    await cluster.until(lambda: "minReplicas" in (cluster.message("Invalid") or ""))
+    assert cluster.status["desired"] == 2
+    assert len(cluster.server.of_kind(PODS)) == 2
+    writes = cluster.server.times("PUT", ELASTIC_JOBS)
+    for _ in range(2):
+        await cluster.look()
+    assert cluster.server.times("PUT", ELASTIC_JOBS) == writes
+    cluster.add_job()
+    await cluster.until(lambda: not cluster.holds("Invalid"))
+    assert cluster.server.times("PUT", ELASTIC_JOBS) == writes + 1
+
+
+async def test_what_is_wrong_with_a_spec_is_logged_though_the_status_cannot_be_written(
+    cluster: OperatedCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.server.fault = lambda method, _path: (422, "Invalid", "no such status") if method == "PUT" else None
+    cluster.add_job(minReplicas="two")
+    await cluster.look()
+    assert any("trying again" in line and "minReplicas" in line for line in caplog.messages)
+    assert "no such status" in caplog.text

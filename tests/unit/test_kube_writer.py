@@ -1,0 +1,104 @@
+"""What becomes of writes that the API server does not take, or says that it does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import Configuration
+
+from elastic_operator.kube.api import Api, ApiError
+from elastic_operator.kube.cache import Cache
+from elastic_operator.kube.resources import ELASTIC_JOBS, PODS, SERVICES
+from elastic_operator.kube.writer import Writer
+from tests.support.builders import UID, a_job
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from elastic_operator.kube.resources import Resource
+
+NAMESPACE = "default"
+
+
+class Server:
+    """Answers each deletion with a conflict, and lists what it has.
+
+    Attributes:
+        has: the UID of the object that it has; None for none.
+        asked: how often, by method.
+        url: where it listens.
+    """
+
+    def __init__(self) -> None:
+        self.has: str | None = UID
+        self.asked: Counter[str] = Counter()
+        self.url = ""
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.asked[request.method] += 1
+        if request.method == "DELETE":
+            told = {"kind": "Status", "reason": "Conflict", "message": "the object has been modified"}
+            return web.json_response(told, status=409)
+        assert request.query["fieldSelector"] == "metadata.name=digits"
+        items = [] if self.has is None else [an_object(self.has)]
+        return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items})
+
+
+def an_object(uid: str) -> dict[str, Any]:
+    owner = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": "digits", "uid": UID}
+    about = {"name": "digits", "namespace": NAMESPACE, "uid": uid, "resourceVersion": "3"}
+    return {"metadata": {**about, "ownerReferences": [{**owner, "controller": True}]}, "spec": {}, "status": {}}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    runner = web.ServerRunner(web.Server(server.answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def api(server: Server) -> AsyncIterator[Api]:
+    configuration = Configuration()
+    configuration.host = server.url
+    async with Api(configuration) as api:
+        yield api
+
+
+@pytest.fixture
+def cache() -> Cache:
+    cache = Cache(changed=lambda _key: None)
+    for resource in (PODS, SERVICES):
+        cache.put(resource, an_object(UID))
+    return cache
+
+
+@pytest.mark.parametrize("resource", [PODS, SERVICES], ids=lambda resource: resource.plural)
+async def test_an_object_whose_removal_was_answered_with_a_conflict_is_not_taken_for_gone(
+    server: Server, api: Api, cache: Cache, resource: Resource
+) -> None:
+    writer = Writer(api, cache)
+    with pytest.raises(ApiError, match="has been modified"):
+        await writer.remove(resource, NAMESPACE, "digits", UID)
+    assert len(cache.belongings(resource, UID)) == 1
+
+    server.has = "a successor's"
+    await writer.remove(resource, NAMESPACE, "digits", UID)
+    assert cache.belongings(resource, UID) == ()
+    assert server.asked == {"DELETE": 2, "GET": 2}
+
+
+async def test_nor_is_a_job(server: Server, api: Api, cache: Cache) -> None:
+    writer = Writer(api, cache)
+    with pytest.raises(ApiError, match="has been modified"):
+        await writer.remove_job(a_job())
+    server.has = None
+    await writer.remove_job(a_job())
+    assert server.asked == {"DELETE": 2, "GET": 2}

@@ -1,0 +1,83 @@
+"""The etcd of a job that takes its time to start: what is said of it, and when it is looked at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import Configuration
+
+from elastic_operator.kube.api import Api
+from elastic_operator.kube.cache import Cache
+from elastic_operator.kube.managed_etcd import ManagedEtcd
+from elastic_operator.kube.settings import PodSettings
+from elastic_operator.kube.writer import Writer
+from elastic_operator.model import EtcdState
+from tests.support.builders import UID, a_job
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+NO_IMAGE = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}
+
+
+class Server:
+    """Has the pod of an etcd, whose container stands so."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = NO_IMAGE
+        self.status = 200
+        self.asked: list[str] = []
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.asked.append(f"{request.path}?{request.query.get('labelSelector')}")
+        pod = {
+            "metadata": {"name": "digits-etcd-x", "uid": "u"},
+            "spec": {"nodeName": "n", "containers": [{"name": "etcd", "image": "team/etcd:9"}]},
+            "status": {"phase": "Pending", "containerStatuses": [{"name": "etcd", "state": self.state}]},
+        }
+        return web.json_response({"metadata": {"resourceVersion": "9"}, "items": [pod]}, status=self.status)
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+async def api(server: Server) -> AsyncIterator[Api]:
+    runner = web.ServerRunner(web.Server(server.answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = Configuration()
+    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with Api(configuration) as api:
+        yield api
+    await runner.cleanup()
+
+
+def an_etcd(api: Api, *, patience: float) -> ManagedEtcd:
+    cache = Cache(changed=lambda _key: None)
+    return ManagedEtcd(api, cache, Writer(api, cache), PodSettings(), patience=patience)
+
+
+async def test_why_an_etcd_does_not_serve_is_told_as_long_as_it_does_not(server: Server, api: Api) -> None:
+    etcd, job = an_etcd(api, patience=0.0), a_job()
+    said = await etcd.complaint(job, EtcdState.STARTING)
+    assert said == "its etcd does not serve yet: the image team/etcd:9 cannot be pulled: not found"
+    assert server.asked == [f"/api/v1/namespaces/default/pods?elastic.pytorch.org/job-uid={UID}"]
+
+    server.status = 500
+    assert await etcd.complaint(job, EtcdState.STARTING) == said, "what was known is known still"
+    assert await etcd.complaint(job, EtcdState.READY) is None
+    server.status, server.state = 200, {"running": {}}
+    assert await etcd.complaint(job, EtcdState.STARTING) is None
+
+
+async def test_an_etcd_that_starts_is_not_looked_at(server: Server, api: Api) -> None:
+    etcd, job = an_etcd(api, patience=60.0), a_job()
+    for state in (EtcdState.ABSENT, EtcdState.STARTING, EtcdState.STARTING, EtcdState.READY):
+        assert await etcd.complaint(job, state) is None
+    assert server.asked == []
+    etcd.forget(job.uid)

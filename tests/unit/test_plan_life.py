@@ -1,0 +1,960 @@
+"""A job's whole life, case by case: suspended, resumed, failed by rule, budget or deadline, cleared away, removed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from elastic_operator.model import EtcdState, JobState, JobStatus, LastFailure, Plan
+from elastic_operator.names import ConditionType, EventReason, Reason
+from elastic_operator.pinned import as_pinned, pin
+from elastic_operator.plan import plan
+from elastic_operator.plan.clearing import FAREWELL
+from elastic_operator.plan.doubt import PATIENCE
+from elastic_operator.plan.toll import EXCLUDED_NODES_KEPT
+from elastic_operator.spec import CleanPodPolicy, EtcdSpec, FailureAction, GangScheduler, SchedulingSpec
+from tests.support.builders import (
+    NOW,
+    a_failure,
+    a_job,
+    a_world,
+    an_epoch,
+    condition,
+    died,
+    evicted,
+    failure,
+    going,
+    left,
+    lost,
+    on_disruption,
+    on_reasons,
+    out_of_memory,
+    pending,
+    preempted,
+    running,
+    says,
+    succeeded,
+    success,
+    that_had_pods,
+    that_is_pinned,
+    that_rests,
+    that_trained,
+    turned_away,
+    with_status,
+)
+from torchelastic.contract import FailureRecord, ResumeRecord
+
+if TYPE_CHECKING:
+    from elastic_operator.model import Job, Observed
+
+NO_STORE = replace(a_world(store_read=False), etcd=EtcdState.ABSENT)
+GANG = SchedulingSpec(gang=GangScheduler.VOLCANO)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, what is observed, and what is to be done.
+
+    Attributes:
+        creates: indices of new pods.
+        removes: indices of pods that go.
+        state: what the status says; None where it says nothing new.
+        reason: why the job finished; None where it has not.
+        charges: how many pods' deaths the status counts.
+        wakes_in: seconds until the plan is made anew.
+        etcd: whether the store is kept.
+        deletes: whether the job itself goes.
+        together: how many pods a gang has.
+        guarded: how many pods are kept from being evicted.
+    """
+
+    job: Job
+    world: Observed
+    creates: list[int] = field(default_factory=list)
+    removes: list[int] = field(default_factory=list)
+    state: JobState | None = None
+    reason: Reason | None = None
+    charges: int = 0
+    wakes_in: float | None = None
+    etcd: bool = True
+    deletes: bool = False
+    together: int | None = None
+    guarded: int | None = None
+
+
+def finished(ago: float = 0.0, *, reason: Reason = Reason.RUN_SUCCEEDED, **spec: object) -> Job:
+    """A job that ended so many seconds ago."""
+    job = that_trained(a_job(**spec))
+    ending = success() if reason is Reason.RUN_SUCCEEDED else None
+    world = a_world(outcome=ending) if ending else a_world(died(0, 2))
+    status = plan(job, world, NOW - ago).status
+    assert status is not None
+    assert condition(status, ConditionType.FINISHED).reason == reason
+    return replace(job, status=status)
+
+
+CASES = {
+    # -- suspended
+    "a job that is suspended from its beginning gets nothing at all": Case(
+        a_job(suspend=True, replicas=None, scheduling=GANG), NO_STORE, state=JobState.SUSPENDED, etcd=False
+    ),
+    "a job that is suspended loses all its pods, those that have ended too": Case(
+        that_trained(a_job(suspend=True, replicas=3)),
+        a_world(running(0), pending(1), died(2)),
+        removes=[0, 1, 2],
+        state=JobState.SUSPENDED,
+        charges=1,
+    ),
+    "its store stays as long as an agent may say goodbye there": Case(
+        that_trained(a_job(suspend=True)), a_world(going(0)), state=JobState.SUSPENDED
+    ),
+    "and goes with the last of them": Case(
+        that_rests(a_job(suspend=True)), a_world(), state=JobState.SUSPENDED, etcd=False
+    ),
+    "it does not wait for one whose node is lost": Case(
+        that_trained(a_job(suspend=True)), a_world(lost(0)), state=JobState.SUSPENDED, etcd=False
+    ),
+    "no store is made for pods that go": Case(
+        that_trained(a_job(suspend=True)),
+        replace(a_world(running(0), store_read=False), etcd=EtcdState.ABSENT),
+        removes=[0],
+        state=JobState.SUSPENDED,
+        etcd=False,
+    ),
+    "a run that had ended before is over all the same": Case(
+        that_trained(a_job(suspend=True)),
+        a_world(running(0), outcome=success()),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        wakes_in=FAREWELL,
+    ),
+    "also where only an agent says so": Case(
+        that_trained(a_job(suspend=True)),
+        replace(a_world(replace(succeeded(0), terminating=True), store_read=False), etcd=EtcdState.ABSENT),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        etcd=False,
+    ),
+    "a job that is suspended while nobody knows whether its run has ended keeps its store": Case(
+        that_is_pinned(a_job(suspend=True)),
+        a_world(store_read=False),
+        state=JobState.SUSPENDED,
+        wakes_in=PATIENCE,
+    ),
+    "until that is read": Case(
+        that_is_pinned(a_job(suspend=True)),
+        a_world(outcome=success()),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        etcd=False,
+    ),
+    "or is known to be lost": Case(that_is_pinned(a_job(suspend=True)), NO_STORE, state=JobState.SUSPENDED, etcd=False),
+    "one that only just comes up, for a job that has not trained, is not kept": Case(
+        that_had_pods(a_job(suspend=True)),
+        replace(a_world(store_read=False), etcd=EtcdState.STARTING),
+        state=JobState.SUSPENDED,
+        etcd=False,
+    ),
+    "a finished job is not suspended": Case(finished(suspend=True), a_world(succeeded(0)), etcd=False),
+    "a resumed job gets its pods at once, without waiting for its store": Case(
+        that_rests(a_job()), NO_STORE, creates=[0, 1], state=JobState.WAITING
+    ),
+    "while the last ones are still on their way out": Case(
+        that_rests(a_job(), accounted=frozenset({going(0).uid})),
+        a_world(going(0)),
+        creates=[0, 1],
+        state=JobState.WAITING,
+    ),
+    "one that never trained is pending again": Case(
+        that_rests(a_job(), started=None, epoch=0), NO_STORE, creates=[0, 1], state=JobState.PENDING
+    ),
+    "nobody's deadline runs while the job is suspended": Case(
+        that_trained(a_job(suspend=True, active_deadline=60), active=NOW - 60),
+        a_world(running(0)),
+        removes=[0],
+        state=JobState.SUSPENDED,
+    ),
+    # -- managed by another
+    "a job that another manages is left alone": Case(
+        that_trained(a_job(managed_by="kueue.x-k8s.io/multikueue")), a_world(died(0), outcome=success())
+    ),
+    "also when it is being deleted": Case(
+        a_job(managed_by="kueue.x-k8s.io/multikueue", deleting=True), a_world(running(0))
+    ),
+    # -- what pods cost
+    "a pod that ran out of memory is charged": Case(
+        that_trained(a_job()), a_world(running(0), out_of_memory(1)), creates=[1], state=JobState.RUNNING, charges=1
+    ),
+    "exit code 0 wins over that": Case(
+        that_trained(a_job()),
+        a_world(replace(succeeded(1), reasons=frozenset({"OOMKilled"})), running(0)),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        wakes_in=FAREWELL,
+    ),
+    "an evicted pod is not": Case(
+        that_trained(a_job()), a_world(running(0), evicted(1)), creates=[1], state=JobState.RUNNING
+    ),
+    "nor is one that is preempted": Case(
+        that_trained(a_job()), a_world(running(0), preempted(1)), creates=[1], state=JobState.RUNNING
+    ),
+    "nor one that its node turns away": Case(
+        that_trained(a_job()), a_world(running(0), turned_away(1)), creates=[1], state=JobState.RUNNING
+    ),
+    "nor one whose node is lost, though it stays Terminating for ever": Case(
+        that_trained(a_job()), a_world(running(0), lost(1)), creates=[1], state=JobState.RUNNING
+    ),
+    "one that its node turns away again and again is not replaced in a hot loop": Case(
+        that_trained(a_job()), a_world(running(0), turned_away(1, failures=3)), wakes_in=4, state=JobState.RUNNING
+    ),
+    # -- the failure policy
+    "a rule can fail the job": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),))),
+        a_world(running(0), out_of_memory(1)),
+        removes=[0],
+        state=JobState.FAILED,
+        reason=Reason.POD_FAILURE_POLICY,
+        charges=1,
+        wakes_in=FAREWELL,
+    ),
+    "or forgive what would be charged": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),), backoff_limit=0)),
+        a_world(running(0), out_of_memory(1)),
+        creates=[1],
+        state=JobState.RUNNING,
+    ),
+    "which backs off all the same": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),))),
+        a_world(running(0), out_of_memory(1, failures=2)),
+        wakes_in=2,
+        state=JobState.RUNNING,
+    ),
+    "or charge what would be forgiven": Case(
+        that_trained(a_job(failure_rules=(on_disruption(FailureAction.COUNT),), backoff_limit=0)),
+        a_world(running(0), preempted(1)),
+        removes=[0],
+        state=JobState.FAILED,
+        reason=Reason.POD_FAILURES,
+        charges=1,
+        wakes_in=FAREWELL,
+    ),
+    "the first rule that fits holds": Case(
+        that_trained(
+            a_job(
+                failure_rules=(
+                    on_reasons(FailureAction.FAIL_JOB, "Evicted"),
+                    on_reasons(FailureAction.IGNORE, "OOMKilled"),
+                    on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),
+                )
+            )
+        ),
+        a_world(running(0), out_of_memory(1)),
+        creates=[1],
+        state=JobState.RUNNING,
+    ),
+    "no rule holds for a pod that was merely deleted, or asked to leave": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "Error"),))),
+        a_world(left(0, reasons=frozenset({"Error"})), going(1, reasons=frozenset({"Error"}))),
+        creates=[0, 1],
+        state=JobState.WAITING,
+    ),
+    "nor for what says how the run has ended": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "Error"),))),
+        a_world(died(0, 1, message=says("no"), reasons=frozenset({"Error"})), running(1)),
+        state=JobState.FAILED,
+        reason=Reason.RUN_FAILED,
+        wakes_in=FAREWELL,
+    ),
+    # -- how long it may take
+    "a job that has taken too long fails": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(running(0), running(1)),
+        removes=[0, 1],
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        wakes_in=FAREWELL,
+    ),
+    "and is woken for that": Case(
+        that_trained(a_job(active_deadline=61), active=NOW - 60),
+        a_world(running(0), running(1)),
+        state=JobState.RUNNING,
+        wakes_in=1,
+    ),
+    "its time begins with its first pod": Case(
+        a_job(active_deadline=61), a_world(), creates=[0, 1], state=JobState.PENDING, wakes_in=61
+    ),
+    "or with its resumption": Case(
+        that_rests(a_job(active_deadline=61)), a_world(), creates=[0, 1], state=JobState.WAITING, wakes_in=61
+    ),
+    "a run that may have ended in time is not failed before its store was read": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(store_read=False),
+        state=JobState.WAITING,
+        wakes_in=PATIENCE,
+    ),
+    "also where pods live, which may be about to end": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(running(0), running(1), store_read=False),
+        state=JobState.RUNNING,
+        wakes_in=PATIENCE,
+    ),
+    "and where the operator was away for long": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 6000),
+        a_world(running(0), running(1), store_read=False),
+        state=JobState.RUNNING,
+    ),
+    "but a store that cannot be read for a minute is not waited for any longer": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE),
+        a_world(store_read=False, store_trouble="connection refused"),
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        etcd=False,
+    ),
+    "nor is one that does not start": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE),
+        replace(a_world(running(0), running(1), store_read=False), etcd=EtcdState.STARTING),
+        removes=[0, 1],
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        wakes_in=FAREWELL,
+    ),
+    "it is within that minute": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE + 1),
+        a_world(running(0), running(1), store_read=False, store_trouble="connection refused"),
+        state=JobState.RUNNING,
+        wakes_in=1,
+    ),
+    "a store that was read before and is away now delays nothing": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(running(0), running(1), store_read=False, epoch=an_epoch(running(0), running(1))),
+        removes=[0, 1],
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        wakes_in=FAREWELL,
+    ),
+    # -- what died before the store was read
+    "a death is not judged before the store has said whether the run had ended": Case(
+        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
+        a_world(died(0), store_read=False),
+        state=JobState.WAITING,
+        wakes_in=PATIENCE,
+    ),
+    "nor does it fail the job by rule": Case(
+        that_trained(a_job(replicas=1, failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),))),
+        a_world(out_of_memory(0), store_read=False),
+        state=JobState.WAITING,
+        wakes_in=PATIENCE,
+    ),
+    "when it has, it is": Case(
+        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
+        a_world(died(0)),
+        state=JobState.FAILED,
+        reason=Reason.POD_FAILURES,
+        charges=1,
+        etcd=False,
+    ),
+    "and so it is a minute after it happened, where the store cannot be read": Case(
+        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
+        a_world(died(0, ended=NOW - PATIENCE), store_read=False, store_trouble="connection refused"),
+        state=JobState.FAILED,
+        reason=Reason.POD_FAILURES,
+        charges=1,
+        etcd=False,
+    ),
+    "nor is a store waited for that only just comes up for a job that has not trained": Case(
+        that_had_pods(a_job(minimum=1, replicas=1, backoff_limit=0)),
+        replace(a_world(died(0), store_read=False), etcd=EtcdState.STARTING),
+        state=JobState.FAILED,
+        reason=Reason.POD_FAILURES,
+        charges=1,
+        etcd=False,
+    ),
+    "a success that was committed before wins": Case(
+        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
+        a_world(died(0), outcome=success()),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        etcd=False,
+    ),
+    "a store that the operator has no right to read is not waited for": Case(
+        that_trained(a_job()), a_world(store_read=False, store_closed=True), creates=[0, 1], state=JobState.WAITING
+    ),
+    "nor does it keep a job from having taken too long": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(store_read=False, store_closed=True),
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        etcd=False,
+    ),
+    # -- the end
+    "with the policy All even ended pods go": Case(
+        finished(clean_pod_policy=CleanPodPolicy.ALL),
+        a_world(succeeded(0), running(1)),
+        removes=[0],
+        state=JobState.SUCCEEDED,
+        wakes_in=FAREWELL,
+    ),
+    "and those that do not end by themselves": Case(
+        finished(FAREWELL, clean_pod_policy=CleanPodPolicy.ALL),
+        a_world(succeeded(0), running(1)),
+        removes=[1, 0],
+        etcd=False,
+    ),
+    "with the policy None no pod goes, but the store": Case(
+        finished(FAREWELL, clean_pod_policy=CleanPodPolicy.NONE),
+        a_world(succeeded(0), running(1)),
+        state=JobState.SUCCEEDED,
+        etcd=False,
+    ),
+    "not before agents had the time to read in it that all is over": Case(
+        finished(clean_pod_policy=CleanPodPolicy.NONE),
+        a_world(running(0), running(1)),
+        state=JobState.SUCCEEDED,
+        wakes_in=FAREWELL,
+    ),
+    "a finished job goes when its time has come": Case(
+        finished(60, ttl_after_finished=60), a_world(succeeded(0)), etcd=False, deletes=True
+    ),
+    "and not before": Case(finished(59, ttl_after_finished=60), a_world(succeeded(0)), etcd=False, wakes_in=1),
+    "also where its time has come at once": Case(
+        that_trained(a_job(ttl_after_finished=0)),
+        a_world(succeeded(0), outcome=success()),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        etcd=False,
+        deletes=True,
+    ),
+    "but its agents come to their end before": Case(
+        finished(ttl_after_finished=0), a_world(running(0)), state=JobState.SUCCEEDED, wakes_in=FAREWELL
+    ),
+    # -- together, and guarded
+    "a gang has as many pods as the minimum, and all that are wanted are made": Case(
+        a_job(minimum=2, replicas=3, scheduling=GANG), a_world(), creates=[0, 1, 2], state=JobState.PENDING, together=2
+    ),
+    "its group goes with the end": Case(
+        that_trained(a_job(scheduling=GANG, disruption_budget=True)),
+        a_world(succeeded(0), outcome=success()),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        etcd=False,
+    ),
+    "and while the job is suspended": Case(
+        that_rests(a_job(suspend=True, scheduling=GANG, disruption_budget=True)),
+        NO_STORE,
+        state=JobState.SUSPENDED,
+        etcd=False,
+    ),
+    "the minimum is kept from being evicted where that is asked for": Case(
+        a_job(minimum=2, disruption_budget=True), a_world(), creates=[0, 1], state=JobState.PENDING, guarded=2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_job_and_what_is_observed_decide_what_is_done(case: Case) -> None:
+    if case.state is JobState.RUNNING and case.world.store_read:
+        case = replace(case, world=replace(case.world, epoch=an_epoch(running(0), running(1))))
+
+    made = plan(case.job, case.world, NOW)
+
+    index_of = {pod.uid: pod.index for pod in case.world.pods}
+    assert [pod.index for pod in made.create] == case.creates
+    assert [index_of[removal.uid] for removal in made.remove] == case.removes
+    assert made.etcd is case.etcd
+    assert made.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
+    assert (made.delete_job, made.together, made.guarded) == (case.deletes, case.together, case.guarded)
+    if case.state is None:
+        assert made.status is None
+        return
+    assert made.status is not None
+    assert made.status.state is case.state
+    assert made.status.pod_failures == case.charges
+    if case.reason is not None:
+        assert condition(made.status, ConditionType.FINISHED).reason == case.reason
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_what_has_been_said_once_is_not_said_again(case: Case) -> None:
+    made = plan(case.job, case.world, NOW)
+    status = made.status or case.job.status
+    again = plan(replace(case.job, status=status), case.world, NOW)
+
+    assert again.events == ()
+    assert again.status is None or case.creates, "carried out in part, it may say what is missing"
+
+
+def told(made: Plan) -> dict[EventReason, str]:
+    return {EventReason(event.reason): event.message for event in made.events}
+
+
+def followed(job: Job, world: Observed) -> Job:
+    """The job with the status that the plan writes."""
+    status = plan(job, world, NOW).status
+    assert status is not None
+    return replace(job, status=status)
+
+
+# -- suspended and resumed
+
+
+def test_to_be_suspended_is_said_step_by_step() -> None:
+    job = that_is_pinned(a_job(suspend=True), active=NOW - 60, replicas=2)
+    stopping = plan(job, a_world(running(0), running(1)), NOW)
+    first = condition(stopping.status, ConditionType.SUSPENDED)
+    assert (first.status, first.reason, first.message) == (False, Reason.STOPPING, "the pods are on their way out")
+    assert told(stopping) == {EventReason.SUSPENDED: "suspended: its pods are asked to leave"}
+    assert stopping.status is not None
+    assert (stopping.status.replicas, stopping.status.ready, stopping.status.active) == (0, 0, None)
+    assert stopping.status.pinned == job.status.pinned
+
+    rests = plan(replace(job, status=stopping.status), a_world(), NOW + 5)
+    last = condition(rests.status, ConditionType.SUSPENDED)
+    assert (last.status, last.reason, last.since) == (True, Reason.SUSPENDED, NOW + 5)
+    assert rests.events == ()
+    assert rests.status is not None
+    assert rests.status.pinned is None
+    for kind in (ConditionType.RUNNING, ConditionType.WAITING, ConditionType.DEGRADED):
+        assert (condition(rests.status, kind).status, condition(rests.status, kind).reason) == (False, Reason.SUSPENDED)
+
+
+def test_what_was_counted_outlives_the_suspension_and_is_given_to_the_pods() -> None:
+    epoch = an_epoch(running(0), number=7, restarts=2, free=4)
+    job = that_trained(a_job(suspend=True), pod_failures=1, excluded=("node-3",))
+    stopping = followed(job, a_world(running(0), epoch=epoch))
+    rests = followed(stopping, NO_STORE).status
+    assert (rests.epoch, rests.restarts, rests.free_restarts, rests.pod_failures) == (7, 2, 4, 1)
+    assert rests.started == NOW - 60
+
+    resumed = plan(replace(that_trained(a_job()), status=rests), NO_STORE, NOW + 60)
+    assert [(pod.resume, pod.excluded) for pod in resumed.create] == [
+        (ResumeRecord(epoch=7, restarts=2, free=4), ("node-3",))
+    ] * 2
+    assert told(resumed) == {EventReason.RESUMED: "resumed after epoch 7"}
+    suspended = condition(resumed.status, ConditionType.SUSPENDED)
+    assert (suspended.status, suspended.reason) == (False, Reason.RESUMED)
+    assert resumed.status is not None
+    assert resumed.status.active == NOW + 60
+
+
+def test_a_run_that_ended_before_a_suspension_that_nobody_saw_is_not_trained_again() -> None:
+    away = a_world(store_read=False)
+    held = followed(that_is_pinned(a_job(suspend=True)), away)
+    suspended = condition(held.status, ConditionType.SUSPENDED)
+    unknown = "whether the run has ended is not known while the store cannot be read"
+    assert (suspended.status, suspended.reason, suspended.message) == (False, Reason.STORE_UNREADABLE, unknown)
+    assert held.status.pinned == pin(held.spec)
+
+    resumed = replace(held, spec=a_job(etcd=EtcdSpec(endpoint="another:2379")).spec, generation=2)
+    waits = plan(resumed, away, NOW)
+    assert (waits.create, as_pinned(resumed, waits).spec.etcd) == ((), EtcdSpec())
+    for job in (held, resumed, replace(resumed, status=waits.status)):
+        over = plan(job, a_world(outcome=success()), NOW).status
+        assert over is not None
+        assert over.state is JobState.SUCCEEDED
+
+
+def test_a_store_that_stays_unreadable_keeps_no_job_from_coming_to_rest() -> None:
+    away = a_world(store_read=False, store_trouble="connection refused")
+    held = followed(that_is_pinned(a_job(suspend=True)), away)
+    again = plan(held, away, NOW + PATIENCE - 1)
+    assert (again.status, again.events, again.etcd, again.wake_at) == (None, (), True, NOW + PATIENCE)
+
+    rests = plan(held, away, NOW + PATIENCE)
+    assert rests.etcd is False
+    assert condition(rests.status, ConditionType.SUSPENDED).status is True
+    assert rests.status is not None
+    assert (rests.status.pinned, rests.status.size_generation) == (None, 0)
+    assert condition(rests.status, ConditionType.WAITING).status is False
+
+
+@pytest.mark.parametrize("job", [a_job(), that_rests(a_job())], ids=["new", "resumed"])
+def test_pods_that_were_not_taken_leave_no_doubt_about_how_the_run_ended(job: Job) -> None:
+    external = replace(job, spec=replace(job.spec, etcd=EtcdSpec(endpoint="etcd:2379")))
+    away = a_world(store_read=False, store_trouble="cannot be reached")
+    tried = followed(external, away)
+    hindered = plan(tried, replace(away, hindrance="exceeded quota"), NOW + 1)
+    assert [pod.index for pod in hindered.create] == [0, 1]
+    assert condition(hindered.status, ConditionType.WAITING).reason == Reason.HINDERED
+    refused = followed(tried, replace(away, refusal="no such volume"))
+
+    # An operator that has been started anew in between knows of neither, and makes them as well.
+    for before in (tried, replace(tried, status=hindered.status), replace(refused, generation=2)):
+        assert [pod.index for pod in plan(before, away, NOW + 600).create] == [0, 1]
+        assert [pod.index for pod in plan(before, NO_STORE, NOW + 600).create] == [0, 1]
+        coming = replace(NO_STORE, etcd=EtcdState.STARTING)
+        assert [pod.index for pod in plan(before, coming, NOW + 600).create] == [0, 1]
+
+
+def test_an_operator_that_was_killed_before_it_saw_the_first_pods_asks_the_store_where_that_answers_at_once() -> None:
+    job = followed(a_job(), NO_STORE)
+    waits = plan(job, a_world(store_read=False), NOW)
+    assert waits.create == ()
+    assert condition(waits.status, ConditionType.WAITING).message == (
+        "whether there were pods already, and the run has ended, only the store knows; no pod is started until it can "
+        "be read"
+    )
+    ended = plan(job, a_world(outcome=success()), NOW).status
+    assert ended is not None
+    assert ended.state is JobState.SUCCEEDED
+    assert [pod.index for pod in plan(job, a_world(), NOW).create] == [0, 1]
+
+
+def test_that_pods_were_seen_is_remembered_with_the_next_write_and_is_none_of_its_own() -> None:
+    job = followed(a_job(), NO_STORE)
+    names = [pod.name for pod in plan(a_job(), NO_STORE, NOW).create]
+    pods = [replace(pending(index), name=name) for index, name in enumerate(names)]
+    assert plan(job, a_world(*pods), NOW).status is None
+
+    ready = [replace(running(index), name=name) for index, name in enumerate(names)]
+    seen = followed(job, a_world(*ready))
+    assert seen.status.size_generation == 1
+    held = plan(seen, a_world(store_read=False, store_trouble="cannot be reached"), NOW)
+    assert held.create == ()
+    assert condition(held.status, ConditionType.WAITING).message == (
+        "whether the run has ended is not known while the store cannot be read; no pod is started until it can be "
+        "read; cannot be reached"
+    )
+
+
+def test_replacements_in_a_resumed_job_know_what_came_before_too_but_not_those_in_others() -> None:
+    resumed = followed(that_rests(a_job()), NO_STORE)
+    [successor] = plan(resumed, a_world(running(0), died(1)), NOW).create
+    assert successor.resume == ResumeRecord(epoch=5, restarts=2, free=3)
+
+    [successor] = plan(that_trained(a_job(), restarts=2), a_world(running(0), died(1)), NOW).create
+    assert successor.resume is None
+
+
+def test_a_job_that_was_suspended_before_it_had_any_pod_has_nothing_to_tell_them() -> None:
+    rests = followed(a_job(suspend=True), NO_STORE)
+    made = plan(replace(a_job(), status=rests.status), NO_STORE, NOW)
+
+    assert [pod.resume for pod in made.create] == [None, None]
+    assert told(made) == {EventReason.RESUMED: "resumed"}
+
+
+def test_the_epoch_before_a_suspension_is_not_taken_for_training() -> None:
+    former = plan(a_job(), NO_STORE, NOW).create
+    outlived = an_epoch(*(replace(running(pod.index), name=pod.name) for pod in former), number=5)
+    rests = that_rests(a_job())
+    pods = [replace(running(new.index), name=new.name) for new in plan(rests, NO_STORE, NOW).create]
+    again = plan(replace(rests, status=replace(rests.status, active=NOW)), NO_STORE, NOW + 60).create
+    assert [pod.name for pod in again] == [pod.name for pod in pods]
+    job = followed(rests, a_world())
+    waits = plan(job, a_world(*pods, epoch=outlived), NOW).status
+    trains = plan(job, a_world(*pods, epoch=an_epoch(*pods, number=6)), NOW).status
+
+    assert waits is not None
+    assert (waits.state, waits.world_size) == (JobState.WAITING, 0)
+    assert trains is not None
+    assert (trains.state, trains.world_size) == (JobState.RUNNING, 2)
+
+
+def test_a_spec_that_cannot_be_meant_is_said_to_be_so_while_the_job_is_suspended() -> None:
+    bad = that_rests(a_job(suspend=True, env=({"name": "A"}, {"name": "A"})))
+    made = plan(bad, NO_STORE, NOW)
+    invalid = condition(made.status, ConditionType.INVALID)
+    assert (invalid.status, invalid.reason) == (True, Reason.BAD_SPEC)
+    assert EventReason.REFUSED in told(made)
+
+    assert made.status is not None
+    mended = plan(replace(that_rests(a_job(suspend=True)), status=made.status), NO_STORE, NOW).status
+    assert condition(mended, ConditionType.INVALID).status is False
+
+
+# -- what pods are made from
+
+
+def test_what_pods_are_made_from_is_pinned_before_there_is_any() -> None:
+    job = a_job(args=("train.py",), image="digits:1")
+    made = plan(job, a_world(), NOW)
+
+    assert made.status is not None
+    assert made.status.pinned == {"args": ["train.py"], "image": "digits:1"}
+    assert as_pinned(job, made).spec == job.spec
+
+
+def test_a_change_of_it_waits_and_that_is_said_once() -> None:
+    before = that_is_pinned(a_job(args=("old.py",)))
+    after = replace(
+        before, spec=a_job(args=("new.py",), template={"metadata": {"labels": {"a": "b"}}}).spec, generation=2
+    )
+    world = a_world(running(0), died(1), epoch=an_epoch(running(0)))
+    made = plan(after, world, NOW)
+
+    told_so = "spec.args and spec.template have changed; suspend the job and resume it to have that take effect"
+    waiting = condition(made.status, ConditionType.CHANGES_WAITING)
+    assert (waiting.status, waiting.reason) == (True, Reason.SPEC_CHANGED)
+    assert waiting.message.startswith(told_so)
+    assert told(made)[EventReason.CHANGES_WAITING] == waiting.message
+    assert [pod.index for pod in made.create] == [1]
+    assert as_pinned(after, made).spec.args == ("old.py",)
+    assert plan(followed(after, world), world, NOW).events == ()
+
+    taken_back = plan(replace(followed(after, world), spec=before.spec, generation=3), world, NOW).status
+    in_effect = condition(taken_back, ConditionType.CHANGES_WAITING)
+    assert (in_effect.status, in_effect.reason) == (False, Reason.SPEC_IN_EFFECT)
+
+
+def test_a_change_that_could_not_be_meant_says_so_while_it_waits_and_stops_nothing() -> None:
+    before = that_is_pinned(a_job())
+    after = replace(before, spec=a_job(env=({"name": "PET_NNODES", "value": "7"},)).spec)
+    made = plan(after, a_world(running(0)), NOW)
+
+    assert [pod.index for pod in made.create] == [1]
+    assert "as it stands, it could not be resumed: " in condition(made.status, ConditionType.CHANGES_WAITING).message
+
+
+def test_it_takes_effect_on_resumption() -> None:
+    rests = replace(
+        followed(that_is_pinned(a_job(suspend=True, args=("old.py",))), NO_STORE), spec=a_job(args=("new.py",)).spec
+    )
+    made = plan(rests, NO_STORE, NOW)
+
+    assert as_pinned(rests, made).spec.args == ("new.py",)
+    assert made.status is not None
+    assert not any(each.type == ConditionType.CHANGES_WAITING for each in made.status.conditions)
+
+
+def test_pods_that_were_never_asked_to_go_stay_what_they_are_when_the_job_is_resumed() -> None:
+    suspended = followed(that_is_pinned(a_job(suspend=True, args=("old.py",))), a_world(running(0)))
+    resumed = replace(suspended, spec=a_job(args=("new.py",)).spec, generation=2)
+    made = plan(resumed, a_world(running(0)), NOW)
+
+    assert (made.remove, [pod.index for pod in made.create]) == ((), [1])
+    assert as_pinned(resumed, made).spec.args == ("old.py",)
+    assert condition(made.status, ConditionType.CHANGES_WAITING).status is True
+
+
+def test_a_job_that_has_trained_keeps_to_it_though_all_its_pods_have_vanished() -> None:
+    job = replace(that_is_pinned(a_job(args=("old.py",))), spec=a_job(args=("new.py",)).spec)
+
+    assert as_pinned(job, plan(job, a_world(), NOW)).spec.args == ("old.py",)
+
+
+def test_it_takes_effect_at_once_as_long_as_there_was_no_pod() -> None:
+    refused = followed(a_job(image="no/such:image:at:all"), replace(NO_STORE, refusal="no such image"))
+    mended = replace(refused, spec=a_job(image="digits:1").spec, generation=2)
+    made = plan(mended, a_world(), NOW)
+
+    assert [pod.index for pod in made.create] == [0, 1]
+    assert as_pinned(mended, made).spec.image == "digits:1"
+
+
+def test_sizes_budgets_and_times_change_at_any_time() -> None:
+    before = that_is_pinned(a_job())
+    changes = {"backoff_limit": 7, "active_deadline": 3600, "ttl_after_finished": 1, "disruption_budget": True}
+    after = replace(before, spec=a_job(maximum=8, replicas=3, max_restarts=1, **changes).spec, generation=2)
+    made = plan(after, a_world(running(0), running(1)), NOW)
+
+    assert [pod.index for pod in made.create] == [2]
+    assert (made.guarded, made.wake_at) == (1, NOW + 3540)
+    assert made.status is not None
+    assert not any(each.type == ConditionType.CHANGES_WAITING for each in made.status.conditions)
+
+
+def test_the_failure_policy_that_holds_is_the_pinned_one() -> None:
+    before = that_is_pinned(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),)))
+    after = replace(before, spec=a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),)).spec)
+    status = plan(after, a_world(running(0), out_of_memory(1)), NOW).status
+
+    assert status is not None
+    assert (status.state.finished, status.pod_failures) == (False, 0)
+
+
+# -- failures
+
+
+def test_fates_are_told_in_words_and_what_is_not_charged_is_no_failure() -> None:
+    job = that_trained(a_job(maximum=8, replicas=6))
+    pods = (out_of_memory(0), evicted(1), preempted(2), lost(3), turned_away(4), running(5))
+    made = plan(job, a_world(*pods), NOW)
+
+    assert [(event.reason, event.message) for event in made.events] == [
+        (EventReason.POD_DIED, f"{pods[0].name} ran out of memory; a new pod takes its place"),
+        (EventReason.POD_DISRUPTED, f"{pods[2].name} was preempted; a new pod takes its place"),
+        (EventReason.POD_DISRUPTED, f"{pods[3].name} was lost with its node node-9; a new pod takes its place"),
+        (
+            EventReason.POD_DISRUPTED,
+            f"{pods[1].name} was evicted: The node was low on resource: memory; a new pod takes its place",
+        ),
+        (
+            EventReason.POD_DISRUPTED,
+            f"{pods[4].name} was turned away by its node node-7: the resource cpu is short; a new pod takes its place",
+        ),
+    ]
+    assert made.status is not None
+    assert made.status.pod_failures == 1
+    assert made.status.last_failure == LastFailure(
+        f"{pods[0].name} ran out of memory", pod=pods[0].name, signal="SIGKILL", time=NOW
+    )
+
+
+def test_what_the_policy_ignores_is_told_and_what_fails_the_job_names_its_rule() -> None:
+    ignores = (on_reasons(FailureAction.IGNORE, "OOMKilled"),)
+    made = plan(that_trained(a_job(failure_rules=ignores)), a_world(running(0), out_of_memory(1)), NOW)
+    assert told(made) == {
+        EventReason.POD_DIED: f"{out_of_memory(1).name} ran out of memory, which the failure policy ignores; a new pod "
+        "takes its place"
+    }
+    assert made.status is not None
+    assert made.status.last_failure is None
+
+    fails = (on_disruption(FailureAction.IGNORE), on_reasons(FailureAction.FAIL_JOB, "OOMKilled"))
+    made = plan(that_trained(a_job(failure_rules=fails)), a_world(running(0), out_of_memory(1)), NOW)
+    why = f"{out_of_memory(1).name} ran out of memory, and spec.failurePolicy.rules[1] fails the job then"
+    assert condition(made.status, ConditionType.FAILED).message == why
+    assert told(made) == {EventReason.FAILED: f"failed: {why}"}
+
+
+def test_nodes_are_kept_away_from_where_a_rule_says_so() -> None:
+    rules = (on_reasons(FailureAction.COUNT, "OOMKilled", exclude=True),)
+    job = that_trained(a_job(failure_rules=rules), excluded=("node-1",))
+    world = a_world(running(0), out_of_memory(1, node="node-2"))
+    made = plan(job, world, NOW)
+
+    assert made.status is not None
+    assert made.status.excluded == ("node-1", "node-2")
+    assert [pod.excluded for pod in made.create] == [("node-1", "node-2")]
+    assert told(made)[EventReason.NODE_EXCLUDED] == (
+        f"later pods keep away from the node node-2, where {out_of_memory(1).name} ran out of memory"
+    )
+    again = plan(replace(job, status=made.status), a_world(running(0), died(1, node="node-2")), NOW)
+    assert EventReason.NODE_EXCLUDED not in told(again)
+
+
+def test_of_many_excluded_nodes_the_first_are_forgiven() -> None:
+    rules = (on_reasons(FailureAction.COUNT, "OOMKilled", exclude=True),)
+    known = tuple(f"node-{number}" for number in range(EXCLUDED_NODES_KEPT))
+    job = that_trained(a_job(failure_rules=rules), excluded=known)
+    status = plan(job, a_world(running(0), out_of_memory(1, node="new")), NOW).status
+
+    assert status is not None
+    assert status.excluded == (*known[1:], "new")
+
+
+def test_a_death_that_is_charged_by_the_policy_is_charged_once() -> None:
+    job = that_trained(a_job(failure_rules=(on_disruption(FailureAction.COUNT),)))
+    first = followed(job, a_world(running(0), preempted(1)))
+    second = plan(first, a_world(running(0), replace(evicted(1), terminating=True)), NOW)
+
+    assert first.status.pod_failures == 1
+    assert second.events == ()
+    assert second.status is None or second.status.pod_failures == 1
+
+
+def test_the_worker_for_which_the_run_failed_is_the_last_failure() -> None:
+    record = FailureRecord(epoch=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=-9)
+    status = plan(that_trained(a_job()), a_world(running(0), outcome=failure(record=record)), NOW).status
+
+    assert status is not None
+    assert status.last_failure == LastFailure(
+        "rank 3 on digits-2-abcde was killed by SIGKILL", pod="digits-2-abcde", rank=3, signal="SIGKILL", time=NOW
+    )
+
+
+def test_free_restarts_are_counted_and_never_fall() -> None:
+    pods = (running(0), running(1))
+    counted = followed(that_trained(a_job()), a_world(*pods, epoch=an_epoch(*pods, number=3, free=2)))
+    assert counted.status.free_restarts == 2
+    assert plan(counted, a_world(*pods), NOW).status is None
+
+
+@pytest.mark.parametrize("ended", ["outcome", "word"])
+def test_what_is_first_seen_when_the_job_has_ended_is_counted_all_the_same(ended: str) -> None:
+    pods = (running(0), running(1))
+    epoch = an_epoch(*pods, number=3, restarts=1, free=2, failure=a_failure())
+    seen = a_world(*pods, epoch=epoch, outcome=success(epoch=3, restarts=1) if ended == "outcome" else None)
+    world = seen if ended == "outcome" else replace(seen, pods=(succeeded(0), running(1)))
+    status = plan(that_had_pods(a_job()), world, NOW).status
+
+    assert status is not None
+    assert (status.state, status.started, status.world_size) == (JobState.SUCCEEDED, NOW, 2)
+    assert (status.epoch, status.restarts, status.free_restarts) == (3, 1, 2)
+    assert status.last_failure is not None
+    assert status.last_failure.rank == 3
+
+
+def test_an_ending_by_the_operator_keeps_what_came_with_it() -> None:
+    pods = (running(0), running(1))
+    job = that_trained(a_job(active_deadline=60), active=NOW - 60)
+    late = plan(job, a_world(*pods, epoch=an_epoch(*pods, number=9, restarts=7, free=3)), NOW).status
+    assert late is not None
+    assert (late.state, late.epoch, late.restarts, late.free_restarts) == (JobState.FAILED, 9, 7, 3)
+
+    rules = (on_reasons(FailureAction.FAIL_JOB, "OOMKilled", exclude=True),)
+    fatal = a_world(running(0), out_of_memory(1, node="node-2"))
+    status = plan(that_trained(a_job(failure_rules=rules)), fatal, NOW).status
+    assert status is not None
+    assert (status.state, status.excluded) == (JobState.FAILED, ("node-2",))
+
+
+# -- the end
+
+
+def test_a_deadline_that_has_passed_is_said_in_words() -> None:
+    job = that_trained(a_job(active_deadline=60), active=NOW - 60)
+    made = plan(job, a_world(running(0), died(1)), NOW)
+
+    why = "the job has not come to its end within the 60 seconds that activeDeadlineSeconds allows"
+    assert condition(made.status, ConditionType.FAILED).message == why
+    assert made.status is not None
+    assert made.status.last_failure == LastFailure(why, time=NOW)
+
+
+def test_at_the_end_nothing_else_holds_any_more() -> None:
+    changed = replace(that_is_pinned(a_job()), spec=a_job(args=("new.py",)).spec)
+    job = followed(changed, replace(a_world(running(0)), store_trouble="connection refused"))
+    for kind in (ConditionType.CHANGES_WAITING, ConditionType.STORE_UNREACHABLE):
+        assert condition(job.status, kind).status is True
+    over = plan(job, a_world(running(0), outcome=success()), NOW).status
+
+    assert {each.type for each in over.conditions if each.status} == {ConditionType.SUCCEEDED, ConditionType.FINISHED}
+
+
+# -- a store that is not ours
+
+
+def test_a_store_that_cannot_be_used_is_a_condition_and_pods_are_made_all_the_same() -> None:
+    job = a_job(etcd=EtcdSpec(endpoint="etcd:2379"))
+    world = a_world(store_read=False, store_trouble="etcd:2379 cannot be reached: connection refused.")
+    made = plan(job, world, NOW)
+
+    unreachable = condition(made.status, ConditionType.STORE_UNREACHABLE)
+    assert (unreachable.status, unreachable.reason) == (True, Reason.UNREACHABLE)
+    assert unreachable.message == "etcd:2379 cannot be reached: connection refused"
+    assert told(made) == {EventReason.STORE_UNREACHABLE: f"the operator cannot use the store: {unreachable.message}"}
+    assert [pod.index for pod in made.create] == [0, 1]
+
+    with_pods = replace(world, pods=(pending(0), pending(1)))
+    again = plan(followed(job, world), replace(with_pods, store_trouble="timed out"), NOW)
+    assert again.events == ()
+    reached = plan(followed(job, world), replace(with_pods, store_trouble=None), NOW).status
+    assert condition(reached, ConditionType.STORE_UNREACHABLE).reason == Reason.REACHABLE
+
+
+def test_of_a_store_that_may_not_be_read_enough_pods_are_all_that_is_known() -> None:
+    world = a_world(running(0), running(1), store_read=False, store_trouble="no right to read", store_closed=True)
+    status = plan(that_had_pods(a_job(minimum=2)), world, NOW).status
+
+    assert status is not None
+    assert (status.state, status.started, status.world_size) == (JobState.RUNNING, NOW, 0)
+    known = condition(status, ConditionType.RUNNING)
+    assert (known.status, known.message) == (True, "enough pods are there; the rest only they know")
+
+
+def test_what_holds_while_a_job_was_suspended_is_taken_back() -> None:
+    job = followed(replace(that_is_pinned(a_job()), spec=a_job(args=("new.py",)).spec), a_world(running(0)))
+    rests = followed(replace(job, spec=a_job(args=("new.py",), suspend=True).spec), a_world(running(0)))
+    assert condition(rests.status, ConditionType.CHANGES_WAITING).status is False
+
+
+def test_the_pin_of_a_job_that_never_had_one_binds_from_now_on() -> None:
+    job = that_had_pods(a_job(args=("train.py",)))
+    status: JobStatus | None = plan(job, a_world(running(0), running(1)), NOW).status
+
+    assert status is not None
+    assert status.pinned == pin(job.spec)
+    assert with_status(job, pinned=status.pinned).status.pinned == {"args": ["train.py"]}

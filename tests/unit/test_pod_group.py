@@ -1,0 +1,146 @@
+"""The PodGroup and the disruption budget of a job, as they are made."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_operator.kube.disruption_budget import disruption_budget
+from elastic_operator.kube.pod_group import not_installed, pod_group, requests_of
+from elastic_operator.spec import GangScheduler, SchedulingSpec
+from tests.support.builders import UID, a_job
+
+LABELS = {
+    "app.kubernetes.io/name": "elasticjob",
+    "app.kubernetes.io/instance": "digits",
+    "app.kubernetes.io/component": "worker",
+    "app.kubernetes.io/managed-by": "elastic-operator",
+    "elastic.pytorch.org/job": "digits",
+    "elastic.pytorch.org/role": "worker",
+}
+OWNERS = [
+    {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "name": "digits",
+        "uid": UID,
+        "controller": True,
+    }
+]
+EIGHT_GPUS = {"containers": [{"name": "worker", "resources": {"limits": {"nvidia.com/gpu": 8, "memory": "1.5Gi"}}}]}
+
+
+def a_gang(gang: GangScheduler, template: Any = None, **policy: Any) -> dict[str, Any]:
+    job = a_job(scheduling=SchedulingSpec(gang=gang, **policy), template={"spec": template or {}})
+    return pod_group(job, gang, 3)
+
+
+def test_the_group_of_the_scheduler_plugins_as_a_whole() -> None:
+    assert a_gang(GangScheduler.SCHEDULER_PLUGINS, EIGHT_GPUS, priority_class="high") == {
+        "apiVersion": "scheduling.x-k8s.io/v1alpha1",
+        "kind": "PodGroup",
+        "metadata": {"name": "digits", "namespace": "default", "labels": LABELS, "ownerReferences": OWNERS},
+        "spec": {"minMember": 3, "minResources": {"memory": "4831838208", "nvidia.com/gpu": "24"}},
+    }
+
+
+def test_the_group_of_volcano_as_a_whole() -> None:
+    assert a_gang(GangScheduler.VOLCANO, EIGHT_GPUS, queue="team", priority_class="high") == {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": {"name": "digits", "namespace": "default", "labels": LABELS, "ownerReferences": OWNERS},
+        "spec": {
+            "minMember": 3,
+            "minResources": {"memory": "4831838208", "nvidia.com/gpu": "24"},
+            "queue": "team",
+            "priorityClassName": "high",
+        },
+    }
+
+
+def test_pods_that_ask_for_nothing_have_no_least_resources() -> None:
+    assert a_gang(GangScheduler.VOLCANO)["spec"] == {"minMember": 3}
+
+
+def test_what_to_install_is_told() -> None:
+    assert not_installed(GangScheduler.VOLCANO) == (
+        "this cluster knows no PodGroup of scheduling.volcano.sh, which spec.schedulingPolicy.gang asks for: install "
+        "Volcano (volcano.sh), or remove gang from the job"
+    )
+
+
+def test_the_disruption_budget_as_a_whole() -> None:
+    assert disruption_budget(a_job(), 2) == {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "digits-workers", "namespace": "default", "labels": LABELS, "ownerReferences": OWNERS},
+        "spec": {
+            "minAvailable": 2,
+            "selector": {
+                "matchLabels": {"elastic.pytorch.org/job": "digits", "elastic.pytorch.org/role": "worker"},
+            },
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def asks(name: str = "worker", *, limits: Any = None, restarts: str | None = None, **requests: Any) -> dict[str, Any]:
+    """A container that asks for this."""
+    return {
+        "name": name,
+        "resources": {"requests": requests, **({"limits": limits} if limits else {})},
+        **({"restartPolicy": restarts} if restarts else {}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("pod", "requests"),
+    [
+        ({}, {}),
+        ({"containers": [asks(cpu="1"), asks("log", cpu="250m")]}, {"cpu": "1.25"}),
+        ({"containers": [asks(limits={"cpu": 4, "memory": "1Gi"}, cpu=2)]}, {"cpu": "2", "memory": "1073741824"}),
+        (
+            {"containers": [asks(cpu=1)], "initContainers": [asks("fetch", cpu=4, memory="1k")]},
+            {"cpu": "4", "memory": "1000"},
+        ),
+        ({"containers": [asks(cpu=1)], "initContainers": [asks("proxy", cpu=2, restarts="Always")]}, {"cpu": "3"}),
+        (
+            {
+                "containers": [asks(cpu=1)],
+                "initContainers": [asks("proxy", cpu=2, restarts="Always"), asks("fetch", cpu=3)],
+            },
+            {"cpu": "5"},
+        ),
+        (
+            {
+                "containers": [asks(cpu=1)],
+                "initContainers": [asks("fetch", cpu=3), asks("proxy", cpu=2, restarts="Always")],
+            },
+            {"cpu": "3"},
+        ),
+        ({"containers": [asks(cpu=1, memory=5)], "resources": {"requests": {"cpu": 8}}}, {"cpu": "8", "memory": "5"}),
+        ({"containers": [asks(cpu=1)], "overhead": {"cpu": "100m"}}, {"cpu": "1.1"}),
+        ({"containers": [asks(cpu=0, memory="much", gpu=None)]}, {}),
+    ],
+)
+def test_what_a_pod_takes_of_its_node(pod: dict[str, Any], requests: dict[str, str]) -> None:
+    assert requests_of(pod) == {name: Decimal(amount) for name, amount in requests.items()}
+
+
+@pytest.mark.parametrize(("cpu", "written"), [("500m", "1500m"), ("1", "3"), ("0.0001", "1m"), ("1e3", "3000")])
+def test_amounts_are_written_so_that_every_scheduler_reads_them(cpu: str, written: str) -> None:
+    template = {"containers": [asks(cpu=cpu)]}
+    assert a_gang(GangScheduler.VOLCANO, template)["spec"]["minResources"] == {"cpu": written}
+
+
+QUANTITIES = st.none() | st.integers() | st.floats() | st.text(max_size=4) | st.just("1e999999999")
+
+
+@given(st.dictionaries(st.text(max_size=3), QUANTITIES, max_size=3))
+def test_no_quantity_is_too_odd(requests: dict[str, Any]) -> None:
+    whole = a_gang(GangScheduler.VOLCANO, {"containers": [{"resources": {"requests": requests}}]})
+    assert whole["spec"]["minMember"] == 3
