@@ -1,4 +1,4 @@
-"""What the workers of a benchmark tell (:mod:`benchmarks.worker`), through a named pipe: nothing is polled."""
+"""What the workers of a benchmark tell (:mod:`benchmarks.programs.worker`), through a named pipe: nothing is polled."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-WORKER: Final = Path(__file__).with_name("worker.py")
+WORKER: Final = Path(__file__).parent / "programs" / "worker.py"
 READY: Final = "benchmarks.ready"
 
 FLATTERED: Final = {"last_call_timeout": 1}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WORKERS: Final = 4
 RATIO: Final = 2.5
 
-_IDLE: Final = str(Path(__file__).with_name("idle.py"))
+_IDLE: Final = str(Path(__file__).parent / "programs" / "idle.py")
 _ALONE: Final = ("--standalone", f"--nproc-per-node={WORKERS}", _IDLE)
 _SYSTEMS: Final[Mapping[str, Sequence[str]]] = {
     "torchelastic-run": (sys.executable, "-m", "torchelastic.run", *_ALONE),

@@ -1,4 +1,4 @@
-"""What the workers run while memory is measured: they import torch, tell so like :mod:`benchmarks.worker`, and wait."""
+"""What the workers run while memory is measured: they import torch, tell so as the others do, and wait."""
 
 import json
 import os
