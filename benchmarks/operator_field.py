@@ -197,6 +197,13 @@ class Field:
         begun = await asyncio.gather(*map(one, manifests))
         return {manifest["metadata"]["name"]: at for manifest, at in zip(manifests, begun, strict=True)}
 
+    async def replace(self, namespace: str, pod: SeenPod) -> float:
+        """Delete a pod; gives back the seconds until the API server has told of another that was not there before."""
+        before = set(self.pods.there(namespace))
+        begun = time.monotonic()
+        await self.api.delete(PODS, namespace, pod.name)
+        return await self.pods.until(lambda: self.pods.has_others(namespace, before)) - begun
+
     async def train(self, namespace: str) -> None:
         """Say in the jobs' etcd what the agents of all live pods there would: that they are there and train."""
         lease = await self.store.grant(_LEASE)

@@ -9,12 +9,11 @@ import asyncio
 import base64
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.errors import BadInput
-from elastic_operator.kube.resources import PODS, SECRETS, Resource
+from elastic_operator.kube.resources import SECRETS, Resource
 from tests.support.etcd import free_ports
 from tests.support.testbed.daemons import Daemon
 
@@ -109,12 +108,8 @@ class TrainingOperator:
             for _ in range(samples):
                 await field.pods.until_running(namespace, 10)
                 await asyncio.sleep(_REST)
-                before = set(field.pods.there(namespace))
                 oldest = min(field.pods.live(namespace).values(), key=lambda pod: pod.came)
-                begun = time.monotonic()
-                await field.api.delete(PODS, namespace, oldest.name)
-                done = await field.pods.until(lambda known=before: field.pods.has_others(namespace, known))  # type: ignore[misc]
-                taken.append(done - begun)
+                taken.append(await field.replace(namespace, oldest))
         return taken
 
     def _end(self) -> None:

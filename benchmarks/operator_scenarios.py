@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.operator_audit import writes
 from benchmarks.operator_peer import CREATED_ONCE, ONCE, PEER, REPLACED_ONCE
 from benchmarks.report import Measurement
-from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
+from elastic_operator.kube.resources import ELASTIC_JOBS
 from tests.support.testbed.kwok import LINGERS
 
 if TYPE_CHECKING:
@@ -105,12 +105,8 @@ async def replaced(field: Field, samples: int, *, lingers: bool, peer: Sequence[
         await field.train(namespace)
         await field.quiet(1.0)
         for _ in range(samples):
-            before = set(field.pods.there(namespace))
             oldest = min(field.pods.live(namespace).values(), key=lambda pod: pod.came)
-            begun = time.monotonic()
-            await field.api.delete(PODS, namespace, oldest.name)
-            done = await field.pods.until(lambda known=before: field.pods.has_others(namespace, known))  # type: ignore[misc]
-            taken.append(done - begun)
+            taken.append(await field.replace(namespace, oldest))
             await field.pods.until_running(namespace, 10)
             await asyncio.sleep(_REST)
     held = ", the old one Terminating all the while" if lingers else ""
@@ -258,12 +254,7 @@ async def _reactions(field: Field, namespace: str, pods: int, changes: int) -> l
     taken = []
     for number in range(changes):
         live = field.pods.live(namespace)
-        victim = list(live.values())[number * 37 % len(live)]
-        before = set(field.pods.there(namespace))
-        begun = time.monotonic()
-        await field.api.delete(PODS, namespace, victim.name)
-        done = await field.pods.until(lambda known=before: field.pods.has_others(namespace, known))  # type: ignore[misc]
-        taken.append(done - begun)
+        taken.append(await field.replace(namespace, list(live.values())[number * 37 % len(live)]))
         await asyncio.sleep(1.0)
         await field.pods.until(lambda: field.pods.count(namespace) >= pods)
     return taken

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import Configuration
 
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.etcd_secrets import EtcdSecrets
 from elastic_operator.kube.stores import Stores
+from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
 
@@ -82,14 +82,8 @@ async def secrets(secret: dict[str, Any]) -> AsyncIterator[EtcdSecrets]:
         assert request.path == "/api/v1/namespaces/team/secrets/hub"
         return web.json_response(secret)
 
-    runner = web.ServerRunner(web.Server(answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    configuration = Configuration()
-    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with Api(configuration) as api:
+    async with answering(answer) as configuration, Api(configuration) as api:
         yield EtcdSecrets(api, ["team"])
-    await runner.cleanup()
 
 
 def data(**files: str) -> dict[str, str]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import Configuration
 
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.etcd_secrets import Credentials, EtcdSecrets
+from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
 from torchelastic.errors import StoreRefused, StoreUnavailable
 
@@ -96,14 +96,8 @@ def server() -> Server:
 
 @pytest.fixture
 async def secrets(server: Server) -> AsyncIterator[EtcdSecrets]:
-    runner = web.ServerRunner(web.Server(server.answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    configuration = Configuration()
-    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with Api(configuration) as api:
+    async with answering(server.answer) as configuration, Api(configuration) as api:
         yield EtcdSecrets(api, ["team"])
-    await runner.cleanup()
 
 
 async def test_a_secret_is_read_by_its_name_whenever_it_is_asked_for(

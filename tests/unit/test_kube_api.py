@@ -13,6 +13,7 @@ from kubernetes.aio.client import Configuration
 from elastic_operator.errors import ClusterError
 from elastic_operator.kube.api import Api, ApiError
 from elastic_operator.kube.resources import ELASTIC_JOBS
+from tests.support.answering import answering
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -23,12 +24,12 @@ class Server:
 
     Attributes:
         answers: the pieces.
-        url: where it listens.
+        configuration: how it is reached.
     """
 
     def __init__(self) -> None:
         self.answers: list[bytes] = []
-        self.url = ""
+        self.configuration = Configuration()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -42,18 +43,12 @@ class Server:
 async def server() -> AsyncGenerator[Server, None]:
     """A server for what a test has it answer."""
     server = Server()
-    runner = web.ServerRunner(web.Server(server.answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    async with answering(server.answer) as server.configuration:
+        yield server
 
 
 def api_of(server: Server) -> Api:
-    configuration = Configuration()
-    configuration.host = server.url
-    return Api(configuration)
+    return Api(server.configuration)
 
 
 async def test_an_object_of_megabytes_comes_through_a_watch_whole(server: Server) -> None:
@@ -113,16 +108,11 @@ async def test_another_connection_has_the_same_credentials_as_they_are_now() -> 
     def refresh(configuration: Configuration) -> None:
         configuration.api_key["BearerToken"] = f"bearer {len(seen)}"
 
-    runner = web.ServerRunner(web.Server(answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    configuration = Configuration()
-    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    configuration.api_key["BearerToken"] = "bearer of old"
-    configuration.refresh_api_key_hook = refresh
-    async with Api(configuration, "team") as api, api.another() as other:
-        assert other.namespace == "team"
-        for each in (api, other, api, other):
-            await each.get(ELASTIC_JOBS, "team", "digits")
-    await runner.cleanup()
+    async with answering(answer) as configuration:
+        configuration.api_key["BearerToken"] = "bearer of old"
+        configuration.refresh_api_key_hook = refresh
+        async with Api(configuration, "team") as api, api.another() as other:
+            assert other.namespace == "team"
+            for each in (api, other, api, other):
+                await each.get(ELASTIC_JOBS, "team", "digits")
     assert seen == ["bearer 0", "bearer 1", "bearer 2", "bearer 3"]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import Configuration
 
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.cache import Cache
 from elastic_operator.kube.listing import Listings, ListingSettings
 from elastic_operator.kube.resources import ELASTIC_JOBS
+from tests.support.answering import answering
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,13 +29,11 @@ class Server:
     Attributes:
         closed: a part of the path, with the status that it is answered with.
         requests: the paths that were asked for.
-        url: where it listens.
     """
 
     def __init__(self) -> None:
         self.closed: dict[str, int] = {}
         self.requests: asyncio.Queue[str] = asyncio.Queue()
-        self.url = ""
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self.requests.put_nowait(request.path)
@@ -53,21 +51,13 @@ def a_job(namespace: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    server = Server()
-    runner = web.ServerRunner(web.Server(server.answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+def server() -> Server:
+    return Server()
 
 
 @pytest.fixture
 async def api(server: Server) -> AsyncIterator[Api]:
-    configuration = Configuration()
-    configuration.host = server.url
-    async with Api(configuration) as api:
+    async with answering(server.answer) as configuration, Api(configuration) as api:
         yield api
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import Configuration
 
 from elastic_operator.kube.api import Api, ApiError
 from elastic_operator.kube.cache import Cache
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS, SERVICES
 from elastic_operator.kube.writer import Writer
+from tests.support.answering import answering
 from tests.support.builders import UID, a_job
 
 if TYPE_CHECKING:
@@ -29,13 +29,11 @@ class Server:
     Attributes:
         has: the UID of the object that it has; None for none.
         asked: how often, by method.
-        url: where it listens.
     """
 
     def __init__(self) -> None:
         self.has: str | None = UID
         self.asked: Counter[str] = Counter()
-        self.url = ""
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self.asked[request.method] += 1
@@ -54,21 +52,13 @@ def an_object(uid: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    server = Server()
-    runner = web.ServerRunner(web.Server(server.answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+def server() -> Server:
+    return Server()
 
 
 @pytest.fixture
 async def api(server: Server) -> AsyncIterator[Api]:
-    configuration = Configuration()
-    configuration.host = server.url
-    async with Api(configuration) as api:
+    async with answering(server.answer) as configuration, Api(configuration) as api:
         yield api
 
 

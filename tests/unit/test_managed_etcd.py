@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import Configuration
 
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.cache import Cache
@@ -14,6 +13,7 @@ from elastic_operator.kube.managed_etcd import ManagedEtcd
 from elastic_operator.kube.settings import PodSettings
 from elastic_operator.kube.writer import Writer
 from elastic_operator.model import EtcdState
+from tests.support.answering import answering
 from tests.support.builders import UID, a_job
 
 if TYPE_CHECKING:
@@ -47,14 +47,8 @@ def server() -> Server:
 
 @pytest.fixture
 async def api(server: Server) -> AsyncIterator[Api]:
-    runner = web.ServerRunner(web.Server(server.answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    configuration = Configuration()
-    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with Api(configuration) as api:
+    async with answering(server.answer) as configuration, Api(configuration) as api:
         yield api
-    await runner.cleanup()
 
 
 def an_etcd(api: Api, *, patience: float) -> ManagedEtcd:
