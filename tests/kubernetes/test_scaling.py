@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import pytest_asyncio
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS, Resource
 from elastic_operator.kube.user_api import UserApi
 from tests.support.cluster_user import job
+from tests.support.definitions import defined
 from tests.support.operator_place import Json, Place, index_of, uids
 from tests.support.operator_process import OperatorProcess
 
@@ -95,31 +95,8 @@ AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "Horizon
 async def metrics(cluster_with_crd: Cluster) -> AsyncIterator[Cluster]:
     """A cluster with a stand-in for the API of metrics: what pods use is what somebody writes there."""
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    definition = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": f"{POD_METRICS.plural}.{POD_METRICS.group}",
-            "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
-        },
-        "spec": {
-            "group": POD_METRICS.group,
-            "scope": "Namespaced",
-            "names": {"plural": POD_METRICS.plural, "singular": "pod", "kind": POD_METRICS.kind},
-            "versions": [
-                {
-                    "name": POD_METRICS.version,
-                    "served": True,
-                    "storage": True,
-                    "schema": {"openAPIV3Schema": anything},
-                }
-            ],
-        },
-    }
-    text = json.dumps(definition)
-    await cluster_with_crd.define(text)
-    yield cluster_with_crd
-    await cluster_with_crd.kubectl("delete", "-f", "-", stdin=text)
+    async with defined(cluster_with_crd, POD_METRICS, anything):
+        yield cluster_with_crd
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -6,10 +6,10 @@ Neither kind of scheduler runs in tests: of them there are the definitions, with
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.kube.resources import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
+from tests.support.definitions import defined
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,35 +36,12 @@ _GROUPS: Final[dict[Resource, Json]] = {
 }
 
 
-def _definition(resource: Resource) -> Json:
-    """The definition of a kind of PodGroups."""
+@contextlib.asynccontextmanager
+async def installed(cluster: Cluster, resource: Resource) -> AsyncIterator[None]:
+    """A cluster that knows a kind of PodGroups."""
     schema = {
         "type": "object",
         "properties": {"spec": {"type": "object", "properties": _GROUPS[resource]}, "status": {"type": "object"}},
     }
-    version = {"name": resource.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": f"{resource.plural}.{resource.group}",
-            "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
-        },
-        "spec": {
-            "group": resource.group,
-            "scope": "Namespaced",
-            "names": {"plural": resource.plural, "singular": "podgroup", "kind": resource.kind},
-            "versions": [version],
-        },
-    }
-
-
-@contextlib.asynccontextmanager
-async def installed(cluster: Cluster, resource: Resource) -> AsyncIterator[None]:
-    """A cluster that knows a kind of PodGroups."""
-    text = json.dumps(_definition(resource))
-    try:
-        await cluster.define(text)
+    async with defined(cluster, resource, schema):
         yield
-    finally:
-        await cluster.kubectl("delete", "-f", "-", stdin=text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from elastic_operator.kube.ownership import common_labels, own_labels, owner_reference
+from elastic_operator.kube.ownership import own_labels, own_metadata
 from elastic_operator.kube.resources import DISRUPTION_BUDGETS
 from elastic_operator.names import ROLE_WORKER
 
@@ -27,12 +27,7 @@ def disruption_budget(job: Job, guarded: int) -> dict[str, Any]:
     return {
         "apiVersion": DISRUPTION_BUDGETS.api_version,
         "kind": DISRUPTION_BUDGETS.kind,
-        "metadata": {
-            "name": budget_name(job),
-            "namespace": job.namespace,
-            "labels": {**common_labels(job, ROLE_WORKER), **own_labels(job, ROLE_WORKER)},
-            "ownerReferences": [owner_reference(job)],
-        },
+        "metadata": own_metadata(job, budget_name(job), ROLE_WORKER),
         "spec": {
             # A percentage would be one of the scale's replicas, which an elastic job need not have.
             "minAvailable": guarded,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_operator.kube.ownership import common_labels, own_labels, owner_reference
+from elastic_operator.kube.ownership import common_labels, own_labels, own_metadata
 from elastic_operator.kube.pod_placing import endure
 from elastic_operator.kube.pod_template import RESTRICTED, SECCOMP, completed_mapping
 from elastic_operator.names import LABEL_JOB_UID, ROLE_ETCD
@@ -157,12 +157,7 @@ def _shared_with_workers(job: Job) -> dict[str, Any]:
 
 
 def _metadata(job: Job) -> dict[str, Any]:
-    return {
-        "name": etcd_name(job.name),
-        "namespace": job.namespace,
-        "labels": _labels(job),
-        "ownerReferences": [owner_reference(job)],
-    }
+    return {**own_metadata(job, etcd_name(job.name), ROLE_ETCD), "labels": _labels(job)}
 
 
 def _labels(job: Job) -> dict[str, str]:

@@ -32,3 +32,13 @@ def common_labels(job: Job, role: str) -> dict[str, str]:
         "app.kubernetes.io/component": role,
         "app.kubernetes.io/managed-by": MANAGED_BY,
     }
+
+
+def own_metadata(job: Job, name: str, role: str) -> dict[str, Any]:
+    """The metadata of an object of which the user says nothing."""
+    return {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": {**common_labels(job, role), **own_labels(job, role)},
+        "ownerReferences": [owner_reference(job)],
+    }

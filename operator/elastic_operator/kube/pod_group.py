@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kubernetes.utils.quantity import parse_quantity
 
-from elastic_operator.kube.ownership import common_labels, own_labels, owner_reference
+from elastic_operator.kube.ownership import own_metadata
 from elastic_operator.kube.resources import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
 from elastic_operator.names import ROLE_WORKER
 from elastic_operator.spec import GangScheduler
@@ -104,12 +104,7 @@ def pod_group(job: Job, gang: GangScheduler, together: int) -> dict[str, Any]:
     return {
         "apiVersion": resource.api_version,
         "kind": resource.kind,
-        "metadata": {
-            "name": group_name(job),
-            "namespace": job.namespace,
-            "labels": {**common_labels(job, ROLE_WORKER), **own_labels(job, ROLE_WORKER)},
-            "ownerReferences": [owner_reference(job)],
-        },
+        "metadata": own_metadata(job, group_name(job), ROLE_WORKER),
         "spec": spec,
     }
 

@@ -8,7 +8,6 @@ neither of them from being judged, and no job from being suspended.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.model import EtcdState, JobState
@@ -30,14 +29,14 @@ def is_in_doubt(job: Job, observed: Observed, roster: Roster) -> bool:
     """
     if roster.live or not _is_unread(observed):
         return False
-    if had_pods(job, roster):
+    if _had_pods(job, roster):
         return True
     troubles = (observed.refusal, observed.hindrance, observed.store_trouble)
     may_have_had_pods = job.status.pinned is not None  # and the operator ended before it saw them
     return may_have_had_pods and observed.etcd is EtcdState.READY and troubles == (None, None, None)
 
 
-def had_pods(job: Job, roster: Roster) -> bool:
+def _had_pods(job: Job, roster: Roster) -> bool:
     """Whether anybody has ever seen a pod of the job, since it was resumed if it was suspended."""
     return job.status.size_generation > 0 or any(pod.uid not in job.status.accounted for pod in roster.past)
 
@@ -70,9 +69,7 @@ def was_never_read(observed: Observed) -> bool:
 
 def keeps_from_rest(job: Job, observed: Observed, roster: Roster, now: float) -> float | None:
     """Until when the store of a suspended job is kept to be read once no agent runs; None where it need not be."""
-    if roster.unfinished:
-        return None
-    if not is_in_doubt(job, observed, replace(roster, live=(), ended=roster.ended + roster.live)):
+    if roster.unfinished or not is_in_doubt(job, observed, roster):
         return None
     since = _waits_since(job.status, now)
     return since + PATIENCE if may_yet_tell(job, observed, since, now) else None

@@ -1,0 +1,45 @@
+"""Definitions of kinds whose own controllers or servers do not run in tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from elastic_operator.kube.resources import Resource
+    from tests.support.testbed.cluster import Cluster
+
+
+@contextlib.asynccontextmanager
+async def defined(cluster: Cluster, resource: Resource, schema: Mapping[str, Any]) -> AsyncIterator[None]:
+    """A cluster that knows a kind of objects.
+
+    Args:
+        cluster: the cluster.
+        resource: the kind.
+        schema: what such an object may say.
+    """
+    version = {"name": resource.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{resource.plural}.{resource.group}",
+            "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
+        },
+        "spec": {
+            "group": resource.group,
+            "scope": "Namespaced",
+            "names": {"plural": resource.plural, "singular": resource.kind.lower(), "kind": resource.kind},
+            "versions": [version],
+        },
+    }
+    text = json.dumps(definition)
+    try:
+        await cluster.define(text)
+        yield
+    finally:
+        await cluster.kubectl("delete", "-f", "-", stdin=text)
