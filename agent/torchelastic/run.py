@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torchelastic.agent.ending import Ending
     from torchelastic.metrics.agent import AgentMetrics
+    from torchelastic.metrics.of_workers import WorkerMetrics
     from torchelastic.settings import AgentSettings
 
 CHECK_FLAG = "--check"
@@ -106,7 +107,7 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> Ending:
         from torchelastic.metrics.agent import AgentMetrics
 
         metrics = AgentMetrics()
-        port = 0 if settings.metrics_port is None else await _serve_metrics(stack, metrics, settings)
+        port = 0 if workers.metrics is None else await _serve_metrics(stack, metrics, settings, workers.metrics)
     except SettingsError as error:
         from torchelastic.agent.ending import Ending
 
@@ -114,12 +115,15 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> Ending:
     return await Agent(settings, metrics).run(workers, port)
 
 
-async def _serve_metrics(stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings) -> int:
+async def _serve_metrics(
+    stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings, of_workers: WorkerMetrics
+) -> int:
     """Serve them as long as the stack lasts; returns the port."""
     from torchelastic.metrics.server import MetricsServer
 
     port = settings.metrics_port or 0
-    server = await stack.enter_async_context(MetricsServer(metrics.handler, port, host=settings.address))
+    registry = metrics.registry(of_workers)
+    server = await stack.enter_async_context(MetricsServer(registry, port, host=settings.address))
     return server.port
 
 

@@ -41,6 +41,9 @@ CHANNEL: Final = "TORCHELASTIC_WORKER_CHANNEL"
 HEARTBEAT_FILE: Final = "TORCHELASTIC_HEARTBEAT_FILE"
 """The variable with the path of the file whose time of change is the worker's last heartbeat."""
 
+METRICS_FILE: Final = "TORCHELASTIC_METRICS_FILE"
+"""The variable with the path of the file in which the worker leaves what it measures, where its agent shows that."""
+
 LINE_LIMIT: Final = 4096
 """Bytes of a line, in either direction."""
 
@@ -152,6 +155,11 @@ def epoch_stands(timeout: float = 5.0) -> bool:
         return False
 
 
+def is_worker() -> bool:
+    """Whether an agent has started this program, and this process is none that it has forked for itself."""
+    return bool(os.environ.get(CHANNEL)) and _here.is_the_worker()
+
+
 class _Here:
     """This process as a worker: what it has asked for, and what it was told."""
 
@@ -180,14 +188,14 @@ class _Here:
 
     def beat(self) -> None:
         if self._heartbeat_file is None:
-            self._heartbeat_file = os.environ.get(HEARTBEAT_FILE, "") if self._is_the_worker() else ""
+            self._heartbeat_file = os.environ.get(HEARTBEAT_FILE, "") if self.is_the_worker() else ""
         if self._heartbeat_file:
             with contextlib.suppress(OSError):
                 os.utime(self._heartbeat_file)
 
     def ask(self, seconds: float, callback: Callable[[Notice], object] | None) -> None:
         path = os.environ.get(CHANNEL)
-        if not path or not self._is_the_worker():
+        if not path or not self.is_the_worker():
             return
         with self._lock:
             self._callback = callback
@@ -209,7 +217,7 @@ class _Here:
     def saved(self) -> None:
         self._answer(self._shown)
 
-    def _is_the_worker(self) -> bool:
+    def is_the_worker(self) -> bool:
         """Whether this process may be the worker, and is none that it has forked or had multiprocessing start."""
         if self._forked:
             return False

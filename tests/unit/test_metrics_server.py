@@ -30,7 +30,7 @@ def handler() -> PrometheusMetricHandler:
 
 
 async def test_it_serves_prometheus_text_on_any_free_port(handler: PrometheusMetricHandler) -> None:
-    async with MetricsServer(handler, 0, host="127.0.0.1") as server:
+    async with MetricsServer(handler.registry, 0, host="127.0.0.1") as server:
         status, content_type, text = await get(f"127.0.0.1:{server.port}")
     assert status == 200
     assert content_type.startswith("text/plain; version=0.0.4")
@@ -38,7 +38,7 @@ async def test_it_serves_prometheus_text_on_any_free_port(handler: PrometheusMet
 
 
 async def test_it_serves_openmetrics_to_who_asks_for_it(handler: PrometheusMetricHandler) -> None:
-    async with MetricsServer(handler, 0, host="127.0.0.1") as server:
+    async with MetricsServer(handler.registry, 0, host="127.0.0.1") as server:
         _, content_type, text = await get(
             f"127.0.0.1:{server.port}", accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
         )
@@ -48,7 +48,7 @@ async def test_it_serves_openmetrics_to_who_asks_for_it(handler: PrometheusMetri
 
 
 async def test_without_a_host_it_serves_on_all_addresses_under_one_port(handler: PrometheusMetricHandler) -> None:
-    async with MetricsServer(handler, 0) as server:
+    async with MetricsServer(handler.registry, 0) as server:
         status, _, _ = await get(f"127.0.0.1:{server.port}")
         assert status == 200
         # The port is the same one that was asked for, so nobody else can have it.
@@ -57,24 +57,24 @@ async def test_without_a_host_it_serves_on_all_addresses_under_one_port(handler:
 
 
 async def test_there_is_nothing_but_metrics(handler: PrometheusMetricHandler) -> None:
-    async with MetricsServer(handler, 0, host="127.0.0.1") as server:
+    async with MetricsServer(handler.registry, 0, host="127.0.0.1") as server:
         assert (await get(f"127.0.0.1:{server.port}", "/"))[0] == 404
 
 
 async def test_the_port_is_free_again_after_the_block(handler: PrometheusMetricHandler) -> None:
-    async with MetricsServer(handler, 0, host="127.0.0.1") as first:
+    async with MetricsServer(handler.registry, 0, host="127.0.0.1") as first:
         port = first.port
         await get(f"127.0.0.1:{port}")
     with pytest.raises(RuntimeError, match="within its block"):
         assert first.port
-    async with MetricsServer(handler, port, host="127.0.0.1") as second:
+    async with MetricsServer(handler.registry, port, host="127.0.0.1") as second:
         assert second.port == port
 
 
 async def test_a_taken_port_is_told_in_a_sentence(handler: PrometheusMetricHandler) -> None:
-    async with MetricsServer(handler, 0, host="127.0.0.1") as server:
+    async with MetricsServer(handler.registry, 0, host="127.0.0.1") as server:
         with pytest.raises(SettingsError, match=rf"on port {server.port} of 127.0.0.1: another process has it. Choose"):
-            await MetricsServer(handler, server.port, host="127.0.0.1").__aenter__()
+            await MetricsServer(handler.registry, server.port, host="127.0.0.1").__aenter__()
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ async def test_an_address_that_cannot_be_used_is_told_in_a_sentence(
     handler: PrometheusMetricHandler, host: str, port: int, why: str
 ) -> None:
     with pytest.raises(SettingsError, match=why):
-        await MetricsServer(handler, port, host=host).__aenter__()
+        await MetricsServer(handler.registry, port, host=host).__aenter__()

@@ -25,6 +25,7 @@ from torchelastic.agent.title import MARK_ROOM
 from torchelastic.agent.worker_group import Worker
 from torchelastic.errors import StartError
 from torchelastic.settings import ProgramKind, StartMethod
+from torchelastic.worker import METRICS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -111,6 +112,7 @@ class Launcher:
     def _base(self) -> dict[str, str]:
         """The environment that is the same for all workers."""
         base = {**os.environ, **self._of_all}
+        base.pop(METRICS_FILE, None)  # of a worker that this agent is part of; each of ours has its own or none
         if self._local_world_size > 1:
             base.setdefault("OMP_NUM_THREADS", "1")
         return base

@@ -17,6 +17,7 @@ from torchelastic.agent.late_imports import Teller
 from torchelastic.agent.late_settings import LateSettings
 from torchelastic.agent.process_table import TREE_MARK
 from torchelastic.agent.title import set_mark, set_title
+from torchelastic.metrics import worker as worker_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,6 +53,7 @@ class WorkerRole:
         set_title([sys.executable, *module, *self.argv])
         set_mark(self.environment[TREE_MARK])
         Teller(self.tell).watch()
+        worker_metrics.attach()
         LateSettings(self.imports.at_start, self.imports.read, _tell_of_late_setting).watch()
         try:
             run_program.run(self.kind, self.argv)

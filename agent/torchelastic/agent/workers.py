@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from torchelastic.agent.fork_server import ForkServer
     from torchelastic.agent.processes import Child
+    from torchelastic.metrics.of_workers import WorkerMemory, WorkerMetrics
     from torchelastic.settings import AgentSettings, LogSettings, Program
 
 __all__ = [
@@ -100,11 +101,13 @@ class Workers:
         environment: what all workers have in theirs beside this process's own.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung, and is ended; None where no
             heartbeats are expected.
+        measured: whether somebody is shown what workers measure.
         alone: this process is the agent and nothing else, so whatever becomes its child and is not known is an orphan.
             False in a program of somebody else's, whose own children are left alone.
 
     Attributes:
         scratch: a folder for what nobody wants to keep; removed in the end.
+        metrics: what workers measure; None where nobody is shown that.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Workers:
         local_world_size: int = 1,
         environment: Mapping[str, str] = types.MappingProxyType({}),
         heartbeat_timeout: float | None = None,
+        measured: bool = False,
         alone: bool = False,
     ) -> None:
         self._program = program
@@ -124,13 +128,16 @@ class Workers:
         self._local_world_size = local_world_size
         self._environment = environment if heartbeat_timeout is None else {**environment, **hang.VARIABLES}
         self._heartbeat_timeout = heartbeat_timeout
+        self._measured = measured
         self._mark = secrets.token_hex(8)
         self._reaper = Reaper(alone=alone)
         self._stack = contextlib.AsyncExitStack()
         self._stores: list[StoreServer] = []
         self._group: WorkerGroup | None = None
         self.scratch: Path
+        self.metrics: WorkerMetrics | None = None
         self._heartbeats: Path
+        self._memory: Path
         self._console: Console
         self._guard: Guard
         self._launcher: Launcher
@@ -142,10 +149,12 @@ class Workers:
             self.scratch = _scratch()
             stack.callback(shutil.rmtree, self.scratch, ignore_errors=True)
             folders = [self.scratch]
-            if self._heartbeat_timeout is not None:
-                self._heartbeats = _in_memory() or self.scratch / "heartbeats"
-                stack.callback(shutil.rmtree, self._heartbeats, ignore_errors=True)
-                folders.append(self._heartbeats)
+            if self._heartbeat_timeout is not None or self._measured:
+                shared = _in_memory() or self.scratch / "shared"
+                stack.callback(shutil.rmtree, shared, ignore_errors=True)
+                folders.append(shared)
+                self._heartbeats = shared / "heartbeats"
+                self._memory = shared / "metrics"
             stack.enter_context(self._reaper)
             self._console = Console(carries_log=self._reaper.alone)
             stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
@@ -162,6 +171,11 @@ class Workers:
             self._fork_server = self._launcher.fork_server
             self._fork_server.start()
             stack.push_async_callback(self._end_all)
+            if self._measured:
+                # Now, while the fork server imports torch.
+                from torchelastic.metrics.of_workers import WorkerMetrics
+
+                self.metrics = WorkerMetrics(self._memory)
             self._stack = stack.pop_all()
         return self
 
@@ -234,17 +248,18 @@ class Workers:
         if self._group is not None and not self._group.stopped:
             raise RuntimeError("the workers of the epoch before have not been stopped")
         heartbeats, workers = self._with_heartbeats(epoch, workers)
+        memories, workers = self._with_memory(epoch, workers)
         with contextlib.ExitStack() as stack:
             outputs = []
-            for worker in workers:
+            for start in workers:
                 output = open_output(
                     self._logs,
                     self._console,
                     self.scratch,
                     epoch=epoch,
-                    rank=worker.rank,
-                    local_rank=worker.local_rank,
-                    prefix=worker_prefix(worker.rank, self._role),
+                    rank=start.rank,
+                    local_rank=start.local_rank,
+                    prefix=worker_prefix(start.rank, self._role),
                 )
                 stack.callback(output.close)
                 outputs.append(output)
@@ -264,6 +279,8 @@ class Workers:
             mark=self._mark,
             heartbeats=heartbeats,
         )
+        for worker, of_worker in zip(started, memories, strict=False):
+            worker.child.ended.add_done_callback(lambda _, memory=of_worker: memory.ended())  # type: ignore[misc]
         return self._group
 
     def _with_heartbeats(
@@ -283,6 +300,17 @@ class Workers:
                 f"no file for heartbeats can be made below {self._heartbeats}: {error.strerror}. Make room there."
             ) from None
 
+    def _with_memory(
+        self, epoch: int, workers: Sequence[WorkerStart]
+    ) -> tuple[Sequence[WorkerMemory], Sequence[WorkerStart]]:
+        """Give each worker memory for what it measures, where somebody is shown that."""
+        if self.metrics is None:
+            return (), workers
+        variables, memories = self.metrics.begin(epoch, {start.local_rank: start.rank for start in workers})
+        return memories, [
+            dataclasses.replace(start, env={**start.env, **variables[start.local_rank]}) for start in workers
+        ]
+
 
 def workers_of(settings: AgentSettings, *, alone: bool = True) -> Workers:
     """What starts an agent's workers, not entered yet.
@@ -298,6 +326,7 @@ def workers_of(settings: AgentSettings, *, alone: bool = True) -> Workers:
         local_world_size=settings.workers,
         environment=interface_variables(settings.interface, os.environ),
         heartbeat_timeout=settings.heartbeat_timeout,
+        measured=settings.metrics_port is not None,
         alone=alone,
     )
 

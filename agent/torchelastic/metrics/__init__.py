@@ -18,6 +18,7 @@ it is first used, since it needs a library that a program which only measures do
 
 from typing import TYPE_CHECKING
 
+from torchelastic.metrics import torch_bridge, worker
 from torchelastic.metrics.api import (
     MetricData,
     MetricHandler,
@@ -25,6 +26,7 @@ from torchelastic.metrics.api import (
     MetricStream,
     NullMetricHandler,
     configure,
+    declare,
     get_elapsed_time_ms,
     getStream,
     initialize_metrics,
@@ -46,6 +48,7 @@ __all__ = [
     "NullMetricHandler",
     "PrometheusMetricHandler",
     "configure",
+    "declare",
     "getStream",
     "get_elapsed_time_ms",
     "initialize_metrics",
@@ -60,3 +63,7 @@ def __getattr__(name: str) -> object:
 
         return PrometheusMetricHandler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+torch_bridge.watch()
+worker.attach()

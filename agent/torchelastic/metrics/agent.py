@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Literal, Self
 from torchelastic.metrics.api import PLATFORM_GROUP, REGISTRY, measured
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
+
+    from prometheus_client import CollectorRegistry, Metric
+    from prometheus_client.registry import Collector
 
     from torchelastic.contract import EpochReason
     from torchelastic.metrics.api import MetricRegistry
@@ -45,6 +49,18 @@ class AgentMetrics:
             self._handler = PrometheusMetricHandler()
             self._registry.attach(self._handler)
         return self._handler
+
+    def registry(self, *beside: Collector) -> CollectorRegistry:
+        """What an agent's /metrics shows: what stands behind :attr:`handler`, and what others collect.
+
+        Args:
+            beside: the others; where they have a family of the same name, its series stand in one.
+        """
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry()
+        registry.register(_Together((self.handler, *beside)))
+        return registry
 
     def close(self) -> None:
         """Detach the handler from the registry."""
@@ -110,3 +126,19 @@ class AgentMetrics:
 
     def _put(self, name: str, value: float) -> None:
         self._registry.add(PLATFORM_GROUP, name, value)
+
+
+class _Together:
+    """Several collectors as one: each family is there once."""
+
+    def __init__(self, collectors: Sequence[Collector]) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for collector in self._collectors:
+            for family in collector.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family and known.type == family.type:
+                    known.samples = [*known.samples, *family.samples]
+        return families.values()

@@ -20,13 +20,18 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
+from torchelastic.metrics.names import Form, Kind, forms_of
+from torchelastic.metrics.platform_names import DURATION_BUCKETS
+
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
 _log: Final = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+_AS_GAUGE: Final = Form()
 
 PLATFORM_GROUP: Final = "torchelastic"
 """The group of the platform's own metrics, and of what is measured without naming a group."""
@@ -113,6 +118,7 @@ class MetricRegistry:
         # What a value meets: made anew at each change and never changed in place, so that it is read without the lock.
         self._by_group: Mapping[str | None, tuple[_Guarded, ...]] = {}
         self._default: tuple[_Guarded, ...] = ()
+        self._forms: dict[tuple[str, str], Form] = {}
 
     def configure(self, handler: MetricHandler, group: str | None = None) -> None:
         """Send the values of a group, or of all groups that have no handler of their own, to this handler alone.
@@ -141,6 +147,19 @@ class MetricRegistry:
         with self._lock:
             self._attached = tuple(attached for attached in self._attached if attached is not handler)
             self._route()
+
+    def after_fork(self, handler: MetricHandler) -> None:
+        """In a process that was forked: detach a handler that is its parent's alone."""
+        self._lock = threading.Lock()  # a thread that is not there may have held it
+        self.detach(handler)
+
+    def declare(self, group: str, forms: Mapping[str, Form]) -> None:
+        """Say what names of a group are to become; it holds where no value of them has been measured yet."""
+        self._forms |= {(group, name): form for name, form in forms.items()}
+
+    def form(self, group: str, name: str) -> Form:
+        """What a name was declared to become; a gauge where nothing was said."""
+        return self._forms.get((group, name), _AS_GAUGE)
 
     def add(self, group: str, name: str, value: float) -> None:
         """Hand a value, stamped with the present time, to the handlers of its group."""
@@ -203,6 +222,26 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
     REGISTRY.configure(handler, group)
 
 
+def declare(
+    group: str, *, counters: Collection[str] = (), histograms: Mapping[str, Sequence[float]] | None = None
+) -> None:
+    """Say what names of a group become where Prometheus reads them; whatever is not declared becomes a gauge.
+
+    It holds for the page of an agent and for every :class:`PrometheusMetricHandler`, and for names of which no value
+    was measured before.
+
+    Args:
+        group: the group.
+        counters: names whose values are added up, such as a number of samples.
+        histograms: names whose values are counted in buckets, and the buckets' upper bounds; in seconds where the name
+            ends in ``.ms`` or ``_ms``.
+
+    Raises:
+        ValueError: the buckets are not ascending numbers, or a name is both a counter and a histogram.
+    """
+    REGISTRY.declare(str(group), forms_of(counters, histograms or {}))
+
+
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
     """Do nothing, as there is nothing to set up: launchers written to torchelastic's guide call it before they run."""
 
@@ -236,7 +275,8 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
     """Measure how often a function succeeds and fails and how long it takes; a decorator.
 
     Each call puts ``<name>.success`` or ``<name>.failure`` (1) and ``<name>.duration.ms``, where the name is
-    ``Class.function`` for a method and ``module.function`` for a plain function. Coroutine functions are measured until
+    ``Class.function`` for a method and ``module.function`` for a plain function. For Prometheus the first two are
+    counters and the last one is a histogram. Coroutine functions are measured until
     their coroutine ends. Used as ``@prof`` or as ``@prof(group="my_app")``.
     """
     return functools.partial(_profiled, group=group) if fn is None else _profiled(fn, group)
@@ -244,6 +284,8 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
 
 def _profiled(fn: Callable[Parameters, Result], group: str) -> Callable[Parameters, Any]:
     name = _name_of(fn)
+    counted = dict.fromkeys((f"{name}.success", f"{name}.failure"), Form(Kind.COUNTER))
+    REGISTRY.declare(group, {**counted, f"{name}.duration.ms": Form(Kind.HISTOGRAM, DURATION_BUCKETS)})
 
     @functools.wraps(fn)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

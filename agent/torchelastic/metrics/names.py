@@ -7,13 +7,14 @@ snake_case, base units (what ends in ``.ms`` or ``_ms`` is given in seconds), an
 :mod:`torchelastic.metrics.platform_names`.
 
 Different names can come out alike (``stepTime``, ``step.time``). Whoever holds the series keeps them apart, with
-:attr:`Series.samples` and :func:`tagged`.
+:class:`~torchelastic.metrics.taken_names.TakenNames`.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -35,6 +36,50 @@ _SAMPLES: Final[Mapping[Kind, Sequence[str]]] = {
     Kind.COUNTER: ("", "_total", "_created"),
     Kind.HISTOGRAM: ("", "_bucket", "_count", "_sum", "_created"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the values of a user's name are to become.
+
+    Attributes:
+        kind: of series.
+        buckets: upper bounds of a histogram, in seconds where the name is in milliseconds; ascending, and finite.
+
+    Raises:
+        ValueError: the buckets are none.
+    """
+
+    kind: Kind = Kind.GAUGE
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        ascending = all(map(math.isfinite, self.buckets)) and sorted(set(self.buckets)) == list(self.buckets)
+        if not ascending or bool(self.buckets) != (self.kind is Kind.HISTOGRAM):
+            raise ValueError(f"must be finite numbers, each above the one before: {self.buckets}")
+
+
+def forms_of(counters: Collection[str], histograms: Mapping[str, Sequence[float]]) -> dict[str, Form]:
+    """The forms that are asked for, by name.
+
+    Args:
+        counters: names whose values are added up.
+        histograms: names whose values are counted in buckets, and the buckets' upper bounds.
+
+    Raises:
+        ValueError: the buckets are not ascending numbers, or a name is asked for as both.
+    """
+    if isinstance(counters, str):
+        raise ValueError(f"counters is a collection of names, as [{counters!r}], and not one name.")  # noqa: TRY004
+    if both := sorted(set(counters) & histograms.keys()):
+        raise ValueError(f"{both[0]!r} is asked for both as a counter and as a histogram.")
+    forms = dict.fromkeys(counters, Form(Kind.COUNTER))
+    for name, bounds in histograms.items():
+        try:
+            forms[name] = Form(Kind.HISTOGRAM, tuple(map(float, bounds)))
+        except ValueError as error:
+            raise ValueError(f"The buckets of {name!r} {error}.") from None
+    return forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +114,21 @@ _RESERVED_ENDINGS: Final = ("_total", "_created", "_count", "_sum", "_bucket", "
 _RESERVED_GROUPS: Final = ("process", "python", "scrape")
 """Beginnings of series that Prometheus and its client library make themselves."""
 _LONGEST_NAME: Final = 200
+_AS_GAUGE: Final = Form()
 
 
-def user_series(
-    group: str,
-    name: str,
-    *,
-    counters: Collection[str] = (),
-    histograms: Mapping[str, Sequence[float]] | None = None,
-) -> Series:
+def source_of(group: str, name: object) -> tuple[str, ...]:
+    """What tells a (group, name) from all others; a name that is no string is another one than its text."""
+    return (group, name) if isinstance(name, str) else (str(group), str(name), type(name).__qualname__)
+
+
+def user_series(group: str, name: str, form: Form = _AS_GAUGE) -> Series:
     """What a name becomes that is not in the platform's table.
 
     Args:
         group: the group.
         name: the name.
-        counters: names that are counters: their values are added up.
-        histograms: names that are histograms, and their buckets, in seconds where the name is in milliseconds.
+        form: what its values are to become.
     """
     body = snake_case(name)
     in_milliseconds = body == "ms" or body.endswith("_ms")
@@ -92,23 +136,19 @@ def user_series(
         body = body[:-2].rstrip("_")
     elif not body:
         body = f"metric_{_digest(name)}"
-    kind = Kind.GAUGE
-    if histograms and name in histograms:
-        kind = Kind.HISTOGRAM
-    elif name in counters:
-        kind = Kind.COUNTER
-        body = body.removesuffix("_total")
     full = f"{_prefix(group)}_{body}".rstrip("_")
+    while form.kind is Kind.COUNTER and full.endswith("_total"):
+        full = full.removesuffix("_total")
     if len(full) > _LONGEST_NAME:
         full = f"{full[:_LONGEST_NAME]}_{_digest(name)}"
-    if full.endswith(_RESERVED_ENDINGS) and kind is not Kind.COUNTER and not in_milliseconds:
+    if full.endswith(_RESERVED_ENDINGS) and form.kind is not Kind.COUNTER and not in_milliseconds:
         full += "_value"
     return Series(
         full + "_seconds" * in_milliseconds,
-        kind,
+        form.kind,
         f"{printable(name):.200} of the group {printable(group):.200}, as the program measures it.",
         divisor=1000 if in_milliseconds else 1,
-        buckets=tuple(histograms[name]) if histograms and kind is Kind.HISTOGRAM else (),
+        buckets=form.buckets,
     )
 
 

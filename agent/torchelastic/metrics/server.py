@@ -13,24 +13,23 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiohttp import web
-
-    from torchelastic.metrics.prometheus import PrometheusMetricHandler
+    from prometheus_client import CollectorRegistry
 
 
 class MetricsServer:
-    """Serves the series of a handler under ``/metrics``, as long as its block lasts.
+    """Serves series under ``/metrics``, as long as its block lasts.
 
     It speaks OpenMetrics or Prometheus' text format, whichever the client asks for. The text is made in a thread, so
     that a scrape of many series does not hold up what else the event loop has to do.
 
     Args:
-        handler: whose series.
+        registry: has the series.
         port: where; 0 for any free port.
         host: on which of the machine's addresses; None for all of them.
     """
 
-    def __init__(self, handler: PrometheusMetricHandler, port: int, *, host: str | None = None) -> None:
-        self._registry = handler.registry
+    def __init__(self, registry: CollectorRegistry, port: int, *, host: str | None = None) -> None:
+        self._registry = registry
         self._wanted = (host, port)
         self._socket: socket.socket | None = None
         self._runner: web.AppRunner | None = None
