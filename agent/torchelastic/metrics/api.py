@@ -148,6 +148,11 @@ class MetricRegistry:
             self._attached = tuple(attached for attached in self._attached if attached is not handler)
             self._route()
 
+    @property
+    def attached(self) -> tuple[MetricHandler, ...]:
+        """The handlers that get every value."""
+        return self._attached
+
     def after_fork(self, handler: MetricHandler) -> None:
         """In a process that was forked: detach a handler that is its parent's alone."""
         self._lock = threading.Lock()  # a thread that is not there may have held it

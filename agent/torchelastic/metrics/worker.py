@@ -89,7 +89,7 @@ class WorkerMetricHandler(Intake):
 def attach(registry: MetricRegistry = REGISTRY) -> None:
     """Where an agent has started this process, have what it measures reach that; elsewhere nothing happens."""
     path = os.environ.get(METRICS_FILE)
-    if not path or not is_worker():
+    if not path or not is_worker() or any(isinstance(handler, WorkerMetricHandler) for handler in registry.attached):
         return
     try:
         memory = MemoryWriter(path)

@@ -1,0 +1,319 @@
+"""What workers measure, as their agent shows it: nothing is set up for it, and nothing is lost when a worker dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import AgentProcess
+from tests.support.ports import free_range
+from tests.support.scraping import scraped
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.scraping import Page
+
+pytestmark = pytest.mark.real
+
+WAIT = """
+if __name__ == "__main__":
+    open(sys.argv[1]).read()
+"""
+"""The end of a program that stays until it is told to go on, through a pipe."""
+
+
+class Measured:
+    """An agent with a program that measures, and the page that it serves.
+
+    Args:
+        folder: for the program.
+        source: the program, in Python; what it needs of the standard library is imported.
+        flags: of the agent.
+    """
+
+    def __init__(self, folder: Path, source: str, *flags: str) -> None:
+        program, self._pipe = folder / "program.py", folder / "go"
+        program.write_text("import os, signal, subprocess, sys, threading, time\n" + dedent(source) + WAIT)
+        os.mkfifo(self._pipe)
+        self._port = free_range(1).first
+        common = ("--standalone", f"--metrics-port={self._port}", "--local-addr=127.0.0.1")
+        self.agent = AgentProcess(*common, *flags, program, self._pipe)
+
+    async def page(self) -> Page:
+        return await scraped(self._port)
+
+    async def after(self, pattern: str, count: int = 1) -> Page:
+        """The page once a line was said, by so many workers."""
+        since = 0
+        for _ in range(count):
+            await self.agent.said(pattern, since=since)
+            since = next(n for n, line in enumerate(self.agent.lines) if n >= since and pattern in line) + 1
+        return await self.page()
+
+
+@pytest.mark.parametrize("method", ["fork-server", "exec"])
+async def test_each_workers_values_are_shown_with_its_rank_and_no_line_of_set_up(tmp_path: Path, method: str) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        from torchelastic import metrics
+        stream = metrics.getStream("my_app")
+        metrics.configure(metrics.ConsoleMetricHandler(), group="my_app")
+        rank = int(os.environ["RANK"])
+        stream.add_value("train.loss", 0.25 + rank)
+        metrics.put_metric("checkpoint.write_latency_ms", 2000)
+        metrics.configure(metrics.NullMetricHandler(), group="my_app")
+        stream.add_value("step.ms", 100 * rank)
+        print("measured", flush=True)
+        """,
+        "--nproc-per-node=2",
+        f"--start-method={method}",
+    )
+    async with measured.agent:
+        page = await measured.after("measured", count=2)
+    assert page.named("my_app") == {
+        ("my_app_train_loss", (("rank", "0"),)): 0.25,
+        ("my_app_train_loss", (("rank", "1"),)): 1.25,
+        ("my_app_step_seconds", (("rank", "0"),)): 0.0,
+        ("my_app_step_seconds", (("rank", "1"),)): 0.1,
+    }
+    assert page.value("torchelastic_checkpoint_write_latency_seconds_sum", rank="1") == 2
+    assert page.value("torchelastic_epoch") == 1
+    assert "[my_app]: train.loss=1.25" in measured.agent.output
+
+
+async def test_what_a_program_measures_through_torch_is_shown_too(tmp_path: Path) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        from torch.distributed.elastic import metrics
+        metrics.configure(metrics.ConsoleMetricHandler())
+        metrics.put_metric("loss", 3, "my_app")
+
+        @metrics.prof(group="my_app")
+        def evaluate():
+            pass
+
+        evaluate()
+        print("measured", flush=True)
+        """,
+    )
+    async with measured.agent:
+        page = await measured.after("measured")
+    assert page.value("my_app_loss", rank="0") == 3
+    assert page.value("my_app_main_evaluate_success", rank="0") == 1
+    assert "[my_app]: loss=3" in measured.agent.output
+
+
+async def test_counts_survive_a_sigkill_and_go_on_with_the_successor_and_gauges_do_not(tmp_path: Path) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        from torchelastic import metrics
+        metrics.declare("my_app", counters=["samples"], histograms={"step.ms": [0.1, 1]})
+        epoch, rank = int(os.environ["TORCHELASTIC_EPOCH"]), int(os.environ["RANK"])
+        stream = metrics.getStream("my_app")
+        stream.add_value("samples", 64 if epoch == 1 else 1)
+        stream.add_value("step.ms", 50 if epoch == 1 else 500)
+        if epoch == 1:
+            stream.add_value("loss", 0.5)
+            stream.add_value("samples", -1)
+        print(f"epoch {epoch} measured by {os.getpid()}", flush=True)
+        """,
+        "--nproc-per-node=2",
+    )
+    async with measured.agent as agent:
+        before = await measured.after("epoch 1 measured", count=2)
+        os.kill(int((await agent.said(r"epoch 1 measured by (\d+)"))[1]), signal.SIGKILL)
+        after = await measured.after("epoch 2 measured", count=2)
+    for rank in ("0", "1"):
+        assert before.value("my_app_loss", rank=rank) == 0.5
+        assert before.value("my_app_samples_total", rank=rank) == 64
+        assert after.value("my_app_samples_total", rank=rank) == 65
+        assert after.value("my_app_step_seconds_bucket", rank=rank, le="0.1") == 1
+        assert after.value("my_app_step_seconds_count", rank=rank) == 2
+        assert after.value("my_app_step_seconds_sum", rank=rank) == pytest.approx(0.55)
+        assert after.value("my_app_loss", rank=rank) is None
+        assert after.value("torchelastic_metrics_dropped_total", reason="negative", rank=rank) == 1
+
+
+async def test_a_worker_that_has_succeeded_leaves_its_counts_while_the_others_go_on(tmp_path: Path) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        from torchelastic import metrics
+        metrics.declare("my_app", counters=["samples"])
+        rank = os.environ["RANK"]
+        metrics.put_metric("samples", 5, "my_app")
+        metrics.put_metric("loss", 1, "my_app")
+        if rank == "1":
+            sys.exit()
+        print("measured", flush=True)
+        """,
+        "--nproc-per-node=2",
+    )
+    async with measured.agent:
+        page = await measured.after("measured")
+        while (
+            page.value("my_app_samples_total", rank="1") is None or page.value("my_app_loss", rank="1") is not None
+        ):  # until that worker has measured, and the agent has seen its end
+            page = await measured.page()
+    assert page.value("my_app_samples_total", rank="1") == 5
+    assert page.value("my_app_loss", rank="0") == 1
+
+
+async def test_what_a_worker_starts_does_not_write_into_its_memory(tmp_path: Path) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        import multiprocessing
+        from torchelastic import metrics
+
+        def count(number):
+            metrics.declare("my_app", counters=["samples"])
+            metrics.put_metric("samples", number, "my_app")
+            metrics.put_metric(f"of_{number}", number, "my_app")
+
+        if __name__ == "__main__":
+            count(1)
+            for method in ("fork", "spawn", "forkserver"):
+                child = multiprocessing.get_context(method).Process(target=count, args=(100,))
+                child.start()
+                child.join()
+                assert child.exitcode == 0
+            source = "from torchelastic import metrics; metrics.put_metric('samples', 1000, 'my_app')"
+            subprocess.run([sys.executable, "-c", source], check=True)
+            if (pid := os.fork()) == 0:
+                count(10000)
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+            count(2)
+            print("measured", flush=True)
+        """,
+    )
+    async with measured.agent:
+        page = await measured.after("measured")
+    assert page.named("my_app") == {
+        ("my_app_samples_total", (("rank", "0"),)): 3,
+        ("my_app_of_1", (("rank", "0"),)): 1,
+        ("my_app_of_2", (("rank", "0"),)): 2,
+    }
+
+
+async def test_a_hundred_thousand_values_from_several_threads_and_a_signal_handler_are_all_counted(
+    tmp_path: Path,
+) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        from torchelastic import metrics
+        metrics.declare("my_app", counters=["samples"], histograms={"size": [1, 10]})
+        stream = metrics.getStream("my_app")
+        sys.setswitchinterval(1e-5)
+        handled = 0
+
+        def handle(*_):
+            global handled
+            handled += 1
+            stream.add_value("samples", 1)
+
+        def work():
+            for _ in range(25_000):
+                stream.add_value("samples", 1)
+                stream.add_value("size", 5)
+
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        work()
+        for thread in threads:
+            thread.join()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(f"measured, {handled} by the handler", flush=True)
+        """,
+    )
+    async with measured.agent as agent:
+        page = await measured.after("measured")
+        handled = int((await agent.said(r"measured, (\d+) by"))[1])
+    assert handled > 0
+    assert page.value("my_app_samples_total", rank="0") == 100_000 + handled
+    assert page.value("my_app_size_bucket", rank="0", le="10.0") == 100_000
+    assert page.value("my_app_size_count", rank="0") == 100_000
+    assert page.value("my_app_size_sum", rank="0") == 500_000
+
+
+async def test_a_loop_that_makes_new_names_meets_a_limit_and_is_told_once(tmp_path: Path) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        from torchelastic import metrics
+        for step in range(5000):
+            metrics.put_metric(f"loss at step {step}", step, "my_app")
+        print("measured", flush=True)
+        """,
+    )
+    async with measured.agent:
+        page = await measured.after("measured")
+    assert len(page.named("my_app")) == 1000
+    assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 4000
+    assert sum("1000 different names already" in line for line in measured.agent.lines) == 1
+
+
+async def test_programs_that_a_shell_script_starts_one_after_the_other_are_one_worker(tmp_path: Path) -> None:
+    script = tmp_path / "program.sh"
+    script.write_text(
+        dedent(
+            f"""\
+            source='from torchelastic import metrics; import sys
+            metrics.declare("my_app", counters=["samples"])
+            metrics.put_metric("samples", 4, "my_app")
+            metrics.put_metric(sys.argv[1], 1, "my_app")'
+            python -c "$source" first && python -c "$source" second && echo measured
+            read line < {tmp_path / "go"}
+            """
+        )
+    )
+    measured = Measured(tmp_path, "", "--no-python", "sh", str(script))
+    async with measured.agent:
+        page = await measured.after("measured")
+    assert page.named("my_app") == {
+        ("my_app_samples_total", (("rank", "0"),)): 8,
+        ("my_app_first", (("rank", "0"),)): 1,
+        ("my_app_second", (("rank", "0"),)): 1,
+    }
+
+
+async def test_a_worker_that_is_stopped_is_scraped_as_any_other(tmp_path: Path) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        from torchelastic import metrics
+        metrics.put_metric("loss", 7, "my_app")
+        print(f"measured by {os.getpid()}", flush=True)
+        """,
+    )
+    async with measured.agent as agent:
+        os.kill(int((await agent.said(r"measured by (\d+)"))[1]), signal.SIGSTOP)
+        assert (await measured.page()).value("my_app_loss", rank="0") == 7
+
+
+async def test_nothing_is_left_of_the_memory_when_the_agent_is_killed_or_has_ended(tmp_path: Path) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        print("memory:", os.environ["TORCHELASTIC_METRICS_FILE"], flush=True)
+        """,
+    )
+    async with measured.agent as agent:
+        file = (await agent.said(r"memory: (\S+)"))[1]
+        assert os.path.exists(file)  # noqa: ASYNC240, PTH110 - as the worker has it
+        agent.kill(signal.SIGTERM)
+        assert await agent.code() == 143
+    assert not os.path.exists(os.path.dirname(file))  # noqa: ASYNC240, PTH110, PTH120

@@ -1,0 +1,55 @@
+"""What a page of metrics shows, read with Prometheus' own parser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.agents import PATIENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client import Metric
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+"""Values by name and labels, the latter sorted."""
+
+
+class Page:
+    """The samples of one scrape.
+
+    Args:
+        families: what was parsed; no sample may be there twice.
+    """
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self.samples: Samples = {}
+        self.types: dict[str, str] = {}
+        for family in families:
+            assert family.name not in self.types, f"{family.name} stands there twice"
+            self.types[family.name] = family.type
+            for sample in family.samples:
+                key = sample.name, tuple(sorted(sample.labels.items()))
+                assert key not in self.samples, f"{key} stands there twice"
+                self.samples[key] = sample.value
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The value of one series; None where it is not there."""
+        return self.samples.get((name, tuple(sorted(labels.items()))))
+
+    def named(self, beginning: str) -> Samples:
+        """All whose names begin like this."""
+        return {key: value for key, value in self.samples.items() if key[0].startswith(beginning)}
+
+
+async def scraped(port: int) -> Page:
+    """Scrape once."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/metrics", timeout=aiohttp.ClientTimeout(PATIENCE)) as response,
+    ):
+        assert response.status == 200
+        return Page(text_string_to_metric_families(await response.text()))
