@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.agents import AgentProcess
+from tests.support.crew import eventually
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.scraping import Page
 
 pytestmark = pytest.mark.real
@@ -304,7 +304,8 @@ async def test_a_worker_that_is_stopped_is_scraped_as_any_other(tmp_path: Path) 
         assert (await measured.page()).value("my_app_loss", rank="0") == 7
 
 
-async def test_nothing_is_left_of_the_memory_when_the_agent_is_killed_or_has_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_nothing_is_left_of_the_memory_when_the_agent_has_ended(tmp_path: Path, number: signal.Signals) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -312,8 +313,20 @@ async def test_nothing_is_left_of_the_memory_when_the_agent_is_killed_or_has_end
         """,
     )
     async with measured.agent as agent:
-        file = (await agent.said(r"memory: (\S+)"))[1]
-        assert os.path.exists(file)  # noqa: ASYNC240, PTH110 - as the worker has it
-        agent.kill(signal.SIGTERM)
-        assert await agent.code() == 143
-    assert not os.path.exists(os.path.dirname(file))  # noqa: ASYNC240, PTH110, PTH120
+        file = Path((await agent.said(r"memory: (\S+)"))[1])
+        assert file.exists()
+        agent.kill(number)
+        await agent.code()
+        await eventually(lambda: not file.parent.exists())
+
+
+async def test_without_metrics_there_is_no_memory_and_values_are_dropped(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nfrom torchelastic import metrics\nmetrics.put_metric('loss', 1)\n"
+        "print('memory:', os.environ.get('TORCHELASTIC_METRICS_FILE'))\n"
+    )
+    # As where an agent is itself part of another one's worker.
+    async with AgentProcess("--standalone", program, env={"TORCHELASTIC_METRICS_FILE": "/of/another"}) as agent:
+        assert await agent.code() == 0
+    assert "[rank 0] memory: None" in agent.lines

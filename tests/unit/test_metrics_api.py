@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -135,6 +136,14 @@ def test_what_is_no_handler_is_refused_when_it_is_configured(wrong: Any) -> None
         metrics.configure(wrong)
 
 
+def test_a_group_that_is_no_text_is_the_same_one_wherever_it_is_named() -> None:
+    recorder = Recorder()
+    metrics.configure(recorder, group=7)  # type: ignore[arg-type] # which is what it is about
+    metrics.getStream(7).add_value("loss", 1)  # type: ignore[arg-type]
+    metrics.put_metric("loss", 2, 7)  # type: ignore[arg-type]
+    assert recorder.values == [("7", "loss", 1), ("7", "loss", 2)]
+
+
 @pytest.mark.parametrize("handler_name", ["ConsoleMetricHandler", "ConsoleMetricsHandler"])
 def test_the_console_handler_prints_under_both_spellings(handler_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     getattr(metrics, handler_name)().emit(metrics.MetricData(1.5, "my_app", "loss", 0.25))
@@ -240,3 +249,100 @@ def test_measuring_imports_neither_torch_nor_the_prometheus_client() -> None:
     )
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert output.splitlines() == ["[]", "True"]
+
+
+# -- the snippets of torchelastic's documentation, as they stand there
+
+PUBLISHING = """
+import time
+import torchelastic.metrics as metrics
+
+# makes all metrics other than the one from "my_module" to go /dev/null
+metrics.configure(metrics.NullMetricsHandler())
+metrics.configure(metrics.ConsoleMetricsHandler(), "my_module")
+
+def my_method():
+    start = time.time()
+    calculate()
+    end = time.time()
+    metrics.put_metric("calculate_latency", int(end-start), "my_module")
+"""
+
+PROFILING = """
+import torchelastic.metrics as metrics
+
+metrics.configure(metrics.ConsoleMetricsHandler(), "foobar")
+metrics.configure(metrics.ConsoleMetricsHandler(), "Bar")
+
+@metrics.prof
+def foo():
+    pass
+
+class Bar():
+
+    @metrics.prof
+    def baz():
+        pass
+"""
+
+CONFIGURING = """
+import torchelastic.metrics as metrics
+
+metrics.configure(metrics.ConsoleMetricHandler(), group = "torchelastic")
+metrics.configure(metrics.ConsoleMetricHandler(), group = "my_app")
+"""
+
+HANDLER = """
+import torchelastic.metrics as metrics
+
+class StdoutMetricHandler(metrics.MetricHandler):
+   def emit(self, metric_data):
+       ts = metric_data.timestamp
+       group = metric_data.group_name
+       name = metric_data.name
+       value = metric_data.value
+       print(f"[{ts}][{group}]: {name}={value}")
+
+metrics.configure(StdoutMetricHandler(), group="my_app")
+"""
+
+CUSTOMISING = """
+import torchelastic.metrics as metrics
+
+class MyMetricHandler(metrics.MetricHandler):
+    def __init__(self):
+        self.metrics = []
+
+    def emit(self, metric_data: metrics.MetricData):
+        self.metrics.append(metric_data)
+
+def main():
+    handler = MyMetricHandler()
+    metrics.configure(handler)
+    return handler
+"""
+
+
+@pytest.mark.parametrize(
+    ("snippet", "use", "said"),
+    [
+        (PUBLISHING, "calculate = lambda: None; my_method()", r"^\[[\d.]+\]\[my_module\]: calculate_latency=0$"),
+        (PUBLISHING, "metrics.put_metric('x', 1, 'another')", r"^$"),
+        (
+            PROFILING + CONFIGURING,
+            "foo(); Bar.baz()",
+            r"torchelastic\]: __main__\.foo\.success=1\n(.*\n)+.*Bar\.baz\.duration\.ms=[\d.e-]+$",
+        ),
+        (CONFIGURING, "metrics.getStream('my_app').add_value('loss', 3)", r"\]\[my_app\]: loss=3$"),
+        (HANDLER, "metrics.put_metric('my_metric', 3, 'my_app')", r"^\[[\d.]+\]\[my_app\]: my_metric=3$"),
+        (
+            CUSTOMISING,
+            "got = main(); metrics.put_metric('a', 1); metrics.put_metric('b', 2, 'my_app'); print(*got.metrics)",
+            r"group_name='torchelastic', name='a', value=1\).*group_name='my_app', name='b', value=2\)$",
+        ),
+    ],
+)
+def test_the_documentations_snippets_do_what_it_says(snippet: str, use: str, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", f"{snippet}\n{use}"], check=True, capture_output=True, text=True)
+    assert ended.stderr == ""
+    assert re.search(said, ended.stdout.rstrip("\n"))

@@ -19,12 +19,13 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from torchelastic import metrics
 from torchelastic.contract import EpochReason
 from torchelastic.errors import SettingsError
 from torchelastic.metrics import MetricData, PrometheusMetricHandler
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.names import snake_case
+from torchelastic.metrics.names import Form, Kind, snake_case
 from torchelastic.metrics.platform_names import WORKER_STATES
 
 if TYPE_CHECKING:
@@ -213,6 +214,37 @@ def test_no_names_whatever_ever_meet_in_one_series(sources: list[tuple[str, str]
     assert seen == [(number + 1) * 1000 for number in range(len(sources))]
 
 
+ENDINGS = st.lists(
+    st.sampled_from(
+        ["total", "Created", "count", "sum", "bucket", "info", "ms", "seconds", "value", "x", "_", ".", "1"]
+    ),
+    min_size=1,
+    max_size=4,
+).map("_".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(
+        ENDINGS, st.sampled_from([Form(), Form(Kind.COUNTER), Form(Kind.HISTOGRAM, (1.0, 10.0))]), max_size=8
+    ),
+    st.sampled_from(["my_app", "total", "process", "x_total", "torchelastic"]),
+)
+def test_reserved_endings_and_kinds_of_series_never_meet(forms: dict[str, Form], group: str) -> None:
+    handler = PrometheusMetricHandler(
+        counters=[name for name, form in forms.items() if form.kind is Kind.COUNTER],
+        histograms={name: form.buckets for name, form in forms.items() if form.kind is Kind.HISTOGRAM},
+    )
+    for name in forms:
+        put(handler, name, 5, group)
+    kinds = sorted(types(handler).values())
+    assert kinds == sorted(form.kind.value for form in forms.values())
+    # In text, where a counter is called as its sample is.
+    for name in types(handler):
+        if types(handler)[name] == "gauge":
+            assert not name.endswith(("_total", "_created", "_count", "_sum", "_bucket", "_info"))
+
+
 @given(st.text())
 def test_snake_case_is_what_prometheus_takes_and_stays_as_it_is(text: str) -> None:
     once = snake_case(text)
@@ -246,6 +278,49 @@ def test_a_histogram_on_request_has_the_buckets_asked_for() -> None:
     assert samples["my_app_step_seconds_sum", ()] == pytest.approx(5.55)
     assert samples["my_app_step_seconds_count", ()] == 3
     assert types(handler) == {"my_app_step_seconds": "histogram"}
+
+
+def test_what_was_declared_for_a_group_holds_for_every_handler() -> None:
+    group = "test_what_was_declared"
+    metrics.declare(group, counters=["samples", "size"], histograms={"step.ms": [0.1, 1]})
+    handler = PrometheusMetricHandler(histograms={"size": [1, 10]})
+    for name in ("samples", "step.ms", "size", "loss"):
+        put(handler, name, 5, group)
+        put(handler, name, 5)
+    assert types(handler) == {
+        f"{group}_samples": "counter",
+        f"{group}_step_seconds": "histogram",
+        f"{group}_size": "histogram",
+        f"{group}_loss": "gauge",
+        "my_app_samples": "gauge",
+        "my_app_step_seconds": "gauge",
+        "my_app_size": "histogram",
+        "my_app_loss": "gauge",
+    }
+
+
+def test_what_prof_measures_are_counters_and_a_histogram(handler: PrometheusMetricHandler) -> None:
+    metrics.configure(handler, "profiled")
+
+    class Loader:
+        @metrics.prof(group="profiled")
+        def load(self, number: int) -> None:
+            if number:
+                raise OSError("no such file")
+
+    Loader().load(0)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no such file"):
+            Loader().load(1)
+    samples = {name.rpartition("loader_")[2]: number for (name, _), number in scrape(handler).items()}
+    assert samples["load_success_total"] == 1
+    assert samples["load_failure_total"] == 2
+    assert samples["load_duration_seconds_count"] == 3
+
+
+def test_counters_is_no_single_name() -> None:
+    with pytest.raises(ValueError, match=r"as \['samples'\], and not one name"):
+        PrometheusMetricHandler(counters="samples")
 
 
 @pytest.mark.parametrize("buckets", [[], [2, 1], [1, 1], [math.inf], [math.nan, 1]])

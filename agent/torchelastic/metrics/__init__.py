@@ -12,8 +12,10 @@
     @metrics.prof(group="my_app")
     def evaluate(): ...
 
-Without ``configure`` values are dropped. :class:`PrometheusMetricHandler` serves them to Prometheus; it is loaded when
-it is first used, since it needs a library that a program which only measures does not.
+Without ``configure`` values are dropped. In a worker that our agent has started they also appear under the agent's
+``/metrics``, whatever is configured and without a line for it. :class:`PrometheusMetricHandler` serves them to
+Prometheus by itself; it is loaded when it is first used, since it needs a library that a program which only measures
+does not.
 """
 
 from typing import TYPE_CHECKING
@@ -25,6 +27,7 @@ from torchelastic.metrics.api import (
     MetricsConfig,
     MetricStream,
     NullMetricHandler,
+    NullMetricsHandler,
     configure,
     declare,
     get_elapsed_time_ms,
@@ -46,6 +49,7 @@ __all__ = [
     "MetricStream",
     "MetricsConfig",
     "NullMetricHandler",
+    "NullMetricsHandler",
     "PrometheusMetricHandler",
     "configure",
     "declare",

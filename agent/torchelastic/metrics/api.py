@@ -71,6 +71,10 @@ class NullMetricHandler(MetricHandler):
         """Do nothing."""
 
 
+NullMetricsHandler = NullMetricHandler
+"""The same under the other name that torchelastic's documentation has for it."""
+
+
 class MetricsConfig:
     """Parameters for :func:`initialize_metrics`, for programs that pass them.
 
@@ -224,7 +228,7 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
     Raises:
         TypeError: it is no handler.
     """
-    REGISTRY.configure(handler, group)
+    REGISTRY.configure(handler, None if group is None else str(group))
 
 
 def declare(

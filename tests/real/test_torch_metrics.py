@@ -1,0 +1,128 @@
+"""What programs measure through torch's own metrics, and what torch's values are, with the real torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+RECORDER = """
+from torchelastic import metrics as ours
+
+class Recorder(ours.MetricHandler):
+    def emit(self, metric_data):
+        print("ours:", *metric_data[1:], flush=True)
+
+ours.configure(Recorder())
+"""
+
+
+def said(program: str) -> list[str]:
+    """What a program prints in which any warning is an error."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", dedent(program)], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+MEASURING = """
+from torch.distributed.elastic import metrics as torchs
+torchs.put_metric("loss", 3, "my_app")
+stream = torchs.getStream("my_app")
+torchs.configure(torchs.ConsoleMetricHandler(), group="my_app")
+stream.add_value("loss", 2)
+torchs.put_metric("loss", 1, "my_app")
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        RECORDER + MEASURING,
+        "import torch.distributed.elastic.metrics\n" + RECORDER + MEASURING,
+        RECORDER + "import torch.distributed.run\n" + MEASURING,
+    ],
+    ids=["ours first", "torch's first", "torch's launcher between"],
+)
+def test_what_torch_emits_arrives_whatever_is_configured_there(program: str) -> None:
+    lines = said(program)
+    assert [line for line in lines if line.startswith("ours")] == [f"ours: my_app loss {value}" for value in (3, 2, 1)]
+    assert [line.rpartition("]")[2] for line in lines if not line.startswith("ours")] == [": loss=1"]
+
+
+def test_our_metrics_do_not_import_torch_and_the_module_is_as_it_would_be_without_them() -> None:
+    program = """
+        import sys
+        if sys.argv[1:]:
+            import torchelastic.metrics
+            assert "torch" not in sys.modules
+        import torch.distributed.elastic.metrics.api as api
+        print(type(api.__spec__.loader).__name__, vars(api.__spec__.loader), api.__spec__.origin, api.__file__)
+        print(api.MetricStream.add_value.__name__, len(sys.meta_path))
+    """
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", dedent(program), *given], check=True, capture_output=True, text=True
+        ).stdout
+        for given in ([], ["ours"])
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_torchs_agent_measures_its_run_into_our_series() -> None:
+    lines = said(
+        """
+        from prometheus_client import generate_latest
+        from torchelastic import metrics
+        handler = metrics.PrometheusMetricHandler()
+        metrics.configure(handler, group="torchelastic")
+
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        config = LaunchConfig(1, 1, 1, run_id="run", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", role="trainer")
+        elastic_launch(config, "true")()
+        print(generate_latest(handler.registry).decode())
+        """
+    )
+    assert 'torchelastic_runs_total{role="trainer"} 1.0' in lines
+    assert 'torchelastic_run_outcomes_total{outcome="success",retries="no",role="trainer"} 1.0' in lines
+    assert 'torchelastic_worker_state{role="trainer",state="succeeded"} 1.0' in lines
+    assert 'torchelastic_worker_state{role="trainer",state="healthy"} 0.0' in lines
+    assert 'torchelastic_operations_total{operation="start_workers",outcome="success"} 1.0' in lines
+    assert 'torchelastic_operation_duration_seconds_count{operation="rendezvous"} 1.0' in lines
+
+
+def test_tensors_and_arrays_are_numbers_as_long_as_they_are_one() -> None:
+    lines = said(
+        """
+        import logging
+        import numpy
+        import torch
+        from prometheus_client import generate_latest
+        from torchelastic import metrics
+        handler = metrics.PrometheusMetricHandler()
+        metrics.configure(handler)
+        logging.basicConfig(level=logging.CRITICAL)
+        loss = (torch.ones(3, requires_grad=True) * 2).mean()
+        for name, value in {
+            "tensor": loss, "half": loss.half(), "boolean": torch.tensor(True), "array": numpy.ones(1),
+            "scalar": numpy.float32(0.5), "whole": numpy.int64(7), "many": torch.ones(2), "vector": numpy.ones(2),
+        }.items():
+            metrics.put_metric(name, value, "my_app")
+        print(generate_latest(handler.registry).decode())
+        """
+    )
+    samples = dict(line.split(" ") for line in lines if line.startswith(("my_app", "torchelastic")))
+    assert samples == {
+        "my_app_tensor": "2.0",
+        "my_app_half": "2.0",
+        "my_app_boolean": "1.0",
+        "my_app_array": "1.0",
+        "my_app_scalar": "0.5",
+        "my_app_whole": "7.0",
+        'torchelastic_metrics_dropped_total{reason="not_a_number"}': "2.0",
+    }

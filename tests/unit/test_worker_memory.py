@@ -1,0 +1,171 @@
+"""The memory between a worker and its agent: what the one leaves the other finds, and nothing else."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.metrics import memory
+from torchelastic.metrics.memory import MemoryReader, MemoryWriter
+from torchelastic.metrics.names import Form, Kind
+
+GAUGE = Form()
+COUNTER = Form(Kind.COUNTER)
+HISTOGRAM = Form(Kind.HISTOGRAM, (0.1, 1.0, 10.0))
+
+LENGTH_OF_NAMES = 8
+NAMES = 16384 * 8
+"""Where in the file they stand, in bytes."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "memory"
+    memory.make(made)
+    return made
+
+
+def texts(reader: MemoryReader) -> dict[tuple[str, ...], tuple[float, ...]]:
+    return {source.names: words for source, words in reader.values().items()}
+
+
+def test_what_is_written_is_read_at_once(path: Path) -> None:
+    reader, writer = MemoryReader(path), MemoryWriter(str(path))
+    assert reader.values() == {}
+    loss, steps = writer.place(("my_app", "loss"), GAUGE), writer.place(("my_app", "step"), HISTOGRAM)
+    assert loss is not None
+    assert steps is not None
+    writer.values[loss] = 0.5
+    writer.values[steps + 1] += 1
+    assert texts(reader) == {("my_app", "loss"): (0.5,), ("my_app", "step"): (0, 1, 0, 0, 0)}
+    writer.values[loss] = 0.25
+    assert texts(reader)["my_app", "loss"] == (0.25,)
+
+
+def test_a_name_has_one_place_for_each_form(path: Path) -> None:
+    writer = MemoryWriter(str(path))
+    places = [writer.place(("my_app", "x"), form) for form in (GAUGE, COUNTER, HISTOGRAM, GAUGE)]
+    assert places[0] == places[3]
+    assert len(set(places)) == 3
+
+
+@pytest.mark.parametrize("name", ["損失", "", "\udc80", "\0", 'quote " and \\ and \n', "a" * 100_000])
+def test_any_text_is_a_name(path: Path, name: str) -> None:
+    writer = MemoryWriter(str(path))
+    assert writer.place(("my_app", name), GAUGE) != writer.place(("my_app", f"{name}b"), GAUGE)
+    ((_, read), (_, other)) = texts(MemoryReader(path))
+    assert read != other
+    assert read == name or (name.startswith(read[:300]) and len(read) < 400)
+
+
+def test_whoever_writes_there_next_goes_on_where_the_one_before_ended(path: Path) -> None:
+    program = (
+        "import sys; from torchelastic.metrics.memory import *; from torchelastic.metrics.names import Form, Kind; "
+        "writer = MemoryWriter(sys.argv[1]); writer.values[writer.place(('my_app', 'n'), Form(Kind.COUNTER))] += 2"
+    )
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", program, path], check=True)
+    writer = MemoryWriter(str(path))
+    assert writer.place(("my_app", "other"), GAUGE) != writer.place(("my_app", "n"), COUNTER)
+    assert texts(MemoryReader(path)) == {("my_app", "n"): (4,), ("my_app", "other"): (0,)}
+
+
+def test_one_process_at_a_time_writes(path: Path) -> None:
+    program = "import sys; from torchelastic.metrics.memory import *; MemoryWriter(sys.argv[1])"
+    writer = MemoryWriter(str(path))
+    ended = subprocess.run([sys.executable, "-c", program, path], check=False, capture_output=True, text=True)
+    assert "BlockingIOError" in ended.stderr
+    assert writer.place(("my_app", "n"), GAUGE) is not None
+
+
+def test_there_is_an_end_to_the_room(path: Path) -> None:
+    writer = MemoryWriter(str(path))
+    many = Form(Kind.HISTOGRAM, tuple(map(float, range(2000))))
+    places = [writer.place(("my_app", f"size {number}"), many) for number in range(20)]
+    assert places[0] is not None
+    assert places[-1] is None
+    assert writer.place(("my_app", "loss"), GAUGE) is not None
+    assert len(texts(MemoryReader(path))) == sum(place is not None for place in places) + 1
+
+
+def test_a_name_that_is_only_half_there_is_none_until_it_is(path: Path) -> None:
+    writer, reader = MemoryWriter(str(path)), MemoryReader(path)
+    writer.place(("my_app", "first"), GAUGE)
+    writer.place(("my_app", "second"), GAUGE)
+    whole = path.read_bytes()
+    length = 8 + -(-struct.unpack_from("=I", whole, NAMES)[0] // 8) * 8
+    with path.open("r+b") as file:
+        file.seek(NAMES + length + 20)
+        file.write(bytes(20))
+    assert list(texts(reader)) == [("my_app", "first")]
+    with path.open("r+b") as file:
+        file.write(whole)
+    assert list(texts(reader)) == [("my_app", "first"), ("my_app", "second")]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[" * 100_000,
+        b'[["a", "b"], "gauge", [], 20000000000000]',
+        b'[["a", "b"], "gauge", [], 3]',
+        b'[["a", "b"], "gauge", [], true]',
+        b'[["a", "b"], "gauge", [1], 16]',
+        b'[["a", "b"], "histogram", [], 16]',
+        b'[["a", "b"], "histogram", [2, 1], 16]',
+        b'[["a", "b"], "histogram", [NaN], 16]',
+        b'[["a", "b"], "histogram", ["x"], 16]',
+        b'[["a", "b"], ["gauge"], [], 16]',
+        b'[["a"], "gauge", [], 16]',
+        b'[["a", 1], "gauge", [], 16]',
+        b'\xff[["a", "b"], "gauge", [], 16]',
+    ],
+)
+def test_what_is_no_name_is_passed_over(path: Path, body: bytes) -> None:
+    good = b'[["a", "b"], "gauge", [], 16]'
+    entries = b"".join(
+        struct.pack("=II", len(text), zlib.crc32(text)) + text + bytes(-len(text) % 8) for text in (body, good)
+    )
+    with path.open("r+b") as file:
+        file.seek(LENGTH_OF_NAMES)
+        file.write(len(entries).to_bytes(8, sys.byteorder))
+        file.seek(NAMES)
+        file.write(entries)
+    assert texts(MemoryReader(path)) == {("a", "b"): (0,)}
+
+
+@given(st.binary(max_size=300), st.integers(0, 2**64 - 1))
+def test_no_bytes_whatever_confuse_the_reader(
+    tmp_path_factory: pytest.TempPathFactory, names: bytes, length: int
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "memory"
+    memory.make(path)
+    with path.open("r+b") as file:
+        file.seek(LENGTH_OF_NAMES)
+        file.write(length.to_bytes(8, sys.byteorder))
+        file.seek(NAMES)
+        file.write(names)
+    assert MemoryReader(path).values() == {}
+    path.unlink()
+
+
+def test_a_file_of_another_version_is_none(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"TEmetr\0\2")
+    with pytest.raises(ValueError, match="another version"):
+        MemoryWriter(str(path))
+
+
+def test_no_file_is_left_where_there_is_no_room() -> None:
+    with pytest.raises(OSError, match=r".") as error:
+        memory.make(Path("/proc/self/memory"))
+    assert error.value.errno

@@ -1,0 +1,200 @@
+"""What the page of an agent shows of its workers, over the life of those and through changes of ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics_exposition
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from tests.support.scraping import Page
+from torchelastic.metrics import MetricStream
+from torchelastic.metrics.agent import AgentMetrics
+from torchelastic.metrics.api import MetricRegistry
+from torchelastic.metrics.memory import MemoryWriter
+from torchelastic.metrics.names import Form, Kind, forms_of
+from torchelastic.metrics.of_workers import MAX_INHERITED, WorkerMetrics
+from torchelastic.metrics.worker import WorkerMetricHandler
+from torchelastic.worker import METRICS_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+FORMS = forms_of(["samples"], {"size": [1, 10]})
+
+
+class Node:
+    """One node's workers, each as what it measures with."""
+
+    def __init__(self, folder: Path, agent: AgentMetrics) -> None:
+        self.metrics = WorkerMetrics(folder / "memory")
+        self.registry = agent.registry(self.metrics)
+        self._epoch = 0
+
+    def begin(self, *ranks: int) -> Sequence[MetricStream]:
+        """Start an epoch with workers of these ranks; those of the one before end."""
+        self._epoch += 1
+        variables, self.workers = self.metrics.begin(self._epoch, dict(enumerate(ranks)))
+        return [_stream(variables[local_rank]) for local_rank in range(len(ranks))]
+
+    def page(self) -> Page:
+        text = generate_latest(self.registry).decode()
+        page = Page(parse_text(text))
+        openmetrics = openmetrics_exposition.generate_latest(self.registry).decode()
+        assert Page(parse_openmetrics(openmetrics)).samples.keys() == page.samples.keys()
+        return page
+
+    def samples(self) -> dict[str, float]:
+        """The counter of that name by rank."""
+        return {dict(labels)["rank"]: value for (_, labels), value in self.page().named("my_app_samples").items()}
+
+
+def _stream(variables: Mapping[str, str]) -> MetricStream:
+    registry = MetricRegistry()
+    registry.declare("my_app", FORMS)
+    registry.attach(WorkerMetricHandler(MemoryWriter(variables[METRICS_FILE]), registry))
+    return MetricStream("my_app", registry)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with AgentMetrics(MetricRegistry()) as agent:
+        yield Node(tmp_path, agent)
+
+
+def test_each_rank_has_its_series(node: Node) -> None:
+    first, second = node.begin(2, 3)
+    first.add_value("loss", 0.5)
+    second.add_value("loss", 0.25)
+    for size in (0.5, 1, 5, 500):
+        second.add_value("size", size)
+    page = node.page()
+    assert page.value("my_app_loss", rank="2") == 0.5
+    assert page.value("my_app_loss", rank="3") == 0.25
+    assert [page.value("my_app_size_bucket", rank="3", le=le) for le in ("1.0", "10.0", "+Inf")] == [2, 3, 4]
+    assert page.value("my_app_size_sum", rank="3") == 506.5
+    assert page.value("my_app_size_count", rank="3") == 4
+    assert page.types == {"my_app_loss": "gauge", "my_app_size": "histogram"}
+
+
+def test_gauges_end_with_their_worker_and_counts_stay_until_its_successor_goes_on(node: Node) -> None:
+    (worker,) = node.begin(0)
+    worker.add_value("loss", 0.5)
+    worker.add_value("samples", 64)
+    worker.add_value("size", 5)
+    node.workers[0].ended()
+    counts = {
+        ("my_app_samples_total", (("rank", "0"),)): 64,
+        ("my_app_size_bucket", (("le", "1.0"), ("rank", "0"))): 0,
+        ("my_app_size_bucket", (("le", "10.0"), ("rank", "0"))): 1,
+        ("my_app_size_bucket", (("le", "+Inf"), ("rank", "0"))): 1,
+        ("my_app_size_count", (("rank", "0"),)): 1,
+        ("my_app_size_sum", (("rank", "0"),)): 5,
+    }
+    assert node.page().samples == counts
+    (successor,) = node.begin(0)
+    assert node.page().samples == counts
+    successor.add_value("samples", 1)
+    assert node.samples() == {"0": 65}
+    (third,) = node.begin(0)
+    third.add_value("samples", 1)
+    assert node.samples() == {"0": 66}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ((0, 1), (0, 1), {"0": 1, "1": 2}),
+        ((2, 3), (0, 1), {"0": 1, "1": 2}),
+        ((1, 2), (0, 1), {"0": 2, "1": 1}),  # what rank 1 has counted stays its own, so nothing goes back
+        ((0, 1), (1, 2), {"1": 2, "2": 1}),
+    ],
+)
+def test_counts_go_on_where_ranks_have_changed(
+    node: Node, before: tuple[int, int], after: tuple[int, int], expected: dict[str, float]
+) -> None:
+    for number, worker in enumerate(node.begin(*before), start=1):
+        worker.add_value("samples", number)
+    node.begin(*after)
+    assert node.samples() == expected
+
+
+def test_what_workers_have_of_the_platforms_names_stands_beside_the_agents_own(tmp_path: Path) -> None:
+    with AgentMetrics(MetricRegistry()) as agent:
+        node = Node(tmp_path, agent)
+        with agent.measured("train_step"):
+            pass
+        (stream,) = node.begin(0)
+        platform = MetricStream("torchelastic", stream._registry)
+        platform.add_value("train_step.success", 1)
+        platform.add_value("train_step.duration.ms", 30)
+        platform.add_value("workers.trainer.healthy", 1)
+        page = node.page()
+    of_train_step = {"operation": "train_step", "outcome": "success"}
+    assert page.value("torchelastic_operations_total", **of_train_step) == 1
+    assert page.value("torchelastic_operations_total", **of_train_step, rank="0") == 1
+    assert page.value("torchelastic_operation_duration_seconds_sum", operation="train_step", rank="0") == 0.03
+    assert page.value("torchelastic_worker_state", role="trainer", state="healthy", rank="0") == 1
+
+
+def test_names_that_come_out_alike_never_share_a_series_in_any_rank(node: Node) -> None:
+    first, second = node.begin(0, 1)
+    for number, name in enumerate(["step.time", "stepTime", "step_time", 1, "1", None]):
+        first.add_value(name, number)  # type: ignore[arg-type] # which is what it is about
+    second.add_value("stepTime", 10)
+    second.add_value("step.time", 20)
+    page = node.page()
+    of_first = [value for (_, labels), value in page.samples.items() if ("rank", "0") in labels]
+    assert sorted(of_first) == [0, 1, 2, 3, 4, 5]
+    by_value = {value: name for (name, _), value in page.samples.items()}
+    assert by_value[1] == by_value[10]
+    assert by_value[0] == by_value[20]
+
+
+def test_values_that_are_not_taken_are_counted_for_each_rank_and_told_once(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    (worker,) = node.begin(0)
+    for wrong in ("high", None, [1]):
+        worker.add_value("loss", wrong)  # type: ignore[arg-type]
+    for wrong in (-1, math.nan, math.inf):
+        worker.add_value("samples", wrong)
+    worker.add_value("loss", math.nan)
+    node.begin(0)
+    name = "torchelastic_metrics_dropped_total"
+    page = node.page()
+    assert page.value(name, reason="not_a_number", rank="0") == 3
+    assert page.value(name, reason="negative", rank="0") == 1
+    assert page.value(name, reason="not_finite", rank="0") == 2
+    assert len(caplog.records) == 3
+
+
+def test_workers_that_make_new_counters_at_each_start_have_the_page_grow_to_a_limit(node: Node) -> None:
+    for epoch in range(5):
+        (worker,) = node.begin(0)
+        worker._registry.declare("my_app", dict.fromkeys((f"{epoch}.{n}" for n in range(900)), Form(Kind.COUNTER)))
+        for number in range(900):
+            worker.add_value(f"{epoch}.{number}", 1)
+    node.begin(0)
+    page = node.page()
+    assert len(page.named("my_app")) == MAX_INHERITED
+    assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 5 * 900 - 2000
+
+
+def test_where_there_is_no_room_workers_do_without_and_it_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    metrics = WorkerMetrics(tmp_path / "file" / "folder")
+    for epoch in (1, 2):
+        variables, _ = metrics.begin(epoch, {0: 0, 1: 1})
+        assert variables == {0: {}, 1: {}}
+    assert list(metrics.collect()) == []
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "no memory can be had" in caplog.text
