@@ -47,9 +47,14 @@ class Page:
 
 async def scraped(port: int) -> Page:
     """Scrape once."""
+    return Page(text_string_to_metric_families(await scraped_text(port)))
+
+
+async def scraped_text(port: int) -> str:
+    """The page as it comes."""
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"http://127.0.0.1:{port}/metrics", timeout=aiohttp.ClientTimeout(PATIENCE)) as response,
     ):
         assert response.status == 200
-        return Page(text_string_to_metric_families(await response.text()))
+        return await response.text()

@@ -175,6 +175,26 @@ def test_values_that_are_not_taken_are_counted_for_each_rank_and_told_once(
     assert len(caplog.records) == 3
 
 
+def test_a_signal_handler_that_measures_under_a_new_name_spoils_no_other(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = node.begin(0)
+    place, came = MemoryWriter.place, []
+
+    def interrupted(memory: MemoryWriter, names: tuple[str, ...], form: Form) -> int | None:
+        if not came:
+            came.append(names)
+            worker.add_value("of.handler", 7)
+        return place(memory, names, form)
+
+    monkeypatch.setattr(MemoryWriter, "place", interrupted)
+    worker.add_value("loss", 1)
+    assert node.page().samples == {("my_app_loss", (("rank", "0"),)): 1}
+    worker.add_value("of.handler", 8)
+    assert node.page().value("my_app_of_handler", rank="0") == 8
+    assert node.page().value("my_app_loss", rank="0") == 1
+
+
 def test_workers_that_make_new_counters_at_each_start_have_the_page_grow_to_a_limit(node: Node) -> None:
     for epoch in range(5):
         (worker,) = node.begin(0)

@@ -49,6 +49,7 @@ class Intake(MetricHandler):
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, ...], Sink] = {}
         self._platform_sinks = 0
+        self._opening = False
         self._told: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:
@@ -81,12 +82,18 @@ class Intake(MetricHandler):
         with self._lock:
             if (sink := self._sinks.get(key)) is not None:
                 return sink
+            if self._opening:  # a signal handler has come between, and its name has to wait for its next value
+                return None
             series = platform_series(name) if group == PLATFORM_GROUP and len(key) == 2 else None
             of_platform = series is not None
             count = self._platform_sinks if of_platform else len(self._sinks) - self._platform_sinks
             if count < self._max_series:
                 series = series or user_series(group, name, self._form(group, name))
-                sink = self._open(series, key, of_platform=of_platform)
+                self._opening = True
+                try:
+                    sink = self._open(series, key, of_platform=of_platform)
+                finally:
+                    self._opening = False
             if sink is None:
                 self._drop(
                     TOO_MANY_NAMES,
