@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from elastic_operator.local.client import connect
 from tests.support.agents import AgentProcess
-from tests.support.crew import eventually
+from tests.support.crew import eventually, told
+from tests.support.local_runs import LocalRun, manifest, training
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
 
@@ -330,3 +335,34 @@ async def test_without_metrics_there_is_no_memory_and_values_are_dropped(tmp_pat
     async with AgentProcess("--standalone", program, env={"TORCHELASTIC_METRICS_FILE": "/of/another"}) as agent:
         assert await agent.code() == 0
     assert "[rank 0] memory: None" in agent.lines
+
+
+async def test_a_local_job_shows_what_its_workers_measure_and_counts_go_on_when_it_is_scaled(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(
+        dedent(
+            """
+            import os, pathlib, signal, sys
+            from torchelastic import metrics
+            metrics.declare("my_app", counters=["starts"])
+            metrics.put_metric("starts", 1, "my_app")
+            folder, world, rank = sys.argv[1], os.environ["WORLD_SIZE"], os.environ["RANK"]
+            pathlib.Path(folder, f"rank-{rank}-of-{world}").touch()
+            signal.pause()
+            """
+        )
+    )
+    job = manifest(tmp_path, command=[sys.executable, str(program), str(tmp_path)], replicas=2)
+
+    async def counted(snapshot: dict[str, Any]) -> list[tuple[str, float]]:
+        pods = sorted(training(snapshot), key=lambda pod: pod["ranks"])
+        for rank in range(len(pods)):
+            await told(tmp_path / f"rank-{rank}-of-{len(pods)}")
+        pages = [await scraped(urlsplit(pod["metricsUrl"]).port or 0) for pod in pods]
+        return [(labels[0][1], value) for page in pages for (_, labels), value in page.named("my_app").items()]
+
+    async with LocalRun(tmp_path / "home", job) as run:
+        before = await run.trains(2)
+        assert await counted(before) == [("0", 1), ("1", 1)]
+        await asyncio.to_thread(connect("job", home=run.home).scale, 3)
+        after = await run.trains(3, after=before["status"]["epoch"])
+        assert await counted(after) == [("0", 2), ("1", 2), ("2", 1)]
