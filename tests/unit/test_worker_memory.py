@@ -36,7 +36,7 @@ def texts(reader: MemoryReader) -> dict[tuple[str, ...], tuple[float, ...]]:
     return {source.names: words for source, words in reader.values().items()}
 
 
-def test_what_is_written_is_read_at_once(path: Path) -> None:
+def test_what_is_written_is_read_once_its_first_value_is_there(path: Path) -> None:
     reader, writer = MemoryReader(path), MemoryWriter(str(path))
     assert reader.values() == {}
     loss, steps = writer.place(("my_app", "loss"), GAUGE), writer.place(("my_app", "step"), HISTOGRAM)
@@ -44,6 +44,8 @@ def test_what_is_written_is_read_at_once(path: Path) -> None:
     assert steps is not None
     writer.values[loss] = 0.5
     writer.values[steps + 1] += 1
+    assert reader.values() == {}
+    writer.publish()
     assert texts(reader) == {("my_app", "loss"): (0.5,), ("my_app", "step"): (0, 1, 0, 0, 0)}
     writer.values[loss] = 0.25
     assert texts(reader)["my_app", "loss"] == (0.25,)
@@ -60,6 +62,7 @@ def test_a_name_has_one_place_for_each_form(path: Path) -> None:
 def test_any_text_is_a_name(path: Path, name: str) -> None:
     writer = MemoryWriter(str(path))
     assert writer.place(("my_app", name), GAUGE) != writer.place(("my_app", f"{name}b"), GAUGE)
+    writer.publish()
     ((_, read), (_, other)) = texts(MemoryReader(path))
     assert read != other
     assert read == name or (name.startswith(read[:300]) and len(read) < 400)
@@ -68,12 +71,14 @@ def test_any_text_is_a_name(path: Path, name: str) -> None:
 def test_whoever_writes_there_next_goes_on_where_the_one_before_ended(path: Path) -> None:
     program = (
         "import sys; from torchelastic.metrics.memory import *; from torchelastic.metrics.names import Form, Kind; "
-        "writer = MemoryWriter(sys.argv[1]); writer.values[writer.place(('my_app', 'n'), Form(Kind.COUNTER))] += 2"
+        "writer = MemoryWriter(sys.argv[1]); writer.values[writer.place(('my_app', 'n'), Form(Kind.COUNTER))] += 2; "
+        "writer.publish()"
     )
     for _ in range(2):
         subprocess.run([sys.executable, "-c", program, path], check=True)
     writer = MemoryWriter(str(path))
     assert writer.place(("my_app", "other"), GAUGE) != writer.place(("my_app", "n"), COUNTER)
+    writer.publish()
     assert texts(MemoryReader(path)) == {("my_app", "n"): (4,), ("my_app", "other"): (0,)}
 
 
@@ -92,6 +97,7 @@ def test_there_is_an_end_to_the_room(path: Path) -> None:
     assert places[0] is not None
     assert places[-1] is None
     assert writer.place(("my_app", "loss"), GAUGE) is not None
+    writer.publish()
     assert len(texts(MemoryReader(path))) == sum(place is not None for place in places) + 1
 
 
@@ -99,6 +105,7 @@ def test_a_name_that_is_only_half_there_is_none_until_it_is(path: Path) -> None:
     writer, reader = MemoryWriter(str(path)), MemoryReader(path)
     writer.place(("my_app", "first"), GAUGE)
     writer.place(("my_app", "second"), GAUGE)
+    writer.publish()
     whole = path.read_bytes()
     length = 8 + -(-struct.unpack_from("=I", whole, NAMES)[0] // 8) * 8
     with path.open("r+b") as file:

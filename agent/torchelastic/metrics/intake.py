@@ -64,48 +64,55 @@ class Intake(MetricHandler):
                 )
                 return
         key = (group, name) if type(name) is str else source_of(group, name)
-        sink = self._sinks.get(key) or self._new_sink(key)
+        sink = self._sinks.get(key)
         if sink is not None:
             sink(value)
+            return
+        with self._lock:
+            sink = self._sinks.get(key) or self._new_sink(key)
+            if sink is not None:
+                sink(value)
+                self._begun()
 
     @abc.abstractmethod
     def _open(self, series: Series, source: tuple[str, ...], *, of_platform: bool) -> Sink | None:
         """Begin a series; None where there is no room for it. What the sink gets is finite, but for gauges."""
+
+    def _begun(self) -> None:
+        """The first value of a series was taken."""
 
     @abc.abstractmethod
     def _count_dropped(self, reason: str) -> None:
         """Count a value that was not taken."""
 
     def _new_sink(self, key: tuple[str, ...]) -> Sink | None:
-        """Make the series of a source that is new; None where there may be no more."""
+        """Make the series of a source that is new; None where there may be no more. The lock is held."""
         group, name = key[:2]
-        with self._lock:
-            if (sink := self._sinks.get(key)) is not None:
-                return sink
-            if self._opening:  # a signal handler has come between, and its name has to wait for its next value
-                return None
-            series = platform_series(name) if group == PLATFORM_GROUP and len(key) == 2 else None
-            of_platform = series is not None
-            count = self._platform_sinks if of_platform else len(self._sinks) - self._platform_sinks
-            if count < self._max_series:
-                series = series or user_series(group, name, self._form(group, name))
-                self._opening = True
-                try:
-                    sink = self._open(series, key, of_platform=of_platform)
-                finally:
-                    self._opening = False
-            if sink is None:
-                self._drop(
-                    TOO_MANY_NAMES,
-                    f"There are {count} different names already, and {name!r:.100} of the group {group!r:.100} is one "
-                    "more; put what changes all the time (a step, a file) into the value and not into the name",
-                )
-                return None
-            if series is not None and series.kind is not Kind.GAUGE:
-                sink = self._only_sound(series, sink)
-            self._platform_sinks += of_platform
-            self._sinks[key] = sink
-            return sink
+        if self._opening:  # a signal handler has come between, and its name has to wait for its next value
+            return None
+        series = platform_series(name) if group == PLATFORM_GROUP and len(key) == 2 else None
+        of_platform = series is not None
+        count = self._platform_sinks if of_platform else len(self._sinks) - self._platform_sinks
+        sink: Sink | None = None
+        if count < self._max_series:
+            series = series or user_series(group, name, self._form(group, name))
+            self._opening = True
+            try:
+                sink = self._open(series, key, of_platform=of_platform)
+            finally:
+                self._opening = False
+        if sink is None:
+            self._drop(
+                TOO_MANY_NAMES,
+                f"There are {count} different names already, and {name!r:.100} of the group {group!r:.100} is one "
+                "more; put what changes all the time (a step, a file) into the value and not into the name",
+            )
+            return None
+        if series is not None and series.kind is not Kind.GAUGE:
+            sink = self._only_sound(series, sink)
+        self._platform_sinks += of_platform
+        self._sinks[key] = sink
+        return sink
 
     def _only_sound(self, series: Series, sink: Sink) -> Sink:
         """Keep from a counter or histogram what would spoil it for good."""

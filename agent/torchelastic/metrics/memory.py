@@ -13,8 +13,9 @@ In words of 8 bytes::
              one of them), one for what lies above, and one for the sum
     16384 …  names, one after the other: length, checksum, and JSON; padded to whole words
 
-A name is there once it is counted in word 1, which comes last. Should its writer die before, there is none; should a
-processor let another one see that word before the name, the checksum says so, and the reader looks again next time.
+A name is there once it is counted in word 1, which comes last, after its first value. Should its writer die before,
+there is none; should a processor let another one see that word before the name, the checksum says so, and the reader
+looks again next time.
 Whoever is in its place later (the next program of a worker that is a shell script) goes on where it ended.
 
 The reader believes nothing: what is not as described here is passed over.
@@ -170,7 +171,10 @@ class MemoryWriter(_Memory):
         self._free = max((first + source.words for source, first in self._known), default=_VALUES)
 
     def place(self, names: tuple[str, ...], form: Form) -> int | None:
-        """Where the words of a source begin; None where there is no room for it."""
+        """Where the words of a source begin; None where there is no room for it.
+
+        A new one is read once :meth:`publish` is called, when its first value is there.
+        """
         source = Source(tuple(map(_shortened, names)), form)
         if (place := self._places.get(source)) is not None:
             return place
@@ -181,10 +185,13 @@ class MemoryWriter(_Memory):
             return None
         _HEAD.pack_into(self._names, begin, len(body), zlib.crc32(body))
         self._names[begin + _HEAD.size :][: len(body)] = body
-        self._numbers[_LENGTH_OF_NAMES] = end
         self._places[source] = place
         self._read_up_to, self._free = end, place + source.words
         return place
+
+    def publish(self) -> None:
+        """Let the reader see all names that were given a place."""
+        self._numbers[_LENGTH_OF_NAMES] = self._read_up_to
 
     def count_dropped(self, reason: str) -> None:
         """Count a value that was not taken."""

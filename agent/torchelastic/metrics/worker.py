@@ -81,6 +81,9 @@ class WorkerMetricHandler(Intake):
 
         return observe
 
+    def _begun(self) -> None:
+        self._memory.publish()
+
     def _count_dropped(self, reason: str) -> None:
         with self._lock:
             self._memory.count_dropped(reason)
