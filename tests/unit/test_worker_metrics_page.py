@@ -7,6 +7,8 @@ import math
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -155,6 +157,53 @@ def test_names_that_come_out_alike_never_share_a_series_in_any_rank(node: Node) 
     by_value = {value: name for (name, _), value in page.samples.items()}
     assert by_value[1] == by_value[10]
     assert by_value[0] == by_value[20]
+
+
+NAMES = st.text(max_size=8) | st.sampled_from(
+    [
+        "epoch",
+        "world_size",
+        "checkpoint.write_latency_ms",
+        "workers.a.run_total",
+        "workers.\udc80.run_total",
+        "workers.\\udc80.run_total",
+        "recovery.other.duration.ms",
+        "train_step.success",
+        "train_step.duration.ms",
+        "metrics.dropped",
+        "metrics_dropped_total",
+    ]
+)
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["torchelastic", "my_app", "é"]), NAMES, st.sampled_from([None, *FORMS.values()])
+            ),
+            max_size=8,
+            unique_by=lambda each: each[:2],
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_whatever_workers_measure_the_page_is_well_formed_and_no_series_is_there_twice(
+    tmp_path_factory: pytest.TempPathFactory, epochs: list[list[tuple[str, str, Form | None]]]
+) -> None:
+    with AgentMetrics(MetricRegistry()) as agent:
+        agent.epoch(1, 2)
+        agent.run_ended("a", succeeded=True, restarts=0)
+        node = Node(tmp_path_factory.mktemp("node"), agent)
+        for measured in epochs:
+            for worker in node.begin(0, 1):
+                for group, name, form in measured:
+                    worker._registry.declare(group, {} if form is None else {name: form})
+                    worker._registry.add(group, name, 3)
+        page = node.page()
+        for rank in ("0", "1"):
+            assert sum(("rank", rank) in labels for _, labels in page.samples) >= len(epochs[-1])
 
 
 def test_values_that_are_not_taken_are_counted_for_each_rank_and_told_once(

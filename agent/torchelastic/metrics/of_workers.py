@@ -96,6 +96,7 @@ class WorkerMetrics:
         self._paths: list[Path] = []
         self._lock = threading.Lock()
         self._series: dict[Source, Series] = {}
+        self._platform: dict[tuple[object, ...], Source] = {}
         self._taken = TakenNames()
         self._told = False
 
@@ -128,7 +129,7 @@ class WorkerMetrics:
         self._workers = tuple(workers)
         if len(self._series) > _MAX_NAMED:
             with self._lock:
-                self._series, self._taken = {}, TakenNames()
+                self._series, self._platform, self._taken = {}, {}, TakenNames()
         return variables, workers
 
     def collect(self) -> Iterator[Metric]:
@@ -153,7 +154,12 @@ class WorkerMetrics:
     def _named(self, source: Source) -> Series:
         group, name = source.names[:2]
         series = platform_series(name) if group == PLATFORM_GROUP and len(source.names) == 2 else None
-        if series is None or (series.kind, series.buckets) != (source.form.kind, source.form.buckets):
+        if series is not None and (
+            (series.kind, series.buckets) != (source.form.kind, source.form.buckets)
+            or self._platform.setdefault((series.name, series.labels), source) != source
+        ):
+            series = None  # what only looks like it, since a sample that is there twice would cost the whole page
+        if series is None:
             series = self._taken.take(user_series(group, name, source.form), (*source.names, str(source.form)))
         self._series[source] = series
         return series
