@@ -508,6 +508,14 @@ def test_any_role_is_a_label(agent: AgentMetrics, role: str) -> None:
     assert value(agent.handler, "torchelastic_remaining_restarts", role=role) == 3
 
 
+def test_roles_that_look_alike_on_the_page_do_not_share_a_series(agent: AgentMetrics) -> None:
+    agent.remaining_restarts("\udc80", 3)
+    agent.remaining_restarts("\\udc80", 4)
+    samples = scrape(agent.handler)
+    assert samples["torchelastic_remaining_restarts", (("role", "\\udc80"),)] == 3
+    assert sorted(samples.values()) == [3, 4]
+
+
 def test_without_a_reader_the_agents_values_go_nowhere() -> None:
     registry = MetricRegistry()
     metrics = AgentMetrics(registry)

@@ -48,7 +48,7 @@ class Intake(MetricHandler):
         # Reentrant, since what is logged below may itself be measured, and a signal handler may measure at any time.
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, ...], Sink] = {}
-        self._platform_sinks = 0
+        self._platform_sources: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._opening = False
         self._told: set[str] = set()
 
@@ -91,8 +91,11 @@ class Intake(MetricHandler):
         if self._opening:  # a signal handler has come between, and its name has to wait for its next value
             return None
         series = platform_series(name) if group == PLATFORM_GROUP and len(key) == 2 else None
+        if series is not None and self._platform_sources.get((series.name, series.labels), key) != key:
+            series = None  # what only looks like it
         of_platform = series is not None
-        count = self._platform_sinks if of_platform else len(self._sinks) - self._platform_sinks
+        of_platforms = len(self._platform_sources)
+        count = of_platforms if of_platform else len(self._sinks) - of_platforms
         sink: Sink | None = None
         if count < self._max_series:
             series = series or user_series(group, name, self._form(group, name))
@@ -110,7 +113,8 @@ class Intake(MetricHandler):
             return None
         if series is not None and series.kind is not Kind.GAUGE:
             sink = self._only_sound(series, sink)
-        self._platform_sinks += of_platform
+        if series is not None and of_platform:
+            self._platform_sources[series.name, series.labels] = key
         self._sinks[key] = sink
         return sink
 

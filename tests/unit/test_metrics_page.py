@@ -1,0 +1,49 @@
+"""The page on metrics names every call, series, reason and limit that there is, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torchelastic import metrics
+from torchelastic.metrics.intake import REASONS
+from torchelastic.metrics.names import user_series
+from torchelastic.metrics.of_workers import MAX_INHERITED
+from torchelastic.metrics.platform_names import PLATFORM_SAMPLES
+from torchelastic.metrics.worker import MAX_NAMES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+
+
+def test_every_call_is_there() -> None:
+    aliases_and_types = {"ConsoleMetricsHandler", "NullMetricsHandler", "MetricData", "MetricStream", "MetricsConfig"}
+    table = PAGE.split("\n## The API\n")[1].split("\n## ")[0]
+    for name in {*metrics.__all__} - aliases_and_types:
+        assert re.search(rf"\b{name}\b", table), name
+
+
+def test_every_series_of_the_platform_is_there_and_no_other() -> None:
+    named = set(re.findall(r"`(torchelastic_\w+)", PAGE))
+    assert named <= PLATFORM_SAMPLES
+    families = {re.sub(r"_(total|created|bucket|count|sum)$", "", name) for name in PLATFORM_SAMPLES}
+    assert {re.sub(r"_total$", "", name) for name in named} == families
+
+
+def test_reasons_and_limits_are_there() -> None:
+    for reason in REASONS:
+        assert f"`{reason}`" in PAGE
+    assert f"**{MAX_NAMES:,} names**" in PAGE
+    assert f"inherits {MAX_INHERITED:,} counters" in PAGE
+
+
+def test_the_table_of_names_is_right() -> None:
+    rows = re.findall(r"^\| `(\w+)`, `([^`]+)`(?: or `([^`]+)`)?[^|]*\| `(\w+?)(?:<digest>)?`", PAGE, re.MULTILINE)
+    assert len(rows) == 6
+    for group, *names, series in rows:
+        for name in filter(None, names):
+            assert user_series(group, name).name.startswith(series)
+
+
+def test_the_readme_leads_there() -> None:
+    assert "](docs/metrics.md)" in (ROOT / "README.md").read_text()
