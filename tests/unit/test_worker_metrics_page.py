@@ -256,6 +256,18 @@ def test_workers_that_make_new_counters_at_each_start_have_the_page_grow_to_a_li
     assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 5 * 900 - 2000
 
 
+def test_where_there_is_no_room_in_the_first_folder_the_next_one_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    metrics = WorkerMetrics(tmp_path / "file" / "folder", tmp_path / "other")
+    for epoch in (1, 2):
+        variables, _ = metrics.begin(epoch, {0: 0})
+        assert variables[0][METRICS_FILE] == str(tmp_path / "other" / f"{epoch}.0")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["2.0"]
+    assert not caplog.records
+
+
 def test_where_there_is_no_room_workers_do_without_and_it_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -175,7 +175,7 @@ class Workers:
                 # Now, while the fork server imports torch.
                 from torchelastic.metrics.of_workers import WorkerMetrics
 
-                self.metrics = WorkerMetrics(self._memory)
+                self.metrics = WorkerMetrics(self._memory, self.scratch / "metrics")
             self._stack = stack.pop_all()
         return self
 

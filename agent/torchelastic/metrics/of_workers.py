@@ -87,11 +87,11 @@ class WorkerMetrics:
     """The series of this node's workers, as a collector of prometheus_client's.
 
     Args:
-        folder: for the memory of workers; made when it is needed.
+        folders: for the memory of workers, made when they are needed; the first one with room for it is taken.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, *folders: Path) -> None:
+        self._folders = folders
         self._workers: tuple[WorkerMemory, ...] = ()
         self._paths: list[Path] = []
         self._lock = threading.Lock()
@@ -119,12 +119,10 @@ class WorkerMetrics:
         self._paths = []
         before = {worker.rank: worker for worker in self._workers}
         heirs = _heirs(before, tuple(ranks.values()))
-        workers, variables = [], {}
+        workers: list[WorkerMemory] = []
+        variables: dict[int, Mapping[str, str]] = {}
         for local_rank, rank in ranks.items():
-            path = self._folder / f"{epoch}.{local_rank}"
-            reader = self._made(path)
-            variables[local_rank] = {} if reader is None else {METRICS_FILE: str(path)}
-            self._paths += [] if reader is None else [path]
+            reader, variables[local_rank] = self._made(f"{epoch}.{local_rank}")
             workers.append(_successor(rank, reader, heirs.get(rank)))
         self._workers = tuple(workers)
         if len(self._series) > _MAX_NAMED:
@@ -164,20 +162,24 @@ class WorkerMetrics:
         self._series[source] = series
         return series
 
-    def _made(self, path: Path) -> MemoryReader | None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            memory.make(path)
-            return memory.MemoryReader(path)
-        except OSError as error:
-            if not self._told:
-                self._told = True
-                _log.warning(
-                    "What workers measure does not appear under /metrics: no memory can be had for it below %s: %s.",
-                    self._folder,
-                    error.strerror,
-                )
-        return None
+    def _made(self, name: str) -> tuple[MemoryReader | None, Mapping[str, str]]:
+        problems = []
+        for folder in self._folders:
+            path = folder / name
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                memory.make(path)
+                self._paths.append(path)
+                return memory.MemoryReader(path), {METRICS_FILE: str(path)}
+            except OSError as error:
+                problems.append(f"below {folder}: {error.strerror}")
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "What workers measure does not appear under /metrics: no memory can be had for it (%s).",
+                "; ".join(problems),
+            )
+        return None, {}
 
 
 def _heirs(before: Mapping[int, WorkerMemory], ranks: Sequence[int]) -> dict[int, WorkerMemory]:
