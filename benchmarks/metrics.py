@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import time
@@ -38,6 +39,9 @@ SCRAPES: Final = 10
 
 INTERVAL: Final = 1.0
 """Seconds between scrapes while something else is measured; Prometheus' own default is a minute."""
+
+_PATIENCE: Final = 30.0
+"""Seconds for which the end of an agent that was asked to go is waited for."""
 
 _PROGRAM: Final = ("-m", "benchmarks.metrics_worker")
 
@@ -78,7 +82,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene(household: Household, workers: int, *arguments: str) -> AsyncIterator[Scene]:
-    """Start an agent whose workers run the program with these arguments; it is ended with all that it started."""
+    """Start an agent whose workers run the program with these arguments; in the end it is asked to go."""
     [port] = free_ports(1)
     log = household.folder / f"log.{port}"
     agent = (sys.executable, "-m", "torchelastic.run", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0")
@@ -88,7 +92,8 @@ async def scene(household: Household, workers: int, *arguments: str) -> AsyncIte
         try:
             yield Scene(process, log, f"http://127.0.0.1:{port}/metrics", session)
         finally:
-            await household.end_all()
+            process.signal(signal.SIGTERM)  # so that it takes the memory of its workers with it
+            await asyncio.wait([process.ended], timeout=_PATIENCE)
 
 
 async def cost(household: Household, *, steps: int, limit: float) -> dict[str, Any]:
