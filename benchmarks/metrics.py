@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from benchmarks.command_line import at_least, duration, parser, run_to_end
-from benchmarks.metrics_worker import FLOOD
+from benchmarks.programs.metrics_worker import FLOOD
 from benchmarks.processes import Household
 from benchmarks.report import Measurement, Report
 from elastic_operator.errors import BadInput
@@ -43,7 +43,7 @@ INTERVAL: Final = 1.0
 _PATIENCE: Final = 30.0
 """Seconds for which the end of an agent that was asked to go is waited for."""
 
-_PROGRAM: Final = ("-m", "benchmarks.metrics_worker")
+_PROGRAM: Final = ("-m", "benchmarks.programs.metrics_worker")
 
 
 @dataclass(frozen=True, slots=True)
