@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from benchmarks.command_line import at_least, duration, parser, run_to_end
-from benchmarks.programs.metrics_worker import FLOOD
 from benchmarks.processes import Household
+from benchmarks.programs.metrics_worker import FLOOD
 from benchmarks.report import Measurement, Report
 from elastic_operator.errors import BadInput
 from elastic_operator.local.etcd_process import free_ports
@@ -160,6 +160,16 @@ async def measure(*, repeat: int, steps: int, limit: float) -> Report:
             ours=[each["calls"]["no handler"]["median"] * 1e6 for each in found],
             unit="us",
             includes="the same where nobody is told: hardly more than the reading of the clock",
+        )
+    )
+    report.add(
+        Measurement(
+            "torchelastic.step()",
+            ours=[each["calls"]["step"]["median"] * 1e6 for each in found],
+            unit="us",
+            includes="the same for a call at the beginning of a step, which measures the time since the one before",
+            ours_at_most=5.0,
+            details={"p99": [each["calls"]["step"]["p99"] * 1e6 for each in found]},
         )
     )
     report.add(

@@ -3,7 +3,8 @@
 What a program that runs as a worker uses, all of which does nothing where no agent has started it:
 
 * :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`saved`, :func:`epoch_stands` and
-  :class:`NonRetryableException`: see :mod:`torchelastic.worker`.
+  :class:`NonRetryableException`: see :mod:`torchelastic.worker`;
+* :func:`step` and :func:`checkpoint`, which say how far training is: see :mod:`torchelastic.progress`.
 
 What a launcher in Python uses:
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torchelastic.launcher.api import LaunchConfig, elastic_launch
+    from torchelastic.progress import Checkpoint, checkpoint, step
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
     from torchelastic.worker import (
         NonRetryableException,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Checkpoint",
     "LaunchConfig",
     "LocalElasticAgent",
     "NonRetryableException",
@@ -48,17 +51,20 @@ __all__ = [
     "WorkerSpec",
     "WorkerState",
     "ask_for_notice",
+    "checkpoint",
     "elastic_launch",
     "epoch_stands",
     "heartbeat",
     "notice",
     "saved",
+    "step",
 ]
 
 _HOMES: Final = {
     "torchelastic.agent.server.api": ("RunResult", "WorkerSpec", "WorkerState"),
     "torchelastic.agent.server.local_elastic_agent": ("LocalElasticAgent",),
     "torchelastic.launcher.api": ("LaunchConfig", "elastic_launch"),
+    "torchelastic.progress": ("Checkpoint", "checkpoint", "step"),
     "torchelastic.rendezvous.api": ("RendezvousHandler", "RendezvousInfo", "RendezvousParameters"),
     "torchelastic.worker": (
         "NonRetryableException",
@@ -76,7 +82,10 @@ _HOME: Final = {name: module for module, names in _HOMES.items() for name in nam
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    found = globals()[name] = getattr(
+        import_module(_HOME[name]), name
+    )  # from then on it is there: some are called often
+    return found
 
 
 def __dir__() -> list[str]:

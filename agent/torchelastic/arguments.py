@@ -27,6 +27,7 @@ from torchelastic import flags, machine
 from torchelastic.contract import CONTRACT_VERSION, Env
 from torchelastic.errors import SettingsError
 from torchelastic.flags import CommandLine, Given
+from torchelastic.job_arguments import read_job, read_job_created
 from torchelastic.rendezvous_arguments import read_backend, read_conf, read_rendezvous, read_size, read_store
 from torchelastic.settings import AgentSettings, LogSettings, Program, ProgramKind, StartMethod, Streams
 
@@ -72,6 +73,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         logs=_logs(line, workers),
         place=_place(line),
         interface=_interface(line),
+        job=read_job(environ),
+        job_created=read_job_created(environ),
         **_optional(line, environ),
     )
     _warn_of_ignored(line, environ, size)

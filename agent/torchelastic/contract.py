@@ -14,13 +14,17 @@ key             written by                   what it says
 ``c/notice``    the leader                   that the epoch is about to change (:class:`NoticeRecord`)
 ``c/size``      the operator                 how many nodes there should be (:class:`SizeRecord`)
 ``n/<node id>`` each node (leased)           who it is and what it knows (:class:`NodeRecord`)
+``t/split``     the leader                   where the run's time went (:class:`TimeSplit`)
+``t/history``   the leader                   the epochs of the run (:class:`HistoryRecord`)
 =============== ============================ ==================================================================
 
-A node watches ``c/`` alone; only the leader watches ``n/``. So a change of membership costs O(N) messages.
+A node watches ``c/`` alone; only the leader watches ``n/``. So a change of membership costs O(N) messages. What stands
+below ``t/`` is for people: no node watches it, and a new leader reads it once.
 
-What a node says of itself hangs on that node's own lease. The epoch, the outcome, the size and the word of a leader
-that has resigned outlive whoever wrote them: they hang on the run's lease (:func:`run_lease`), which the leader and the
-operator renew. So of a run that was abandoned nothing is left a day later.
+What a node says of itself hangs on that node's own lease. The epoch, the outcome, the size, the word of a leader that
+has resigned, and what is told of the past, outlive whoever wrote them: they hang on the run's lease
+(:func:`run_lease`), which the leader and the operator renew. So of a run that was abandoned nothing is left a day
+later.
 
 The records are JSON, decoded into typed structures with bounds on every field: nothing that is read from a store is
 trusted. Field names on the wire are short because an epoch's record goes to every node of it.
@@ -60,8 +64,12 @@ KEY_ROOT: Final = "/torchelastic"
 _Name = Annotated[str, msgspec.Meta(max_length=253)]
 _Address = Annotated[str, msgspec.Meta(max_length=263)]
 _Sentence = Annotated[str, msgspec.Meta(max_length=16384)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+COUNT_LIMIT: Final = 1_000_000
+"""What is counted in a run, and was counted so often, is counted no further."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_LIMIT)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,16 @@ class RunKeys:
         """The key of one node."""
         return f"{self.nodes}{node_id}"
 
+    @property
+    def split(self) -> str:
+        """Where it stands where the run's time went."""
+        return f"{self.root}t/split"
+
+    @property
+    def history(self) -> str:
+        """Where the run's epochs stand, the past ones too."""
+        return f"{self.root}t/history"
+
 
 def run_lease(run_id: str) -> int:
     """The id of the lease on which the run's lasting keys hang: whoever grants it first, all others find the same one.
@@ -164,6 +182,63 @@ class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.max if self.wanted is None else min(max(self.wanted, self.min), self.max)
 
 
+class RunState(enum.StrEnum):
+    """What a run does at a moment. It is in exactly one of these at each, from the making of its job to its end."""
+
+    WAITING = "waiting"
+    """For pods: fewer nodes are there than are to train."""
+    RENDEZVOUS = "rendezvous"
+    """Enough nodes are there, and agree on who trains together."""
+    STARTING = "starting"
+    """The workers' processes are started."""
+    RESTORING = "restoring"
+    """The workers run, and the program has not begun its first step; known only where the program says so."""
+    TRAINING = "training"
+    STOPPING = "stopping"
+    """Workers are ended, after a failure, for another epoch, or because the run is over."""
+    SUSPENDED = "suspended"
+
+
+class TimeSplit(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the time of a run went, from the making of its job up to a moment.
+
+    Attributes:
+        until: that moment, in seconds since the Unix epoch.
+        state: what the run did then.
+        seconds: how long it was in each state; they add up to the time since the job was made.
+        lost: seconds of training that no checkpoint held when they ended; None where no checkpoint was ever told of.
+        epoch: the epoch that stood then.
+        kept: when the last checkpoint of that epoch was begun; 0 where none was told of.
+        joined: nodes that came, those of the first epoch included.
+        gone: nodes that an epoch had and its successor had not, by what became of them (:class:`NodeEnd`).
+        there: in an epoch without members, the nodes of the one before that are still there.
+    """
+
+    until: _Time = msgspec.field(name="u", default=0.0)
+    state: RunState = msgspec.field(name="k", default=RunState.WAITING)
+    seconds: dict[RunState, _Time] = msgspec.field(name="s", default_factory=dict)
+    lost: _Time | None = msgspec.field(name="l", default=None)
+    epoch: _Number = msgspec.field(name="e", default=0)
+    kept: _Time = msgspec.field(name="c", default=0.0)
+    joined: _Count = msgspec.field(name="j", default=0)
+    gone: dict[NodeEnd, _Count] = msgspec.field(name="g", default_factory=dict)
+    there: tuple[_Name, ...] = msgspec.field(name="n", default=())
+
+    def __hash__(self) -> int:
+        return hash((self.until, self.epoch))
+
+
+class NodeEnd(enum.StrEnum):
+    """What became of a node that an epoch had and its successor has not."""
+
+    LEFT = "left"
+    """It said that it goes."""
+    DIED = "died"
+    """It, or its connection, broke."""
+    NOT_NEEDED = "not_needed"
+    """It is there, but the run has become smaller."""
+
+
 class ResumeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an agent knows of its run from the start: the run was suspended, and the store that knew it is gone.
 
@@ -171,11 +246,13 @@ class ResumeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         epoch: the last epoch's number.
         restarts: failures of workers charged to the job so far.
         free: how often workers started anew without a charge.
+        split: where the time went up to the resumption, the suspension included; None where nobody knows.
     """
 
     epoch: _Number = msgspec.field(name="e", default=0)
     restarts: _Count = msgspec.field(name="r", default=0)
     free: _Count = msgspec.field(name="f", default=0)
+    split: TimeSplit | None = msgspec.field(name="t", default=None)
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -217,6 +294,7 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         reason: in one word, why this epoch took the place of the one before.
         cause: the same in a sentence.
         failure: the worker's failure that was charged last, None where none was; its text may be shortened.
+        split: where the run's time went up to this epoch, for whoever leads next where the store has lost it.
         contract: the version of the contract that its leader speaks.
     """
 
@@ -230,6 +308,7 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: EpochReason = msgspec.field(name="k", default=EpochReason.NODE_JOINED)
     cause: _Sentence = msgspec.field(name="c", default="")
     failure: FailureRecord | None = msgspec.field(name="x", default=None)
+    split: TimeSplit | None = msgspec.field(name="t", default=None)
     contract: _Count = msgspec.field(name="v", default_factory=_ours)
 
     @property
@@ -367,6 +446,9 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         place: nodes with the same one are neighbours, and get neighbouring ranks; empty for none.
         notice: seconds that its workers in ``epoch`` have asked for before a planned change; 0 for none.
         saved: the serial of the last notice that all of them have answered.
+        stepped: when the program began its first step in ``epoch``, in seconds since the Unix epoch, as the worker of
+            rank 0 has told it; 0 where it has not.
+        kept: when the program's last checkpoint in ``epoch`` was begun, told likewise; what was trained before is kept.
     """
 
     name: _Name = msgspec.field(name="nm")
@@ -386,6 +468,50 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     place: _Name = msgspec.field(name="h", default="")
     notice: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = msgspec.field(name="o", default=0.0)
     saved: _Number = msgspec.field(name="d", default=0)
+    stepped: _Time = msgspec.field(name="st", default=0.0)
+    kept: _Time = msgspec.field(name="kp", default=0.0)
+
+
+class PastEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One epoch in the history of a run.
+
+    Attributes:
+        number: its number.
+        began: when it was committed, in seconds since the Unix epoch.
+        nodes: how many nodes it has; 0 while too few are there to train.
+        workers: how many workers.
+        reason: in one word, why it took the place of the one before.
+        cause: the same in a sentence, perhaps shortened.
+        failure: the worker's failure for which the epoch before had to end; None where it ended for another reason.
+        lost: seconds of training of the epoch before that no checkpoint held when it ended; None where nobody knows.
+    """
+
+    number: _Number = msgspec.field(name="e")
+    began: _Time = msgspec.field(name="b")
+    nodes: _Count = msgspec.field(name="n", default=0)
+    workers: _Count = msgspec.field(name="w", default=0)
+    reason: EpochReason = msgspec.field(name="k", default=EpochReason.NODE_JOINED)
+    cause: _Sentence = msgspec.field(name="c", default="")
+    failure: FailureRecord | None = msgspec.field(name="x", default=None)
+    lost: _Time | None = msgspec.field(name="l", default=None)
+
+
+HISTORY_LIMIT: Final = 200
+"""Epochs that the history of a run keeps: the first of them, and the last ones."""
+
+
+class HistoryRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The epochs of a run.
+
+    Attributes:
+        created: when the job was made, in seconds since the Unix epoch.
+        epochs: the first half of those that are kept, and the last ones.
+        omitted: how many are missing between the two.
+    """
+
+    created: _Time = msgspec.field(name="t", default=0.0)
+    epochs: tuple[PastEpoch, ...] = msgspec.field(name="p", default=())
+    omitted: _Count = msgspec.field(name="o", default=0)
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
@@ -498,6 +624,10 @@ class Env:
     """The first :class:`SizeRecord`, as JSON."""
     RESUME: Final = "TORCHELASTIC_RESUME"
     """A :class:`ResumeRecord`, as JSON; unset for a run that was never suspended."""
+    JOB: Final = "TORCHELASTIC_JOB"
+    """The job's namespace and name, with a slash between them; labels of all that /metrics shows."""
+    JOB_CREATED: Final = "TORCHELASTIC_JOB_CREATED"
+    """When the job was made, in seconds since the Unix epoch: its time is accounted for from then on."""
     UNIQUE_RUN: Final = "TORCHELASTIC_UNIQUE_RUN"
     """"1": the run id is never used again, so an outcome found in the store is this run's."""
     CHECKPOINT_DIR: Final = "TORCHELASTIC_CHECKPOINT_DIR"

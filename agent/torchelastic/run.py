@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchelastic.agent.ending import Ending
+    from torchelastic.agent.workers import Workers
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.metrics.of_workers import WorkerMetrics
     from torchelastic.settings import AgentSettings
@@ -106,8 +107,10 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> Ending:
         from torchelastic.agent.agent import Agent
         from torchelastic.metrics.agent import AgentMetrics
 
-        metrics = AgentMetrics()
-        port = 0 if workers.metrics is None else await _serve_metrics(stack, metrics, settings, workers.metrics)
+        metrics = AgentMetrics(job=settings.job)
+        port = (
+            0 if workers.metrics is None else await _serve_metrics(stack, metrics, settings, workers, workers.metrics)
+        )
     except SettingsError as error:
         from torchelastic.agent.ending import Ending
 
@@ -116,13 +119,18 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> Ending:
 
 
 async def _serve_metrics(
-    stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings, of_workers: WorkerMetrics
+    stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings, workers: Workers, measured: WorkerMetrics
 ) -> int:
     """Serve them as long as the stack lasts; returns the port."""
+    from prometheus_client import ProcessCollector
+
+    from torchelastic.agent.resident_memory import ResidentMemory
+    from torchelastic.metrics.gpus import Gpus
     from torchelastic.metrics.server import MetricsServer
 
     port = settings.metrics_port or 0
-    registry = metrics.registry(of_workers)
+    of_machine = (ResidentMemory(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
+    registry = metrics.registry(measured, *of_machine)
     server = await stack.enter_async_context(MetricsServer(registry, port, host=settings.address))
     return server.port
 

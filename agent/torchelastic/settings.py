@@ -175,6 +175,8 @@ class AgentSettings:
         interface: the network interface that gloo and NCCL are told to use; empty where that is theirs to find out.
         metrics_port: of /metrics; 0 for any free one; None for no /metrics.
         termination_log: the file that gets the termination message.
+        job: namespace and name of the job; empty, and the run's id, where nobody has said them.
+        job_created: when it was made, in seconds since the Unix epoch; None where nobody has said it.
     """
 
     rendezvous: RendezvousSettings
@@ -194,3 +196,9 @@ class AgentSettings:
     interface: str = ""
     metrics_port: int | None = None
     termination_log: Path | None = None
+    job: tuple[str, str] = ("", "")
+    job_created: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.job == ("", ""):
+            object.__setattr__(self, "job", ("", self.rendezvous.run_id))

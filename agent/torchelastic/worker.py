@@ -7,6 +7,8 @@
 * :func:`epoch_stands` says, before a checkpoint is committed, whether this worker's epoch is still the present one.
 * :class:`NonRetryableException` ends the whole run, whatever restarts are left.
 
+How far training is, it tells with what is in :mod:`torchelastic.progress`.
+
 Where no agent has started the program, there is nobody to tell and nothing to come: then all of it does nothing.
 
 A worker is one process. What it starts by forking, or by :mod:`multiprocessing`, does not answer for it: there only
@@ -147,9 +149,9 @@ def epoch_stands(timeout: float = 5.0) -> bool:
     if not path:
         return True
     try:
-        with _connected(path, timeout) as connection, connection.makefile("rb") as lines:
+        with connected(path, timeout) as connection, connection.makefile("rb") as lines:
             # The agent is to answer a moment before it is waited for no more.
-            _send(connection, {**_introduction(), "stands": 0.8 * min(timeout, _LONGEST)})
+            _send(connection, {**introduction(), "stands": 0.8 * min(timeout, _LONGEST)})
             return _received(lines.readline(LINE_LIMIT)).get("stands") is True
     except (OSError, ValueError):
         return False
@@ -230,8 +232,8 @@ class _Here:
 
     def _connect(self, path: str) -> None:
         try:
-            connection = _connected(path, _PATIENCE)
-            _send(connection, _introduction())
+            connection = connected(path, _PATIENCE)
+            _send(connection, introduction())
         except OSError:  # the agent is gone, and this process is soon
             return
         connection.settimeout(None)
@@ -298,12 +300,22 @@ def _run_beside(name: str, doing: Callable[..., None], *arguments: object) -> No
     threading.Thread(target=doing, args=arguments, name=name, daemon=True).start()
 
 
-def _introduction() -> dict[str, Any]:
+def introduction() -> dict[str, Any]:
+    """What a process says of itself to its agent first."""
     said = {"epoch": os.environ.get("TORCHELASTIC_EPOCH", ""), "local_rank": os.environ.get("LOCAL_RANK", "")}
     return {key: int(text) if text.isdecimal() else 0 for key, text in said.items()}
 
 
-def _connected(path: str, timeout: float) -> socket.socket:
+def connected(path: str, timeout: float) -> socket.socket:
+    """A connection to the agent.
+
+    Args:
+        path: of its socket.
+        timeout: seconds for which anything may take on it; 0 where nothing is waited for.
+
+    Raises:
+        OSError: there is none to be had.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.ending import Ending
+from torchelastic.agent.epoch_times import EpochTimes
 from torchelastic.agent.failure import code_of, in_full
 from torchelastic.agent.happenings import (
     CauseOverdue,
@@ -24,13 +25,16 @@ from torchelastic.agent.happenings import (
     WorkerEnded,
     WorkersSpoke,
 )
+from torchelastic.agent.memory_kills import OUT_OF_MEMORY
 from torchelastic.agent.notices import Notices
+from torchelastic.agent.progress import Progress
 from torchelastic.agent.signals import LEAVING_SIGNALS, SignalledFirst, Signals
 from torchelastic.agent.worker_channel import WorkerChannel
 from torchelastic.agent.workers import WorkerStart
-from torchelastic.contract import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState
+from torchelastic.contract import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState, RunState
 from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
 from torchelastic.output import started
+from torchelastic.rendezvous.chronicle import Chronicle
 from torchelastic.rendezvous.decide import CAUSE_WINDOW, LAST_WORD_WINDOW, root_cause
 from torchelastic.rendezvous.node import EpochBegan, Isolated, Noticed, RendezvousNode, RunEnded
 from torchelastic.rendezvous.ranks import worker_environments
@@ -63,10 +67,12 @@ class Agent:
     def __init__(self, settings: AgentSettings, metrics: AgentMetrics) -> None:
         self._settings = settings
         self._metrics = metrics
+        self._times = EpochTimes(metrics)
         self._happenings = Happenings()
         self._signals = Signals(lambda number: self._happenings.put(Signalled(number)))
         self._channel: WorkerChannel
         self._notices: Notices
+        self._progress: Progress
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
         self._epoch: EpochRecord | None = None
         self._group: WorkerGroup | None = None
@@ -75,6 +81,7 @@ class Agent:
         self._store_server: StoreServer | None = None
         self._broken_at: float | None = None
         self._began_at = 0.0
+        self._chronicle = Chronicle(settings.job_created, settings.rendezvous.resume.split)
 
     async def run(self, workers: Workers, metrics_port: int = 0) -> Ending:
         """Take part until the run has ended, or this agent is asked to go.
@@ -83,22 +90,34 @@ class Agent:
             workers: what starts its workers, open; none is left when this ends.
             metrics_port: port on which /metrics is served, to be told to the operator; 0 for none.
         """
+        began = time.monotonic()
+        ending = await self._take_part(workers, metrics_port)
+        if ending.code not in LEAVING_SIGNALS.values():  # who was asked to go has neither succeeded nor failed
+            succeeded = ending.code is ExitCode.SUCCEEDED
+            self._metrics.took("SimpleElasticAgent.run", time.monotonic() - began, succeeded=succeeded)
+        return ending
+
+    async def _take_part(self, workers: Workers, metrics_port: int) -> Ending:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:
                 node = await self._make_node(stack, metrics_port)
+                self._progress = Progress(node)
                 self._channel = await stack.enter_async_context(
                     WorkerChannel(
                         workers.scratch,
                         stands=lambda epoch, timeout: node.stands(epoch, timeout=timeout),
                         changed=lambda: self._happenings.put(WorkersSpoke()),
+                        progress=self._progress,
                     )
                 )
                 self._notices = Notices(self._channel, node, limit=self._settings.rendezvous.notice)
                 # Whoever joins before it can start its workers makes the others wait for it.
                 await self._signals.unless_first(workers.ready())
+                self._times.waits()
                 await self._signals.unless_first(stack.enter_async_context(node))
             except (StoreError, NoPortFree) as error:
+                self._times.failed()
                 return Ending.by_error(error)
             except (StartError, SettingsError) as error:
                 return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
@@ -116,9 +135,15 @@ class Agent:
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         store = await self._signals.unless_first(self._connect())
         stack.push_async_callback(store.close)
-        return RendezvousNode(
-            store, self._settings.rendezvous, node=self._node_id, record=self._introduction(metrics_port)
+        node = RendezvousNode(
+            store,
+            self._settings.rendezvous,
+            node=self._node_id,
+            record=self._introduction(metrics_port),
+            chronicle=self._chronicle,
         )
+        self._metrics.follow(node)
+        return node
 
     def _introduction(self, metrics_port: int) -> NodeRecord:
         return NodeRecord(
@@ -137,8 +162,10 @@ class Agent:
 
             return MemoryStore()
         from torchelastic.store.connecting import connect_within
+        from torchelastic.store.measured import MeasuredStore
 
-        return await connect_within(self._settings.store, self._settings.rendezvous.join_timeout)
+        store = await connect_within(self._settings.store, self._settings.rendezvous.join_timeout)
+        return MeasuredStore(store, self._metrics.store_answered)
 
     # -- what happens
 
@@ -157,10 +184,11 @@ class Agent:
                 case Noticed(record):
                     self._notices.told(record)
                 case WorkersSpoke():
-                    self._notices.report()
+                    self._workers_spoke()
                 case StoreServerEnded(epoch):
                     await self._unless_signalled(self._store_server_ended(epoch, node))
                 case Isolated():
+                    self._times.waits()
                     await self._stop_workers(0.0)
                 case RunEnded(outcome):
                     await self._unless_signalled(self._stop_workers(self._settings.stop_timeout))
@@ -171,6 +199,7 @@ class Agent:
                     await self._leave(number, node)
                     return self._left(number)
                 case RendezvousFailed(error):
+                    self._times.failed()
                     await self._stop_workers(0.0)
                     return _cannot_go_on(error)
 
@@ -187,9 +216,14 @@ class Agent:
         # Where this node is taken away, its workers may save as if it had been told to go by a signal, which comes too,
         # perhaps later: nobody waits for them.
         takes_part = node.node in epoch.nodes
+        if takes_part:
+            self._times.begun()
+        else:
+            self._times.waits()
         taken_away = epoch.members and not takes_part
         await self._stop_workers(self._settings.stop_grace if taken_away else self._settings.stop_timeout)
         self._notices.begin(epoch.number)
+        self._progress.begin(epoch)
         self._epoch = epoch
         self._failures = []
         self._began_at = time.monotonic()
@@ -200,23 +234,32 @@ class Agent:
         if not takes_part:
             if epoch.members:
                 logger.info("epoch %d: not needed now; waiting as a spare", epoch.number)
+                self._chronicle.started()  # elsewhere, about now
+            else:
+                self._chronicle.enter(RunState.WAITING)
             self._metrics.worker_state(self._settings.role, "stopped")
             self._broken_at = None
             return
-        environments = worker_environments(
-            epoch,
-            node.node,
-            role=self._settings.role,
-            run_id=self._settings.rendezvous.run_id,
-            max_restarts=self._settings.rendezvous.max_restarts,
-        )
+        with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
+            environments = worker_environments(
+                epoch,
+                node.node,
+                role=self._settings.role,
+                run_id=self._settings.rendezvous.run_id,
+                max_restarts=self._settings.rendezvous.max_restarts,
+            )
+        self._chronicle.enter(RunState.STARTING)
         try:
-            self._group = await self._start(began, workers, environments)
+            with self._metrics.measured("LocalElasticAgent._start_workers"):
+                self._group = await self._start(began, workers, environments)
         except StartError as error:
+            self._times.started(self._broken_at, succeeded=False)
             await self._epoch_failed(node, f"{error}", FailureKind.PROGRAM)
             return
+        self._chronicle.started()
         self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
         self._metrics.worker_state(self._settings.role, "healthy")
+        self._times.started(self._broken_at, succeeded=True)
         if self._broken_at is not None:
             self._metrics.recovered(time.monotonic() - self._broken_at, epoch.reason)
             self._broken_at = None
@@ -248,6 +291,8 @@ class Agent:
     async def _worker_ended(self, ended: WorkerEnded, node: RendezvousNode) -> None:
         if self._is_of_the_past(ended.epoch):
             return
+        taken_in = asyncio.get_running_loop().time() - ended.exit.ended
+        self._metrics.took("LocalElasticAgent._monitor_workers", taken_in, succeeded=True)
         if ended.exit.exit_code == 0:
             self._worker_succeeded(ended, node)
             return
@@ -257,6 +302,7 @@ class Agent:
         self._failures.append(failure)
         if len(self._failures) == 1:
             self._broken_at = time.monotonic()
+            self._chronicle.enter(RunState.STOPPING)
             self._happenings.put_later(self._patience(), CauseOverdue(ended.epoch))
         if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
             await self._blame(ended.epoch, node)
@@ -272,8 +318,15 @@ class Agent:
     async def _blame(self, epoch: int, node: RendezvousNode) -> None:
         """Tell what explains most of the failures of this node's workers, and end the others."""
         if self._failures and not self._is_of_the_past(epoch):
+            self._progress.report()
             node.report(epoch, failure=root_cause(enumerate(self._failures)))
+            self._times.waits()
             await self._stop_workers(self._settings.stop_timeout)
+
+    def _workers_spoke(self) -> None:
+        """Say what the workers ask for and have answered; and first what is kept, which the next epoch builds upon."""
+        self._progress.report()
+        self._notices.report()
 
     def _is_of_the_past(self, epoch: int) -> bool:
         return self._group is None or self._epoch is None or epoch != self._epoch.number
@@ -287,9 +340,13 @@ class Agent:
             self._metrics.worker_state(self._settings.role, "succeeded")
 
     async def _store_server_ended(self, epoch: int, node: RendezvousNode) -> None:
-        if self._epoch is None or epoch != self._epoch.number or self._group is None:
+        server = self._store_server
+        if server is None or self._is_of_the_past(epoch):
             return
-        await self._epoch_failed(node, "the process that serves the epoch's TCPStore died", FailureKind.COMMUNICATION)
+        # Why it was killed explains more than what its end has done to the workers.
+        memory = server.out_of_memory
+        end, kind = (f"was {OUT_OF_MEMORY}", FailureKind.PROGRAM) if memory else ("died", FailureKind.COMMUNICATION)
+        await self._epoch_failed(node, f"the process that serves the epoch's TCPStore {end}", kind)
 
     async def _epoch_failed(self, node: RendezvousNode, message: str, kind: FailureKind) -> None:
         """Report a failure that is this node's own, and no worker's; it stands for the node's first rank."""
@@ -307,8 +364,10 @@ class Agent:
             message=message,
             uptime=round(time.monotonic() - self._began_at, 3),
         )
+        self._progress.report()
         node.report(epoch.number, failure=failure)
         logger.warning("%s", in_full(failure))
+        self._times.waits()
         await self._stop_workers(self._settings.stop_timeout)
 
     def _failure(self, worker: WorkerExit, epoch: int) -> FailureRecord:
@@ -348,6 +407,7 @@ class Agent:
             if left <= 0 or await self._ends_leaving(left, node):
                 break
         await self._stop_workers(self._settings.stop_grace)
+        self._progress.report()  # what they have saved on the way out
         self._metrics.worker_state(self._settings.role, "stopped")
 
     async def _ends_leaving(self, seconds: float, node: RendezvousNode) -> bool:
@@ -358,7 +418,7 @@ class Agent:
             case Noticed(record):
                 self._notices.told(record)
             case WorkersSpoke():
-                self._notices.report()
+                self._workers_spoke()
             case WorkerEnded() as ended if self._is_of_the_past(ended.epoch):
                 pass
             case WorkerEnded() as ended if ended.exit.exit_code == 0:
@@ -375,16 +435,21 @@ class Agent:
     async def _stop_workers(self, grace: float) -> None:
         """End the workers of this node and their store; a second signal cuts the grace short."""
         if self._group is not None:
-            await self._signals.unless_hurried(self._group.stop(grace))
-            if not self._group.stopped:
-                await self._group.stop(0.0)
+            self._chronicle.enter(RunState.STOPPING)
+            with self._metrics.measured("LocalElasticAgent._stop_workers"):
+                await self._signals.unless_hurried(self._group.stop(grace))
+                if not self._group.stopped:
+                    await self._group.stop(0.0)
             self._group = None
+            self._chronicle.enter(RunState.RENDEZVOUS)
         server, self._store_server = self._store_server, None
         if server is not None:
             server.kill()
 
     def _told_of_the_end(self, outcome: OutcomeRecord) -> None:
         succeeded = outcome.state is OutcomeState.SUCCEEDED
+        if not succeeded and outcome.failure is None:
+            self._times.failed()
         self._metrics.run_ended(
             self._settings.role,
             succeeded=succeeded,

@@ -14,6 +14,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from torchelastic.agent.memory_kills import OUT_OF_MEMORY
 from torchelastic.contract import FailureKind, shorten
 from torchelastic.rendezvous.words import name_of
 
@@ -89,18 +90,18 @@ def explain(exit_code: int, *, error_file: Path, tail: str, memory: bool) -> Exp
     """
     told = read_error_file(error_file) or _printed_exception(tail)
     if exit_code == -signal.SIGKILL and memory:
-        return Explanation(FailureKind.PROGRAM, "killed by SIGKILL: out of memory")
+        return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
     if told:
-        text = told if exit_code > 0 else f"{told} ({_end_of(exit_code)})"
+        text = told if exit_code > 0 else f"{told} ({end_of(exit_code)})"
         final = says_final(error_file)
         return Explanation(FailureKind.PROGRAM if final else _kind(told), shorten(text, MESSAGE_LIMIT), final)
     if exit_code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}:  # somebody else's doing
-        return Explanation(FailureKind.PROGRAM, _end_of(exit_code))
+        return Explanation(FailureKind.PROGRAM, end_of(exit_code))
     if crash := _printed_crash(tail):
-        return Explanation(_kind(crash), shorten(f"{_end_of(exit_code)}: {crash}", MESSAGE_LIMIT))
+        return Explanation(_kind(crash), shorten(f"{end_of(exit_code)}: {crash}", MESSAGE_LIMIT))
     lines = [line.rstrip() for line in tail.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     last = " | ".join(lines[-_TAIL_LINES:])
-    text = f"{_end_of(exit_code)}; it last printed: {last}" if last else _end_of(exit_code)
+    text = f"{end_of(exit_code)}; it last printed: {last}" if last else end_of(exit_code)
     kinds = {_kind(line) for line in lines[-_LAST_LINES:]}
     kind = FailureKind.COMMUNICATION if FailureKind.COMMUNICATION in kinds else FailureKind.PROGRAM
     return Explanation(kind, shorten(text, MESSAGE_LIMIT))
@@ -216,7 +217,8 @@ def _kind(text: str) -> FailureKind:
     return FailureKind.COMMUNICATION
 
 
-def _end_of(exit_code: int) -> str:
+def end_of(exit_code: int) -> str:
+    """How a process ended: an exit code, or the negative number of a signal, in words."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -234,7 +236,7 @@ def code_of(exit_code: int) -> int:
 def in_full(failure: FailureRecord) -> str:
     """A failure in words, with where it was and how it ended, for the log of the agent whose worker it was."""
     process = f", process {failure.pid}" if failure.pid else ""
-    end = _end_of(failure.exit_code)
+    end = end_of(failure.exit_code)
     told = failure.message or end
     how = "" if end in told else f", {end}"
     return f"rank {failure.rank} on {name_of(failure.node)} ({failure.host}){process}{how}: {told}"

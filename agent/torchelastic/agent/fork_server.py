@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent import messages
 from torchelastic.agent.late_imports import Listener
+from torchelastic.agent.memory_kills import OUT_OF_MEMORY
 from torchelastic.agent.processes import python_code, spawn
 from torchelastic.errors import StartError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from torchelastic.agent.memory_kills import MemoryKills
     from torchelastic.agent.processes import Child, Reaper
     from torchelastic.settings import Program
 
@@ -78,6 +80,7 @@ class ForkServer:
         reaper: which gets to know the server itself and all that it forks.
         environment: the server's environment: what libraries read when they are imported is in it.
         program: what workers run. The modules that it wants to be there are imported beside torch.
+        memory_kills: counts processes that were killed for memory.
         spare: how many processes are kept in store.
     """
 
@@ -87,6 +90,7 @@ class ForkServer:
         environment: Mapping[str, str],
         program: Program,
         *,
+        memory_kills: MemoryKills,
         spare: int = 0,
     ) -> None:
         self._import_error: str | None = None
@@ -94,6 +98,9 @@ class ForkServer:
         self._environment = environment
         self._program = program
         self._reaper = reaper
+        self._memory_kills = memory_kills
+        self._killed_before = 0
+        """How many processes had been killed for memory before the present server was started."""
         self._wanted = spare
         self._late_imports: set[str] = set()
         self._set_before: set[str] = set()
@@ -125,6 +132,7 @@ class ForkServer:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._killed_before = self._memory_kills.count()
         try:
             pid, ours = _spawned(self._environment)
         except OSError as error:
@@ -183,7 +191,8 @@ class ForkServer:
         # Who waits for its answer hears of the death by the connection, which is to stay as long.
         async with self._lock:
             if process is self._process:
-                logger.warning("The fork server died; it is started again. Workers are not concerned.")
+                end = f"was {OUT_OF_MEMORY}" if self._out_of_memory(process) else "died"
+                logger.warning("The fork server %s; it is started again. Workers are not concerned.", end)
                 with contextlib.suppress(StartError):  # told where there is a need
                     self.start()
 
@@ -231,10 +240,14 @@ class ForkServer:
                 if self._process is not None:
                     await asyncio.shield(self._process.ended)
         modules = ", ".join(("torch", *self._program.preload))
-        raise StartError(
-            f"the fork server dies again and again while it imports {modules} or forks; try what comes of "
-            f"`{sys.executable} -c 'import {modules}'`"
-        )
+        dies = f"the fork server dies again and again while it imports {modules} or forks"
+        if self._process is not None and self._out_of_memory(self._process):
+            raise StartError(f"{dies}, {OUT_OF_MEMORY}; raise the memory limit")
+        raise StartError(f"{dies}; try what comes of `{sys.executable} -c 'import {modules}'`")
+
+    def _out_of_memory(self, process: Child) -> bool:
+        """Whether the present server's process, which has ended, was killed for memory."""
+        return self._memory_kills.explains(process.ended.result(), since=self._killed_before)
 
     async def _tend(self, connection: socket.socket) -> None:
         """Keep the store filled, as long as the server lives."""
@@ -317,12 +330,14 @@ class ForkServer:
                 link, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 links.append(ours.enter_context(link))
                 other_ends.append(theirs.enter_context(other_end).fileno())
+            killed_before = self._memory_kills.count()
             with self._reaper.adopting():
                 messages.send(connection, {"fork": count}, other_ends)
                 answer = await _receive(connection)
                 children = [self._reaper.adopt(pid) for pid in answer.get("pids", ())]
             if "error" in answer:
-                raise StartError(answer["error"])
+                memory = self._memory_kills.count() > killed_before
+                raise StartError(f"{answer['error']}, {OUT_OF_MEMORY}" if memory else answer["error"])
             ours.pop_all()
         return [ForkedProcess(child, link) for child, link in zip(children, links, strict=True)]
 

@@ -76,6 +76,7 @@ class Launcher:
             reaper,
             self._base() | {TREE_MARK: mark + MARK_ROOM},
             program,
+            memory_kills=self.memory_kills,
             spare=1 if self._always_executed else 1 + local_world_size,  # one for the epoch's store
         )
 

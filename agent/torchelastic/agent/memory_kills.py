@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+OUT_OF_MEMORY: Final = "killed by SIGKILL: out of memory"
+"""How the end of a process that was killed for memory is told, whatever process it was."""
 
 _ROOT: Final = Path("/sys/fs/cgroup")
 _MEMBERSHIP: Final = Path("/proc/self/cgroup")
@@ -36,6 +40,15 @@ class MemoryKills:
             except (OSError, ValueError):
                 continue
         return 0
+
+    def explains(self, exit_code: int, *, since: int) -> bool:
+        """Whether a process is taken to have been killed for memory.
+
+        Args:
+            exit_code: of the process; the negative number of the signal that ended it.
+            since: how many had been killed before it began.
+        """
+        return exit_code == -signal.SIGKILL and self.count() > since
 
 
 def _candidates(root: Path, membership: Path) -> Iterator[Path]:

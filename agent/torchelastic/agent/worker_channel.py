@@ -1,8 +1,9 @@
 """The agent's side of what workers tell it and ask of it: see :mod:`torchelastic.worker` for theirs.
 
 One connection is one process, of a worker that is said and checked at its beginning. It may ask for notices, and is
-then told each of them and answers it; or it asks once whether its epoch stands. A process that says anything else is
-hung up on, and the kernel keeps other users away: the socket lies in a folder of this user alone.
+then told each of them and answers it; it may say how far it is; or it asks once whether its epoch stands. A process
+that says anything else is hung up on, and the kernel keeps other users away: the socket lies in a folder of this user
+alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from torchelastic.agent.progress import Progress
+
 _PATIENCE: Final = 10.0
 """Seconds within which a process that has connected says who it is, and a worker that is being started is known."""
 
@@ -44,6 +47,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 class _Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +59,8 @@ class _Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ask: _Seconds | None = None
     saved: _Number | None = None
+    stepped: _Time = 0.0
+    kept: _Time = 0.0
 
 
 class _NonsenseError(Exception):
@@ -63,7 +69,7 @@ class _NonsenseError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Asker:
-    """A process that asks for notices.
+    """A process that may ask for notices.
 
     Attributes:
         local_rank: of the worker that it speaks for.
@@ -104,14 +110,21 @@ class WorkerChannel:
         folder: a folder of this user alone, for the socket.
         stands: says whether an epoch stands, within so many seconds.
         changed: called when what the workers ask for, or have answered, is not what it was.
+        progress: is told what they say of how far they are.
     """
 
     def __init__(
-        self, folder: Path, *, stands: Callable[[int, float], Awaitable[bool]], changed: Callable[[], None]
+        self,
+        folder: Path,
+        *,
+        stands: Callable[[int, float], Awaitable[bool]],
+        changed: Callable[[], None],
+        progress: Progress,
     ) -> None:
         self._path = str(folder / "channel")
         self._stands = stands
         self._changed = changed
+        self._progress = progress
         self._epoch = 0
         self._workers: asyncio.Future[Mapping[int, int]] = asyncio.get_running_loop().create_future()
         self._askers: set[_Asker] = set()
@@ -187,7 +200,8 @@ class WorkerChannel:
         """The notice that stands is none any more: the epoch goes on."""
         if self._told is not None:
             for asker in self._askers:
-                _send(asker.writer, {"notice": self._told.number, "seconds": 0})
+                if asker.seconds > 0:
+                    _send(asker.writer, {"notice": self._told.number, "seconds": 0})
             self._told = None
 
     @property
@@ -236,7 +250,8 @@ class WorkerChannel:
             finally:
                 if asker in self._askers:
                     self._askers.discard(asker)
-                    self._changed()
+                    if asker.seconds > 0:
+                        self._changed()
 
     async def _hear(self, asker: _Asker, reader: asyncio.StreamReader) -> None:
         while (said := await _received(reader, _Said)) is not None:
@@ -253,7 +268,10 @@ class WorkerChannel:
                     self._give_notice(asker, self._told)
             if said.saved is not None:
                 asker.answered = said.saved
-            self._changed()
+            if said.stepped or said.kept:
+                self._progress.told(asker.local_rank, stepped=said.stepped, kept=said.kept)
+            if said.ask is not None or said.saved is not None:
+                self._changed()
 
     def _give_notice(self, asker: _Asker, told: _Told) -> None:
         left = told.until - asyncio.get_running_loop().time()

@@ -56,6 +56,7 @@ class WorkerExit:
         pid: its process id.
         exit_code: what it returned, or the negative number of the signal that ended it.
         uptime: seconds from its start to its end.
+        ended: when that was, by the loop's clock.
         kind: how much of an explanation it is; without a meaning where the exit code is 0.
         message: in words; empty where the exit code is 0.
         final: whether the program said that trying again is no use.
@@ -66,6 +67,7 @@ class WorkerExit:
     pid: int
     exit_code: int
     uptime: float
+    ended: float
     kind: FailureKind
     message: str
     final: bool = False
@@ -135,6 +137,11 @@ class WorkerGroup:
     def pids(self) -> Mapping[int, int]:
         """Process ids by local rank, of those that have ended too."""
         return {worker.start.local_rank: worker.child.pid for worker in self._workers}
+
+    @property
+    def running_pids(self) -> Mapping[int, int]:
+        """Process ids by global rank, of those that run."""
+        return {worker.start.rank: worker.child.pid for worker in self._workers if worker.child.running}
 
     @property
     def running(self) -> frozenset[int]:
@@ -220,7 +227,7 @@ class WorkerGroup:
                     exit_code,
                     error_file=worker.output.error_file,
                     tail=worker.output.tail(),
-                    memory=self._memory_kills.count() > worker.memory_kills,
+                    memory=self._memory_kills.explains(exit_code, since=worker.memory_kills),
                 )
             )
         return WorkerExit(
@@ -229,6 +236,7 @@ class WorkerGroup:
             pid=worker.child.pid,
             exit_code=exit_code,
             uptime=worker.child.end_time - worker.started,
+            ended=worker.child.end_time,
             kind=explanation.kind,
             message=explanation.message,
             final=explanation.final,

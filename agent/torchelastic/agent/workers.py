@@ -13,20 +13,18 @@ import dataclasses
 import os
 import secrets
 import shutil
-import signal
 import tempfile
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from torchelastic.agent import hang
+from torchelastic.agent import hang, store_server
 from torchelastic.agent.console import Console
-from torchelastic.agent.forked_child import STORE
 from torchelastic.agent.guarding import Guard
 from torchelastic.agent.heartbeats import Heartbeats
 from torchelastic.agent.launcher import Launcher
 from torchelastic.agent.processes import Reaper
-from torchelastic.agent.store_main import READY
+from torchelastic.agent.store_server import StoreServer
 from torchelastic.agent.worker_group import GroupEnded, WorkerExit, WorkerGroup, WorkerStart
 from torchelastic.agent.worker_logs import make_folder, open_output
 from torchelastic.errors import SettingsError, StartError
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torchelastic.agent.fork_server import ForkServer
-    from torchelastic.agent.processes import Child
     from torchelastic.metrics.of_workers import WorkerMemory, WorkerMetrics
     from torchelastic.settings import AgentSettings, LogSettings, Program
 
@@ -58,32 +55,6 @@ _CONSOLE_PATIENCE: Final = 5.0
 
 _CONSOLE_LIMIT: Final = 20.0
 """Seconds for which it is where somebody reads it slowly; a pod's time to end has room for that beside all else."""
-
-
-class StoreServer:
-    """A process that serves a TCPStore.
-
-    Attributes:
-        ended: gets the process's exit code if it ends, by itself or by :meth:`kill`.
-    """
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-        self.ended: asyncio.Future[int] = child.ended
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._child.pid
-
-    def kill(self) -> None:
-        """End it, without waiting for that: the next epoch's store has a socket of its own."""
-        self._child.signal(signal.SIGKILL)
-
-    async def close(self) -> None:
-        """End it, and wait until it has ended."""
-        self.kill()
-        await asyncio.shield(self._child.ended)
 
 
 class Workers:
@@ -194,6 +165,12 @@ class Workers:
         """The fork server's process id; None while none runs, which is so from its death to the next need."""
         return self._fork_server.pid
 
+    @property
+    def running_pids(self) -> Mapping[int, int]:
+        """Process ids of the workers that run, by global rank."""
+        group = self._group  # a scrape asks from another thread
+        return {} if group is None else group.running_pids
+
     async def ready(self) -> None:
         """Wait until workers can be started without delay.
 
@@ -214,23 +191,13 @@ class Workers:
         """
         with listener:
             listener.listen()
-            host, port = listener.getsockname()[:2]
-            local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-            [process] = await self._fork_server.fork(1)
-            with process.link:
-                store = StoreServer(process.child)
-                self._stores.append(store)
-                store.ended.add_done_callback(lambda _: self._stores.remove(store))
-                process.begin(STORE, {"host": local, "port": port}, (2, 2), [listener.fileno()])
-                process.link.setblocking(False)
-                try:
-                    answer = await asyncio.get_running_loop().sock_recv(process.link, len(READY))
-                except BaseException:
-                    process.child.signal(signal.SIGKILL)
-                    raise
-                if answer != READY:
-                    raise StartError(f"the store on port {port} cannot be served; what it printed says why")
-        return store
+            return await store_server.serve(
+                listener, self._fork_server, self._launcher.memory_kills, self._keep_until_its_end
+            )
+
+    def _keep_until_its_end(self, store: StoreServer) -> None:
+        self._stores.append(store)
+        store.ended.add_done_callback(lambda _: self._stores.remove(store))
 
     async def start(self, epoch: int, workers: Sequence[WorkerStart]) -> WorkerGroup:
         """Start an epoch's workers. The group of the epoch before must have been stopped.

@@ -9,18 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Self
 
 from torchelastic.metrics.api import PLATFORM_GROUP, REGISTRY, measured
+from torchelastic.metrics.names import printable
+from torchelastic.metrics.run_figures import RunFigures
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from prometheus_client import CollectorRegistry, Metric
+    from prometheus_client import CollectorRegistry
     from prometheus_client.registry import Collector
 
     from torchelastic.contract import EpochReason
     from torchelastic.metrics.api import MetricRegistry
     from torchelastic.metrics.prometheus import PrometheusMetricHandler
+    from torchelastic.metrics.run_figures import Run
+    from torchelastic.metrics.store_requests import StoreRequests
 
 WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
 """The states that the workers of a node can be in, as torchelastic names them."""
@@ -34,11 +37,15 @@ class AgentMetrics:
 
     Args:
         registry: where values go.
+        job: namespace and name of the job, labels of all that :meth:`registry` shows; None for no such labels.
     """
 
-    def __init__(self, registry: MetricRegistry = REGISTRY) -> None:
+    def __init__(self, registry: MetricRegistry = REGISTRY, *, job: tuple[str, str] | None = None) -> None:
         self._registry = registry
+        self._job = job
         self._handler: PrometheusMetricHandler | None = None
+        self._store_requests: StoreRequests | None = None
+        self._run_figures = RunFigures()
 
     @property
     def handler(self) -> PrometheusMetricHandler:
@@ -54,12 +61,21 @@ class AgentMetrics:
         """What an agent's /metrics shows: what stands behind :attr:`handler`, and what others collect.
 
         Args:
-            beside: the others; where they have a family of the same name, its series stand in one.
+            beside: the others; where they have a family of the same name, its series stand in one. One that raises is
+                left out, and that is logged.
         """
         from prometheus_client import CollectorRegistry
 
+        from torchelastic.metrics.page import MetricsPage
+        from torchelastic.metrics.store_requests import StoreRequests
+
+        if self._store_requests is None:
+            self._store_requests = StoreRequests()
+        labels = {}
+        if self._job is not None:
+            labels = dict(zip(("job_namespace", "elasticjob"), map(printable, self._job), strict=True))
         registry = CollectorRegistry()
-        registry.register(_Together((self.handler, *beside)))
+        registry.register(MetricsPage((self.handler, self._run_figures, self._store_requests, *beside), labels))
         return registry
 
     def close(self) -> None:
@@ -75,6 +91,10 @@ class AgentMetrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def follow(self, run: Run) -> None:
+        """Show this run as a whole wherever this agent leads it."""
+        self._run_figures.follow(run)
 
     def epoch(self, number: int, world_size: int) -> None:
         """A new epoch began; a world size of 0 says that too few nodes are there to train."""
@@ -124,21 +144,21 @@ class AgentMetrics:
         """
         return measured(operation, PLATFORM_GROUP, self._registry)
 
+    def took(self, operation: str, seconds: float, *, succeeded: bool) -> None:
+        """An operation has ended that is no block of its own.
+
+        Args:
+            operation: see :meth:`measured`.
+            seconds: how long it took.
+            succeeded: how it ended.
+        """
+        self._put(f"{operation}.{'success' if succeeded else 'failure'}", 1)
+        self._put(f"{operation}.duration.ms", seconds * 1000)
+
+    def store_answered(self, request: str, seconds: float, *, succeeded: bool) -> None:
+        """A request to the store has ended; see :class:`~torchelastic.store.measured.Answered`."""
+        if self._store_requests is not None:
+            self._store_requests.answered(request, seconds, succeeded=succeeded)
+
     def _put(self, name: str, value: float) -> None:
         self._registry.add(PLATFORM_GROUP, name, value)
-
-
-class _Together:
-    """Several collectors as one: each family is there once."""
-
-    def __init__(self, collectors: Sequence[Collector]) -> None:
-        self._collectors = collectors
-
-    def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for collector in self._collectors:
-            for family in collector.collect():
-                known = families.setdefault(family.name, family)
-                if known is not family and known.type == family.type:
-                    known.samples = [*known.samples, *family.samples]
-        return families.values()

@@ -151,7 +151,55 @@ def _of_operation(operation: str, what: str) -> Series:
     )
 
 
-PLATFORM_SAMPLES: Final = DROPPED.samples.union(
+STORE_REQUESTS: Final = Series(
+    "torchelastic_store_request_duration_seconds",
+    Kind.HISTOGRAM,
+    "Time until the store (etcd) answered, or had not, by request and outcome.",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+WORKER_MEMORY: Final = Series(
+    "torchelastic_worker_memory_bytes", Kind.GAUGE, "Resident memory of a worker and all that it has started."
+)
+GPU_MEMORY_USED: Final = Series("torchelastic_gpu_memory_used_bytes", Kind.GAUGE, "Memory of the GPU that is in use.")
+GPU_MEMORY_TOTAL: Final = Series("torchelastic_gpu_memory_total_bytes", Kind.GAUGE, "Memory that the GPU has.")
+GPU_UTILIZATION: Final = Series(
+    "torchelastic_gpu_utilization_ratio", Kind.GAUGE, "Share of the last moments in which the GPU computed."
+)
+JOB_SECONDS: Final = Series(
+    "torchelastic_job_seconds",
+    Kind.COUNTER,
+    "Time since the job was made, by what it did then; a total of the whole run, shown by its leader.",
+)
+JOB_LOST: Final = Series(
+    "torchelastic_job_lost_seconds",
+    Kind.COUNTER,
+    "Time of training that no checkpoint held when it ended; a total of the whole run.",
+)
+JOB_RESTARTS: Final = Series(
+    "torchelastic_job_restarts",
+    Kind.COUNTER,
+    "Times that workers were started anew: for a failure that was charged to the run, or for another reason.",
+)
+JOB_JOINED: Final = Series(
+    "torchelastic_job_nodes_joined", Kind.COUNTER, "Nodes that came, those of the first epoch included."
+)
+JOB_GONE: Final = Series(
+    "torchelastic_job_nodes_gone",
+    Kind.COUNTER,
+    "Nodes that an epoch had and the next one had not, by what became of them.",
+)
+JOB_NODES: Final = Series("torchelastic_job_nodes", Kind.GAUGE, "Nodes of the present epoch.")
+JOB_WANTED_NODES: Final = Series("torchelastic_job_wanted_nodes", Kind.GAUGE, "Nodes that there should be.")
+JOB_MIN_NODES: Final = Series("torchelastic_job_min_nodes", Kind.GAUGE, "Nodes below which nobody trains.")
+NOT_MEASURED: Final = (
+    *(DROPPED, STORE_REQUESTS, WORKER_MEMORY, GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_UTILIZATION),
+    *(JOB_SECONDS, JOB_LOST, JOB_RESTARTS, JOB_JOINED, JOB_GONE, JOB_NODES, JOB_WANTED_NODES, JOB_MIN_NODES),
+)
+"""What no value stands behind that was measured under a name: the agent's page makes these by itself."""
+
+
+PLATFORM_SAMPLES: Final = frozenset[str]().union(
+    *(series.samples for series in NOT_MEASURED),
     *(
         series.samples
         for name in (
@@ -164,6 +212,6 @@ PLATFORM_SAMPLES: Final = DROPPED.samples.union(
             *(f"train_step.{what}" for what in ("success", "duration.ms")),
         )
         if (series := platform_series(name)) is not None
-    )
+    ),
 )
 """All sample names that the platform's table can give; no user's name becomes one of them."""

@@ -58,7 +58,7 @@ async def _clear(store: Store, keys: RunKeys) -> bool:
     if outcome is None or any(_was_there(entry, outcome, keys) for entry in listing.entries):
         return False
     # The outcome last: as long as it stands, nobody mistakes what is left for a living run.
-    for key in (keys.epoch, keys.notice, keys.leader, keys.outcome):
+    for key in (keys.split, keys.history, keys.epoch, keys.notice, keys.leader, keys.outcome):
         if key in entries:
             await store.swap(key, None, expected=entries[key].modified)
     return True

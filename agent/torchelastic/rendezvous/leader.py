@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.contract import encode
+from torchelastic.contract import NodeEnd, OutcomeState, RunState, encode
 from torchelastic.errors import StoreUnavailable
+from torchelastic.rendezvous.chronicler import Chronicler
 from torchelastic.rendezvous.decide import decide
 from torchelastic.rendezvous.looks import Looks
 from torchelastic.rendezvous.pulse import Pulse
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from torchelastic.contract import EpochRecord, RunKeys
+    from torchelastic.rendezvous.chronicle import Chronicle
     from torchelastic.rendezvous.control import Control
     from torchelastic.rendezvous.looks import Links
     from torchelastic.rendezvous.view import View
@@ -54,6 +56,7 @@ class Leadership:
         settings: the rules.
         control: the view of the keys that everybody watches.
         links: who holds a link.
+        chronicle: what is known of the run's past.
         remembered: gives the last epoch that this node has seen.
         give_way: leaves the lead to others.
         gave_way: whether this node has done that before.
@@ -73,6 +76,7 @@ class Leadership:
         settings: RendezvousSettings,
         control: Control,
         links: Links,
+        chronicle: Chronicle,
         remembered: Callable[[], EpochRecord | None],
         give_way: Callable[[], Awaitable[None]],
         gave_way: bool,
@@ -87,6 +91,8 @@ class Leadership:
         self._settings = settings
         self._control = control
         self._links = links
+        self._chronicle = chronicle
+        self._chronicler = Chronicler(chronicle, store, keys, lasting)
         self._remembered = remembered
         self._changed = Pulse()
         self._roster = Roster(node, control, keys, settings.size, dead)
@@ -104,9 +110,15 @@ class Leadership:
             tasks.create_task(self._looks.run())
             tasks.create_task(self._lasting.keep(at_once=self._control.epoch.record is None))
             tasks.create_task(self._watch_nodes())
+            tasks.create_task(self._chronicler.run(lambda: self._control.away_since is not None, self._changed.send))
             tasks.create_task(self._hear_of_the_run())
             tasks.create_task(self._decide())
             tasks.create_task(self._end_patience())
+
+    @property
+    def knows_the_past(self) -> bool:
+        """Whether what the leader before has written is known."""
+        return self._chronicler.has_read
 
     def link_came(self, node: str) -> None:
         """A node holds a link: it is alive, whatever was thought of it."""
@@ -161,8 +173,17 @@ class Leadership:
         node = entry.key.removeprefix(self._keys.nodes)
         answers = node == self._node or self._links.holds(node)
         newcomer = self._roster.saw(entry, now=self._now(), answers=answers)
+        self._hear_of_progress(node)
         if newcomer is not None and not newcomer.answers:
             self._looks.expect_link(node)
+
+    def _hear_of_progress(self, node: str) -> None:
+        """Take in what the program has told on this node; that of rank 0 tells something."""
+        peer = self._roster.peers.get(node)
+        if peer is not None and (peer.record.stepped or peer.record.kept):
+            record = peer.record
+            if self._chronicle.told(record.epoch, stepped=record.stepped, kept=record.kept):
+                self._chronicler.note()
 
     def _gone(self, node: str) -> None:
         peer = self._roster.gone(node)
@@ -198,8 +219,11 @@ class Leadership:
         while True:
             seen = self._changed.count
             began = self._now()
-            decision = decide(self._view(), self._settings) if self._ready() else Hold()
+            view = self._view() if self._ready() else None
+            decision = Hold() if view is None else decide(view, self._settings)
             took = self._now() - began
+            if view is not None:
+                self._tell_state(view)
             if isinstance(decision, Hold):
                 until = min(self._say(decision.why), math.inf if decision.until is None else decision.until)
                 wait = None if until == math.inf else max(until - self._now(), 0.0)
@@ -216,7 +240,22 @@ class Leadership:
     def _ready(self) -> bool:
         """Whether this node leads and has read enough to decide: deciding on half a view would lose nodes."""
         leader = self._control.leader.record
-        return self._listed and self._control.away_since is None and leader is not None and leader.node == self._node
+        read = self._listed and self._chronicler.has_read
+        return read and self._control.away_since is None and leader is not None and leader.node == self._node
+
+    def _tell_state(self, view: View) -> None:
+        """Tell the chronicle what can be seen here first: whether pods are missing, and that an epoch has ended."""
+        if view.epoch is None or not view.epoch.members:
+            enough = sum(not view.leaves(node) for node in view.peers) >= view.size.target
+            self._chronicle.enter(RunState.RENDEZVOUS if enough else RunState.WAITING)
+        elif view.failed_since is not None:
+            self._chronicle.broke()
+
+    def _end_of(self, node: str) -> NodeEnd | None:
+        """What became of a node of the epoch that stands; None where it is there."""
+        if self._roster.said_goodbye(node):
+            return NodeEnd.LEFT
+        return None if self._roster.is_there(node) else NodeEnd.DIED
 
     def _say(self, why: str) -> float:
         """Say why nothing happens, at once and then once in a while; returns when to say it, where that is later."""
@@ -237,10 +276,12 @@ class Leadership:
             expected = self._control.epoch.modified
             revision = None
             if expected or await self._is_fresh():
+                record = self._chronicle.settle(record, self._end_of)
                 revision = await self._lasting.swap(self._keys.epoch, encode(record), expected=expected)
             if revision is not None:
                 logger.debug("committed epoch %d: %s", record.number, record.cause)
                 self._control.set_epoch(record, revision)
+                self._chronicler.note(anew=True)
                 return
         elif isinstance(decision, GiveNotice):
             notice = decision.record
@@ -257,6 +298,10 @@ class Leadership:
             expected = self._control.outcome.modified
             if await self._is_fresh():
                 outcome = encode(decision.record)
+                # Before the run is over: whoever looks then finds all of it.
+                succeeded = decision.record.state is OutcomeState.SUCCEEDED
+                with suppress(StoreUnavailable):  # what is for people holds up nobody's end
+                    await self._chronicler.finish(self._chronicle.last_word(succeeded=succeeded))
                 if await self._lasting.swap(self._keys.outcome, outcome, expected=expected) is not None:
                     logger.debug("committed the outcome: %s", decision.record.state)
         elif isinstance(decision, GiveWay) and await self._is_fresh():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from torchelastic.contract import (
@@ -18,8 +19,11 @@ from torchelastic.contract import (
     NoticeRecord,
     RunKeys,
     bracketed,
+    decode,
 )
-from torchelastic.errors import StoreError
+from torchelastic.errors import MalformedRecord, StoreError
+from torchelastic.rendezvous.chronicle import Chronicle
+from torchelastic.rendezvous.chronicler import Chronicler
 from torchelastic.rendezvous.control import Control
 from torchelastic.rendezvous.events import EpochBegan, Event, Isolated, Noticed, RunEnded, close_unclaimed
 from torchelastic.rendezvous.finished_runs import forget_finished_run
@@ -34,6 +38,7 @@ from torchelastic.store.steady import SteadyStore
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from torchelastic.contract import SizeRecord, TimeSplit
     from torchelastic.settings import RendezvousSettings
     from torchelastic.store.api import Store
 
@@ -56,16 +61,27 @@ class RendezvousNode:
         settings: the rules, and the run's id.
         node: this node's id: its name, a dot, and something unique for this life of it.
         record: what it says of itself; addresses of its link and store are filled in.
+        chronicle: what it knows of the run's past; None for what the settings say of it.
 
     Raises:
         NoPortFree: no port is free of those on which it may listen.
     """
 
-    def __init__(self, store: Store, settings: RendezvousSettings, *, node: str, record: NodeRecord) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: RendezvousSettings,
+        *,
+        node: str,
+        record: NodeRecord,
+        chronicle: Chronicle | None = None,
+    ) -> None:
         self.node = node
         self.keys = RunKeys.of(settings.run_id)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         """What happened, in order."""
+        self.chronicle = Chronicle(None, settings.resume.split) if chronicle is None else chronicle
+        """What is known here of the run's past."""
         self._store = store = SteadyStore(store)
         self._settings = settings
         self._lasting = LastingKeys(store, settings.run_id, ttl=settings.run_lease)
@@ -113,6 +129,7 @@ class RendezvousNode:
         self._told = settings.resume.epoch
         self._noticed: NoticeRecord | None = None
         self._leaving = False
+        self._led_last = False
         self._running: asyncio.Task[None] | None = None
 
     # -- what the agent does
@@ -137,10 +154,30 @@ class RendezvousNode:
         close_unclaimed(self.events)
         try:
             async with asyncio.timeout(GOODBYE_LIMIT):
+                await self._say_last_word()
                 await self._succession.leave()
                 await self._session.withdraw()
         except (StoreError, TimeoutError):
             logger.info("the store is away: this node's key goes when its lease ends")
+
+    async def _say_last_word(self) -> None:
+        """Write where the time went, where this node led last and nobody leads after it: all nodes leave at once."""
+        leader = self._control.leader.record
+        nobody_leads = leader is None or leader.node in ("", self.node)
+        if not (self._led_last and nobody_leads) or self._control.outcome.record is not None:
+            return
+        with suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(GOODBYE_LIMIT / 2):
+                # What was saved on the way out is told by nodes that nobody leads any more.
+                for entry in (await self._store.list(self.keys.nodes)).entries:
+                    with suppress(MalformedRecord):
+                        self._hear_of_progress(decode(entry.value, NodeRecord))
+                self._hear_of_progress(self._session.record)
+                chronicler = Chronicler(self.chronicle, self._store, self.keys, self._lasting)
+                await chronicler.finish(self.chronicle.last_word(succeeded=False))
+
+    def _hear_of_progress(self, record: NodeRecord) -> None:
+        self.chronicle.told(record.epoch, stepped=record.stepped, kept=record.kept)
 
     async def _close_sockets(self) -> None:
         await self._server.close()
@@ -152,6 +189,27 @@ class RendezvousNode:
         if self._running is None:
             raise RuntimeError("the node is not open")
         return self._running
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node leads the run, as far as can be known."""
+        leadership = self._leadership
+        return leadership is not None and leadership.knows_the_past and self._succession.leads
+
+    @property
+    def epoch(self) -> EpochRecord | None:
+        """The last epoch that this node was told of."""
+        return self._succession.epoch
+
+    @property
+    def split(self) -> TimeSplit:
+        """Where the run's time went, up to now, as far as this node knows."""
+        return self.chronicle.split()
+
+    @property
+    def size(self) -> SizeRecord:
+        """How many nodes there should be, as far as this node knows."""
+        return self._control.size.record or self._settings.size
 
     @property
     def led(self) -> bool:
@@ -170,7 +228,8 @@ class RendezvousNode:
         Args:
             epoch: which epoch.
             changes: fields of the node's record: ``phase``, ``failure``, ``notice`` (the seconds that its workers ask
-                for before a planned change), ``saved`` (the serial of the last notice that all of them have answered).
+                for before a planned change), ``saved`` (the serial of the last notice that all of them have answered),
+                ``stepped`` and ``kept`` (how far the program is, by its own word).
         """
         if self._leaving and changes.get("phase") is not NodePhase.DONE:
             changes.pop("phase", None)
@@ -259,10 +318,14 @@ class RendezvousNode:
         changed = self._control.changed
         while not self._ended:
             seen = changed.count
+            leader = self._control.leader.record
+            if leader is not None and leader.node not in ("", self.node):
+                self._led_last = False
             epoch, before = self._control.epoch.record, self._succession.epoch
             # The same number with other members: a store that had lost it, and a leader that did not know of it.
             if epoch is not None and (before is None or (epoch.number >= before.number and epoch != before)):
                 self._succession.epoch = epoch
+                self.chronicle.epoch(epoch)
                 self._tell_epoch(epoch)
             self._tell_notice()
             outcome = self._control.outcome.record
@@ -305,6 +368,8 @@ class RendezvousNode:
             failure=None,
             notice=0.0,
             saved=0,
+            stepped=0.0,
+            kept=0.0,
         )
         self._noticed = None
 
@@ -329,6 +394,7 @@ class RendezvousNode:
                 settings=self._settings,
                 control=self._control,
                 links=self._server,
+                chronicle=self.chronicle,
                 remembered=self._remembered,
                 give_way=self._succession.give_way,
                 gave_way=self._succession.gave_way,
@@ -345,6 +411,7 @@ class RendezvousNode:
                 if leading.done():
                     await leading
             finally:
+                self._led_last = self._leadership.knows_the_past
                 self._leadership = None
                 leading.cancel()
                 over.cancel()

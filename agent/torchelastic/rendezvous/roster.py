@@ -69,6 +69,10 @@ class Roster:
         self._look_up(now)
         return node in self._members
 
+    def is_there(self, node: str) -> bool:
+        """Whether a node's key stands, and it is not known to be dead."""
+        return node in self._peers and node not in self._dead
+
     def said_goodbye(self, node: str) -> bool:
         """Whether nobody wonders that a node is gone."""
         peer = self._peers.get(node)

@@ -262,7 +262,9 @@ class ThreadedNode(Generic[Server]):
                 getting.cancel()
                 await node.failed
                 return
-            await self._take(getting.result())
+            await self._take(event := getting.result())
+            if isinstance(event, EpochBegan) and event.record.members:
+                node.chronicle.started()  # by whoever asks, about now
 
     async def _take(self, event: Event) -> None:
         match event:

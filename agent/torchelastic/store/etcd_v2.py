@@ -84,7 +84,9 @@ class EtcdV2Store:
             for endpoint, base in self._bases.items():
                 if await (speaks_tls(base) if self._tls is None else speaks_http(base)):
                     other = "https" if self._tls is None else "http"
-                    raise StoreRefused(f"etcd at {endpoint} speaks {other} only: set this as the protocol") from error
+                    raise StoreRefused(
+                        f"etcd at {endpoint} speaks {other} only: write {other}:// before the address"
+                    ) from error
             raise
 
     async def get(self, key: str) -> Entry | None:

@@ -185,7 +185,9 @@ class EtcdV3Store:
             return  # it knows the user; which keys are theirs will show
         except StoreError as error:
             if protocol := await self._gateway.protocol_instead(endpoint):
-                raise StoreRefused(f"etcd at {endpoint} speaks {protocol} only: set this as the protocol") from error
+                raise StoreRefused(
+                    f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
+                ) from error
             if not isinstance(error, NoGateway):
                 raise
             raise await self._what_else(endpoint) from error

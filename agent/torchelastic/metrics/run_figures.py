@@ -1,0 +1,93 @@
+"""What the leading agent shows of the run as a whole: totals that would be wrong as a sum over several agents.
+
+They are kept across leaders, so they go on where another agent leads; and an agent that leads no more shows none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torchelastic.contract import NodeEnd, RunState
+from torchelastic.metrics import platform_names as names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import Metric
+
+    from torchelastic.contract import EpochRecord, SizeRecord, TimeSplit
+
+
+class Run(Protocol):
+    """A run, as one of its agents knows it."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this agent leads it."""
+
+    @property
+    def epoch(self) -> EpochRecord | None:
+        """The present epoch; None as long as there was none."""
+
+    @property
+    def size(self) -> SizeRecord:
+        """How many nodes there should be."""
+
+    @property
+    def split(self) -> TimeSplit:
+        """Where its time went, up to now."""
+
+
+class RunFigures:
+    """The series of a run, as a collector of prometheus_client's; without any until :meth:`follow` was called."""
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+        self._shown: dict[RunState, float] = {}
+
+    def follow(self, run: Run) -> None:
+        """Show this run from now on."""
+        self._run = run
+
+    def collect(self) -> Iterator[Metric]:
+        """The families with their present values; called by a registry at each scrape, from any thread."""
+        run = self._run
+        if run is None or not run.leads:
+            self._shown = {}
+            return
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        split, size, epoch = run.split, run.size, run.epoch
+        seconds = CounterMetricFamily(names.JOB_SECONDS.name, names.JOB_SECONDS.help, labels=["state"])
+        for state, spent in self._rising(split).items():
+            seconds.add_metric([state.value], spent)
+        yield seconds
+        if split.lost is not None:
+            yield CounterMetricFamily(names.JOB_LOST.name, names.JOB_LOST.help, value=split.lost)
+        yield CounterMetricFamily(names.JOB_JOINED.name, names.JOB_JOINED.help, value=split.joined)
+        gone = CounterMetricFamily(names.JOB_GONE.name, names.JOB_GONE.help, labels=["cause"])
+        for end in NodeEnd:
+            gone.add_metric([end.value], split.gone.get(end, 0))
+        yield gone
+        restarts = CounterMetricFamily(names.JOB_RESTARTS.name, names.JOB_RESTARTS.help, labels=["charged"])
+        restarts.add_metric(["yes"], 0 if epoch is None else epoch.restarts)
+        restarts.add_metric(["no"], 0 if epoch is None else epoch.free)
+        yield restarts
+        nodes = 0 if epoch is None else len(epoch.members)
+        for series, number in (
+            (names.JOB_NODES, nodes),
+            (names.JOB_WANTED_NODES, size.target),
+            (names.JOB_MIN_NODES, size.min),
+        ):
+            yield GaugeMetricFamily(series.name, series.help, value=number)
+
+    def _rising(self, split: TimeSplit) -> dict[RunState, float]:
+        """The seconds by state; a counter never falls.
+
+        When a program says for the first time that it has begun to train, what was taken for training before is known
+        to have been restoring. Training stands still then until it has caught up.
+        """
+        for state in RunState:
+            if state in split.seconds or state is not RunState.RESTORING:
+                self._shown[state] = max(split.seconds.get(state, 0.0), self._shown.get(state, 0.0))
+        return dict(self._shown)

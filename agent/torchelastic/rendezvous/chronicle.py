@@ -1,0 +1,296 @@
+"""What a run did at which time, as one node knows it: its time split, and its epochs.
+
+Every node keeps one, from what it is told and what it does itself; that of the leading node is the run's. Where a node
+takes the lead it takes over what its predecessor has written, and goes on from there with what it saw itself. So each
+second since the making of the job is in one state, whoever led when. What passed while nobody was there is waiting.
+
+Nothing is awaited here, and what time it is comes from outside.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from torchelastic.contract import (
+    COUNT_LIMIT,
+    HISTORY_LIMIT,
+    EpochReason,
+    HistoryRecord,
+    NodeEnd,
+    PastEpoch,
+    RunState,
+    TimeSplit,
+    shorten,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torchelastic.contract import EpochRecord, FailureRecord
+
+LONGEST_CAUSE: Final = 300
+"""Characters of an epoch's cause that the history keeps."""
+
+LONGEST_MESSAGE: Final = 1000
+"""Characters of a failure's text that the history keeps."""
+
+BELIEVED: Final = 3600.0
+"""Seconds by which another node's clock may be ahead of this one's; a word from beyond that is not believed."""
+
+_AT_WORK: Final = (RunState.RESTORING, RunState.TRAINING)
+
+
+class _Mark(NamedTuple):
+    """A state began."""
+
+    at: float
+    state: RunState
+
+
+def steady_clock() -> Callable[[], float]:
+    """A clock of seconds since the Unix epoch that is not set back while it is used."""
+    ahead = time.time() - time.monotonic()
+    return lambda: ahead + time.monotonic()
+
+
+class Chronicle:
+    """The time of a run and its epochs.
+
+    Args:
+        created: when its job was made, in seconds since the Unix epoch; None where nobody knows: now.
+        resumed: where its time went before it was resumed; None for a run that was never suspended.
+        clock: gives the present time.
+    """
+
+    def __init__(
+        self, created: float | None, resumed: TimeSplit | None = None, *, clock: Callable[[], float] | None = None
+    ) -> None:
+        self._now = steady_clock() if clock is None else clock
+        now = self._now()
+        self.created: Final = now if created is None else min(created, now)
+        self._before = TimeSplit(until=self.created) if resumed is None else resumed
+        self._marks = [_Mark(now, RunState.WAITING)]
+        self._epochs: dict[int, PastEpoch] = {}
+        self._omitted = 0
+        self._number = 0
+        self._since = now
+        self._stepped = self._kept = 0.0
+        self._nodes: frozenset[str] = frozenset()
+
+    # -- what this node does and is told
+
+    @property
+    def state(self) -> RunState:
+        """What the run does now."""
+        return self._marks[-1].state
+
+    def enter(self, state: RunState) -> None:
+        """The run does something else from now on."""
+        if state is not self.state:
+            self._marks.append(_Mark(self._now(), state))
+
+    def broke(self) -> None:
+        """The epoch that stands has come to its end, and the next one is to be agreed on."""
+        if self.state in _AT_WORK:
+            self.enter(RunState.RENDEZVOUS)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """This node was told of an epoch."""
+        there = record.split.there if record.split is not None else ()
+        nodes = frozenset(record.nodes or there)
+        if record.number == self._number and nodes == self._nodes:
+            return
+        lost, now = self._before.lost or 0.0, self._now()
+        if record.split is not None:
+            self.adopt(record.split)
+        past = _past(record, began=now)
+        if self._before.lost is not None:
+            past = msgspec.structs.replace(past, lost=round(max(self._before.lost - lost, 0.0), 3))
+        self._epochs.setdefault(record.number, past)
+        self._forget_epochs()
+        self._number, self._since = record.number, now
+        self._stepped = self._kept = 0.0
+        self._nodes = nodes
+        if not record.members:
+            self.enter(RunState.WAITING)
+
+    def started(self) -> None:
+        """The workers of this epoch were started."""
+        self.enter(RunState.RESTORING if self._says_steps() and not self._stepped else RunState.TRAINING)
+
+    def told(self, epoch: int, *, stepped: float = 0.0, kept: float = 0.0) -> bool:
+        """The program has told how far it is.
+
+        Args:
+            epoch: in which epoch.
+            stepped: when it began its first step there; 0 where it has not said so.
+            kept: when it began to write its last checkpoint there; 0 where it has not said so.
+
+        Returns:
+            Whether that is news.
+        """
+        if epoch != self._number or (stepped <= self._stepped and kept <= self._kept):
+            return False
+        if stepped and not self._stepped:
+            self._stepped = stepped
+            self._step_from(stepped)
+        self._kept = max(self._kept, kept)
+        return True
+
+    # -- what others have written
+
+    def adopt(self, split: TimeSplit) -> None:
+        """Take over where the time went up to a moment, from whoever led then; what was seen here counts from there."""
+        if not self._before.until <= split.until <= self._now() + BELIEVED:
+            return
+        self._before = split
+        first = max(bisect.bisect_right(self._marks, split.until, key=lambda mark: mark.at) - 1, 0)
+        del self._marks[:first]
+        if split.epoch == self._number:
+            self._kept = max(self._kept, split.kept)
+
+    def adopt_history(self, history: HistoryRecord) -> None:
+        """Take over the epochs of which this node was not told."""
+        self._epochs = dict(sorted({**self._epochs, **{past.number: past for past in history.epochs}}.items()))
+        self._omitted = max(self._omitted, history.omitted)
+        self._forget_epochs()
+
+    # -- what the leader says
+
+    def settle(self, record: EpochRecord, ends: Callable[[str], NodeEnd | None]) -> EpochRecord:
+        """An epoch with what is known of the time before it, to be committed; nothing is changed here by that.
+
+        Args:
+            record: the epoch.
+            ends: what became of a node of the last one; None where it is there.
+        """
+        if record.number <= self._number:
+            return record  # one that the store had lost
+        nodes = frozenset(record.nodes)
+        away = self._nodes - nodes
+        ended = {node: end for node in away if (end := ends(node)) is not None}
+        there = () if nodes else tuple(sorted(self._nodes - ended.keys()))
+        if nodes:
+            ended |= dict.fromkeys(away - ended.keys(), NodeEnd.NOT_NEEDED)
+        split = self.split()
+        split = msgspec.structs.replace(
+            split,
+            lost=self._lost_now(),
+            epoch=record.number,
+            kept=0.0,
+            joined=min(split.joined + len(nodes - self._nodes), COUNT_LIMIT),
+            gone=_counted(split.gone, ended.values()),
+            there=there,
+        )
+        return msgspec.structs.replace(record, split=split)
+
+    def last_word(self, *, succeeded: bool) -> TimeSplit:
+        """Where the time went, when the run is about to end; what a run that succeeds has trained is not lost."""
+        split = self.split()
+        lost = split.lost if succeeded else self._lost_now()
+        # Whoever goes on from here counts nothing of this epoch a second time.
+        kept = 0.0 if lost is None else split.until
+        return msgspec.structs.replace(split, state=RunState.STOPPING, lost=lost, kept=kept)
+
+    # -- what it comes to
+
+    def split(self) -> TimeSplit:
+        """Where the time went, up to now."""
+        # In this order, since a scrape asks from another thread: what is adopted in between cuts off what is counted.
+        marks = tuple(self._marks)
+        before = self._before
+        now = max(self._now(), before.until)
+        seconds = dict(before.seconds)
+        _add(seconds, RunState.WAITING, marks[0].at - before.until)
+        ends = (*(mark.at for mark in marks[1:]), now)
+        for (at, state), end in zip(marks, ends, strict=True):
+            _add(seconds, state, end - max(at, before.until))
+        return TimeSplit(
+            until=max(round(now, 3), before.until),
+            state=marks[-1].state,
+            seconds={state: round(spent, 3) for state, spent in seconds.items()},
+            lost=(before.lost or 0.0) if self._kept else before.lost,
+            epoch=self._number,
+            kept=self._kept,
+            joined=before.joined,
+            gone=dict(before.gone),
+        )
+
+    def history(self) -> HistoryRecord:
+        """The epochs of the run."""
+        return HistoryRecord(created=self.created, epochs=tuple(self._epochs.values()), omitted=self._omitted)
+
+    # -- below
+
+    def _says_steps(self) -> bool:
+        """Whether the program is known to say when it begins to train."""
+        marked = any(mark.state is RunState.RESTORING for mark in self._marks)
+        return marked or RunState.RESTORING in self._before.seconds
+
+    def _step_from(self, at: float) -> None:
+        """The workers of this epoch train since that time; until then, from when they were started, they restored."""
+        index = max((i for i, mark in enumerate(self._marks) if mark.state in _AT_WORK), default=None)
+        if index is None or self._marks[index].at < self._since:
+            return  # those of this node are not started yet
+        began = self._marks[index].at
+        until = self._marks[index + 1].at if index + 1 < len(self._marks) else self._now()
+        at = min(max(at, began), until)
+        self._marks[index : index + 1] = [_Mark(began, RunState.RESTORING), _Mark(at, RunState.TRAINING)]
+
+    def _lost_now(self) -> float | None:
+        """What has been lost in the run if the epoch that stands ends now; None where no checkpoint was told of."""
+        before = self._before.lost
+        if before is None and not self._kept:
+            return None
+        began, ended = self._trained()
+        return round((before or 0.0) + max(ended - max(began, self._kept), 0.0), 3)
+
+    def _trained(self) -> tuple[float, float]:
+        """From when until when the epoch that stands has trained, as far as it was seen here or told of."""
+        for index in range(len(self._marks) - 1, -1, -1):
+            began, state = self._marks[index]
+            if state is RunState.TRAINING and began >= self._since:
+                return began, self._marks[index + 1].at if index + 1 < len(self._marks) else self._now()
+        before = self._before
+        if before.epoch == self._number and before.state is RunState.TRAINING and before.kept:
+            return before.kept, before.until
+        return 0.0, 0.0
+
+    def _forget_epochs(self) -> None:
+        while len(self._epochs) > HISTORY_LIMIT:
+            del self._epochs[list(self._epochs)[HISTORY_LIMIT // 2]]
+            self._omitted += 1
+
+
+def _past(record: EpochRecord, *, began: float) -> PastEpoch:
+    return PastEpoch(
+        number=record.number,
+        began=round(began, 3),
+        nodes=len(record.members),
+        workers=record.world_size,
+        reason=record.reason,
+        cause=shorten(record.cause, LONGEST_CAUSE),
+        failure=_shortened(record.failure) if record.reason is EpochReason.WORKER_FAILED else None,
+    )
+
+
+def _shortened(failure: FailureRecord | None) -> FailureRecord | None:
+    if failure is None:
+        return None
+    return msgspec.structs.replace(failure, message=shorten(failure.message, LONGEST_MESSAGE))
+
+
+def _add(seconds: dict[RunState, float], state: RunState, spent: float) -> None:
+    if spent > 0 or (state is RunState.RESTORING and state not in seconds):
+        seconds[state] = seconds.get(state, 0.0) + max(spent, 0.0)
+
+
+def _counted(counts: Mapping[NodeEnd, int], ends: Iterable[NodeEnd]) -> dict[NodeEnd, int]:
+    found = dict(counts)
+    for end in ends:
+        found[end] = min(found.get(end, 0) + 1, COUNT_LIMIT)
+    return found
