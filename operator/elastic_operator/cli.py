@@ -29,10 +29,12 @@ examples:
   elasticjob run examples/digits.yaml      train; Ctrl-C ends it
   elasticjob get                           (in a second terminal) which jobs there are
   elasticjob scale digits --replicas 3     change its size while it trains
+  elasticjob top digits                    where its time goes, and how each rank trains
   elasticjob suspend digits                free all that it has; `elasticjob resume digits` goes on
   elasticjob logs digits --rank 0 -f       follow what one rank prints
+  elasticjob report digits                 a page on what happened, to open in a browser
   elasticjob demo                          see it scaled, killed and recovering by itself
-  elasticjob get -n team                   jobs on a cluster; so for describe, scale, suspend, resume, logs, delete
+  elasticjob get -n team                   jobs on a cluster; so for every command but run and demo
 
 `elasticjob COMMAND --help` says more of each.
 """
@@ -47,19 +49,31 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """What can be typed."""
-    from elastic_operator.commands import delete, demo, describe, get, logs, run, scale, suspend, version
+    from elastic_operator.commands import (
+        delete,
+        demo,
+        describe,
+        get,
+        logs,
+        report,
+        run,
+        scale,
+        suspend,
+        top,
+        version,
+    )
 
-    top = _Parser(
+    whole = _Parser(
         prog="elasticjob",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (run, get, describe, scale, suspend, logs, delete, demo, version):
+    commands = whole.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (run, get, describe, top, scale, suspend, logs, report, delete, demo, version):
         command.add_to(commands)
-    return top
+    return whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from elastic_operator.report import Report
     from elastic_operator.spec import ElasticJobSpec, Json
-    from torchelastic.contract import EpochRecord, OutcomeRecord, ResumeRecord, SizeRecord, TerminationMessage
+    from torchelastic.contract import (
+        EpochRecord,
+        HistoryRecord,
+        OutcomeRecord,
+        ResumeRecord,
+        SizeRecord,
+        TerminationMessage,
+        TimeSplit,
+    )
 
 
 class JobState(enum.StrEnum):
@@ -103,6 +112,7 @@ class Pod:
         started: when its worker container started; None where it has not, or where it is not known.
         ended: when its worker container ended; None while it has not.
         exit_code: of the agent; 128 + n for a signal; None while it runs or where it is not known.
+        init_exit_code: of the init container whose failure kept the agent from starting; None where none did.
         message: the agent's last words; a plain text where they were not ours, None where there are none.
         failures: how many pods of this index failed in a row before it.
         failed: when the last of them failed; None where none did, or where it is not known.
@@ -127,6 +137,7 @@ class Pod:
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
+    init_exit_code: int | None = None
     message: TerminationMessage | str | None = None
     failures: int = 0
     failed: float | None = None
@@ -160,10 +171,13 @@ class Observed:
         epoch: the current epoch.
         outcome: the end of the run.
         size: the wanted size as it stands in the store.
+        split: where the run's time went, as the leader wrote it last.
+        history: the run's epochs, likewise.
         refusal: why the cluster will never take the pods (or the etcd) that this spec asks for, in its own words; None
             where it does.
         hindrance: why something could not be made when it was tried last, though later it may be, in words; None where
             all could.
+        etcd_hindered: whether that is the store's own pod: the workers may have taken the room that it needs.
         store_trouble: why a store that should be there cannot be used by us, in words; None where it can, or where it
             was not tried.
         store_closed: whether that is for want of a right, so that it makes no sense to wait until it can be read.
@@ -177,8 +191,11 @@ class Observed:
     epoch: EpochRecord | None = None
     outcome: OutcomeRecord | None = None
     size: SizeRecord | None = None
+    split: TimeSplit | None = None
+    history: HistoryRecord | None = None
     refusal: str | None = None
     hindrance: str | None = None
+    etcd_hindered: bool = False
     store_trouble: str | None = None
     store_closed: bool = False
     unguarded: str | None = None
@@ -252,6 +269,8 @@ class JobStatus:
         pinned: what its pods are made from beside their number, as the spec said when the job was started or resumed
             (see :mod:`elastic_operator.pinned`); None as long as it has had none, and once it is suspended and the last
             one has ended.
+        split: where the job's time went up to when it last came to rest, was resumed or finished; None before that, and
+            where nobody knows.
         conditions: by type.
     """
 
@@ -273,6 +292,7 @@ class JobStatus:
     last_failure: LastFailure | None = None
     excluded: tuple[str, ...] = ()
     pinned: Json | None = None
+    split: TimeSplit | None = None
     conditions: tuple[Condition, ...] = ()
 
 
@@ -359,6 +379,8 @@ class Plan:
     """What is to be done about one job, in the order of the attributes.
 
     Attributes:
+        report: what is to be kept of the run, which its store, about to go, is the last to know; None for nothing. It
+            comes first: once the status is written, nobody asks the store again.
         replicas: the number to write into ``spec.replicas``, once, where the user wrote none.
         status: the new status; None where it would not change.
         events: to be told if writing the status succeeded.
@@ -373,6 +395,7 @@ class Plan:
         hands_off: whether the job is somebody else's: nothing at all is done, whatever the attributes say.
     """
 
+    report: Report | None = None
     replicas: int | None = None
     status: JobStatus | None = None
     events: tuple[JobEvent, ...] = ()

@@ -14,13 +14,14 @@ from elastic_operator.spec import GROUP
 LABEL_JOB: Final = f"{GROUP}/job"
 """On everything that belongs to a job: its name."""
 LABEL_ROLE: Final = f"{GROUP}/role"
-"""On pods: :data:`ROLE_WORKER` or :data:`ROLE_ETCD`; the scale subresource selects the workers alone."""
+"""On everything that belongs to a job: what it is for, as :data:`ROLE_WORKER`; scaling selects the workers alone."""
 LABEL_INDEX: Final = f"{GROUP}/index"
 """On worker pods: which of the job's places it fills."""
 LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
 """On a job's own etcd: the job's UID, so that the service of a new job never leads to the etcd of an old one."""
 ROLE_WORKER: Final = "worker"
 ROLE_ETCD: Final = "etcd"
+ROLE_REPORT: Final = "report"
 
 ANNOTATION_FAILURES: Final = f"{GROUP}/failures"
 """On worker pods: how many pods of this index failed in a row before it."""
@@ -106,6 +107,8 @@ class Reason(enum.StrEnum):
     SPEC_CHANGED = "SpecChanged"
     SPEC_IN_EFFECT = "SpecInEffect"
     UNREACHABLE = "Unreachable"
+    NOT_ALLOWED = "NotAllowed"
+    """The operator has no right to read what it takes to reach the store; it was set up so."""
     REACHABLE = "Reachable"
     UNHINDERED = "Unhindered"
     NO_BUDGET = "NoBudget"
@@ -147,6 +150,8 @@ class EventReason(enum.StrEnum):
     """The cluster will never take what the spec asks for; see :attr:`Reason.REFUSED`."""
     HINDERED = "Hindered"
     """The cluster does not take pods for now; see :attr:`Reason.HINDERED`."""
+    REPORT_NOT_KEPT = "ReportNotKept"
+    """What is known of the run is lost with its store: the cluster does not take the ConfigMap with its report."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 
@@ -197,6 +202,11 @@ def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
         number, letter = divmod(number, len(_SUFFIX_LETTERS))
         suffix += _SUFFIX_LETTERS[letter]
     return f"{hostname(job, index)}-{suffix}"
+
+
+def report_name(job: str) -> str:
+    """What the ConfigMap is called in which the report of a job is kept."""
+    return f"{job}-report"
 
 
 def worker_selector(job: str) -> str:

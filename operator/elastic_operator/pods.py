@@ -84,6 +84,8 @@ RESERVED: Final = frozenset(
         Env.NODE_ADDRESS,
         Env.SIZE,
         Env.RESUME,
+        Env.JOB,
+        Env.JOB_CREATED,
         Env.UNIQUE_RUN,
         Env.CHECKPOINT_DIR,
         Env.TERMINATION_LOG,
@@ -110,6 +112,10 @@ _ONE_WORKER: Final = 1
 
 _ALL_CODES: Final = range(1, 256)
 """The exit codes of a program that failed; 128 + n for one that signal n has killed."""
+
+_LONGEST: Final = 131_071
+"""Bytes that Linux takes of one argument, or of one variable with its name and the equals sign."""
+_TOO_LONG: Final = f"each may have {_LONGEST} bytes, its name included: put it into a file"
 
 _REFERENCE: Final = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
@@ -166,6 +172,8 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
         Pet.MAX_RESTARTS: str(job.spec.max_restarts),
         Env.NODE_NAME: pod.name,
         Env.SIZE: encode(pod.size).decode(),
+        Env.JOB: f"{job.namespace}/{job.name}",
+        Env.JOB_CREATED: f"{job.created:.3f}",
         Env.UNIQUE_RUN: "1",
         Env.CHECKPOINT_DIR: surroundings.checkpoints,
         Env.TERMINATION_LOG: surroundings.termination_log,
@@ -254,7 +262,23 @@ def problem_of(spec: ElasticJobSpec) -> str | None:
         if name in seen:
             return f"the environment variable {name} is given twice; remove one of the two"
         seen.add(name)
-    return next(_said_twice(spec, seen), None) or template_problem(spec)
+    return next(_said_twice(spec, seen), None) or next(_too_long(spec), None) or template_problem(spec)
+
+
+def _too_long(spec: ElasticJobSpec) -> Iterator[str]:
+    """What Linux refuses to start a program with."""
+    for entry in user_env(spec):
+        name = str(entry.get("name"))
+        if _is_too_long(f"{name}={entry.get('value') or ''}"):
+            yield f"the environment variable {name} is too long to start a program with; {_TOO_LONG}"
+    command, args = program_of(spec)
+    if any(map(_is_too_long, (*command, *args))):
+        yield f"one of the arguments is too long to start a program with; {_TOO_LONG}"
+
+
+def _is_too_long(text: str) -> bool:
+    """Whether one argument, or variable with its name, has more bytes than it may."""
+    return len(text) > _LONGEST // 4 and len(text.encode(errors="replace")) > _LONGEST
 
 
 def _said_twice(spec: ElasticJobSpec, variables: Collection[str]) -> Iterator[str]:

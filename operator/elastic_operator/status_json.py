@@ -1,6 +1,7 @@
 """The status of a job as it stands in the object: camelCase and RFC 3339, as ``crds/elasticjob.yaml`` describes it.
 
-Times are written in whole seconds, as everywhere in Kubernetes, and never later than they were.
+Times are written in whole seconds, as everywhere in Kubernetes, and never later than they were; that of the time split
+has milliseconds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 from elastic_operator.errors import BadInput
 from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
 from elastic_operator.pinned import checked
+from elastic_operator.split_json import SplitJson, seconds_of, split_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +59,7 @@ class _StatusJson(msgspec.Struct, frozen=True, rename="camel"):
     last_failure: _LastFailureJson | None = None
     excluded_nodes: tuple[str, ...] = ()
     pinned: dict[str, Any] | None = None
+    time_split: SplitJson | None = None
     conditions: tuple[_ConditionJson, ...] = ()
 
 
@@ -91,6 +94,8 @@ def status_to_json(status: JobStatus) -> dict[str, Any]:
         document["excludedNodes"] = list(status.excluded)
     if status.pinned is not None:
         document["pinned"] = status.pinned
+    if status.split is not None:
+        document["timeSplit"] = split_to_json(status.split)
     return document
 
 
@@ -103,6 +108,7 @@ def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
     try:
         parsed = msgspec.convert(document or {}, _StatusJson)
         pinned = None if parsed.pinned is None else checked(parsed.pinned)
+        split = None if parsed.time_split is None else parsed.time_split.split()
     except (msgspec.ValidationError, BadInput) as error:
         raise BadInput(f"the job's status is not one that this operator writes: {error}") from None
     return JobStatus(
@@ -124,6 +130,7 @@ def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
         last_failure=_failure_from_json(parsed.last_failure),
         excluded=parsed.excluded_nodes,
         pinned=pinned,
+        split=split,
         conditions=tuple(
             Condition(
                 type=condition.type,
@@ -183,6 +190,4 @@ def _failure_from_json(parsed: _LastFailureJson | None) -> LastFailure | None:
 
 
 def _seconds(time: datetime | None) -> float | None:
-    if time is None:
-        return None
-    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    return None if time is None else seconds_of(time)

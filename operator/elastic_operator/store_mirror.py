@@ -17,10 +17,12 @@ import msgspec
 from torchelastic.contract import (
     RUN_LEASE_TTL,
     EpochRecord,
+    HistoryRecord,
     NodeRecord,
     OutcomeRecord,
     RunKeys,
     SizeRecord,
+    TimeSplit,
     decode,
     encode,
 )
@@ -61,8 +63,9 @@ def store_at(endpoint: str) -> StoreSettings:
 class StoreMirror:
     """The keys of one run.
 
-    It calls ``changed()`` whenever an attribute has changed, and ``away(sentence)`` whenever the store could not be
-    reached, the connection broke, or nobody can say where the store is.
+    It calls ``changed()`` whenever an attribute has changed, but for what is told of the past and of a program's
+    progress, and ``away(sentence)`` whenever the store could not be reached, the connection broke, or nobody can say
+    where the store is.
 
     Args:
         run_id: the run's id.
@@ -76,6 +79,8 @@ class StoreMirror:
         epoch: the current epoch.
         outcome: the end of the run.
         size: the wanted size.
+        split: where the run's time went; it is rewritten every few seconds, so nobody is told of that.
+        history: the run's epochs; of a new one ``epoch`` tells.
         nodes: by node id, the nodes that are there.
         names: by node id, the pod of every node that is there or in the epoch, and of those that went last.
     """
@@ -101,6 +106,8 @@ class StoreMirror:
         self.epoch: EpochRecord | None = None
         self.outcome: OutcomeRecord | None = None
         self.size: SizeRecord | None = None
+        self.split: TimeSplit | None = None
+        self.history: HistoryRecord | None = None
         self.nodes: dict[str, NodeRecord] = {}
         self.names: dict[str, str] = {}
 
@@ -176,20 +183,28 @@ class StoreMirror:
                 async for each in news:
                     if isinstance(each, Listing):
                         self._take(each)
-                    for change in each if isinstance(each, tuple) else ():
-                        self._put(change.key, change.entry)
-                    if each:
+                        self._changed()
+                        continue
+                    told = [self._put(change.key, change.entry) for change in each]
+                    if any(told):
                         self._changed()
 
     def _take(self, listing: Listing) -> None:
-        self.epoch = self.outcome = self.size = None
+        self.epoch = self.outcome = self.size = self.split = self.history = None
         self.nodes = {}
         for entry in listing.entries:
             self._put(entry.key, entry)
         self.readable = True
 
-    def _put(self, key: str, entry: Entry | None) -> None:
+    def _put(self, key: str, entry: Entry | None) -> bool:
+        """Take over what stands under a key; gives back whether somebody should know."""
         keys = self._keys
+        if key == keys.split:
+            self.split = _record(entry, TimeSplit)
+            return False
+        if key == keys.history:
+            self.history = _record(entry, HistoryRecord)
+            return False
         if key == keys.epoch:
             self.epoch = _record(entry, EpochRecord)
         elif key == keys.outcome:
@@ -202,10 +217,13 @@ class StoreMirror:
             if node is None:
                 self.nodes.pop(node_id, None)
             else:
+                before = self.nodes.get(node_id)
                 self.nodes[node_id] = node
                 self.names.pop(node_id, None)  # the order is that in which they were last seen
                 self.names[node_id] = node.name
                 self._forget_names()
+                return before is None or _but_progress(before) != _but_progress(node)
+        return True
 
     def _forget_names(self) -> None:
         """Forget the names of nodes that went long ago; now and then, so that it costs next to nothing."""
@@ -216,6 +234,11 @@ class StoreMirror:
         former = [node_id for node_id in self.names if node_id not in in_use]
         for node_id in former[: max(len(former) - self._remembered, 0)]:
             del self.names[node_id]
+
+
+def _but_progress(node: NodeRecord) -> NodeRecord:
+    """What a node says of itself, without what its program tells with each checkpoint: that is the leader's to hear."""
+    return msgspec.structs.replace(node, stepped=0.0, kept=0.0)
 
 
 def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from elastic_operator.commands import place
 
@@ -14,12 +16,17 @@ if TYPE_CHECKING:
 
     from elastic_operator.kube.user_api import UserApi
     from elastic_operator.showing.shown import Shown
+    from elastic_operator.spec import Json
+
+_MOST_ADDRESSES = 3
+"""Addresses that a row lists; `elasticjob describe` has all."""
 
 _EXAMPLES = """\
 examples:
   elasticjob get                   all that live, and the latest run of those that have ended
   elasticjob get digits -o yaml    one job as kubectl would show it
-  elasticjob get --all -o wide     every run that left a folder, with its id and place
+  elasticjob get -o wide           also where each job's agents show metrics, and the run's folder
+  elasticjob get --all             every run that left a folder
   elasticjob get -n team           the jobs in a namespace of the cluster that kubectl would ask, too
   elasticjob get -A                the jobs in all its namespaces
 """
@@ -59,10 +66,11 @@ def table(jobs: Sequence[Shown], now: float, *, wide: bool = False, namespaces: 
     from elastic_operator.showing.words import duration
 
     runs = wide and any(job.run.id for job in jobs)
+    addresses = [_metrics_addresses(job) if wide else "" for job in jobs]
     header = ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
     header = [*(["NAMESPACE"] if namespaces else []), *header, *(["EPOCH", "WORLD"] if wide else [])]
-    rows = [[*header, *(["RUN", "FOLDER"] if runs else [])]]
-    for job in jobs:
+    rows = [[*header, *(["METRICS"] if any(addresses) else []), *(["RUN", "FOLDER"] if runs else [])]]
+    for job, metrics in zip(jobs, addresses, strict=True):
         start = job.created
         row = [
             *([job.namespace] if namespaces else []),
@@ -76,10 +84,19 @@ def table(jobs: Sequence[Shown], now: float, *, wide: bool = False, namespaces: 
         ]
         if wide:
             row += [str(job.status.epoch), str(job.status.world_size)]
+        if any(addresses):
+            row.append(metrics or "-")
         if runs:
             row += [job.run.id, job.run.directory]
         rows.append(row)
     return columns(rows)
+
+
+def _metrics_addresses(job: Shown) -> str:
+    """Where the job's agents show metrics, as host:port; empty where none does."""
+    urls = [pod.metrics_url for pod in job.living_pods if pod.metrics_url]
+    shown = ",".join(urlsplit(url).netloc for url in urls[:_MOST_ADDRESSES])
+    return f"{shown}+{len(urls) - _MOST_ADDRESSES}" if len(urls) > _MOST_ADDRESSES else shown
 
 
 def as_object(snapshot: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +141,7 @@ def _of_cluster(arguments: argparse.Namespace) -> int:
         raise BadInput("--all is about the runs on this machine; -A lists the jobs of all namespaces of a cluster")
     if arguments.name is not None and arguments.all_namespaces:
         raise BadInput("a job has one namespace: name it with -n instead of -A, or leave out the job's name")
-    objects, where = place.on_cluster(arguments, lambda api: _ask(api, arguments))
+    objects, pods, where = place.on_cluster(arguments, lambda api: _ask(api, arguments))
     if arguments.output in ("json", "yaml"):
         sys.stdout.write(_as_text(objects, arguments.output, single=arguments.name is not None))
         return 0
@@ -132,20 +149,30 @@ def _of_cluster(arguments: argparse.Namespace) -> int:
         place.tell(f"no jobs in {where}; start one with `kubectl apply -f FILE`")
         return 0
     from elastic_operator.kube.snapshot import snapshot_of
+    from elastic_operator.names import LABEL_JOB
     from elastic_operator.showing.shown import Shown
 
-    jobs = [Shown.of(snapshot_of(each)) for each in objects]
+    of_job = defaultdict(list)
+    for pod in pods:
+        of_job[pod["metadata"]["namespace"], pod["metadata"]["labels"][LABEL_JOB]].append(pod)
+    names = [(each["metadata"]["namespace"], each["metadata"]["name"]) for each in objects]
+    jobs = [Shown.of(snapshot_of(each, of_job[name])) for each, name in zip(objects, names, strict=True)]
     lines = table(jobs, time.time(), wide=arguments.output == "wide", namespaces=arguments.all_namespaces)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-async def _ask(api: UserApi, arguments: argparse.Namespace) -> tuple[list[Mapping[str, Any]], str]:
-    """The jobs, and where they were looked for."""
+async def _ask(api: UserApi, arguments: argparse.Namespace) -> tuple[list[Json], list[Json], str]:
+    """The jobs; their pods, where these are shown; and where all that was looked for."""
     from elastic_operator.kube.jobs import ClusterJobs
 
     jobs = ClusterJobs(api, place.tell)
+    everywhere = arguments.all_namespaces
     if arguments.name is not None:
-        return [await jobs.object(arguments.name)], ""
-    where = "any namespace" if arguments.all_namespaces else f"the namespace {jobs.namespace}"
-    return [*await jobs.objects(all_namespaces=arguments.all_namespaces)], where
+        objects, where = [await jobs.object(arguments.name)], ""
+    else:
+        where = "any namespace" if everywhere else f"the namespace {jobs.namespace}"
+        objects = await jobs.objects(all_namespaces=everywhere)
+    shows_pods = objects and arguments.output == "wide"
+    pods = await jobs.workers(arguments.name or "", all_namespaces=everywhere) if shows_pods else []
+    return objects, pods, where

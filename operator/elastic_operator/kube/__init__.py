@@ -6,6 +6,7 @@ module              question
 the API server
 ``api``             how is the API server talked to?
 ``api_error``       what does it say when it does not do what it is asked?
+``page``            what does it list?
 ``resources``       which kinds of objects are there, and under which path?
 
 objects
@@ -25,6 +26,7 @@ the operator
 ``process``         what runs in its process, and in which order does it begin and end?
 ``leading``         which of several copies acts?
 ``watching``        how does it hear of changes (kopf)?
+``watch_session``   over which connection, and what is there as a watch begins?
 ``listing``         how does it learn what watches miss?
 ``cache``           what does it know of the API server's objects?
 ``stores``          what does it know of what the agents say?
@@ -45,6 +47,7 @@ the operator
 ``kubeconfig``      which kubeconfig does a person mean?
 ``jobs``            what does a person ask of jobs on a cluster?
 ``snapshot``        what is shown of one?
+``agent_pages``     what do the agents of its jobs measure?
 ``pod_logs``        whose is a line of a log?
 ``job_logs``        what have the pods of a job printed?
 ``log_following``   what do they print now?

@@ -1,4 +1,4 @@
-"""What to do about the refusals that Kubernetes gives most often, whose words say what is wrong and no more."""
+"""What to do about the most frequent refusals of Kubernetes and of etcds, whose words say what is wrong and no more."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ _ADVICE: Final = tuple(
         (
             r"error looking up service account|serviceaccount \"[^\"]*\" not found",
             "create it, or name another one in spec.template.spec.serviceAccountName",
+        ),
+        (
+            r"no PriorityClass with name ",
+            "create it, or name another one in spec.schedulingPolicy.priorityClassName, or in the template",
+        ),
+        (
+            r"certificate of etcd at .* cannot be trusted: .*(self.signed|issuer|first certificate)",
+            "name a Secret in spec.etcd.tlsSecret whose ca.crt is the certificate of its authority",
         ),
         (r"User \"[^\"]*\" cannot \w+ resource ", "grant the operator its rights there (the chart's role has them)"),
         (r"exceeded quota: ", "raise that quota, free some of it, or have the job ask for less"),
@@ -27,7 +35,7 @@ def with_advice(words: str) -> str:
     """A refusal with what to do about it, where that is known.
 
     Args:
-        words: the API server's own.
+        words: the API server's own, or those about an etcd.
     """
     advice = next((advice for pattern, advice in _ADVICE if pattern.search(words)), "")
     return f"{words.removesuffix('.')}; {advice}" if advice else words

@@ -20,9 +20,10 @@ from kubernetes.aio.config import ConfigException, load_incluster_config, load_k
 
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kube.api_error import ApiError, refusal, unreachable
+from elastic_operator.kube.page import Page
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
     from types import TracebackType
 
     from elastic_operator.kube.resources import Resource
@@ -32,6 +33,8 @@ __all__ = ["APPLY_PATCH", "MERGE_PATCH", "Access", "Api", "ApiError"]
 
 _TIMEOUT: Final = 30.0
 _CONNECTIONS: Final = 64
+_LONGEST_REFUSAL: Final = 1 << 20
+"""Bytes that are read of why not; a pod that is asked through the API server may write for ever."""
 _PAGE: Final = 500
 """So many objects are read at once: all pods of a large cluster at once would fill the memory."""
 _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -184,22 +187,24 @@ class Api:
         listing = await self._json("GET", resource.path(namespace), query=query, verb="LIST")
         return list(listing.get("items") or ()), str(listing["metadata"]["resourceVersion"])
 
-    async def pages(
-        self, resource: Resource, namespace: str | None, *, labels: str = ""
-    ) -> AsyncGenerator[tuple[Sequence[Json], str], None]:
-        """What :meth:`list` gives, some hundred objects at a time; the resource version is the same for all of them.
+    async def pages(self, resource: Resource, namespace: str | None, *, labels: str = "") -> AsyncGenerator[Page, None]:
+        """What :meth:`list` gives, some hundred objects at a time.
 
         Raises:
             ApiError: also where reading took so long that the listing is no longer kept (410): begin again.
         """
         query = {**_selection(labels), "limit": str(_PAGE)}
         while True:
-            listing = await self._json("GET", resource.path(namespace), query=query, verb="LIST")
-            about = listing["metadata"]
-            yield listing.get("items") or (), str(about["resourceVersion"])
-            if not about.get("continue"):
+            text = await self._text("GET", resource.path(namespace), query=query, verb="LIST")
+            try:
+                page = Page.of(text)
+            except ValueError:
+                raise self._stranger() from None
+            del text
+            yield page
+            if not page.after:
                 return
-            query["continue"] = about["continue"]
+            query["continue"] = page.after
 
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
         """Make an object; unknown and repeated fields are refused (``fieldValidation=Strict``).
@@ -287,7 +292,7 @@ class Api:
             response = await self._request("GET", path, query=query, time_limit=limit, verb=verb)
             with contextlib.closing(response):
                 if response.status >= 400:
-                    raise refusal(response.status, await response.read())
+                    raise refusal(response.status, await _beginning(response))
                 async for piece in response.content.iter_any():
                     yield piece
         except _NETWORK_ERRORS as error:
@@ -303,6 +308,24 @@ class Api:
         content_type: str = "application/json",
         verb: str = "",
     ) -> dict[str, Any]:
+        data = await self._text(method, path, query=query, body=body, content_type=content_type, verb=verb)
+        try:
+            found: dict[str, Any] = msgspec.json.decode(data)
+        except ValueError:  # it is no JSON, or no UTF-8
+            raise self._stranger() from None
+        return found
+
+    async def _text(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+        verb: str = "",
+    ) -> bytes:
+        """An answer that says that it was done, as it was written."""
         try:
             response = await self._request(method, path, query=query, body=body, content_type=content_type, verb=verb)
             with contextlib.closing(response):
@@ -311,11 +334,10 @@ class Api:
             raise unreachable(error) from None
         if response.status >= 400:
             raise refusal(response.status, data)
-        try:
-            found: dict[str, Any] = msgspec.json.decode(data)
-        except ValueError:  # it is no JSON, or no UTF-8
-            raise ClusterError(f"what answers under {self._configuration.host} is no Kubernetes API server") from None
-        return found
+        return data
+
+    def _stranger(self) -> ClusterError:
+        return ClusterError(f"what answers under {self._configuration.host} is no Kubernetes API server")
 
     async def _request(
         self,
@@ -362,3 +384,12 @@ async def _lines(pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
             yield b"".join((*begun, end))
             begun.clear()
         begun.append(rest)
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) >= _LONGEST_REFUSAL:
+            break
+    return bytes(data)

@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from elastic_operator.kube.events import Events
     from elastic_operator.kube.kept import Kept
     from elastic_operator.kube.managed_etcd import EtcdSeen, ManagedEtcd
+    from elastic_operator.kube.reports import Reports
     from elastic_operator.kube.settings import PodSettings
     from elastic_operator.kube.stores import Stores
     from elastic_operator.kube.writer import Writer
     from elastic_operator.model import Job, NewPod, Plan, Pod, Removal
+    from elastic_operator.report import Report
     from elastic_operator.spec import Json
     from elastic_operator.store_mirror import StoreMirror
 
@@ -60,6 +62,7 @@ class KubernetesCluster:
         writer: writes to it.
         etcd: the jobs' own etcds.
         kept: the jobs' PodGroups and disruption budgets.
+        reports: keeps what is known of a run when its store goes.
         stores: what the agents say.
         events: tells what a person would want to know.
         ledger: remembers what could not be made.
@@ -77,6 +80,7 @@ class KubernetesCluster:
         writer: Writer,
         etcd: ManagedEtcd,
         kept: Kept,
+        reports: Reports,
         stores: Stores,
         events: Events,
         ledger: Ledger,
@@ -90,6 +94,7 @@ class KubernetesCluster:
         self._writer = writer
         self._etcd = etcd
         self._kept = kept
+        self._reports = reports
         self._stores = stores
         self._events = events
         self._ledger = ledger
@@ -144,8 +149,11 @@ class KubernetesCluster:
             epoch=mirror.epoch if mirror is not None else None,
             outcome=mirror.outcome if mirror is not None else None,
             size=mirror.size if mirror is not None else None,
+            split=mirror.split if mirror is not None else None,
+            history=mirror.history if mirror is not None else None,
             refusal=self._ledger.refusal(job),
             hindrance=hindrance,
+            etcd_hindered=managed is not None and managed.hindrance is not None,
             store_trouble=closed or self._told(held),
             store_closed=closed is not None,
             unguarded=self._unguarded.setdefault(job.uid, unguarded_before(job)),
@@ -161,6 +169,8 @@ class KubernetesCluster:
             return
         key = _key(job)
         body = self._observed[key]
+        if plan.report is not None:
+            await self._keep(job, body, plan.report)
         if plan.replicas is not None:
             body = await self._writer.write_replicas(body, plan.replicas)
             job = replace(job, generation=body["metadata"]["generation"])  # what is refused now is refused of this one
@@ -181,6 +191,13 @@ class KubernetesCluster:
             if not self._ledger.fails(job):
                 raise
             self._hinder(job, failure.words)
+
+    async def _keep(self, job: Job, body: Json, report: Report) -> None:
+        """Keep what is known of the job's run; that this can't be done keeps nothing else from being done."""
+        why = await self._reports.keep(job, report)
+        if why is not None:
+            _log.warning("%s: %s", _key(job), why)
+            self._events.tell(body, JobEvent(EventReason.REPORT_NOT_KEPT, why, warning=True))
 
     def _hinder(self, job: Job, why: str) -> None:
         """Something is not made for now."""
@@ -243,6 +260,7 @@ class KubernetesCluster:
             self._departed.forget(former["metadata"]["uid"])
             self._etcd.forget(former["metadata"]["uid"])
             self._unguarded.pop(former["metadata"]["uid"], None)
+            self._reports.forget(former["metadata"]["uid"])
 
     def _told(self, job: Job) -> str | None:
         """Why a store cannot be used that should be there; None where it can, or where nobody needs to know."""
@@ -281,6 +299,9 @@ class KubernetesCluster:
         """Have the job's own etcd there, or gone, as the plan wants it; gives back where pods find the store."""
         external = job.spec.etcd.endpoint
         if not plan.etcd:
+            pending = self._reports.pending(job) if plan.report is not None else None
+            if pending is not None:
+                raise ClusterError(f"what is known of its run could not be kept yet, so its store stays: {pending}")
             if external is None or all(pod.phase.ended for pod in self._cache.pods(job.uid)):
                 self._stores.leave(job.uid)
             await self._etcd.remove(job)

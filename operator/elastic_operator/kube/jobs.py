@@ -7,15 +7,16 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.errors import BadInput, ClusterError
+from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.kube.api import ApiError
 from elastic_operator.kube.etcd_objects import etcd_endpoint, etcd_name
 from elastic_operator.kube.observation import etcd_state
-from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from elastic_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
 from elastic_operator.kube.snapshot import object_of, snapshot_of
 from elastic_operator.kube.user_api import in_words
 from elastic_operator.model import JobState
-from elastic_operator.names import LABEL_JOB, worker_selector
+from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
+from elastic_operator.report_json import REPORT_KEY
 from elastic_operator.unchecked import mappings, text
 
 if TYPE_CHECKING:
@@ -80,9 +81,38 @@ class ClusterJobs:
         """
         job = await self.object(name)
         uid = job["metadata"]["uid"]
-        pods = await self._as_far_as_allowed("pods", self._workers(name))
+        pods = await self.workers(name)
         events = await self._as_far_as_allowed("events", self._events(uid))
         return snapshot_of(job, pods, events, await self._etcd(job))
+
+    async def workers(self, name: str = "", *, all_namespaces: bool = False) -> list[Json]:
+        """The worker pods of a job; where none is named, those of all jobs. None where they may not be seen.
+
+        Args:
+            name: of the job.
+            all_namespaces: those in other namespaces, too.
+        """
+        selector = worker_selector(name) if name else f"{LABEL_JOB},{LABEL_ROLE}={ROLE_WORKER}"
+        return await self._as_far_as_allowed("pods", self._pods(None if all_namespaces else self.namespace, selector))
+
+    async def report(self, name: str) -> str:
+        """The report of a job, as it is kept.
+
+        Raises:
+            NotFound: none is kept, and the message says why; or there is no such job.
+        """
+        job = await self.object(name)
+        about = f"the job {name} is still {text(job, 'status', 'state') or 'Pending'}"
+        missing = (
+            f"no report of the job {name} is kept, though it is over; was it over before this version was installed?"
+            if has_finished(job)
+            else f"{about}: its report is kept when it has ended, or rests; `elasticjob top {name}` shows how it trains"
+        )
+        with in_words(missing):
+            kept = await self._api.get(CONFIG_MAPS, self.namespace, report_name(name))
+        if not _belongs(kept, job["metadata"]["uid"]):
+            raise NotFound(missing)
+        return text(kept, "data", REPORT_KEY)
 
     async def scale(self, name: str, replicas: int) -> None:
         """Ask for another number of pods.
@@ -143,8 +173,8 @@ class ClusterJobs:
             state = text(job, "status", "state")
             raise BadInput(f"the job {name} is over ({state}) and does not change any more")
 
-    async def _workers(self, name: str) -> list[Json]:
-        found, _ = await self._api.list(PODS, self.namespace, labels=worker_selector(name))
+    async def _pods(self, namespace: str | None, selector: str) -> list[Json]:
+        found, _ = await self._api.list(PODS, namespace, labels=selector)
         return found
 
     async def _events(self, uid: str) -> list[Json]:

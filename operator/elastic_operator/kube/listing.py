@@ -241,8 +241,8 @@ class Listings:
         uids: set[str] = set()
         as_of = 0
         async with contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:
-            async for page, version in pages:
-                as_of = int(version)
+            async for page in pages:
+                as_of = int(page.version)
                 for body in page:
                     self._cache.put(resource, body)
                     uids.add(body["metadata"]["uid"])

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from elastic_operator.kube.job_metrics import JobSeries
 from elastic_operator.kube.resources import PODS
 from elastic_operator.kube.tally import Cause, restarts, seconds_to_running
 from elastic_operator.names import ConditionType
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from elastic_operator.spec import Json
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_END = b"# EOF\n"
+"""With this the newer of the two formats ends."""
 _STARTS = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0)
 """Seconds from apply to running: images are pulled meanwhile, and places in the cluster waited for."""
 
@@ -77,6 +81,20 @@ class OperatorMetrics:
             registry=self.registry,
         )
         self._gauges: list[Gauge] = []
+        self._series: JobSeries | None = None
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """What is shown to whoever looks, and of which type that is.
+
+        Args:
+            accept: the types that are understood, as in the header of that name.
+        """
+        encode, content_type = choose_encoder(accept)
+        page = encode(self.registry)
+        if self._series is None:
+            return page, content_type
+        jobs = self._series.text(open_metrics=page.endswith(_END)).encode()
+        return (page.removesuffix(_END) + jobs + _END if page.endswith(_END) else page + jobs), content_type
 
     def reconciled(self, seconds: float, result: str) -> None:
         """A job was looked at.
@@ -118,13 +136,15 @@ class OperatorMetrics:
         if seconds is not None:
             self._starts.observe(seconds)
 
-    def jobs(self, bodies: Callable[[], Iterable[Json]]) -> None:
-        """Show how many jobs have which condition.
+    def jobs(self, bodies: Callable[[], Iterable[Json]], acts: Callable[[], bool] = lambda: True) -> None:
+        """Show how many jobs have which condition, and how each of them stands.
 
         Args:
             bodies: gives all jobs.
+            acts: whether this copy of the operator acts: of each job that one tells alone, so that sums are right.
         """
         self.registry.register(_JobsByCondition(bodies))
+        self._series = JobSeries(lambda: bodies() if acts() else ())
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """A number that is asked for whenever somebody looks."""

@@ -14,7 +14,7 @@ from elastic_operator.errors import BadInput
 from elastic_operator.kube.advice import with_advice
 from elastic_operator.kube.container_state import ContainerState, container_states, is_over, seconds
 from elastic_operator.kube.pod_fate import conditions_of, fate_of, reasons_of
-from elastic_operator.kube.pod_words import last_message, why_not_ready, why_unfit, why_waiting
+from elastic_operator.kube.pod_words import init_exit_code, last_message, why_not_ready, why_unfit, why_waiting
 from elastic_operator.kube.spec_shape import misfit_of
 from elastic_operator.model import EtcdState, Job, Pod, PodPhase
 from elastic_operator.names import ANNOTATION_FAILED, ANNOTATION_FAILURES, ANNOTATION_SIZE, LABEL_INDEX, OWN_PREFIX
@@ -62,6 +62,7 @@ def pod_of(obj: Json) -> Pod:
         started=worker.started,
         ended=_ended(obj, worker) if phase.ended else None,
         exit_code=worker.exit_code,
+        init_exit_code=init_exit_code(obj) if phase.ended and worker.terminated is None else None,
         message=message,
         failures=_number(text(annotations, ANNOTATION_FAILURES)) or 0,
         failed=seconds(annotations.get(ANNOTATION_FAILED)),

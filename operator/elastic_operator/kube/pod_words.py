@@ -84,6 +84,12 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
     return "\n".join(part for part in parts if part) or None
 
 
+def init_exit_code(pod: Json) -> int | None:
+    """The exit code of the first init container that failed; None where none did, or it has none that is known."""
+    failed = _first_that_failed(pod)
+    return None if failed is None else failed.exit_code
+
+
 def why_unfit(pod: Json, worker: ContainerState) -> Unfit | None:
     """Why no agent that this operator understands can run in the pod; None where nothing says so."""
     image = _image(pod, WORKER, "containers")
@@ -180,14 +186,17 @@ def _end_of_pod(pod: Json) -> str:
 
 
 def _failed_init_container(pod: Json) -> str:
-    for container in container_states(pod, "initContainerStatuses"):
-        if container.terminated is not None and container.exit_code != 0:
-            lines = text(container.terminated, "message").strip().splitlines()
-            code = (
-                "came to an unknown end" if container.exit_code is None else f"exited with code {container.exit_code}"
-            )
-            return f"its init container {container.name} {code}{f': {_clean(lines[-1])}' if lines else ''}"
-    return ""
+    container = _first_that_failed(pod)
+    if container is None:
+        return ""
+    lines = text(container.terminated, "message").strip().splitlines()
+    code = "came to an unknown end" if container.exit_code is None else f"exited with code {container.exit_code}"
+    return f"its init container {container.name} {code}{f': {_clean(lines[-1])}' if lines else ''}"
+
+
+def _first_that_failed(pod: Json) -> ContainerState | None:
+    init_containers = container_states(pod, "initContainerStatuses")
+    return next((each for each in init_containers if each.terminated is not None and each.exit_code != 0), None)
 
 
 def _joined(reason: str, message: str) -> str:

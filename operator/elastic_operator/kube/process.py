@@ -24,6 +24,7 @@ from elastic_operator.kube.ledger import Ledger
 from elastic_operator.kube.listing import Listings
 from elastic_operator.kube.managed_etcd import ManagedEtcd
 from elastic_operator.kube.metrics import OperatorMetrics
+from elastic_operator.kube.reports import Reports
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
 from elastic_operator.kube.stores import Stores
 from elastic_operator.kube.watching import Watches
@@ -74,7 +75,7 @@ class Operator:
         Raises:
             BadInput: what it was started with cannot be.
         """
-        web = Web(self._settings.listen, registry=self._metrics.registry, ill=self._ill, unready=self._unready)
+        web = Web(self._settings.listen, metrics=self._metrics.page, ill=self._ill, unready=self._unready)
         async with web:
             self._measure()
             whose = ", ".join(self._settings.namespaces) or "all namespaces"
@@ -131,6 +132,7 @@ class Operator:
                 writer=writer,
                 etcd=ManagedEtcd(self._api, self._cache, writer, settings.pods),
                 kept=Kept(self._cache, writer),
+                reports=Reports(self._api),
                 stores=stores,
                 events=events,
                 ledger=Ledger(),
@@ -168,8 +170,6 @@ class Operator:
             self._cache.remove(resource, body)
             return
         self._cache.put(resource, body)
-        if kind is None:
-            self._listings.doubt()
 
     def _on_change(self, key: str) -> None:
         """A job is to be looked at. Who begins to lead looks at all of them, so that nobody else has to remember."""
@@ -197,7 +197,7 @@ class Operator:
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(self._cache.count, resource)
             self._metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
-        self._metrics.jobs(self._jobs)
+        self._metrics.jobs(self._jobs, lambda: self._reconciler is not None)
 
     def _ill(self) -> str:
         reconciler = self._reconciler

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
+from elastic_operator.kube.advice import with_advice
 from elastic_operator.kube.etcd_secrets import Credentials
 from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError
@@ -262,6 +263,7 @@ class Stores:
     def _away(self, followed: _Followed, sentence: str) -> None:
         if not followed.up.is_set():
             return  # a job's own etcd comes and goes with its pod; of one that should be there, somebody should know
+        sentence = with_advice(sentence)
         now = time.monotonic()
         if followed.away_since is None:
             followed.away_since = now

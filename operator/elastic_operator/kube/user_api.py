@@ -31,6 +31,8 @@ _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _NO_SUCH_KIND: Final = "could not find the requested resource"
 _SILENCE: Final = 30.0
 """Seconds without a byte after which an answer is no longer waited for."""
+_LARGEST_ANSWER: Final = 16 << 20
+"""Bytes of what a pod serves."""
 _NOT_NOW: Final = 9
 """How often a server may say that it has too much to do, or just learns a new kind of object."""
 _BETWEEN_WATCHES: Final = 0.2
@@ -83,6 +85,28 @@ class UserApi(Api):
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 yield piece
+
+    async def from_pod(self, namespace: str, pod: str, port: int, path: str) -> bytes:
+        """What a pod serves, through the API server.
+
+        Args:
+            namespace: of the pod.
+            pod: its name.
+            port: on which it serves.
+            path: there, with its slash.
+
+        Raises:
+            ApiError: the pod does not answer, or it may not be asked.
+            ClusterError: the answer is too large, or the API server cannot be reached.
+        """
+        pieces = self._stream(f"/api/v1/namespaces/{namespace}/pods/{pod}:{port}/proxy{path}", {}, silence=_SILENCE)
+        data = bytearray()
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                data += piece
+                if len(data) > _LARGEST_ANSWER:
+                    raise ClusterError(f"what {pod} serves under {path} is too large")
+        return bytes(data)
 
     async def states(
         self, resource: Resource, namespace: str, *, labels: str = "", name: str = ""

@@ -20,18 +20,20 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import kopf
 
 from elastic_operator.kube.listing import LOOKED_AT
+from elastic_operator.kube.watch_session import Sessions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from elastic_operator.kube.api import Access
+    from elastic_operator.kube.page import Page
     from elastic_operator.kube.resources import Resource
     from elastic_operator.spec import Json
 
 _log: Final = logging.getLogger(__name__)
 
-_PAGE: Final = 100
-"""So many objects are listed at once as the watches begin: they are whole, and it is then that most memory is used."""
+_PAGE: Final = 250
+"""So many objects are listed at once as the watches begin."""
 _PATIENCE: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
 """Seconds between tries of a request; then the watches end, and are begun anew."""
 _FIRST_DELAY: Final = 1.0
@@ -55,7 +57,7 @@ class Watches:
             DELETED; None: it is there, as a watch begins) and the object.
         possible: returns, when there is what is to be watched, the namespaces where it may be; empty for all.
         outdated: returns when other namespaces than these are to be watched.
-        began: called when the watches begin, and begin anew.
+        began: called when the watches begin or one of them begins anew, also with each page that it lists then.
     """
 
     def __init__(
@@ -108,26 +110,30 @@ class Watches:
     ) -> Callable[[asyncio.Event], Coroutine[Any, Any, None]]:
         """What is to run in a loop of its own, until the event that it is given is set."""
 
+        async def listed(resource: Resource, page: Page) -> None:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._hear_page(resource, page), home))
+
         async def watch(stop: asyncio.Event) -> None:
-            await kopf.operator(
-                registry=self._registry(home),
-                settings=_settings(),
-                standalone=True,
-                clusterwide=not namespaces,
-                namespaces=namespaces,
-                stop_flag=stop,
-                # It would ask for the user's name, and in a container a user may have none.
-                identity="elastic-operator",  # type: ignore[arg-type]  # a text; kopf keeps the type's name to itself
-            )
+            async with Sessions(listed) as sessions:
+                await kopf.operator(
+                    registry=self._registry(home, sessions),
+                    settings=_settings(),
+                    standalone=True,
+                    clusterwide=not namespaces,
+                    namespaces=namespaces,
+                    stop_flag=stop,
+                    # It would ask for the user's name, and in a container a user may have none.
+                    identity="elastic-operator",  # type: ignore[arg-type]  # a text; kopf keeps the type's name to itself
+                )
 
         return watch
 
-    def _registry(self, home: asyncio.AbstractEventLoop) -> kopf.OperatorRegistry:
+    def _registry(self, home: asyncio.AbstractEventLoop, sessions: Sessions) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
-        async def login(**_: object) -> kopf.ConnectionInfo:
+        async def login(**_: object) -> kopf.AiohttpSession:
             asked = asyncio.run_coroutine_threadsafe(_awaited(self._access), home)
-            return connection(await asyncio.wrap_future(asked))
+            return await sessions.over(await asyncio.wrap_future(asked))
 
         kopf.on.login(id="login", registry=registry)(login)
         told = Told(home, self._hear)
@@ -140,6 +146,14 @@ class Watches:
                 registry=registry,
             )(_handler(resource, told))
         return registry
+
+    async def _hear_page(self, resource: Resource, page: Page) -> None:
+        """Hear what is there as a watch begins; where nothing is, that is news, too."""
+        self._began()
+        for number, body in enumerate(page, start=1):
+            _heard(self._hear, resource, None, body)
+            if not number % _AT_ONCE:
+                await asyncio.sleep(0)
 
 
 class Told:
@@ -167,14 +181,20 @@ class Told:
 
     def _take(self) -> None:
         for _ in range(min(len(self._news), _AT_ONCE)):
-            try:
-                self._hear(*self._news[0])
-            except Exception:  # noqa: BLE001 - a defect met in one object must not silence all others
-                _log.exception("an unexpected error in what a watch has told")
+            _heard(self._hear, *self._news[0])
             self._news.popleft()
             if not self._news:
                 return
         self._home.call_soon(self._take)
+
+
+def _heard(
+    hear: Callable[[Resource, str | None, Json], None], resource: Resource, kind: str | None, body: Json
+) -> None:
+    try:
+        hear(resource, kind, body)
+    except Exception:  # noqa: BLE001 - a defect met in one object must not silence all others
+        _log.exception("an unexpected error in what a watch has told")
 
 
 def _handler(resource: Resource, told: Told) -> Callable[..., Awaitable[None]]:
@@ -212,22 +232,6 @@ def _settings() -> kopf.OperatorSettings:
         if labels:
             settings.watching.label_selectors[resource.group, resource.version, resource.plural] = labels
     return settings
-
-
-def connection(access: Access) -> kopf.ConnectionInfo:
-    """The same way to the API server in the words of kopf."""
-    scheme, _, token = (access.authorization or "").rpartition(" ")
-    return kopf.ConnectionInfo(
-        server=access.server,
-        ca_path=access.authority_file,
-        ca_data=access.authority,
-        insecure=access.insecure,
-        certificate_path=access.certificate_file,
-        private_key_path=access.key_file,
-        scheme=(scheme or "Bearer") if token else None,
-        token=token or None,
-        proxy_url=access.proxy,
-    )
 
 
 async def _awaited(make: Callable[[], Awaitable[Access]]) -> Access:

@@ -11,15 +11,12 @@ import socket
 from typing import TYPE_CHECKING, Self
 
 from aiohttp import web
-from prometheus_client.exposition import choose_encoder
 
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
-
-    from prometheus_client import CollectorRegistry
 
     from elastic_operator.kube.options import Address
 
@@ -32,14 +29,16 @@ class Web:
 
     Args:
         listen: where.
-        registry: what /metrics shows.
+        metrics: gives what /metrics shows and its type, for the types that are understood.
         ill: gives what is wrong with the process, as a sentence; empty where nothing is.
         unready: gives what the operator waits for before it could act; empty where for nothing.
     """
 
-    def __init__(self, listen: Address, *, registry: CollectorRegistry, ill: Complaint, unready: Complaint) -> None:
+    def __init__(
+        self, listen: Address, *, metrics: Callable[[str], tuple[bytes, str]], ill: Complaint, unready: Complaint
+    ) -> None:
         self._listen = listen
-        self._registry = registry
+        self._page = metrics
         self._answers = {"/healthz": ill, "/readyz": unready}
         self._runner: web.AppRunner | None = None
         self.port = 0
@@ -69,8 +68,8 @@ class Web:
             await self._runner.cleanup()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
+        page, content_type = self._page(request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
 
 
 def _probe(complaint: Complaint) -> Callable[[web.Request], Awaitable[web.Response]]:

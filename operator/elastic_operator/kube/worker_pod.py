@@ -7,6 +7,7 @@ twice (:func:`elastic_operator.pods.problem_of`), then these defaults:
   its own it is bounded by the pod's memory limit, and counts as such. An empty folder on /tmp, so that the root file
   system may be read-only, and on the checkpoints' folder. A volume that the template has there takes
   its place.
+* The annotations by which a Prometheus without an operator of its own is often set up to find what it scrapes.
 * No environment variables for each service of the namespace: a job needs none, and in a namespace of thousands their
   number alone keeps containers from starting. No token for the API server, to which no agent ever talks.
 * No rights beyond those of an ordinary process.
@@ -73,15 +74,29 @@ def worker_pod(job: Job, new: NewPod, settings: PodSettings, *, store: str) -> d
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": _metadata(job, new, template.get("metadata")),
+        "metadata": _metadata(job, new, template.get("metadata"), _metrics_port(job, settings)),
         "spec": _spec(job, new, settings, store, template.get("spec")),
     }
 
 
-def _metadata(job: Job, new: NewPod, given: object) -> object:
-    metadata = completed(
-        given, {"labels": common_labels(job, ROLE_WORKER), "annotations": {_DEFAULT_CONTAINER: WORKER}}
-    )
+def _metrics_port(job: Job, settings: PodSettings) -> int:
+    """Where the agent serves /metrics; 0: on any free port."""
+    if job.spec.metrics_port is not None:
+        return job.spec.metrics_port
+    # Whoever is on the host's network shares its ports with others of the kind.
+    on_the_host = mapping(job.spec.template.get("spec")).get("hostNetwork") is True
+    return 0 if on_the_host else settings.agent_metrics_port
+
+
+def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object:
+    defaults = {_DEFAULT_CONTAINER: WORKER}
+    if metrics_port:
+        defaults |= {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(metrics_port),
+            "prometheus.io/path": "/metrics",
+        }
+    metadata = completed(given, {"labels": common_labels(job, ROLE_WORKER), "annotations": defaults})
     if not isinstance(metadata, dict):
         return metadata
     gang = gang_marks(job)
@@ -136,10 +151,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings
     container = completed_mapping(
         given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
     )
-    metrics_port = job.spec.metrics_port
-    if metrics_port is None:
-        # Whoever is on the host's network shares its ports with others of the kind.
-        metrics_port = 0 if pod.get("hostNetwork") is True else settings.agent_metrics_port
+    metrics_port = _metrics_port(job, settings)
     surroundings = Surroundings(
         store=store,
         checkpoints=f"{CHECKPOINT_FOLDER}/{job.name}/{new.index}",

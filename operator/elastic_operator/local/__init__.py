@@ -21,6 +21,7 @@ module              question
 ``publisher``       who is told of a change, and how often?
 ``control``         how do other terminals reach a run? (the side that serves)
 ``client``          how do other terminals reach a run? (the side that asks)
+``agent_pages``     what do the agents measure?
 ``log_files``       where is a rank's output, and how is it followed across epochs?
 ``view``            what does ``elasticjob run`` show while the job goes on?
 ``render``          how does the live picture look?

@@ -6,6 +6,7 @@ plain and synchronous, on the standard library alone, so that ``elasticjob get``
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -39,6 +40,14 @@ class LocalClient:
             NotFound: it is over.
         """
         return self._ask("GET", "/job")
+
+    def report(self) -> bytes:
+        """The report of the run, as it would be kept if it ended now.
+
+        Raises:
+            NotFound: it is over.
+        """
+        return json.dumps(self._ask("GET", "/job/report")).encode()
 
     def scale(self, replicas: int) -> None:
         """Ask for another number of pods.
@@ -154,6 +163,31 @@ def find_job(name: str, *, home: Path | None = None) -> Snapshot:
         NotFound: there is no such job or run.
     """
     return known_jobs(name, home=home)[0]
+
+
+def report_of(name: str, *, home: Path | None = None) -> tuple[bytes, str]:
+    """The report of a job: of one that goes on as it would be now, or else as its run's folder has it.
+
+    Args:
+        name: of a job, or the id of a run.
+        home: see :func:`known_jobs`.
+
+    Returns:
+        It, and how the run has ended (:class:`elastic_operator.local.ending.How`), which is empty where it goes on.
+
+    Raises:
+        NotFound: there is none, and the message says why; or there is no such job or run.
+    """
+    job = find_job(name, home=home)
+    if job["run"]["alive"]:
+        with contextlib.suppress(NotFound):  # it has ended meanwhile
+            return connect(name, home=home).report(), ""
+        job = find_job(name, home=home)
+    kept = RunFolder(Path(str(job["run"].get("directory")))).read_report()
+    if kept is None:
+        why = "was its run killed, or of a version that wrote none?"
+        raise NotFound(f"there is no report of {name}: {why} `elasticjob describe {name}` says what is known")
+    return kept, str((job["run"].get("ended") or {}).get("how") or "killed")
 
 
 def connect(name: str, *, home: Path | None = None) -> LocalClient:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from elastic_operator.local.live_job import LiveJob
     from elastic_operator.local.pod_process import PodCommand
     from elastic_operator.model import Job, NewPod, Removal
+    from elastic_operator.report import Report
     from torchelastic.contract import SizeRecord
 
 _KEPT_EVENTS: Final = 200
@@ -67,6 +68,7 @@ class LocalCluster:
         command: Callable[[NewPod, str], PodCommand],
         changed: Callable[[], None],
         broken: Callable[[ElasticJobError], None],
+        keep: Callable[[Report], None],
     ) -> None:
         """A cluster without pods.
 
@@ -76,12 +78,14 @@ class LocalCluster:
             command: what the process of a new pod is, given the store's endpoint.
             changed: called whenever something has changed.
             broken: called when the run can't go on, with what to tell.
+            keep: called with what is to be kept of the run before its store goes.
         """
         self._live = live
         self._command = command
         self._changed = changed
         self._tasks = asyncio.TaskGroup()
         self._broken = broken
+        self._keep = keep
         self._store_tasks: list[asyncio.Task[None]] = []
         self._store_away = False
         self._ending = False
@@ -103,14 +107,21 @@ class LocalCluster:
         """The job and all that is known of it; None for any other job."""
         if key != self._live.key:
             return None
+        return self._live.job(), self.look()
+
+    def look(self) -> Observed:
+        """All that is known of the job now."""
         mirror = self.mirror
-        return self._live.job(), Observed(
+        follows = bool(self._store_tasks)  # what was read before a rest is known already
+        return Observed(
             pods=tuple(pod.observed(ready=self.serves(pod)) for pod in self.pods),
             etcd=self._store_state(),
             store_read=mirror.readable,
             epoch=mirror.epoch,
             outcome=mirror.outcome,
             size=mirror.size,
+            split=mirror.split if follows else None,
+            history=mirror.history if follows else None,
         )
 
     async def apply(self, job: Job, plan: Plan) -> None:
@@ -123,6 +134,8 @@ class LocalCluster:
         if job != live.job():
             self._changed()
             return
+        if plan.report is not None:
+            self._keep(plan.report)
         if plan.replicas is not None and "replicas" not in live.manifest["spec"]:
             live.set_replicas(plan.replicas)
         if plan.status is not None:
@@ -138,7 +151,7 @@ class LocalCluster:
             self._create(new)
         if not plan.etcd:
             await self.end_store()
-        if plan != Plan(etcd=plan.etcd, wake_at=plan.wake_at):
+        if plan != Plan(report=plan.report, etcd=plan.etcd, wake_at=plan.wake_at):
             self._changed()
         if refusal is not None:
             raise ClusterError(f"the wanted size could not be written to the store: {refusal}")

@@ -4,6 +4,7 @@
 method  path              what it does
 ======  ================  ==========================================================================
 GET     ``/job``          a snapshot, see :mod:`elastic_operator.local.snapshot`
+GET     ``/job/report``   what would be kept of the run if it ended now, see :mod:`elastic_operator.report_json`
 GET     ``/watch``        snapshots, one a line: now, after every change, and the last one at the end
 PATCH   ``/job/scale``    ``{"replicas": n}``: 200, or 422 with ``{"message": sentence}``
 PATCH   ``/job/suspend``  ``{"suspend": true or false}``: likewise
@@ -37,6 +38,9 @@ class Controlled(Protocol):
     """What can be done to a run from outside."""
 
     publisher: Publisher
+
+    def report(self) -> bytes:
+        """What would be kept of the run if it ended now, as JSON."""
 
     def scale(self, replicas: int) -> None:
         """Ask for another number of pods.
@@ -80,6 +84,9 @@ def _application(run: Controlled) -> web.Application:
     async def job(_: web.Request) -> web.Response:
         return web.json_response(run.publisher.now())
 
+    async def report(_: web.Request) -> web.Response:
+        return web.Response(body=run.report(), content_type="application/json")
+
     async def watch(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
@@ -109,6 +116,7 @@ def _application(run: Controlled) -> web.Application:
     application.add_routes(
         [
             web.get("/job", job),
+            web.get("/job/report", report),
             web.get("/watch", watch),
             web.patch("/job/scale", scale),
             web.patch("/job/suspend", suspend),

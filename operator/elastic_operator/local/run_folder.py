@@ -4,6 +4,7 @@ Each run has a folder ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
 
     job.json       what is known of the run (elastic_operator.local.snapshot), rewritten whenever it changes
     manifest.yaml  the manifest as it was last applied
+    report.json    what is known of the run once it is over, or suspended (elastic_operator.report_json)
     logs/          <pod>/agent.log, and <pod>/epoch_E/rank_R/output.log of its workers
     logs.1/ …      the same of earlier runs, if this one resumed them
     checkpoints/   <job>/<index>/, the folder that each pod's program is given
@@ -96,6 +97,11 @@ class RunFolder:
         """The last that is known of the run."""
         return self.path / "job.json"
 
+    @property
+    def report(self) -> Path:
+        """What is kept of the job when it has ended, or rests; see :mod:`elastic_operator.report_json`."""
+        return self.path / "report.json"
+
     def pod_logs(self, pod: str) -> Path:
         """Where the logs of one pod are."""
         return self.logs / pod
@@ -119,6 +125,21 @@ class RunFolder:
         except (OSError, ValueError):
             return None
         return record if isinstance(record, dict) else None
+
+    def write_report(self, data: bytes) -> None:
+        """Keep the report of the run, as a whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        _replace(self.report, data)
+
+    def read_report(self) -> bytes | None:
+        """The report that was last kept; None where there is none."""
+        try:
+            return self.report.read_bytes()
+        except OSError:
+            return None
 
     def write_manifest(self, data: Mapping[str, Any]) -> None:
         """Keep the manifest as it was applied.

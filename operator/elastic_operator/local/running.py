@@ -18,6 +18,12 @@ from elastic_operator.local.cluster import LocalCluster
 from elastic_operator.local.control import control_server
 from elastic_operator.local.ending import Ending, How
 from elastic_operator.local.follow import saves, writes_below
+from elastic_operator.local.keeping import (
+    keep_report,
+    report_of_going_on,
+    report_of_unfinished,
+    with_what_was_kept,
+)
 from elastic_operator.local.name_claim import Holder
 from elastic_operator.local.not_honoured import warning_of
 from elastic_operator.local.publisher import Publisher
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
     from elastic_operator.local.pod_command import PodCommands
     from elastic_operator.local.run_folder import RunFolder
     from elastic_operator.manifest import Manifest
+    from elastic_operator.report import Report
 
 STOP_GRACE: Final = 3.0
 """Seconds that pods have to end in when the user interrupts the run, beyond the notice that their workers asked for."""
@@ -110,7 +117,16 @@ class LocalRun:
             command=lambda pod, store: self._commands.command(self._live.job(), pod, store),
             changed=self._changed,
             broken=lambda error: end.begin(Ending(How.BAD_INPUT, str(error), error)),
+            keep=self._keep_report,
         )
+
+    def report(self) -> bytes:
+        """What would be kept of the run if it ended now, as JSON."""
+        kept = self._folder.read_report()
+        if kept is not None and self._live.status.state.finished:
+            return kept
+        report = report_of_going_on(self._live.job(), self._cluster.look())
+        return with_what_was_kept(kept, report)
 
     def scale(self, replicas: int) -> None:
         """Ask for another number of pods.
@@ -179,6 +195,8 @@ class LocalRun:
             if observer is not None:
                 observer.say_ending("ending its pods; Ctrl-C again kills them at once")
             await cluster.end_pods(None if ending.how is How.DELETED else STOP_GRACE + cluster.notice_asked())
+        if not self._live.status.state.finished:
+            self._keep_report(report_of_unfinished(self._live.job(), cluster.look(), time.time()))
         await cluster.end_store()
         if not self._live.status.state.finished:
             self._live.status = replace(self._live.status, replicas=0, ready=0)
@@ -219,6 +237,12 @@ class LocalRun:
             if self._recorded:
                 self._recorded = False
                 self._warn(LocalReason.NOT_RECORDED, f"{self._folder.record} cannot be written: {error.strerror}")
+
+    def _keep_report(self, report: Report) -> None:
+        try:
+            keep_report(self._folder, report)
+        except OSError as error:
+            self._warn(LocalReason.NOT_RECORDED, f"{self._folder.report} cannot be written: {error.strerror}")
 
     async def _show(self, observer: Observer) -> None:
         async with contextlib.aclosing(self.publisher.snapshots(interval=_VIEW_INTERVAL)) as snapshots:

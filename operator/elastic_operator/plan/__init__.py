@@ -16,6 +16,8 @@ module          question
 ``clearing``    what is cleared away then?
 ``size``        how many pods should there be, what are the agents told, and which pods go?
 ``places``      which places are empty, and when are they filled?
+``times``       where did the job's time go?
+``keeping``     what is kept of the run when its store goes?
 ``standing``    what does the status say?
 ``conditions``  what holds of the job, and why?
 ``failures``    what failed last?
@@ -35,10 +37,11 @@ from elastic_operator.plan import words
 from elastic_operator.plan.clearing import clear_away
 from elastic_operator.plan.doubt import PATIENCE, is_in_doubt, keeps_from_rest
 from elastic_operator.plan.ending import deadline_of, find_ending
+from elastic_operator.plan.keeping import report_at_rest, report_at_the_end
 from elastic_operator.plan.news import farewell, news, news_of_resting
 from elastic_operator.plan.places import find_vacancies, forget
 from elastic_operator.plan.roster import Roster
-from elastic_operator.plan.size import settle_size
+from elastic_operator.plan.size import giving_way, settle_size, store_comes_first
 from elastic_operator.plan.standing import (
     Invalid,
     Scene,
@@ -48,6 +51,7 @@ from elastic_operator.plan.standing import (
     unless_the_same,
 )
 from elastic_operator.plan.terms import has_to_rest, settle_terms
+from elastic_operator.plan.times import at_a_turn
 from elastic_operator.plan.toll import take_toll
 from elastic_operator.spec import MANAGER
 from elastic_operator.status_json import rfc3339
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
     from elastic_operator.plan.places import Vacancy
     from elastic_operator.plan.terms import Terms
     from elastic_operator.plan.toll import Toll
+    from torchelastic.contract import TimeSplit
 
 __all__ = ["plan"]
 
@@ -81,7 +86,7 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     if job.deleting:
         return _take_down(roster)
     if job.status.state.finished:
-        return _clear(job, job.status, roster, now)
+        return _clear(job, job.status, observed, roster, now)
 
     in_doubt = is_in_doubt(job, observed, roster)
     resting = job.spec.suspend or has_to_rest(job, roster, in_doubt=in_doubt)
@@ -94,7 +99,7 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     ending = find_ending(job, observed, roster, toll, now)
     if ending is not None:
         status = finished_status(job, observed, toll, ending, now)
-        return replace(_clear(job, status, roster, now), events=(farewell(status),))
+        return replace(_clear(job, status, observed, roster, now), events=(farewell(status),))
     if resting:
         return _rest(job, observed, roster, toll, terms, until, now)
     if terms.mistake is not None:
@@ -113,10 +118,12 @@ def _rest(
     unread = not roster.unfinished and (until is not None or bool(toll.unjudged))
     stays = job.spec.suspend or unread or bool(roster.unfinished)
     status = resting_status(job, observed, toll, terms, roster, now, unread=unread)
+    at_rest = not roster.unfinished and not unread
     return Plan(
+        report=report_at_rest(job, status, observed) if at_rest else None,
         status=unless_the_same(job.status, status, staying=()),
         events=news_of_resting(job, status, toll),
-        etcd=observed.etcd is not EtcdState.ABSENT and (bool(roster.unfinished) or unread),
+        etcd=observed.etcd is not EtcdState.ABSENT and not at_rest,
         remove=_removals(_without(roster.live + roster.ended, toll.unjudged), "the job is suspended"),
         wake_at=_next_time(until, toll.judged_at, None if stays else now + _AT_ONCE, now=now),
     )
@@ -125,7 +132,9 @@ def _rest(
 def _leave_as_it_is(job: Job, observed: Observed, roster: Roster, toll: Toll, terms: Terms, now: float) -> Plan:
     """Do nothing for a job whose spec can't be meant, until it is mended; what runs goes on."""
     invalid = Invalid(Reason.BAD_SPEC, terms.mistake or "")
-    scene = Scene(staying=roster.live, gone=_without(roster.past, toll.unjudged), invalid=invalid)
+    scene = Scene(
+        staying=roster.live, gone=_without(roster.past, toll.unjudged), split=job.status.split, invalid=invalid
+    )
     status = running_status(job, observed, toll, terms, scene, now)
     return Plan(
         status=unless_the_same(job.status, status, roster.live),
@@ -142,16 +151,19 @@ def _go_on(
 ) -> Plan:
     """Bring the job to its size: tell the agents, remove pods that are too many, fill the empty places."""
     sizing = settle_size(job, observed, roster)
-    staying = _without(roster.live, sizing.going)
-    last = roster.last_of_each_place(job, sizing.going)
+    yielding = giving_way(job, observed, _without(roster.live, sizing.going))
+    going = sizing.going + yielding
+    staying = _without(roster.live, going)
+    last = roster.last_of_each_place(job, going)
     vacancies = find_vacancies(staying, job.spec.desired, last, now)
     refused = observed.refusal is not None
     held = (in_doubt or toll.may_be_the_end) and not refused
-    fillable = () if refused else vacancies
+    fillable = () if refused or store_comes_first(observed) else vacancies
     due = tuple(vacancy for vacancy in fillable if vacancy.due <= now and not held)
     later = tuple(vacancy for vacancy in fillable if vacancy.due > now)
     taken = {pod.name for pod in observed.pods}.union(observed.size.going if observed.size is not None else ())
-    resume = _resume_record(job.status)
+    split = _split(job, observed, now)
+    resume = _resume_record(replace(job.status, split=split))
     created = tuple(
         vacancy.filled(job, sizing.record, taken, resume=resume, life=_life(job.status, now), excluded=toll.excluded)
         for vacancy in due
@@ -160,7 +172,8 @@ def _go_on(
 
     scene = Scene(
         staying=staying,
-        gone=_without(roster.past, toll.unjudged) + sizing.going,
+        gone=_without(roster.past, toll.unjudged) + going,
+        split=split,
         created=created,
         backing_off=later,
         held=held,
@@ -180,6 +193,7 @@ def _go_on(
         size=sizing.tell,
         remove=(
             *_removals(sizing.going, f"{job.spec.desired} are wanted"),
+            *_removals(yielding, "the job's etcd needs its room first"),
             *_removals(forgotten, "it has ended and is not needed any more"),
         ),
         create=created,
@@ -204,8 +218,14 @@ def _refusal(job: Job, observed: Observed, vacancies: Sequence[Vacancy]) -> Inva
 
 def _resume_record(status: JobStatus) -> ResumeRecord | None:
     """What agents have to know that were not there before the job was suspended, when its store was taken down."""
-    known = ResumeRecord(epoch=status.epoch, restarts=status.restarts, free=status.free_restarts)
+    known = ResumeRecord(epoch=status.epoch, restarts=status.restarts, free=status.free_restarts, split=status.split)
     return known if _was_suspended(status) and known != ResumeRecord() else None
+
+
+def _split(job: Job, observed: Observed, now: float) -> TimeSplit | None:
+    """Where the job's time went before this life of it: all its pods are told the same."""
+    is_resumed = job.status.active is None and _was_suspended(job.status)
+    return at_a_turn(job, observed, now) if is_resumed else job.status.split
 
 
 def _life(status: JobStatus, now: float) -> str:
@@ -236,7 +256,7 @@ def _is_of_use(observed: Observed, roster: Roster) -> bool:
     return observed.etcd is not EtcdState.ABSENT or bool(roster.unfinished)
 
 
-def _clear(job: Job, status: JobStatus, roster: Roster, now: float) -> Plan:
+def _clear(job: Job, status: JobStatus, observed: Observed, roster: Roster, now: float) -> Plan:
     """Clear away what a finished job leaves, and make nothing ever again."""
     clearance = clear_away(job.spec, status, roster, now)
     left = _without(roster.live, clearance.remove)
@@ -244,6 +264,7 @@ def _clear(job: Job, status: JobStatus, roster: Roster, now: float) -> Plan:
         status, observed_generation=job.generation, replicas=len(left), ready=sum(pod.ready for pod in left)
     )
     return Plan(
+        report=None if clearance.job else report_at_the_end(job, status, observed),
         status=unless_the_same(job.status, status, staying=()),
         etcd=clearance.etcd,
         remove=_removals(clearance.remove, "the job has finished"),

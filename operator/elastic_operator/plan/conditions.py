@@ -36,6 +36,7 @@ def conditions_of_running(
 ) -> tuple[Condition, ...]:
     """The conditions of a job that goes on; ``status`` has all the rest."""
     hindered = observed.hindrance is not None
+    out_of_reach = Reason.NOT_ALLOWED if observed.store_closed else Reason.UNREACHABLE
     waiting = _waiting(job, observed, status, scene, hindered=hindered)
     verdicts: dict[str, Verdict] = {
         ConditionType.RUNNING: _running(observed, status, waiting),
@@ -47,7 +48,7 @@ def conditions_of_running(
         ConditionType.INVALID: (_invalid(scene.invalid), Reason.GOOD_SPEC),
         ConditionType.SUSPENDED: (None, Reason.RESUMED),
         ConditionType.CHANGES_WAITING: (_changes(terms), Reason.SPEC_IN_EFFECT),
-        ConditionType.STORE_UNREACHABLE: (_said(observed.store_trouble, Reason.UNREACHABLE), Reason.REACHABLE),
+        ConditionType.STORE_UNREACHABLE: (_said(observed.store_trouble, out_of_reach), Reason.REACHABLE),
         ConditionType.HINDERED: (_said(observed.hindrance, Reason.HINDERED), Reason.UNHINDERED),
         ConditionType.UNGUARDED: (
             _said(observed.unguarded, Reason.NO_BUDGET),
@@ -212,6 +213,8 @@ def _missing(job: Job, observed: Observed, scene: Scene) -> str:
         )
     if scene.held:
         parts.append(_sentence(_UNKNOWN, _HELD, _why_unread(observed)))
+    if scene.invalid is not None and scene.invalid.reason is Reason.BAD_SPEC:
+        parts.append(f"no pod is made of this spec: {words.clause(scene.invalid.message)}")
     if scene.refused:
         parts.append("no more pods are made of this spec, which the cluster refuses")
     return _sentence(*parts)
@@ -223,7 +226,9 @@ def _not_ready(coming: Iterable[tuple[int, str, str]]) -> list[str]:
     for _, name, cause in sorted(coming):
         causes.setdefault(cause if cause in causes or len(causes) < CAUSES_SHOWN else "", []).append(name)
     return [
-        f"{words.listed(names)} {'is' if len(names) == 1 else 'are'} not ready yet{f': {cause}' if cause else ''}"
+        f"{words.listed(names)} {'is' if len(names) == 1 else 'are'} not ready yet: {cause}"
+        if cause
+        else f"{words.listed(names)} {'has' if len(names) == 1 else 'have'} not joined yet"
         for cause, names in causes.items()
     ]
 

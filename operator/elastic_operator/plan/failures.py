@@ -45,7 +45,8 @@ def failure_of(message: str, culprit: Pod | FailureRecord | None, now: float) ->
     if isinstance(culprit, Pod) and isinstance(culprit.message, TerminationMessage) and culprit.message.failure:
         culprit = culprit.message.failure
     match culprit:
-        case Pod(name=pod, exit_code=code):
+        case Pod(name=pod, exit_code=code, init_exit_code=code_before):
+            code = code_before if code is None else code
             rank, signal = None, words.signal_name(code)
         case FailureRecord(rank=rank, exit_code=code):
             pod, signal = words.node_name(culprit), words.signal_name(words.SIGNAL_BASE - code if code < 0 else None)

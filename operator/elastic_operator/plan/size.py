@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from elastic_operator.model import EtcdState
 from torchelastic.contract import SizeRecord
 
 if TYPE_CHECKING:
@@ -58,6 +59,23 @@ def settle_size(job: Job, observed: Observed, roster: Roster) -> Sizing:
     names = tuple(sorted(pod.name for pod in going))
     told = SizeRecord(generation=generation, min=record.min, max=record.max, wanted=record.wanted, going=names)
     return Sizing(record, told, going)
+
+
+def store_comes_first(observed: Observed) -> bool:
+    """Whether the store's own pod is not taken, by a quota for example: more workers would only take its room."""
+    return observed.etcd_hindered and observed.etcd is not EtcdState.READY
+
+
+def giving_way(job: Job, observed: Observed, staying: Sequence[Pod]) -> tuple[Pod, ...]:
+    """The pods above the minimum that make room for the store's own pod, highest index first.
+
+    Only before the job has ever trained: no pod is of use without the store then, and none has anything to lose. They
+    are made again as soon as the store's is taken.
+    """
+    if job.status.started is not None or not store_comes_first(observed):
+        return ()
+    by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
+    return tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
 
 
 def _too_many(live: Sequence[Pod], desired: int, announced: Sequence[str]) -> tuple[Pod, ...]:

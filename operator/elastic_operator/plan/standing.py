@@ -12,6 +12,7 @@ from elastic_operator.model import JobState
 from elastic_operator.names import Reason
 from elastic_operator.plan.conditions import conditions_of_resting, conditions_of_running, conditions_of_the_end
 from elastic_operator.plan.failures import failure_of, last_failure
+from elastic_operator.plan.times import at_a_turn, at_rest, rests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from elastic_operator.plan.roster import Roster
     from elastic_operator.plan.terms import Terms
     from elastic_operator.plan.toll import Toll
-    from torchelastic.contract import EpochRecord
+    from torchelastic.contract import EpochRecord, TimeSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,12 @@ class Scene:
         invalid: what is wrong with the spec; None where nothing is.
         size_generation: of the size that the agents are told.
         writes_replicas: whether the plan changes the spec, and so raises its generation.
+        split: where the job's time went, up to its last resumption.
     """
 
     staying: tuple[Pod, ...]
     gone: tuple[Pod, ...]
+    split: TimeSplit | None
     created: tuple[NewPod, ...] = ()
     backing_off: tuple[Vacancy, ...] = ()
     held: bool = False
@@ -91,6 +94,7 @@ def running_status(job: Job, observed: Observed, toll: Toll, terms: Terms, scene
         started=started,
         active=now if before.active is None and can_have_pods else before.active,
         pinned=terms.pinned,
+        split=scene.split,
     )
     return replace(status, conditions=conditions_of_running(job, observed, status, terms, scene, now))
 
@@ -103,16 +107,19 @@ def resting_status(
     stopping = bool(roster.unfinished)
     unjudged = {pod.uid for pod in toll.unjudged}
     gone = [pod for pod in roster.past + roster.live if pod.uid not in unjudged]
+    comes_to_rest = not (stopping or unread or rests(job.status))
     return replace(
         _counted(job, observed, toll, gone, now),
         state=JobState.SUSPENDED,
         observed_generation=job.generation,
+        desired=0,
         replicas=0,
         ready=0,
         world_size=0,
         active=None,
         size_generation=max(job.status.size_generation, 1 if gone else 0) if stopping or unread else 0,
         pinned=terms.pinned,
+        split=at_rest(job, observed, now) if comes_to_rest else job.status.split,
         conditions=conditions_of_resting(job, observed, invalid, now, stopping=stopping, unread=unread),
     )
 
@@ -134,6 +141,7 @@ def finished_status(job: Job, observed: Observed, toll: Toll, ending: Ending, no
         pod_failures=before.pod_failures if ending.told_by_agents else toll.pod_failures,
         started=now if before.started is None and trained else before.started,
         completed=now,
+        split=at_a_turn(job, observed, now),
         last_failure=counted.last_failure if succeeded else failure_of(ending.message, ending.culprit, now),
         conditions=conditions_of_the_end(before, ending, now),
     )

@@ -34,6 +34,8 @@ def death(pod: Pod) -> str:
     if (name := signal_name(pod.exit_code)) is not None:
         return f"was killed by {name}"
     said = last_words(pod)
+    if pod.exit_code is None and pod.init_exit_code is not None:
+        return f"did not start: {said}"
     if pod.exit_code is None:
         return f"came to an unknown end{f': {said}' if said else ''}"
     if pod.exit_code == ExitCode.STORE:
@@ -72,6 +74,10 @@ def root_cause(outcome: OutcomeRecord) -> str:
 def describe(failure: FailureRecord) -> str:
     """A worker's failure: "rank 3 on digits-2 exited with ValueError: …"."""
     who = f"rank {failure.rank} on {node_name(failure)}"
+    if failure.message.startswith("killed by "):  # a signal, and perhaps for what: "killed by SIGKILL: out of memory"
+        return f"{who} was {failure.message}"
+    if failure.message.startswith("the process that "):  # one of the agent's own, on which its workers depend
+        return f"on {node_name(failure)} {failure.message}"
     if (name := signal_name(SIGNAL_BASE - failure.exit_code if failure.exit_code < 0 else None)) is not None:
         return f"{who} was killed by {name}"
     return f"{who} exited with {failure.message or f'code {failure.exit_code}'}"

@@ -120,6 +120,20 @@ class ShownFailure(msgspec.Struct, frozen=True):
     time: str | float | None = None
 
 
+class ShownSplit(msgspec.Struct, frozen=True, rename="camel"):
+    """Where a job's time went up to a moment.
+
+    Attributes:
+        as_of: that moment.
+        seconds: by what the job did.
+        lost_seconds: of training that no checkpoint held; None where nobody knows.
+    """
+
+    as_of: str | float | None = None
+    seconds: dict[str, float] = {}
+    lost_seconds: float | None = None
+
+
 class ShownStatus(msgspec.Struct, frozen=True, rename="camel"):
     """What the reconciler says of the job; the names are those of the CRD's status."""
 
@@ -137,6 +151,7 @@ class ShownStatus(msgspec.Struct, frozen=True, rename="camel"):
     active_since: str | float | None = None
     completion_time: str | float | None = None
     last_failure: ShownFailure | str | None = None
+    time_split: ShownSplit | None = None
     excluded_nodes: tuple[str, ...] = ()
     conditions: tuple[ShownCondition, ...] = ()
 

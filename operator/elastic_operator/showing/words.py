@@ -51,6 +51,11 @@ def printed(line: str) -> str:
     return _CONTROLS.sub("", visible.expandtabs(4)).rstrip()
 
 
+def shortened(text: str, limit: int) -> str:
+    """The beginning of a text, of so many characters at most."""
+    return text if len(text) <= limit else f"{text[: limit - 1].rstrip()}…"
+
+
 class Doing(NamedTuple):
     """What a pod is doing.
 
