@@ -71,6 +71,10 @@ What the operator does with the objects of the namespaces that it looks after, a
 - apiGroups: [scheduling.x-k8s.io, scheduling.volcano.sh]
   resources: [podgroups]
   verbs: [list, create, patch, delete]
+# What is known of a job's run, kept when its etcd goes. It is made, and read and changed where the job was suspended.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get, create, patch]
 # What `kubectl describe` tells of a job.
 - apiGroups: [""]
   resources: [events]

@@ -1,0 +1,20 @@
+"""``python -m scripts.monitoring``: writes the dashboards and the alerting rules of the chart."""
+
+from __future__ import annotations
+
+import sys
+
+from scripts.monitoring.files import ROOT, files
+
+
+def main() -> int:
+    """Write all files."""
+    for path, text in files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

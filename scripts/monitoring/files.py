@@ -1,0 +1,25 @@
+"""The files that are made, and what stands in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from scripts.monitoring.alerts import GROUPS
+from scripts.monitoring.fleet import FLEET_PAGE
+from scripts.monitoring.grafana import document
+from scripts.monitoring.job import JOB_PAGE
+from scripts.monitoring.rules import rules_file
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+DASHBOARDS: Final = ROOT / "charts" / "dashboards"
+RULES: Final = ROOT / "charts" / "alerts" / "elasticjobs.yaml"
+
+
+def files() -> dict[Path, str]:
+    """What is to stand in which file."""
+    return {
+        DASHBOARDS / "fleet.json": document(FLEET_PAGE, job_page=JOB_PAGE.uid),
+        DASHBOARDS / "job.json": document(JOB_PAGE, job_page=JOB_PAGE.uid),
+        RULES: rules_file(GROUPS),
+    }

@@ -1,0 +1,374 @@
+"""The dashboard of all jobs, and of the operator that looks after them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from scripts.monitoring.page import Look, Needs, Page, Panel, Query, Row, Unit, Variable
+from scripts.monitoring.promql import (
+    JOB,
+    LOST,
+    RATE,
+    SHOWN,
+    TRAINING,
+    WALL,
+    goodput,
+    grown,
+    quantile,
+    quantile_of_all,
+    selector,
+    total,
+)
+
+THESE: Final = 'job_namespace=~"$job_namespace"'
+S: Final = selector(THESE)
+OPERATOR_JOB: Final = "elastic_operator_job"
+SPLIT: Final = total(WALL, THESE, by=f"{JOB}, state", over=SHOWN)
+TRAINED: Final = total(WALL, THESE, TRAINING, over=SHOWN)
+LOST_WORK: Final = total(LOST, THESE, over=SHOWN)
+RATES: Final = f"max by ({JOB}, state) (rate({WALL}{S}[{RATE}]))"
+RESTARTS: Final = grown(f"{OPERATOR_JOB}_restarts_total", jobs=THESE, by=f"{JOB}, cause")
+RECOVERY: Final = "torchelastic_recovery_duration_seconds"
+HOW_THEY_STAND: Final = "Running|Waiting|Suspended|Invalid|Succeeded|Failed"
+"""Conditions of which at most one holds of a job, or nearly so."""
+
+
+def _jobs_that_are(condition: str) -> str:
+    """How many jobs have a condition."""
+    found = selector(THESE, f'condition="{condition}"')
+    return f"count(max by ({JOB}) ({OPERATOR_JOB}_condition{found}) == 1) or vector(0)"
+
+
+_AT_A_GLANCE: Final = Row(
+    title="At a glance",
+    panels=(
+        Panel(
+            title="Goodput",
+            about="Of all time that jobs had, the share in which they trained and kept what they trained: of the jobs "
+            "that were there in the time shown, since each was made. An hour counts alike, however many workers a job "
+            "has.",
+            unit=Unit.SHARE,
+            look=Look.NUMBER,
+            width=5,
+            decimals=1,
+            good=0.9,
+            queries=(Query(expr=f"(sum({TRAINED}) - (sum({LOST_WORK}) or vector(0))) / sum({SPLIT})"),),
+        ),
+        Panel(
+            title="Jobs",
+            about="Jobs that the operator knows.",
+            unit=Unit.NUMBER,
+            look=Look.NUMBER,
+            width=3,
+            queries=(Query(expr=f"count(max by ({JOB}) ({OPERATOR_JOB}_min_pods{S}))", needs=Needs.OPERATOR),),
+        ),
+        Panel(
+            title="Running",
+            about="Jobs that train.",
+            unit=Unit.NUMBER,
+            look=Look.NUMBER,
+            width=3,
+            queries=(Query(expr=_jobs_that_are("Running"), needs=Needs.OPERATOR),),
+        ),
+        Panel(
+            title="Waiting",
+            about="Jobs with fewer pods than they need to train.",
+            unit=Unit.NUMBER,
+            look=Look.NUMBER,
+            width=3,
+            bad=1,
+            queries=(Query(expr=_jobs_that_are("Waiting"), needs=Needs.OPERATOR),),
+        ),
+        Panel(
+            title="Workers",
+            about="Workers that train now, in all jobs.",
+            unit=Unit.NUMBER,
+            look=Look.NUMBER,
+            width=3,
+            queries=(Query(expr=f"sum(max by ({JOB}) (torchelastic_world_size{S}))"),),
+        ),
+        Panel(
+            title="Restarts",
+            about="Times that workers or pods were started anew in the time shown.",
+            unit=Unit.NUMBER,
+            look=Look.NUMBER,
+            width=3,
+            decimals=0,
+            queries=(Query(expr=f"sum({RESTARTS})", needs=Needs.OPERATOR),),
+        ),
+        Panel(
+            title="Lost work",
+            about="Training that no checkpoint held when it ended, of the jobs that were there in the time shown and "
+            "tell of checkpoints.",
+            unit=Unit.SECONDS,
+            look=Look.NUMBER,
+            width=4,
+            queries=(Query(expr=f"sum({LOST_WORK})", needs=Needs.CHECKPOINTS),),
+        ),
+    ),
+)
+
+_JOBS: Final = Row(
+    title="Jobs",
+    panels=(
+        Panel(
+            title="Jobs",
+            about="One line for each; the name leads to the job's own page. Goodput and lost work are since the job "
+            "was made.",
+            unit=Unit.NUMBER,
+            look=Look.TABLE,
+            width=24,
+            units=(("Goodput", Unit.SHARE), ("Lost work", Unit.SECONDS)),
+            queries=(
+                Query(
+                    expr=f"max by ({JOB}, condition) ({OPERATOR_JOB}_condition"
+                    + selector(THESE, f'condition=~"{HOW_THEY_STAND}"')
+                    + ") == 1",
+                    legend="Holds",
+                    needs=Needs.OPERATOR,
+                ),
+                Query(expr=goodput(THESE), legend="Goodput"),
+                Query(expr=f"max by ({JOB}) (torchelastic_world_size{S})", legend="Workers"),
+                Query(expr=f"max by ({JOB}) ({OPERATOR_JOB}_ready_pods{S})", legend="Ready", needs=Needs.OPERATOR),
+                Query(expr=f"max by ({JOB}) ({OPERATOR_JOB}_desired_pods{S})", legend="Desired", needs=Needs.OPERATOR),
+                Query(
+                    expr=f"sum by ({JOB}) (max by ({JOB}, cause) ({OPERATOR_JOB}_restarts_total{S}))",
+                    legend="Restarts",
+                    needs=Needs.OPERATOR,
+                ),
+                Query(expr=f"max by ({JOB}) ({LOST}{S})", legend="Lost work", needs=Needs.CHECKPOINTS),
+            ),
+        ),
+        Panel(
+            title="Jobs by condition",
+            about="How many jobs there are of which each condition holds; of one job several may.",
+            unit=Unit.NUMBER,
+            look=Look.STEPS,
+            width=12,
+            queries=(
+                Query(
+                    expr=f"sum by (condition) (max by ({JOB}, condition) ({OPERATOR_JOB}_condition{S})) > 0",
+                    legend="{{condition}}",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+        Panel(
+            title="Workers by job",
+            about="Workers that train, in each job.",
+            unit=Unit.NUMBER,
+            look=Look.STACK,
+            width=12,
+            queries=(
+                Query(expr=f"max by ({JOB}) (torchelastic_world_size{S})", legend="{{job_namespace}}/{{elasticjob}}"),
+            ),
+        ),
+    ),
+)
+
+_TIME: Final = Row(
+    title="Where the time went",
+    panels=(
+        Panel(
+            title="Time by state",
+            about="The time of the jobs that were there in the time shown, since each was made, by what they did.",
+            unit=Unit.SECONDS,
+            look=Look.BARS,
+            queries=(Query(expr=f"sum by (state) ({SPLIT})", legend="{{state}}"),),
+        ),
+        Panel(
+            title="What jobs did",
+            about="How many jobs were in each state, moment by moment.",
+            unit=Unit.NUMBER,
+            look=Look.STACK,
+            queries=(Query(expr=f"sum by (state) ({RATES})", legend="{{state}}"),),
+        ),
+        Panel(
+            title="Lowest goodput",
+            about="The ten jobs that got the least out of their time, of those that were there in the time shown.",
+            unit=Unit.SHARE,
+            look=Look.BARS,
+            queries=(
+                Query(expr=f"bottomk(10, {goodput(THESE, over=SHOWN)})", legend="{{job_namespace}}/{{elasticjob}}"),
+            ),
+        ),
+        Panel(
+            title="Restarts by cause",
+            about="In the time shown. worker_failed is charged to a job's budget, free is not: the size changed, or "
+            "the program said so; pod_failed: a pod ended that should not.",
+            unit=Unit.NUMBER,
+            look=Look.BARS,
+            decimals=0,
+            queries=(Query(expr=f"sum by (cause) ({RESTARTS})", legend="{{cause}}", needs=Needs.OPERATOR),),
+        ),
+        Panel(
+            title="Most restarts",
+            about="The ten jobs that were started anew most often in the time shown.",
+            unit=Unit.NUMBER,
+            look=Look.BARS,
+            decimals=0,
+            queries=(
+                Query(
+                    expr=f"topk(10, sum by ({JOB}) ({RESTARTS}) > 0)",
+                    legend="{{job_namespace}}/{{elasticjob}}",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+        Panel(
+            title="Time to recover",
+            about="From a failure or change until the workers of a node were started again, by what had happened: the "
+            "median and, of twenty, the slowest.",
+            unit=Unit.SECONDS,
+            look=Look.BARS,
+            queries=(
+                Query(expr=quantile_of_all(0.5, RECOVERY, jobs=THESE, by="cause"), legend="{{cause}}, median"),
+                Query(expr=quantile_of_all(0.95, RECOVERY, jobs=THESE, by="cause"), legend="{{cause}}, slowest"),
+            ),
+        ),
+    ),
+)
+
+_OPERATOR: Final = Row(
+    title="The operator",
+    panels=(
+        Panel(
+            title="Leader",
+            about="Whether a copy acts (1) or stands by (0). With none that acts, jobs train on, and nobody replaces "
+            "their pods.",
+            unit=Unit.NUMBER,
+            look=Look.STEPS,
+            width=6,
+            queries=(
+                Query(expr="max by (instance) (elastic_operator_leads)", legend="{{instance}}", needs=Needs.OPERATOR),
+            ),
+        ),
+        Panel(
+            title="Looks at jobs",
+            about="How many jobs were looked at in a second, by how that went: done, failed (tried again), defect (of "
+            "the operator).",
+            unit=Unit.PER_SECOND,
+            width=6,
+            queries=(
+                Query(
+                    expr=f"sum by (result) (rate(elastic_operator_reconciles_total[{RATE}]))",
+                    legend="{{result}}",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+        Panel(
+            title="Time for a look",
+            about="How long it takes to look at a job and to do what is to be done.",
+            unit=Unit.SECONDS,
+            width=6,
+            queries=(
+                Query(
+                    expr=quantile(0.5, "elastic_operator_reconcile_duration_seconds"),
+                    legend="median",
+                    needs=Needs.OPERATOR,
+                ),
+                Query(
+                    expr=quantile(0.99, "elastic_operator_reconcile_duration_seconds"),
+                    legend="slowest of a hundred",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+        Panel(
+            title="Queue",
+            about="Jobs that wait to be looked at. A queue that does not empty says that the operator is too slow.",
+            unit=Unit.NUMBER,
+            width=6,
+            queries=(
+                Query(
+                    expr="max by (instance) (elastic_operator_queue_depth)",
+                    legend="{{instance}}",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+        Panel(
+            title="Wait in the queue",
+            about="How long a job waits until it is looked at.",
+            unit=Unit.SECONDS,
+            width=6,
+            queries=(
+                Query(
+                    expr=quantile(0.5, "elastic_operator_queue_latency_seconds"),
+                    legend="median",
+                    needs=Needs.OPERATOR,
+                ),
+                Query(
+                    expr=quantile(0.99, "elastic_operator_queue_latency_seconds"),
+                    legend="slowest of a hundred",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+        Panel(
+            title="Requests to the API server",
+            about="By verb and answer; 0: it did not answer. 409 now and then is no harm.",
+            unit=Unit.PER_SECOND,
+            width=6,
+            queries=(
+                Query(
+                    expr=f"sum by (verb, code) (rate(elastic_operator_api_requests_total[{RATE}])) > 0",
+                    legend="{{verb}} {{code}}",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+        Panel(
+            title="From apply to running",
+            about="How long it took until a job trained, of those that began to in the time shown.",
+            unit=Unit.SECONDS,
+            look=Look.BARS,
+            width=6,
+            queries=(
+                Query(
+                    expr=quantile_of_all(0.5, "elastic_operator_apply_to_running_seconds"),
+                    legend="median",
+                    needs=Needs.OPERATOR,
+                ),
+                Query(
+                    expr=quantile_of_all(0.95, "elastic_operator_apply_to_running_seconds"),
+                    legend="slowest of twenty",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+        Panel(
+            title="Memory",
+            about="Resident memory of each copy of the operator.",
+            unit=Unit.BYTES,
+            width=6,
+            queries=(
+                Query(
+                    expr="max by (instance) (process_resident_memory_bytes and on (job, instance)"
+                    " elastic_operator_queue_depth)",
+                    legend="{{instance}}",
+                    needs=Needs.OPERATOR,
+                ),
+            ),
+        ),
+    ),
+)
+
+FLEET_PAGE: Final = Page(
+    uid="elasticjobs",
+    title="ElasticJobs: fleet",
+    about="All elastic jobs: how much of their time brought them on, which of them wait or fail, and how the operator "
+    "is doing.",
+    variables=(
+        Variable(
+            name="job_namespace",
+            label="Namespace",
+            about="The namespaces whose jobs are shown.",
+            values='label_values({__name__=~"torchelastic_epoch|elastic_operator_job_min_pods"}, job_namespace)',
+            many=True,
+        ),
+    ),
+    rows=(_AT_A_GLANCE, _JOBS, _TIME, _OPERATOR),
+    since="now-24h",
+)

@@ -1,0 +1,226 @@
+"""Makes Grafana's JSON of a page: the looks, the places on the grid, the links between pages."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from grafana_foundation_sdk.builders import bargauge, dashboard, prometheus, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.builders.common import (
+    ReduceDataOptions,
+    StackingConfig,
+    VizLegendOptions,
+    VizTooltipOptions,
+)
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as shapes
+from grafana_foundation_sdk.models import dashboard as model
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from scripts.monitoring.page import Look, Unit
+
+if TYPE_CHECKING:
+    from scripts.monitoring.page import Mark, Page, Panel, Query, Variable
+
+TAG: Final = "elasticjob"
+"""By which the pages find each other."""
+SOURCE: Final = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
+HEIGHTS: Final = {Look.NUMBER: 4, Look.TABLE: 9}
+HEIGHT: Final = 8
+NAMESPACE, JOB = "Namespace", "Job"
+"""Columns of a table of jobs."""
+HOLDS: Final = "Holds"
+"""The title of a column that only says that its condition holds; it is not shown."""
+_YES: Final = model.ValueMappingResult(text="yes", color="blue")
+TO_THE_JOB: Final = (
+    "/d/{uid}?var-datasource=${{datasource}}&var-job_namespace=${{__data.fields.{namespace}}}"
+    "&var-elasticjob=${{__data.fields.{job}}}&${{__url_time_range}}"
+)
+
+AnyPanel = bargauge.Panel | stat.Panel | statetimeline.Panel | table.Panel | timeseries.Panel
+
+
+def document(page: Page, *, job_page: str) -> str:
+    """The page as a file that Grafana takes.
+
+    Args:
+        page: what is to be made.
+        job_page: the address of the page of one job, to which tables of jobs lead.
+    """
+    board = (
+        dashboard.Dashboard(page.title)
+        .uid(page.uid)
+        .description(page.about)
+        .tags([TAG])
+        .timezone(shapes.TimeZoneBrowser)
+        .time(page.since, "now")
+        .refresh("30s")
+        .tooltip(model.DashboardCursorSync.CROSSHAIR)
+        .readonly()
+        .link(
+            dashboard.DashboardLink("ElasticJobs")
+            .type(model.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .keep_time(True)
+            .include_vars(True)
+        )
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    repeated = {panel.repeat for panel in page.panels}
+    for variable in page.variables:
+        board.with_variable(_variable(variable, repeated=variable.name in repeated))
+    for mark in page.marks:
+        board.annotation(_annotation(mark))
+    number = 0
+    for row in page.rows:
+        number += 1
+        board.with_row(dashboard.Row(row.title).id(number))
+        for panel in row.panels:
+            number += 1
+            board.with_panel(_panel(panel, number, job_page))
+    made = json.loads(JSONEncoder(sort_keys=True).encode(board.build()))
+    for mark in made["annotations"].get("list", ()):
+        # Two fields of Prometheus' annotations that the library does not know.
+        mark |= {"titleFormat": mark["name"], "step": "15s"}
+    return json.dumps(made, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _variable(variable: Variable, *, repeated: bool) -> dashboard.QueryVariable | dashboard.TextBoxVariable:
+    if not variable.values:
+        return dashboard.TextBoxVariable(variable.name).label(variable.label).description(variable.about)
+    made = (
+        dashboard.QueryVariable(variable.name)
+        .label(variable.label)
+        .description(variable.about)
+        .datasource(SOURCE)
+        .query(variable.values)
+        .regex(variable.regex)
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.ALPHABETICAL_ASC)
+    )
+    if variable.many:
+        made.multi(True).include_all(True)
+        made.current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
+        if not repeated:  # else a panel would be there for each name of which something is known
+            made.all_value(".*")
+    return made
+
+
+def _annotation(mark: Mark) -> dashboard.AnnotationQuery:
+    return (
+        dashboard.AnnotationQuery()
+        .name(mark.name)
+        .datasource(SOURCE)
+        .expr(mark.query.expr)
+        .enable(True)
+        .icon_color(mark.colour)
+    )
+
+
+def _panel(panel: Panel, number: int, job_page: str) -> AnyPanel:
+    made: AnyPanel
+    match panel.look:
+        case Look.NUMBER:
+            made = _number(panel)
+        case Look.BARS:
+            made = (
+                bargauge.Panel()
+                .orientation(shapes.VizOrientation.HORIZONTAL)
+                .display_mode(shapes.BarGaugeDisplayMode.BASIC)
+                .reduce_options(_last())
+                .min(0)
+            )
+        case Look.TIMELINE:
+            held = {"0": model.ValueMappingResult(text="no", color="transparent"), "1": _YES}
+            made = (
+                statetimeline.Panel().mappings([model.ValueMap(options=held)]).show_value(shapes.VisibilityMode.NEVER)
+            )
+            made.legend(VizLegendOptions().show_legend(False).display_mode(shapes.LegendDisplayMode.LIST))
+        case Look.TABLE:
+            made = _table(panel, job_page)
+        case _:
+            made = _lines(panel)
+    made.id(number).title(panel.title).description(panel.about).datasource(SOURCE).unit(panel.unit)
+    made.height(HEIGHTS.get(panel.look, HEIGHT)).span(panel.width)
+    if panel.decimals is not None:
+        made.decimals(panel.decimals)
+    if panel.repeat:
+        made.repeat(panel.repeat).repeat_direction("h").max_per_row(3)
+    for letter, query in zip("ABCDEFGHIJ", panel.queries, strict=False):
+        made.with_target(_target(query, letter, panel.look))
+    return made
+
+
+def _target(query: Query, letter: str, look: Look) -> prometheus.Dataquery:
+    target = prometheus.Dataquery().ref_id(letter).expr(query.expr).datasource(SOURCE)
+    if look is Look.TABLE:
+        return target.instant().format(PromQueryFormat.TABLE)
+    if query.legend:
+        target.legend_format(query.legend)
+    # A number is the last one in the time shown: a job that has ended has none now.
+    return target.instant() if look is Look.BARS else target.range()
+
+
+def _last() -> ReduceDataOptions:
+    return ReduceDataOptions().calcs(["lastNotNull"]).values(False)
+
+
+def _number(panel: Panel) -> stat.Panel:
+    steps = [model.Threshold(color="text", value=None)]
+    if panel.good is not None:
+        steps = [model.Threshold(color="orange", value=None), model.Threshold(color="green", value=panel.good)]
+    elif panel.bad is not None:
+        steps.append(model.Threshold(color="orange", value=panel.bad))
+    return (
+        stat.Panel()
+        .reduce_options(_last())
+        .graph_mode(shapes.BigValueGraphMode.AREA)
+        .thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
+    )
+
+
+def _lines(panel: Panel) -> timeseries.Panel:
+    made = (
+        timeseries.Panel()
+        .legend(
+            VizLegendOptions()
+            .show_legend(True)
+            .display_mode(shapes.LegendDisplayMode.LIST)
+            .placement(shapes.LegendPlacement.BOTTOM)
+        )
+        .tooltip(VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI).sort(shapes.SortOrder.DESCENDING))
+        .show_points(shapes.VisibilityMode.AUTO)
+        .axis_soft_min(0)
+        .line_width(1)
+    )
+    if panel.look is Look.STEPS:
+        made.line_interpolation(shapes.LineInterpolation.STEP_AFTER)
+    if panel.look is Look.STACK:
+        made.stacking(StackingConfig().mode(shapes.StackingMode.NORMAL)).fill_opacity(40)
+        if panel.unit is Unit.SHARE:
+            made.max(1)
+    return made
+
+
+def _table(panel: Panel, job_page: str) -> table.Panel:
+    made = table.Panel()
+    titles = {f"Value #{letter}": query.legend for letter, query in zip("ABCDEFGHIJ", panel.queries, strict=False)}
+    names = {"job_namespace": NAMESPACE, "elasticjob": JOB, "condition": "Condition", **titles}
+    shown = [old for old in ("job_namespace", "elasticjob", "condition", *titles) if names[old] != HOLDS]
+    made.with_transformation(model.DataTransformerConfig(id_val="merge", options={}))
+    made.with_transformation(
+        model.DataTransformerConfig(
+            id_val="organize",
+            options={
+                "renameByName": names,
+                "excludeByName": dict.fromkeys(["Time", *(old for old in titles if names[old] == HOLDS)], True),
+                "indexByName": {old: place for place, old in enumerate(shown)},
+            },
+        )
+    )
+    address = TO_THE_JOB.format(uid=job_page, namespace=NAMESPACE, job=JOB)
+    link: dict[str, Any] = {"title": "Its own page", "url": address}
+    made.override_by_name(JOB, [model.DynamicConfigValue(id_val="links", value=[link])])
+    for column, unit in panel.units:
+        made.override_by_name(column, [model.DynamicConfigValue(id_val="unit", value=str(unit))])
+    return made

@@ -1,0 +1,82 @@
+"""Takes the picture of a report for the README.
+
+    .venv/bin/python scripts/picture_report.py        (writes docs/report.png; takes as long as `make demo`)
+
+Nothing in it is made up: it plays ``elasticjob demo``, in which a job is scaled and hurt, asks ``elasticjob report``
+for the page, and opens that in a browser. It takes a `chromium` on the PATH. Take it on a machine that has nothing
+else to do: the times in it are what readers will expect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from playwright.sync_api import sync_playwright
+
+LARGEST: Final = 200_000
+"""Bytes: the README is to load at once."""
+WIDTH: Final = 960
+SHARPNESS: Final = 1.4
+"""Pixels of the picture for each of the page."""
+UP_TO: Final = "Epochs"
+"""The heading before which the picture ends."""
+
+
+def picture(page: Path, browser: str) -> bytes:
+    """The upper part of a report, as a PNG."""
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        window = running.new_page(viewport={"width": WIDTH, "height": 800}, device_scale_factor=SHARPNESS)
+        window.goto(page.as_uri())
+        end = window.locator("h2", has_text=UP_TO).last.bounding_box()
+        height = end["y"] - 12 if end else 800
+        taken = window.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": WIDTH, "height": height})
+        running.close()
+    return taken
+
+
+def played(folder: Path, manifest: Path) -> Path:
+    """Play the demo, and write its job's report.
+
+    Raises:
+        subprocess.CalledProcessError: it did not go well; what it printed was seen.
+    """
+    environ = {**os.environ, "ELASTICJOB_HOME": str(folder)}
+    elasticjob = [sys.executable, "-m", "elastic_operator.cli"]
+    subprocess.run([*elasticjob, "demo", "--plain", str(manifest)], env=environ, check=True)
+    page = folder / "report.html"
+    subprocess.run([*elasticjob, "report", "digits", "-o", str(page)], env=environ, check=True)
+    return page
+
+
+def main() -> int:
+    """Play, look, write."""
+    parser = argparse.ArgumentParser(description="Takes the picture of a report.")
+    parser.add_argument("--manifest", type=Path, default=Path("examples/digits.yaml"))
+    parser.add_argument("--page", type=Path, help="a report that is there already; without it the demo is played")
+    parser.add_argument("--output", type=Path, default=Path("docs/report.png"))
+    options = parser.parse_args()
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("There is no `chromium` on the PATH; install one.", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        page = options.page or played(Path(folder), options.manifest)
+        taken = picture(page.resolve(), browser)
+    if len(taken) > LARGEST:
+        print(f"The picture has {len(taken)} bytes, more than {LARGEST}; lower SHARPNESS.", file=sys.stderr)
+        return 1
+    options.output.write_bytes(taken)
+    print(f"{options.output}: {len(taken) / 1000:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
