@@ -16,11 +16,21 @@ import pytest_asyncio
 import yaml
 
 from elastic_operator.kube.resources import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
-from elastic_operator.names import LABEL_INDEX, LABEL_JOB, LABEL_ROLE, ROLE_WORKER, pod_name
+from elastic_operator.names import (
+    LABEL_INDEX,
+    LABEL_JOB,
+    LABEL_ROLE,
+    METRICS_PORT,
+    ROLE_WORKER,
+    pod_name,
+    worker_selector,
+)
 from tests.support.audit import AuditLog
 from tests.support.cluster_user import job
 from tests.support.pod_groups import installed
 from tests.support.testbed.control_plane import ControlPlane
+from torchelastic.contract import EpochRecord, HistoryRecord, Member, PastEpoch, RunKeys, encode
+from torchelastic.store import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -197,7 +207,7 @@ async def test_every_value_is_where_it_belongs(helm: Helm) -> None:
         ("c", "d"),
         *deployment["spec"]["selector"]["matchLabels"].items(),
     }
-    assert template["metadata"]["annotations"] == {"e": "f"}
+    assert template["metadata"]["annotations"].items() > {("e", "f")}
     pod = template["spec"]
     [container] = pod["containers"]
     assert container["image"] == "registry.example.org/operator:1.2"
@@ -216,6 +226,96 @@ async def test_every_value_is_where_it_belongs(helm: Helm) -> None:
 
     [deployment] = of_kind(await rendered(helm, "--set=runAsUser=null"), "Deployment")
     assert not deployment["spec"]["template"]["spec"]["securityContext"].keys() & {"runAsUser", "runAsGroup"}
+
+
+async def test_a_prometheus_that_goes_by_annotations_finds_the_operator(helm: Helm) -> None:
+    async def told(*words: str) -> dict[str, str]:
+        [deployment] = of_kind(await rendered(helm, *words), "Deployment")
+        annotations: dict[str, str] = deployment["spec"]["template"]["metadata"].get("annotations", {})
+        return annotations
+
+    where = {"prometheus.io/scrape": "true", "prometheus.io/port": "8080", "prometheus.io/path": "/metrics"}
+    assert await told() == where
+    assert await told("--set-string=podAnnotations.prometheus\\.io/scrape=false") == where | {
+        "prometheus.io/scrape": "false"
+    }
+    assert await told("--set=monitoring.annotations=false") == {}
+
+
+async def test_nothing_is_asked_of_a_cluster_without_prometheus_and_grafana(helm: Helm) -> None:
+    kinds = {found["kind"] for found in await rendered(helm)}
+    assert not kinds & {"PodMonitor", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Service"}
+
+
+@pytest.mark.parametrize("namespaces", [[], ["one", "two"]], ids=["in all namespaces", "in some"])
+async def test_prometheus_operator_is_told_to_scrape_the_agents_and_the_operator(
+    helm: Helm, namespaces: list[str]
+) -> None:
+    words = "monitoring.monitors.enabled=true,monitoring.monitors.interval=15s,monitoring.monitors.labels.release=mine"
+    where = [f"--set=namespaces={{{','.join(namespaces)}}}"] if namespaces else []
+    objects = await rendered(helm, f"--set={words}", *where)
+    [agents], [operator] = of_kind(objects, "PodMonitor"), of_kind(objects, "ServiceMonitor")
+    for monitor in (agents, operator):
+        assert monitor["metadata"]["labels"]["release"] == "mine"
+    assert agents["spec"] == {
+        "namespaceSelector": {"matchNames": namespaces} if namespaces else {"any": True},
+        "selector": {"matchLabels": {LABEL_ROLE: ROLE_WORKER}},
+        "podMetricsEndpoints": [{"port": METRICS_PORT, "interval": "15s"}],
+    }
+    # From the monitor to the service, from there to the pods, and there to a port.
+    [service], [deployment] = of_kind(objects, "Service"), of_kind(objects, "Deployment")
+    assert operator["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert operator["spec"]["endpoints"] == [{"port": "metrics", "interval": "15s"}]
+    pod = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    [port] = service["spec"]["ports"]
+    [named] = pod["spec"]["containers"][0]["ports"]
+    assert (port["name"], port["targetPort"], port["port"]) == ("metrics", named["name"], named["containerPort"])
+
+
+async def test_no_service_has_a_longer_name_than_may_be(helm: Helm) -> None:
+    release = "team-a" * 8 + "-long"
+    words = ("template", release, str(CHART), "--kube-version=1.30.0", "--set=monitoring.monitors.enabled=true")
+    objects = [found for found in yaml.safe_load_all((await helm(*words)).stdout) if found]
+    [service] = of_kind(objects, "Service")
+    assert len(service["metadata"]["name"]) <= 63
+    assert service["metadata"]["name"].endswith("-metrics")
+
+
+async def test_the_alerts_of_the_chart_are_those_of_the_file_and_link_to_pages_of_yours(helm: Helm) -> None:
+    words = "--set=monitoring.rules.enabled=true,monitoring.rules.labels.release=mine"
+    plain = yaml.safe_load((CHART / "alerts" / "elasticjobs.yaml").read_text())
+    [rule] = of_kind(await rendered(helm, words), "PrometheusRule")
+    assert rule["spec"] == plain
+    assert rule["metadata"]["labels"]["release"] == "mine"
+    [rule] = of_kind(
+        await rendered(helm, words, "--set=monitoring.rules.runbooks=https://wiki/alerts/"), "PrometheusRule"
+    )
+    for group in plain["groups"]:
+        for alert in group["rules"]:
+            alert["annotations"]["runbook_url"] = f"https://wiki/alerts/{alert['alert']}.md"
+    assert rule["spec"] == plain
+
+
+async def test_dashboards_come_where_the_sidecar_of_grafana_looks(helm: Helm, tmp_path: Path) -> None:
+    words = "--set=monitoring.dashboards.enabled=true,monitoring.dashboards.annotations.grafana_folder=Training"
+    await helm("package", str(CHART), "--destination", str(tmp_path))
+    for chart in (CHART, *tmp_path.glob("*.tgz")):
+        maps = of_kind(await rendered(helm, words, chart=chart), "ConfigMap")
+        files = {name: text for found in maps for name, text in found["data"].items()}
+        for found in maps:
+            assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+            assert found["metadata"]["annotations"] == {"grafana_folder": "Training"}
+        assert {name: json.loads(text) for name, text in files.items()} == {
+            f"elasticjobs-{page.name}": json.loads(page.read_text()) for page in (CHART / "dashboards").iterdir()
+        }
+    [found, _] = of_kind(
+        await rendered(
+            helm, words, "--set=monitoring.dashboards.label=show", "--set-string=monitoring.dashboards.labelValue=on"
+        ),
+        "ConfigMap",
+    )
+    assert found["metadata"]["labels"]["show"] == "on"
 
 
 async def test_a_release_image_is_called_as_the_version_and_a_clones_dev(helm: Helm, own_chart: Path) -> None:
@@ -322,6 +422,7 @@ def jobs_rights() -> set[Right]:
             for scheduling in ("scheduling.x-k8s.io", "scheduling.volcano.sh")
             for verb in ("list", "create", "patch", "delete")
         ),
+        *(("", "configmaps", verb, "") for verb in ("get", "create", "patch")),
         ("", "events", "create", ""),
     }
 
@@ -396,6 +497,7 @@ async def test_these_rights_are_all_that_the_operator_needs_and_none_is_too_many
         await from_apply_to_delete(helm)
         await a_gang(helm, "SchedulerPlugins", SCHEDULER_PLUGINS_GROUPS, etcd)
         await a_gang(helm, "Volcano", VOLCANO_GROUPS, etcd)
+        await a_job_that_rests(helm, etcd)
         await a_job_that_needs_a_secret_and_goes_by_itself(helm, etcd)
     assert "forbidden" not in log.read_text().lower()
     assert helm.audit.refused(helm.namespace, RELEASE) == set()
@@ -453,6 +555,35 @@ async def a_gang(helm: Helm, gang: str, groups: Resource, etcd: EtcdServer) -> N
     await helm.kubectl("delete", f"elasticjob/{name}")
 
 
+async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
+    """A job that is suspended after an epoch, so that what is known of it is kept, and added to at its end."""
+    outside = {"endpoint": etcd.endpoint}
+    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("rests", etcd=outside, replicas=1)))
+    uid = (await helm.get("elasticjob/rests"))["metadata"]["uid"]
+    pod = pod_name("rests", uid, 0, "")
+    await helm.kubectl("wait", f"pod/{pod}", "--for=create", "--timeout=60s")
+    keys = RunKeys.of(uid)
+    store = await connect(etcd.settings)
+    try:
+        past = PastEpoch(number=1, began=1_700_000_000.0, nodes=1)
+        await store.put(keys.history, encode(HistoryRecord(epochs=(past,))))
+        await store.put(keys.epoch, encode(EpochRecord(number=1, members=(Member(f"{pod}.1", "10.0.0.1", 1),))))
+    finally:
+        await store.close()
+    await helm.kubectl("wait", "elasticjob/rests", "--for=jsonpath={.status.epoch}=1", "--timeout=60s")
+    await change(helm, "rests", suspend=True)
+    await helm.kubectl("wait", "configmap/rests-report", "--for=create", "--timeout=60s")
+    await helm.kubectl("wait", "elasticjob/rests", "--for=condition=Suspended", "--timeout=60s")
+    await change(helm, "rests", suspend=False)
+    await helm.kubectl("wait", "pod", f"--selector={worker_selector('rests')}", "--for=create", "--timeout=60s")
+    (pod,) = (await helm.kubectl("get", "pod", f"--selector={worker_selector('rests')}", "-o", "name")).stdout.split()
+    await succeeds(helm, pod.removeprefix("pod/"))
+    await helm.kubectl("wait", "elasticjob/rests", "--for=condition=Succeeded", "--timeout=60s")
+    kept = json.loads((await helm.get("configmap/rests-report"))["data"]["report.json"])
+    assert (kept["job"]["state"], [epoch["number"] for epoch in kept["epochs"]]) == ("Succeeded", [1])
+    await helm.kubectl("delete", "elasticjob/rests")
+
+
 async def a_job_that_needs_a_secret_and_goes_by_itself(helm: Helm, etcd: EtcdServer) -> None:
     """A job whose etcd asks for credentials, which nobody has made, and that ends in another way."""
     outside = {"endpoint": f"https://{etcd.endpoint}", "tlsSecret": "nobody-has-made-it"}
@@ -495,6 +626,8 @@ async def test_who_may_view_or_edit_a_namespace_may_do_so_with_its_jobs(helm: He
         assert ("elasticjobs", "watch" if role == "view" else "deletecollection") in rights
         assert (("elasticjobs", "delete") in rights) == (("elasticjobs/scale", "patch") in rights) == (role != "view")
         assert {("pods/log", "get"), ("events", "list")} <= rights, "for `elasticjob logs` and `elasticjob describe`"
+        assert ("configmaps", "get") in rights, "for `elasticjob report`"
+        assert (("pods/proxy", "get") in rights) == (role != "view"), "for `elasticjob top`"
         assert ("elasticjobs/status", "update") not in rights
 
 

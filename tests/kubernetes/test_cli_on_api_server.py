@@ -13,9 +13,12 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.kube.api import Api
-from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from elastic_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from elastic_operator.report_json import encode_report
+from elastic_operator.showing.report_page import page
 from tests.support.cluster_objects import died, status
 from tests.support.cluster_user import ELASTICJOB
+from tests.support.reports import report
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -65,7 +68,16 @@ class Team:
         """Write a job's status."""
         await self.api.patch(ELASTIC_JOBS, self.namespace, name, {"status": status(**about)}, "status")
 
-    async def make_pod(self, owner: Json, name: str, state: dict[str, Any], *, hold: bool = False) -> Json:
+    async def make_pod(
+        self,
+        owner: Json,
+        name: str,
+        state: dict[str, Any],
+        *,
+        hold: bool = False,
+        ip: str = "10.1.0.9",
+        metrics_port: int | None = None,
+    ) -> Json:
         """A worker pod that nobody will ever run, with what a kubelet would say of it."""
         job = owner["metadata"]["name"]
         labels = {"job": job, "role": "worker", "index": name.split("-")[1]}
@@ -76,12 +88,12 @@ class Team:
             "finalizers": [HOLD] if hold else [],
         }
         container = {"name": "worker", "image": "elastic-agent:dev"}
-        made = await self.make(
-            PODS, name, metadata=metadata, spec={"containers": [container], "schedulerName": "nobody"}
-        )
+        ports = [{"name": "metrics", "containerPort": metrics_port}] if metrics_port else []
+        spec = {"containers": [{**container, "ports": ports}], "schedulerName": "nobody"}
+        made = await self.make(PODS, name, metadata=metadata, spec=spec)
         phase = "Running" if "running" in state else "Failed"
         told = {"restartCount": 0, "imageID": "", "ready": "running" in state, "state": state, **container}
-        about = {"phase": phase, "podIP": "10.1.0.9", "containerStatuses": [told]}
+        about = {"phase": phase, "podIP": ip, "containerStatuses": [told]}
         await self.api.patch(PODS, self.namespace, name, {"status": about}, "status")
         return made
 
@@ -224,6 +236,57 @@ async def test_a_job_or_context_that_is_not_there_gets_a_sentence(team: Team, tm
         assert said.startswith(f"there is no job x in the namespace {team.namespace}; ")
     assert "has no context nowhere; choose another" in await team.refused("get", "--context", "nowhere", code=2)
     assert "there is no kubeconfig" in await team.refused("get", "--kubeconfig", str(tmp_path / "none"), code=2)
+
+
+async def test_a_jobs_figures_are_asked_for_through_the_api_server(team: Team) -> None:
+    # No API server leads to an address of its own machine: that is what it says of each agent here.
+    job = await team.make_job()
+    await team.say("digits")
+    for name in ("digits-0-aaaaa", "digits-1-bbbbb"):
+        await team.make_pod(job, name, {"running": {}}, ip="127.0.0.1", metrics_port=9464)
+    lines = (await team.elasticjob("top", "digits")).stdout.splitlines()
+    assert lines[0].startswith("digits  Running  ")
+    assert lines[1] == "epoch 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free"
+    assert [line.split(" (")[0] for line in lines[3:]] == [
+        "digits-0-aaaaa: its agent does not answer",
+        "digits-1-bbbbb: its agent does not answer",
+    ]
+    assert (await team.elasticjob("top")).stdout.splitlines()[1].split()[:3] == ["digits", "Running", "2/3"]
+    everywhere = (await team.cluster.run(str(ELASTICJOB), "top", "-A")).stdout.splitlines()
+    assert [team.namespace, "digits"] in [line.split()[:2] for line in everywhere]
+
+
+async def test_whoever_may_not_ask_the_agents_is_told_which_right_it_takes(team: Team) -> None:
+    job = await team.make_job()
+    await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, ip="127.0.0.1", metrics_port=9464)
+    await team.cluster.kubectl("create", "serviceaccount", "bob", "-n", team.namespace)
+    as_bob = {"KUBECONFIG": str(await team.cluster.kubeconfig_for(team.namespace, "bob"))}
+    await team.cluster.kubectl(
+        "create", "role", "bob", "-n", team.namespace, "--verb=get,list",
+        "--resource=elasticjobs.elastic.pytorch.org,pods",
+    )  # fmt: skip
+    await team.cluster.kubectl(
+        "create", "rolebinding", "bob", "-n", team.namespace, "--role=bob", f"--serviceaccount={team.namespace}:bob"
+    )
+    shown = (await team.elasticjob("top", "digits", env=as_bob)).stdout.splitlines()
+    assert shown[-1].startswith("what the agents tell may not be read (")
+    assert shown[-1].endswith("; it takes the right to get pods/proxy, or the pod itself refuses")
+    said = await team.refused("report", "digits", code=1, env=as_bob)
+    assert said.startswith("you may not do this on this cluster: configmaps")
+
+
+async def test_a_report_is_made_of_what_is_kept_with_the_job(team: Team, tmp_path: Path) -> None:
+    job = await team.make_job()
+    await team.say("digits")
+    assert (await team.refused("report", "digits", code=1)).startswith("the job digits is still Running: ")
+    assert (await team.refused("report", "other", code=1)).startswith("there is no job other in the namespace ")
+    kept = {"report.json": encode_report(report()).decode()}
+    await team.make(CONFIG_MAPS, "digits-report", data=kept, metadata=_of(job))
+    file = tmp_path / "report.html"
+    told = await team.elasticjob("report", "digits", "-o", str(file))
+    assert told.stdout == f"the report of digits is in {file}\n"
+    assert file.read_text() == page(report())
+    assert (await team.elasticjob("report", "digits", "-o", "-")).stdout == page(report())
 
 
 async def test_logs_of_a_job_without_a_started_pod_point_to_what_is_known(team: Team) -> None:

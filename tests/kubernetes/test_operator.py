@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +17,7 @@ import pytest_asyncio
 import yaml
 
 from elastic_operator.kube.listing import LOOKED_AT, OPTIONAL
-from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, LEASES, PODS, SERVICES, Resource
+from elastic_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, LEASES, PODS, SERVICES, Resource
 from elastic_operator.kube.user_api import UserApi
 from elastic_operator.names import worker_selector
 from tests.support.operator_place import Json, Objects, Place, conditions, holds, index_of, live, uids
@@ -25,13 +25,19 @@ from tests.support.operator_process import PATIENCE, OperatorProcess
 from torchelastic.contract import (
     Env,
     EpochRecord,
+    HistoryRecord,
     Member,
     NodeRecord,
     OutcomeRecord,
     OutcomeState,
+    PastEpoch,
+    ResumeRecord,
     RunKeys,
+    RunState,
     SizeRecord,
     TerminationMessage,
+    TimeSplit,
+    decode,
     encode,
     encode_termination_message,
 )
@@ -86,6 +92,7 @@ def rights(namespace: str) -> Json:
         ("", "services", ["list", "watch", "create", "delete"]),
         ("apps", "deployments", ["list", "watch", "create", "delete"]),
         ("policy", "poddisruptionbudgets", ["list", "watch", "create", "patch", "delete"]),
+        ("", "configmaps", ["get", "create", "patch"]),
         ("", "events", ["create"]),
         ("coordination.k8s.io", "leases", ["get", "create", "update"]),
     ]
@@ -598,6 +605,85 @@ async def test_what_it_does_can_be_read_off_its_metrics(place: Place, operator: 
     assert await operator.metric("elastic_operator_reconcile_duration_seconds_count") > 0
     assert await operator.metric("elastic_operator_queue_latency_seconds_count") > 0
     assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="201") > 3
+
+
+async def test_what_is_known_of_a_run_outlives_its_store_and_goes_with_its_job(
+    place: Place, operator: OperatorProcess, etcd: EtcdServer
+) -> None:
+    async def reported(epochs: int) -> Json:
+        """The report, as soon as it tells of so many epochs."""
+
+        def document(found: Objects) -> Json:
+            return dict(json.loads(found["digits-report"]["data"]["report.json"])) if "digits-report" in found else {}
+
+        return document(await place.until(CONFIG_MAPS, lambda found: len(document(found).get("epochs", ())) == epochs))
+
+    job = await place.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
+    keys = RunKeys.of(job["metadata"]["uid"])
+    created = datetime.fromisoformat(job["metadata"]["creationTimestamp"]).timestamp()
+    store = await connect(etcd.settings)
+    try:
+        (first,) = await place.pods(1)
+        await place.runs(first)
+        past = PastEpoch(number=1, began=created, nodes=1, cause="one node joined")
+        trained = TimeSplit(until=created, seconds={RunState.TRAINING: 0.0}, joined=1)
+        await store.put(keys.split, encode(trained))
+        await store.put(keys.history, encode(HistoryRecord(created=created, epochs=(past,))))
+        await store.put(keys.epoch, encode(EpochRecord(number=1, members=(Member(f"{first}.1", "10.0.0.1", 1),))))
+        await place.job(lambda status: status.get("epoch") == 1)
+
+        await place.change(suspend=True)
+        resting = await place.job(lambda status: holds(status, "Suspended"))
+        await nothing_below(store, keys)
+        kept = await reported(1)
+        assert (kept["job"]["state"], kept["epochs"][0]["cause"]) == ("Suspended", "one node joined")
+        assert kept["split"] == resting["status"]["timeSplit"]
+
+        await place.change(suspend=False)
+        (second,) = await place.pods(1)
+        pods = await place.until(PODS, lambda found: second in found)
+        environment = {entry["name"]: entry.get("value") for entry in pods[second]["spec"]["containers"][0]["env"]}
+        resume = decode(str(environment[Env.RESUME]).encode(), ResumeRecord)
+        resumed = (await place.job(lambda status: "activeSince" in status))["status"]["timeSplit"]
+        assert resume.split is not None
+        assert resumed["asOf"].startswith(f"{datetime.fromtimestamp(resume.split.until, UTC):%Y-%m-%dT%H:%M:%S}")
+        assert resume.split.seconds[RunState.SUSPENDED] == resumed["seconds"]["suspended"]
+
+        await place.runs(second)
+        later = PastEpoch(number=2, began=created + 1, nodes=1)
+        await store.put(keys.history, encode(HistoryRecord(created=created, epochs=(later,))))
+        await store.put(keys.outcome, encode(OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=2)))
+        over = await place.job(lambda status: holds(status, "Succeeded"))
+        kept = await reported(2)
+        assert [epoch["number"] for epoch in kept["epochs"]] == [1, 2]
+        assert (kept["job"]["state"], kept["outcome"]["state"]) == ("Succeeded", "succeeded")
+        split = over["status"]["timeSplit"]
+        assert kept["split"] == split
+        assert sum(split["seconds"].values()) == pytest.approx(
+            datetime.fromisoformat(split["asOf"]).timestamp() - created, abs=0.01
+        )
+        await place.ends(second, 0)
+        await nothing_below(store, keys)
+    finally:
+        await store.close()
+    assert "digits-report" in await place.until(CONFIG_MAPS, bool)
+    await place.kubectl("delete", "elasticjob", "digits")
+    await place.until(CONFIG_MAPS, lambda found: "digits-report" not in found)
+
+
+async def test_each_job_is_shown_under_metrics(place: Place, operator: OperatorProcess, etcd: EtcdServer) -> None:
+    await place.apply(replicas=2, minReplicas=2, maxRestarts=5, etcd={"endpoint": etcd.endpoint})
+    victim = min(await place.pods(2))
+    await place.runs(victim)
+    await place.ends(victim, 1)
+    await place.job(lambda status: status.get("podFailures") == 1)
+    job = {"job_namespace": place.namespace, "elasticjob": "digits"}
+    assert await operator.metric("elastic_operator_job_desired_pods", **job) == 2
+    assert await operator.metric("elastic_operator_job_min_pods", **job) == 2
+    assert await operator.metric("elastic_operator_job_restarts_total", cause="pod_failed", **job) == 1
+    assert await operator.metric("elastic_operator_job_backoff_limit", **job) == 5
+    assert await operator.metric("elastic_operator_job_condition", condition="Waiting", **job) == 1
+    assert await operator.metric("elastic_operator_job_condition", condition="Running", **job) == 0
 
 
 async def test_it_needs_no_more_rights_than_the_chart_grants(place: Place, tmp_path: Path) -> None:

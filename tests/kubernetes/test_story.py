@@ -44,6 +44,14 @@ async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: 
     # What the pods have printed can still be read.
     printed = (await user.elasticjob("logs", "digits")).stdout
     assert re.search(r"test accuracy 0\.9\d\d", printed)
+    split = (await user.get("elasticjob/digits"))["status"]["timeSplit"]["seconds"]
+    assert split["training"] > split["restoring"] > 0
+    assert "asOf" in (await user.get("elasticjob/digits"))["status"]["timeSplit"]
+    page = (await user.elasticjob("report", "digits", "-o", "-")).stdout
+    assert page.startswith("<!doctype html>")
+    assert "Succeeded" in page
+    assert (await user.get("configmap/digits-report"))["metadata"]["ownerReferences"][0]["name"] == "digits"
+
     told = await user.events("digits")
     assert "training started with 2 pods" in told
     assert "scaled from 2 to 3 pods" in told
@@ -141,6 +149,9 @@ async def test_what_elasticjob_says_of_a_cluster(user: User) -> None:
     assert table[1].split()[:3] == ["seen", "Running", "2/2"]
     assert "training started with 2 pods" in (await user.elasticjob("describe", "seen")).stdout
     assert "of 2 workers" in await user.first_words("seen", "--rank", "0")
+    top = (await user.elasticjob("top", "seen", "--once")).stdout
+    assert "Running" in top
+    assert "training" in top, "agents are asked through the API server"
     await user.elasticjob("scale", "seen", "--replicas", "1")
     await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=1")
     await user.elasticjob("delete", "seen")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,12 +28,13 @@ async def test_a_suspended_job_frees_all_and_goes_on_with_what_was_charged_to_it
 
     await user.kubectl("patch", "elasticjob", "rests", "--type=merge", '--patch={"spec":{"suspend":true}}')
     await user.wait("elasticjob/rests", "condition=Suspended")
-    itself = "elasticjob.elastic.pytorch.org/rests"
-    assert await user.left_for_good(itself) == [itself]
+    itself, report = "elasticjob.elastic.pytorch.org/rests", "configmap/rests-report"
+    assert await user.left_for_good(itself, report) == [report, itself]
     resting = (await user.get("elasticjob/rests"))["status"]
     assert resting["state"] == "Suspended"
     assert (resting["restarts"], resting["replicas"], resting["podFailures"]) == (1, 0, 0)
     assert resting["epoch"] >= before["epoch"]
+    assert resting["timeSplit"]["seconds"]["training"] > 0
 
     # What the pods are made of may change now.
     template = {"metadata": {"labels": {"tier": "night"}}, "spec": UNPRIVILEGED}
@@ -49,6 +51,9 @@ async def test_a_suspended_job_frees_all_and_goes_on_with_what_was_charged_to_it
     # The charge of before counts: there may be one failure, and this is the second.
     user.kill(pod, WAITS)
     await user.wait("elasticjob/rests", "condition=Failed")
+    kept = json.loads((await user.get(report))["data"]["report.json"])
+    assert [epoch["number"] for epoch in kept["epochs"]] == list(range(1, kept["outcome"]["epoch"] + 1))
+    assert kept["split"] == (await user.get("elasticjob/rests"))["status"]["timeSplit"]
     assert await user.delete("rests") == []
 
 

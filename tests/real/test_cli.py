@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import pty
 import signal
 import sys
-import termios
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.local_runs import LIMIT, LocalRun, manifest, processes_of, training
+from tests.support.terminals import FIRST_SCREEN, SECOND_SCREEN, Terminal, answer, typed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.real
@@ -26,35 +23,6 @@ pytestmark = pytest.mark.real
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
-
-
-def environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "ELASTICJOB_HOME": str(home)}
-
-
-@contextlib.asynccontextmanager
-async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A command in a second terminal; it is gone after the block."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "elastic_operator.cli", *argv),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment(home),
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
-
-
-async def answer(home: Path, *argv: str) -> tuple[int, str, str]:
-    """What a command gives back: its exit code, and what it printed on either stream."""
-    async with typed(home, *argv) as process, asyncio.timeout(LIMIT):
-        out, err = await process.communicate()
-        return await process.wait(), out.decode(), err.decode()
 
 
 async def test_a_second_terminal_sees_the_job_scales_it_and_deletes_it(home: Path, tmp_path: Path) -> None:
@@ -107,64 +75,6 @@ async def test_a_rank_is_followed_from_epoch_to_epoch_to_the_end_of_the_job(home
         assert await run.exit_code() == 0
     assert (await answer(home, "logs", "digits", "--rank", "1", "--epoch", "1"))[1] == "rank 1 of 2\n"
     assert "epoch 1" in (await answer(home, "logs", "digits", "--agent"))[1]
-
-
-class Terminal:
-    """A command on a terminal of 80 columns and 24 lines, and all that it wrote there."""
-
-    def __init__(self, home: Path, *argv: str) -> None:
-        self._argv = argv
-        self._environ = {**environment(home), "TERM": "xterm-256color"}
-        self._environ.pop("NO_COLOR", None)
-        self.screen = ""
-        self._more = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        self._side, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (24, 80))
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "elastic_operator.cli", *self._argv),
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=self._environ,
-            start_new_session=True,
-        )
-        os.close(theirs)
-        asyncio.get_running_loop().add_reader(self._side, self._read)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
-        asyncio.get_running_loop().remove_reader(self._side)
-        os.close(self._side)
-
-    def _read(self) -> None:
-        try:
-            self.screen += os.read(self._side, 1 << 16).decode(errors="replace")
-        except OSError:  # nobody is at the other side any more
-            asyncio.get_running_loop().remove_reader(self._side)
-        self._more.set()
-
-    async def shows(self, text: str) -> None:
-        """Return when it has written this."""
-        try:
-            async with asyncio.timeout(LIMIT):
-                while text not in self.screen:
-                    self._more.clear()
-                    await self._more.wait()
-        except TimeoutError:
-            raise AssertionError(f"{text!r} was not shown, but this was:\n{self.screen}") from None
-
-    async def exit_code(self) -> int:
-        async with asyncio.timeout(LIMIT):
-            return await self.process.wait()
-
-
-SECOND_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 
 
 async def test_the_live_view_gives_way_to_the_outcome(home: Path, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import MEETING
+from tests.support.agents import MEETING, AgentProcess
 from tests.support.launchers import Launcher
+from tests.support.ports import free_range
+from tests.support.scraping import scraped
 
 if TYPE_CHECKING:
     from tests.support.etcd import EtcdServer
@@ -70,5 +72,26 @@ async def test_the_command_line_for_torchrun_works_as_it_stands(tmp_path: Path, 
         assert [await a.code(), await b.code()] == [0, 0]
 
 
+@pytest.mark.parametrize(("number", "ranks", "said"), [(0, 1, "trained"), (1, 2, "written")])
+async def test_an_example_that_says_how_far_it_is_does_so_and_is_the_same_program_without_an_agent(
+    tmp_path: Path, number: int, ranks: int, said: str
+) -> None:
+    path, port = tmp_path / "train.py", free_range(1).first
+    source = example("Saying how far training is", number)
+    path.write_text(f"{source}\nimport os, signal\n'RANK' in os.environ and signal.pause()\n")
+    flags = ("--standalone", f"--nproc-per-node={ranks}", f"--metrics-port={port}", "--local-addr=127.0.0.1")
+    async with AgentProcess(*flags, path, cwd=tmp_path) as agent:
+        for rank in range(ranks):
+            await agent.said(rf"\[rank {rank}\] {said}")
+        page = await scraped(port)
+    measured = {name: value for (name, labels), value in page.samples.items() if ("rank", "0") in labels}
+    assert measured["torchelastic_operation_duration_seconds_count"] == (200, 100)[number] - 1
+    assert measured["torchelastic_checkpoint_write_latency_seconds_count"] == (2, 1)[number]
+    if ranks == 1:
+        async with Launcher(path, cwd=tmp_path) as alone:
+            assert await alone.code() == 0, alone.output
+        assert alone.lines == [said]
+
+
 def test_every_example_is_run_here() -> None:
-    assert sum(1 for _, source in EXAMPLES if source) == 4
+    assert sum(1 for _, source in EXAMPLES if source) == 6

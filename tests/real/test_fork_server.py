@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from tests.support.agents import MEETING, AgentProcess
 from tests.support.crew import LIMIT, eventually, exit_of, gone
+from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
+from tests.support.puppets import Stage
 from torchelastic.agent import fork_server, messages, processes
 from torchelastic.agent.process_table import read_table, with_descendants
 from torchelastic.agent.workers import Workers, WorkerStart
-from torchelastic.contract import ExitCode
+from torchelastic.contract import ExitCode, FailureKind, TerminationMessage
 from torchelastic.errors import StartError
 from torchelastic.settings import LogSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 pytestmark = pytest.mark.real
 
 
 def fork_servers(agent: int) -> Sequence[int]:
     """The fork servers of an agent that live."""
+    return processes_of(agent, "fork server")
+
+
+def processes_of(agent: int, title: str) -> Sequence[int]:
+    """The processes of an agent that live and have this title."""
     table = read_table()
-    return [
-        pid
-        for pid in with_descendants(table, [agent])
-        if not table[pid].dead and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"torchelastic: fork server")
-    ]
+    return [pid for pid in with_descendants(table, [agent]) if not table[pid].dead and title_of(pid) == title]
+
+
+def title_of(pid: int) -> str:
+    """What a process of ours says it is; empty where it is gone."""
+    with contextlib.suppress(OSError):
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
+        return title.removeprefix("torchelastic: ").strip()
+    return ""
+
+
+async def process_of(agent: int, title: str) -> int:
+    """The one process of an agent that lives and has this title, once there is one."""
+    await eventually(lambda: processes_of(agent, title))
+    [pid] = processes_of(agent, title)
+    return pid
 
 
 async def test_a_run_goes_on_in_its_epoch_when_the_fork_server_dies(tmp_path: Path) -> None:
@@ -113,6 +134,109 @@ async def test_a_machine_that_allows_no_new_fork_server_for_a_while_fails_that_s
                 await workers.start(1, starts)
         group = await workers.start(2, starts)
         assert [(await exit_of(group)).message for _ in range(5)] == [""] * 5
+
+
+@contextlib.contextmanager
+def ended_before_they_begin(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
+    """The next processes that are taken from the fork server are killed before they have read what they are for."""
+    fork, left = fork_server.ForkServer.fork, count
+
+    async def forked(server: fork_server.ForkServer, number: int) -> list[fork_server.ForkedProcess]:
+        nonlocal left
+        taken = await fork(server, number)
+        for process in taken[:left]:
+            process.child.signal(signal.SIGSTOP)
+            asyncio.get_running_loop().call_soon(process.child.signal, signal.SIGKILL)
+            left -= 1
+        return taken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server.ForkServer, "fork", forked)
+        yield
+    assert left == 0
+
+
+async def test_a_store_whose_process_dies_before_it_begins_is_served_by_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
+        await workers.ready()
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        with ended_before_they_begin(monkeypatch, 1):
+            store = await asyncio.wait_for(workers.serve_store(listener), LIMIT)
+        socket.create_connection(address).close()
+        assert not store.ended.done()
+
+
+async def test_a_store_none_of_whose_processes_lives_to_begin_fails_that_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
+        await workers.ready()
+        with (
+            ended_before_they_begin(monkeypatch, 2),
+            pytest.raises(StartError, match=r"was to serve the epoch's TCPStore was killed by SIGKILL$"),
+        ):
+            await asyncio.wait_for(workers.serve_store(socket.create_server(("127.0.0.1", 0))), LIMIT)
+        store = await workers.serve_store(socket.create_server(("127.0.0.1", 0)))
+        assert not store.ended.done()
+
+
+async def test_an_agent_whose_spare_process_dies_while_it_becomes_the_store_goes_on() -> None:
+    async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
+        store = await process_of(agent.pid, "store of the epoch")
+        spare = await process_of(agent.pid, "spare process")
+        os.kill(spare, signal.SIGSTOP)  # as one that the machine has no memory for is slow to read
+        os.kill(store, signal.SIGKILL)
+        await agent.said("epoch 2: .* the process that serves the epoch's TCPStore died")
+        assert await process_of(agent.pid, "sleep")  # its store and its worker are begun side by side
+        os.kill(spare, signal.SIGKILL)
+        await agent.said("epoch 2: started")
+        assert await process_of(agent.pid, "store of the epoch") not in {store, spare}
+        agent.kill(signal.SIGTERM)
+        assert await agent.code() == ExitCode.LEFT
+        assert not [line for line in agent.lines if "epoch 3" in line or "Traceback" in line]
+
+
+async def test_a_store_that_is_killed_for_memory_is_named_as_that(tmp_path: Path) -> None:
+    log = tmp_path / "termination"
+    with memory_limit(600) as within:
+        async with (
+            Stage(tmp_path, None) as stage,
+            stage.agent("one", "--standalone", "--max-restarts=0", f"--termination-log={log}", within=within) as agent,
+        ):
+            [worker] = await stage.epoch(1, world=1)
+            store = await process_of(agent.pid, "store of the epoch")
+            for pid in processes_of(agent.pid, "spare process"):
+                Path(f"/proc/{pid}/oom_score_adj").write_text("999")
+            Path(f"/proc/{store}/oom_score_adj").write_text("1000")  # the kernel's first choice
+            worker.tell(
+                f"""
+                import select
+                store, all = os.pidfd_open({store}), []
+                while not select.select([store], [], [], 0)[0]:
+                    all.append(bytes(1 << 16) + b'1')
+                """
+            )
+            assert await agent.code() == ExitCode.FAILED
+    died = "the process that serves the epoch's TCPStore was killed by SIGKILL: out of memory"
+    assert f"rank 0 on one: {died}; it may not restart" in agent.lines[-1]
+    words = msgspec.json.decode(log.read_bytes(), type=TerminationMessage)
+    assert words.failure is not None
+    assert (words.failure.kind, words.failure.message) == (FailureKind.PROGRAM, died)
+
+
+async def test_a_fork_server_that_has_not_the_memory_to_import_torch_is_told_as_that(tmp_path: Path) -> None:
+    log = tmp_path / "termination"
+    [program] = script(tmp_path, "").argv
+    with memory_limit(60) as within:
+        async with AgentProcess("--standalone", f"--termination-log={log}", program, within=within) as agent:
+            assert await agent.code() == ExitCode.BAD_INPUT
+    said = msgspec.json.decode(log.read_bytes(), type=TerminationMessage).message
+    assert said.startswith("the fork server dies again and again while it imports torch")
+    assert said.endswith("killed by SIGKILL: out of memory; raise the memory limit")
+    assert said in agent.lines[-1]
 
 
 START_METHODS = [("fork-server", True), ("forkserver", True), ("fork", True), ("exec", False), ("spawn", False)]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
 
 from elastic_operator.local.client import connect
+from elastic_operator.model import JobState
+from elastic_operator.report_json import decode_report
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons
+from torchelastic.contract import RunState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
+
+    from elastic_operator.report import Report
 
 pytestmark = pytest.mark.real
 
@@ -24,6 +30,15 @@ async def home(tmp_path: Path) -> AsyncIterator[Path]:
     home = tmp_path / "home"
     yield home
     assert await gone(processes_of(home), within=5), processes_of(home)
+
+
+def report_of(snapshot: dict[str, Any]) -> Report:
+    """What is kept of a run in its folder."""
+    return decode_report((Path(snapshot["run"]["directory"]) / "report.json").read_bytes())
+
+
+def numbers(report: Report) -> list[int]:
+    return [epoch.number for epoch in report.history.epochs]
 
 
 def rests(snapshot: dict[str, Any]) -> bool:
@@ -46,6 +61,8 @@ async def test_a_job_that_was_suspended_goes_on_where_it_was_with_what_was_chang
         assert asleep["status"]["epoch"] >= before["status"]["epoch"]
         assert not asleep["etcd"]["endpoint"]
         assert [*processes_of(home)] == [run.process.pid]
+        kept = report_of(asleep)
+        assert (kept.state, numbers(kept)) == (JobState.SUSPENDED, list(range(1, asleep["status"]["epoch"] + 1)))
         manifest(tmp_path, command=programs[1])
         await run.until(lambda snapshot: "Applied" in reasons(snapshot))
         await asyncio.to_thread(client.suspend, rest=False)
@@ -54,6 +71,30 @@ async def test_a_job_that_was_suspended_goes_on_where_it_was_with_what_was_chang
         await run.until(lambda snapshot: snapshot["progress"] and snapshot["progress"]["line"] == words)
         (tmp_path / "finish").touch()
         assert await run.exit_code() == 0, run.output
+        report = report_of(run.record)
+        assert (report.state, numbers(report)) == (
+            JobState.SUCCEEDED,
+            list(range(1, run.record["status"]["epoch"] + 1)),
+        )
+        assert report.outcome is not None
+        split = report.split
+        assert split is not None
+        assert split.seconds.keys() >= {RunState.TRAINING, RunState.STARTING, RunState.SUSPENDED}
+        assert split.joined == 4
+        assert report.completed == split.until
+        assert sum(split.seconds.values()) == pytest.approx(split.until - report.created, abs=0.01)
+
+
+async def test_of_a_run_that_was_interrupted_it_is_kept_how_it_went(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path)) as run:
+        await run.trains(2)
+        run.process.send_signal(signal.SIGINT)
+        assert await run.exit_code() == 130, run.output
+        report = report_of(run.record)
+        assert (report.state.finished, report.completed, report.outcome) == (False, None, None)
+        assert 1 in numbers(report)
+        assert report.split is not None
+        assert RunState.TRAINING in report.split.seconds
 
 
 async def test_a_job_that_is_made_suspended_starts_when_its_file_says_so(home: Path, tmp_path: Path) -> None:

@@ -9,11 +9,24 @@ import socket
 import uuid
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from elastic_operator.kube.stores import WRITING, Stores
 from elastic_operator.store_mirror import StoreMirror, store_at
-from torchelastic.contract import EpochRecord, Member, NodeRecord, RunKeys, SizeRecord, encode, run_lease
+from torchelastic.contract import (
+    EpochRecord,
+    HistoryRecord,
+    Member,
+    NodeRecord,
+    PastEpoch,
+    RunKeys,
+    RunState,
+    SizeRecord,
+    TimeSplit,
+    encode,
+    run_lease,
+)
 from torchelastic.errors import StoreError
 from torchelastic.store import StoreSettings, connect
 
@@ -39,13 +52,19 @@ class Watched:
 
     Attributes:
         mirror: itself.
+        changes: how often it said that something has changed.
         said: what it said of a store that is away.
     """
 
     def __init__(self, run_id: str, *, remembered: int = 1000) -> None:
         self._happened = asyncio.Event()
+        self.changes = 0
         self.said: list[str] = []
-        self.mirror = StoreMirror(run_id, changed=self._happened.set, away=self._away, remembered=remembered)
+        self.mirror = StoreMirror(run_id, changed=self._changed, away=self._away, remembered=remembered)
+
+    def _changed(self) -> None:
+        self.changes += 1
+        self._happened.set()
 
     def _away(self, sentence: str) -> None:
         self.said.append(sentence)
@@ -95,6 +114,28 @@ def test_the_operator_reads_an_endpoint_as_the_agents_do(
     assert store_at(written) == StoreSettings(endpoints=endpoints, protocol=protocol)
 
 
+async def test_what_is_told_of_the_past_is_read_and_nobody_is_woken_for_it(etcd: EtcdServer, run_id: str) -> None:
+    keys = RunKeys.of(run_id)
+    split = TimeSplit(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, joined=2)
+    history = HistoryRecord(created=1_700_000_000.0, epochs=(PastEpoch(number=1, began=1_700_000_000.0, nodes=2),))
+    watched = Watched(run_id)
+    async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
+        await watched.until(lambda: mirror.readable)
+        before = watched.changes
+        for _ in range(3):
+            await store.put(keys.split, encode(split))
+            await store.put(keys.history, encode(history))
+        await store.put(keys.epoch, encode(EpochRecord(number=1)))
+        await watched.until(lambda: mirror.epoch is not None)
+        assert (mirror.split, mirror.history) == (split, history)
+        assert watched.changes == before + 1
+        await store.put(keys.split, b"nonsense")
+        await store.delete(keys.history)
+        await store.put(keys.epoch, encode(EpochRecord(number=2)))
+        await watched.until(lambda: mirror.epoch == EpochRecord(number=2))
+        assert (mirror.split, mirror.history) == (None, None)
+
+
 async def test_a_store_is_followed_wherever_and_however_its_place_is_written(etcd: EtcdServer, run_id: str) -> None:
     written = "etcd:99999"
     watched = Watched(run_id)
@@ -103,6 +144,24 @@ async def test_a_store_is_followed_wherever_and_however_its_place_is_written(etc
         assert "a port is a number from 1 to 65535" in watched.said[0]
         written = f"http://{etcd.endpoint}/"
         await watched.until(lambda: mirror.readable)
+
+
+async def test_of_a_programs_progress_nobody_is_woken_but_of_all_else_that_a_node_says(
+    etcd: EtcdServer, run_id: str
+) -> None:
+    keys = RunKeys.of(run_id)
+    record = NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)
+    watched = Watched(run_id)
+    async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
+        await store.put(keys.node("a.1"), encode(record))
+        await watched.until(lambda: mirror.nodes == {"a.1": record})
+        before = watched.changes
+        for kept in (10.0, 20.0):
+            await store.put(keys.node("a.1"), encode(msgspec.structs.replace(record, stepped=5.0, kept=kept)))
+        told = msgspec.structs.replace(record, stepped=5.0, kept=20.0, epoch=1)
+        await store.put(keys.node("a.1"), encode(told))
+        await watched.until(lambda: mirror.nodes == {"a.1": told})
+        assert watched.changes == before + 1
 
 
 async def test_a_run_is_forgotten_whole_though_its_lease_is_lost(etcd: EtcdServer, run_id: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,48 +17,11 @@ from elastic_operator.local.client import connect
 from tests.support.agents import AgentProcess
 from tests.support.crew import eventually, told
 from tests.support.local_runs import LocalRun, manifest, training
-from tests.support.ports import free_range
+from tests.support.measured import Measured
 from tests.support.scraping import scraped
-
-if TYPE_CHECKING:
-    from tests.support.scraping import Page
+from tests.support.terminals import answer
 
 pytestmark = pytest.mark.real
-
-WAIT = """
-if __name__ == "__main__":
-    open(sys.argv[1]).read()
-"""
-"""The end of a program that stays until it is told to go on, through a pipe."""
-
-
-class Measured:
-    """An agent with a program that measures, and the page that it serves.
-
-    Args:
-        folder: for the program.
-        source: the program, in Python; what it needs of the standard library is imported.
-        flags: of the agent.
-    """
-
-    def __init__(self, folder: Path, source: str, *flags: str) -> None:
-        program, self._pipe = folder / "program.py", folder / "go"
-        program.write_text("import os, signal, subprocess, sys, threading, time\n" + dedent(source) + WAIT)
-        os.mkfifo(self._pipe)
-        self._port = free_range(1).first
-        common = ("--standalone", f"--metrics-port={self._port}", "--local-addr=127.0.0.1")
-        self.agent = AgentProcess(*common, *flags, program, self._pipe)
-
-    async def page(self) -> Page:
-        return await scraped(self._port)
-
-    async def after(self, pattern: str, count: int = 1) -> Page:
-        """The page once a line was said, by so many workers."""
-        since = 0
-        for _ in range(count):
-            await self.agent.said(pattern, since=since)
-            since = next(n for n, line in enumerate(self.agent.lines) if n >= since and pattern in line) + 1
-        return await self.page()
 
 
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
@@ -358,6 +321,10 @@ async def test_a_local_job_shows_what_its_workers_measure_and_counts_go_on_when_
         for rank in range(len(pods)):
             await told(tmp_path / f"rank-{rank}-of-{len(pods)}")
         pages = [await scraped(urlsplit(pod["metricsUrl"]).port or 0) for pod in pods]
+        _, listed, _ = await answer(run.home, "get", "job", "-o", "wide")
+        for pod, page in zip(pods, pages, strict=True):
+            assert urlsplit(pod["metricsUrl"]).netloc in listed
+            assert page.job == ("default", "job")
         return [(labels[0][1], value) for page in pages for (_, labels), value in page.named("my_app").items()]
 
     async with LocalRun(tmp_path / "home", job) as run:

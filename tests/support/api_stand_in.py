@@ -23,11 +23,13 @@ START = 1_700_000_000
 
 _COLLECTIONS = {
     f"/api/v1/namespaces/{NAMESPACE}/pods": "Pod",
+    f"/api/v1/namespaces/{NAMESPACE}/configmaps": "ConfigMap",
     f"/api/v1/namespaces/{NAMESPACE}/events": "Event",
     f"/api/v1/namespaces/{NAMESPACE}/services": "Service",
     f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments": "Deployment",
     f"/apis/elastic.pytorch.org/v1alpha1/namespaces/{NAMESPACE}/elasticjobs": "ElasticJob",
     "/apis/elastic.pytorch.org/v1alpha1/elasticjobs": "ElasticJob",
+    "/api/v1/pods": "Pod",
 }
 
 
@@ -49,6 +51,7 @@ class ApiStandIn:
         requests: what was asked for: method and path with query.
         asked: set by every request.
         failing: paths that are answered with this status and these words.
+        pages: what pods serve, by the path under which the API server leads there.
     """
 
     def __init__(self) -> None:
@@ -62,6 +65,7 @@ class ApiStandIn:
         self.requests: list[str] = []
         self.asked = asyncio.Event()
         self.failing: dict[str, tuple[int, str]] = {}
+        self.pages: dict[str, str] = {}
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -161,6 +165,8 @@ class ApiStandIn:
         self.asked.set()
         if request.path in self.failing:
             return _status(*self.failing[request.path])
+        if request.path in self.pages:
+            return web.Response(text=self.pages[request.path])
         if request.path.endswith("/log"):
             return await self._log(request)
         collection, _, name = request.path.rpartition("/")
@@ -227,8 +233,8 @@ class ApiStandIn:
 def _selected(request: web.Request, obj: dict[str, Any]) -> bool:
     labels = obj["metadata"].get("labels") or {}
     for term in filter(None, request.query.get("labelSelector", "").split(",")):
-        key, _, value = term.partition("=")
-        if labels.get(key) != value:
+        key, equals, value = term.partition("=")
+        if key not in labels or (equals and labels[key] != value):
             return False
     for term in filter(None, request.query.get("fieldSelector", "").split(",")):
         path, _, value = term.partition("=")

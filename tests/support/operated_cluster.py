@@ -19,6 +19,7 @@ from elastic_operator.kube.events import Events
 from elastic_operator.kube.kept import Kept
 from elastic_operator.kube.ledger import Ledger
 from elastic_operator.kube.managed_etcd import ManagedEtcd
+from elastic_operator.kube.reports import Reports
 from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS
 from elastic_operator.kube.settings import PodSettings
 from elastic_operator.kube.stores import Stores
@@ -76,6 +77,7 @@ class OperatedCluster:
                 cache=self.cache,
                 writer=writer,
                 etcd=ManagedEtcd(api, self.cache, writer, settings),
+                reports=Reports(api),
                 kept=Kept(self.cache, writer),
                 stores=stores,
                 events=self.events,

@@ -80,6 +80,11 @@ class OperatorProcess:
         """Of its process."""
         return self._running().pid
 
+    @property
+    def address(self) -> str:
+        """Where it serves its pages: host:port."""
+        return f"127.0.0.1:{self._port}"
+
     def start(self) -> None:
         """Start it, also again after it has ended."""
         if self._process is not None:
@@ -162,7 +167,7 @@ class OperatorProcess:
         try:
             async with (
                 aiohttp.ClientSession(timeout=limit) as session,
-                session.get(f"http://127.0.0.1:{self._port}{path}") as response,
+                session.get(f"http://{self.address}{path}") as response,
             ):
                 return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError):

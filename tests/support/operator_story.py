@@ -304,6 +304,7 @@ def _plain(status: Json) -> Json:
         if name in plain:
             plain[name] = "some time"
     plain.get("lastFailure", {}).pop("time", None)
+    plain["timeSplit"] = "timeSplit" in plain
     for condition in plain.get("conditions", ()):
         condition.pop("lastTransitionTime")
     # What an operator remembers, and one that was killed in between need not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -22,19 +23,30 @@ class Page:
     """The samples of one scrape.
 
     Args:
-        families: what was parsed; no sample may be there twice.
+        families: what was parsed; no sample may be there twice, and all are of one job or none.
+
+    Attributes:
+        samples: values by name and labels, without the labels that name the job.
+        types: of the families.
+        job: its namespace and name, as the labels have them; None where there are no such labels.
     """
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self.samples: Samples = {}
         self.types: dict[str, str] = {}
+        jobs = set()
         for family in families:
             assert family.name not in self.types, f"{family.name} stands there twice"
             self.types[family.name] = family.type
             for sample in family.samples:
-                key = sample.name, tuple(sorted(sample.labels.items()))
+                labels = dict(sample.labels)
+                namespace, name = labels.pop("job_namespace", None), labels.pop("elasticjob", None)
+                jobs.add(None if namespace is None or name is None else (namespace, name))
+                key = sample.name, tuple(sorted(labels.items()))
                 assert key not in self.samples, f"{key} stands there twice"
                 self.samples[key] = sample.value
+        assert len(jobs) <= 1, f"series are of different jobs, or some of none: {jobs}"
+        self.job = next(iter(jobs), None)
 
     def value(self, name: str, **labels: str) -> float | None:
         """The value of one series; None where it is not there."""
@@ -45,16 +57,47 @@ class Page:
         return {key: value for key, value in self.samples.items() if key[0].startswith(beginning)}
 
 
+_ENDINGS = {"counter": {"_total"}, "histogram": {"_bucket", "_count", "_sum"}, "gauge": {""}}
+_OTHER_UNITS = r"_(milliseconds|ms|minutes|hours|days|percent|kilobytes|kb|megabytes|mb|kib|mib|bits)(_|$)"
+
+
+def check_conventions(families: Iterable[Metric], *, openmetrics: bool) -> None:
+    """Fail where a page is not as Prometheus' own linter, and OpenMetrics, want it.
+
+    Args:
+        families: what was parsed, in their order.
+        openmetrics: whether the page was in that format, which tells units too.
+    """
+    for family in families:
+        name, kind = family.name, family.type
+        assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name), name
+        assert family.documentation.strip(), f"{name} has no help"
+        assert kind in _ENDINGS, f"{name} is a {kind}"
+        assert family.samples, f"{name} has no samples"
+        assert not re.search(_OTHER_UNITS, name), f"{name} is in no base unit"
+        assert kind not in name, f"{name} says its type"
+        assert not (kind == "gauge" and name.endswith(("_total", "_count", "_sum", "_bucket", "_info"))), name
+        if openmetrics:
+            unit = name.rpartition("_")[2]
+            assert family.unit == (unit if unit in {"seconds", "bytes", "ratio"} else ""), f"{name}: {family.unit}"
+        for sample in family.samples:
+            assert sample.name.removeprefix(name) in _ENDINGS[kind], f"{sample.name} of the {kind} {name}"
+            assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in sample.labels), sample
+            assert ("le" in sample.labels) == sample.name.endswith("_bucket"), sample
+            assert not (kind == "counter" and sample.value < 0), sample
+
+
 async def scraped(port: int) -> Page:
     """Scrape once."""
     return Page(text_string_to_metric_families(await scraped_text(port)))
 
 
-async def scraped_text(port: int) -> str:
+async def scraped_text(port: int, *, accept: str = "*/*") -> str:
     """The page as it comes."""
+    patience, headers = aiohttp.ClientTimeout(PATIENCE), {"Accept": accept}
     async with (
         aiohttp.ClientSession() as session,
-        session.get(f"http://127.0.0.1:{port}/metrics", timeout=aiohttp.ClientTimeout(PATIENCE)) as response,
+        session.get(f"http://127.0.0.1:{port}/metrics", timeout=patience, headers=headers) as response,
     ):
         assert response.status == 200
         return await response.text()

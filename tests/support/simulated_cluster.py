@@ -22,7 +22,10 @@ from tests.support.builders import NOW, an_epoch, failure, says, success
 from torchelastic.contract import EpochRecord, ExitCode, OutcomeRecord, OutcomeState, SizeRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic_operator.model import JobStatus, NewPod, Removal
+    from elastic_operator.report import Report
     from elastic_operator.spec import ElasticJobSpec, FailureRule
 
 NODES: Final = ("node-0", "node-1", "node-2")
@@ -96,6 +99,7 @@ class SimulatedCluster:
         self.etcd = False
         self.group: int | None = None
         self.guard: int | None = None
+        self.report: Report | None = None
         self.deleted = False
         self.run_ended: OutcomeState | None = None
         self.endings: set[OutcomeState] = set()
@@ -158,10 +162,11 @@ class SimulatedCluster:
         if changes_the_job and (job.generation, job.status) != (self.job.generation, self.job.status):
             raise ConflictError
         assert len({removal.uid for removal in todo.remove}) == len(todo.remove), "a pod is removed twice"
-        steps = [
+        steps: list[Callable[[], None]] = [
+            lambda: self._keep_report(todo),
             lambda: self._write_replicas(todo.replicas),
             lambda: self._write_status(job, observed, todo),
-            lambda: self._keep_etcd(todo.etcd),
+            lambda: self._keep_etcd(todo),
             lambda: self._keep_together(todo),
             lambda: self._write_size(todo.size),
             *(partial(self._remove, removal) for removal in todo.remove),
@@ -180,6 +185,9 @@ class SimulatedCluster:
         """Another operator begins, which has not asked the API server for anything yet."""
         self.refusal = self.hindrance = None
 
+    def _keep_report(self, todo: Plan) -> None:
+        self.report = todo.report or self.report
+
     def _write_replicas(self, replicas: int | None) -> None:
         if replicas is not None:
             spec = replace(self.job.spec, replicas=replicas)
@@ -193,12 +201,15 @@ class SimulatedCluster:
             if todo.status.state is JobState.SUSPENDED:
                 self.last_words_on_epochs = todo.status.epoch
 
-    def _keep_etcd(self, wanted: bool) -> None:
-        if self.etcd and not wanted:
+    def _keep_etcd(self, todo: Plan) -> None:
+        if self.etcd and not todo.etcd:
             self.store = Store(readable=self.store.readable)
             heard = self.run_ended is None or self.job.status.state.finished or self.job.deleting
             assert heard, "a store goes before anybody has read in it that the run has ended"
-        self.etcd = wanted
+            if self.job.status.state.finished and not todo.delete_job and not self.job.deleting:
+                assert self.report is not None, "a store goes before what is known of the run was kept"
+                assert (self.report.state, self.report.split) == (self.job.status.state, self.job.status.split)
+        self.etcd = todo.etcd
 
     def _keep_together(self, todo: Plan) -> None:
         over = self.job.status.state.finished or self.job.status.state is JobState.SUSPENDED or self.job.deleting

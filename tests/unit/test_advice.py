@@ -21,6 +21,18 @@ from elastic_operator.kube.advice import with_advice
             ),
             "grant the operator its rights there",
         ),
+        (
+            'pods "digits-0-x" is forbidden: no PriorityClass with name high was found',
+            "create it, or name another one in spec.schedulingPolicy.priorityClassName",
+        ),
+        (
+            "the certificate of etcd at a:2379 cannot be trusted: self-signed certificate in certificate chain",
+            "name a Secret in spec.etcd.tlsSecret whose ca.crt",
+        ),
+        (
+            "the certificate of etcd at a:2379 cannot be trusted: unable to get local issuer certificate",
+            "name a Secret in spec.etcd.tlsSecret whose ca.crt",
+        ),
         ("exceeded quota: few, requested: pods=1, used: pods=1, limited: pods=1", "raise that quota"),
         ('pods "digits-etcd-5" is forbidden: exceeded quota: few.', "raise that quota"),
         ("failed quota: compute: must specify limits.cpu for: worker", "say so in spec.template.spec.containers"),

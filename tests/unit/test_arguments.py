@@ -517,6 +517,8 @@ def test_the_operators_environment_says_who_and_how_many(folder: Path) -> None:
         Env.TERMINATION_LOG: str(folder / "last-words"),
         Env.METRICS_PORT: "0",
         Env.CONTRACT: "1",
+        Env.JOB: "team/digits",
+        Env.JOB_CREATED: "1767225600.5",
         "PET_RDZV_ENDPOINT": "127.0.0.1:2379",
         "PET_RDZV_ID": "uid",
     }
@@ -526,6 +528,14 @@ def test_the_operators_environment_says_who_and_how_many(folder: Path) -> None:
     assert (settings.node_name, settings.address) == ("digits-1-abcde", "10.1.2.3")
     assert settings.termination_log == folder / "last-words"
     assert settings.metrics_port == 0
+    assert (settings.job, settings.job_created) == (("team", "digits"), 1767225600.5)
+
+
+def test_a_job_of_nobodys_has_the_id_of_its_run() -> None:
+    settings = run(*SEVERAL)
+    assert (settings.job, settings.job_created) == (("", settings.rendezvous.run_id), None)
+    assert run(environ={Env.JOB: "/digits"}).job == ("", "digits")
+    assert run(environ={Env.JOB_CREATED: "0.000"}).job_created is None
 
 
 def test_flags_about_this_node_win_over_the_environment() -> None:
@@ -576,6 +586,15 @@ def test_the_operators_size_wins_over_nnodes_and_says_so(caplog: pytest.LogCaptu
         ({Env.METRICS_PORT: "70000"}, "TORCHELASTIC_METRICS_PORT=70000: this is a whole number from 0 to 65535."),
         ({Env.NODE_ADDRESS: "10.0.0.1:80"}, "TORCHELASTIC_NODE_ADDRESS=10.0.0.1:80: this is a host name or an IP"),
         ({Env.NODE_NAME: " "}, "TORCHELASTIC_NODE_NAME= : this is a name"),
+        ({Env.JOB: "digits"}, "TORCHELASTIC_JOB=digits: this is a job's namespace and name, as in default/digits"),
+        ({Env.JOB: "team/"}, "TORCHELASTIC_JOB=team/: this is a job's namespace and name"),
+        ({Env.JOB: "a/b/c"}, "TORCHELASTIC_JOB=a/b/c: this is a job's namespace and name"),
+        ({Env.JOB: 'a/"'}, "TORCHELASTIC_JOB=a/\": this is a job's namespace and name"),
+        ({Env.JOB: f"a/{'b' * 254}"}, "TORCHELASTIC_JOB=a/bbb"),
+        ({Env.JOB_CREATED: "yesterday"}, "TORCHELASTIC_JOB_CREATED=yesterday: this is a time in seconds, 0 or"),
+        ({Env.JOB_CREATED: "nan"}, "TORCHELASTIC_JOB_CREATED=nan: this is a time in seconds, 0 or more."),
+        ({Env.JOB_CREATED: "-1"}, "TORCHELASTIC_JOB_CREATED=-1: this is a time in seconds, 0 or more."),
+        ({Env.JOB_CREATED: "1767225600000"}, "TORCHELASTIC_JOB_CREATED=1767225600000: this is a time in seconds since"),
     ],
 )
 def test_an_environment_that_cannot_be_honoured_is_explained(environ: dict[str, str], expected: str) -> None:

@@ -116,6 +116,9 @@ def test_schema_and_values_name_the_same() -> None:
         ("etcd.secretNamespaces", "team", "is not of type 'array'"),
         ("agent.metricsPort", 80, "less than the minimum"),
         ("logging.level", "verbose", "is not one of"),
+        ("monitoring.monitors.interval", "15", "does not match"),
+        ("monitoring.rules.runbooks", "", "too short|non-empty|does not match"),
+        ("monitoring.dashboards.labelValue", 1, "is not of type 'string'"),
         ("runAsUser", 0, "less than the minimum"),
         ("podLabels", {"upgraded": True}, "is not of type 'string'"),
     ],
@@ -197,6 +200,7 @@ def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:
         ("policy", "poddisruptionbudgets"): owned | {"patch"},
         ("scheduling.x-k8s.io", "podgroups"): {"list", "create", "patch", "delete"},
         ("scheduling.volcano.sh", "podgroups"): {"list", "create", "patch", "delete"},
+        ("", "configmaps"): {"get", "create", "patch"},
         ("", "events"): {"create"},
     }
 

@@ -11,13 +11,17 @@ import yaml
 from elastic_operator import cli
 from elastic_operator.commands.describe import description
 from elastic_operator.commands.get import table
+from elastic_operator.report_json import encode_report
+from elastic_operator.showing.report_page import page
 from elastic_operator.showing.shown import Shown
+from tests.support.reports import report
 from tests.support.snapshots import FOLDER, RUN, START, pod, snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 NOW = START + 72
+EVERY_COMMAND = (*("run", "get", "describe", "top", "scale", "suspend", "resume", "logs", "report", "delete", "demo"),)
 
 
 @pytest.fixture
@@ -49,11 +53,11 @@ def run(*argv: str) -> int:
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     text = capsys.readouterr().out
-    for command in ("run", "get", "describe", "scale", "suspend", "resume", "logs", "delete", "demo", "version"):
+    for command in (*EVERY_COMMAND, "version"):
         assert f"\n    {command} " in text
 
 
-@pytest.mark.parametrize("command", ["run", "get", "describe", "scale", "suspend", "resume", "logs", "delete", "demo"])
+@pytest.mark.parametrize("command", EVERY_COMMAND)
 def test_every_command_explains_itself_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     text = capsys.readouterr().out
@@ -98,6 +102,8 @@ def test_a_manifest_that_is_not_there_is_bad_input(
         ["describe", "x"],
         ["get", "x"],
         ["logs", "x"],
+        ["top", "x"],
+        ["report", "x"],
         ["delete", "x"],
         ["scale", "x", "--replicas", "2"],
         ["suspend", "x"],
@@ -134,6 +140,67 @@ def test_a_finished_job_is_listed_described_and_its_logs_printed(capfdbinary: py
         assert capfdbinary.readouterr().out == b"test accuracy 0.973\n"
 
 
+def test_the_report_of_a_finished_job_is_written(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (finished / "report.json").write_bytes(encode_report(report()))
+    elsewhere = finished / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    for name in ("digits", RUN):
+        assert run("report", name) == 0
+        assert capfd.readouterr().out == "the report of digits is in digits-report.html\n"
+    assert (elsewhere / "digits-report.html").read_text() == page(report())
+    assert run("report", "digits", "-o", "-") == 0
+    assert capfd.readouterr().out == page(report())
+    assert run("report", "digits", "-o", str(elsewhere)) == 2
+    assert capfd.readouterr().err == (
+        f"elasticjob: cannot write {elsewhere}: Is a directory; name another file with -o\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/x", "a\\b\0c"])
+def test_a_report_is_written_here_whatever_the_job_is_called_in_it(
+    name: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (finished / "report.json").write_bytes(encode_report(report(name=name)))
+    monkeypatch.chdir(finished)
+    before = {*tmp_path.parent.rglob("*.html")}
+    assert run("report", "digits") == 0
+    [made] = {*tmp_path.parent.rglob("*.html")} - before
+    assert made.parent == finished
+
+
+@pytest.mark.parametrize("kept", [None, b"{", b'{"job": 1}'])
+def test_a_report_that_is_not_there_or_none_gets_a_sentence(
+    kept: bytes | None, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kept is not None:
+        (finished / "report.json").write_bytes(kept)
+    assert run("report", "digits", "-o", "-") == (1 if kept is None else 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(
+        "elasticjob: there is no report of digits" if kept is None else "elasticjob: not the"
+    )
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_finished_job_is_shown_as_it_stood_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("top", "digits", "--once") == 0
+    assert capsys.readouterr().out == "digits  Succeeded  1m12s\nepoch 4   world size 2   restarts 1 charged, 0 free\n"
+    assert run("top") == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["digits", "Succeeded"]
+
+
+@pytest.mark.usefixtures("home")
+def test_no_jobs_is_said_where_there_are_none_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("top") == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "elasticjob: no jobs here; start one with `elasticjob run FILE`\n")
+
+
 @pytest.mark.usefixtures("finished")
 def test_objects_are_given_as_kubectl_gives_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("get", "digits", "-o", "json") == 0
@@ -149,10 +216,19 @@ def test_agents_are_not_asked_for_a_rank(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err.startswith("elasticjob: an agent speaks for all ranks")
 
 
-def test_a_wide_list_says_the_run_and_its_folder() -> None:
+def test_a_wide_list_says_where_metrics_are_and_the_run_and_its_folder() -> None:
     header, line = table([Shown.of(snapshot())], NOW, wide=True)
-    assert header.split()[-4:] == ["EPOCH", "WORLD", "RUN", "FOLDER"]
-    assert line.split()[-4:] == ["4", "2", RUN, FOLDER]
+    assert header.split()[-5:] == ["EPOCH", "WORLD", "METRICS", "RUN", "FOLDER"]
+    assert line.split()[-5:] == ["4", "2", "127.0.0.1:9000,127.0.0.1:9001,127.0.0.1:9002", RUN, FOLDER]
+
+
+def test_of_many_pods_a_wide_list_says_where_some_show_metrics_and_nothing_where_none_does() -> None:
+    many = [pod(number, f"{number:05}") for number in range(5)] + [pod(5, "ended", ended=NOW, phase="Failed")]
+    jobs = [Shown.of(snapshot(pods=pods)) for pods in (many, [pod(0, "aaaaa", metricsUrl=None)])]
+    _, first, second = table(jobs, NOW, wide=True)
+    assert first.split()[-3] == "127.0.0.1:9000,127.0.0.1:9001,127.0.0.1:9002+2"
+    assert second.split()[-3] == "-"
+    assert "METRICS" not in table(jobs[1:], NOW, wide=True)[0]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,13 @@ from elastic_operator import cli
 from elastic_operator.commands.describe import description
 from elastic_operator.commands.get import table
 from elastic_operator.kube.snapshot import snapshot_of
+from elastic_operator.report_json import encode_report
+from elastic_operator.showing.report_page import page
 from elastic_operator.showing.shown import Shown
+from tests.support.agent_pages import LEADS, agent_page
 from tests.support.api_stand_in import ApiStandIn
-from tests.support.cluster_objects import START, died, event, job, pod
+from tests.support.cluster_objects import JOB_UID, START, died, event, job, pod
+from tests.support.reports import report
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,9 +31,12 @@ NOW = START + 72
 JOBS = "/apis/elastic.pytorch.org/v1alpha1/namespaces/team/elasticjobs"
 EVERY_COMMAND = [
     ["get"],
+    ["top"],
     ["get", "digits"],
     ["describe", "digits"],
     ["logs", "digits"],
+    ["top", "digits"],
+    ["report", "digits"],
     ["scale", "digits", "--replicas", "2"],
     ["suspend", "digits"],
     ["resume", "digits"],
@@ -79,7 +86,9 @@ def the_one_sentence(captured: Any) -> str:
 # -- which cluster is meant
 
 
-@pytest.mark.parametrize("command", ["get", "describe", "logs", "scale", "suspend", "resume", "delete"])
+@pytest.mark.parametrize(
+    "command", ["get", "describe", "logs", "top", "report", "scale", "suspend", "resume", "delete"]
+)
 def test_the_flags_that_lead_to_a_cluster_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     text = capsys.readouterr().out
@@ -87,7 +96,7 @@ def test_the_flags_that_lead_to_a_cluster_are_explained(command: str, capsys: py
         assert flag in text
     assert f"elasticjob {command} " in text
     assert " -n team" in text
-    assert ("--all-namespaces" in text) == (command == "get")
+    assert ("--all-namespaces" in text) == (command in ("get", "top"))
 
 
 async def test_only_a_word_on_the_command_line_leads_to_a_cluster(
@@ -261,7 +270,7 @@ async def test_a_server_that_has_too_much_to_do_is_asked_again(
     assert len(server.requests) == 2
 
 
-@pytest.mark.parametrize("argv", EVERY_COMMAND[1:])
+@pytest.mark.parametrize("argv", EVERY_COMMAND[2:])
 async def test_a_job_that_is_not_there_gets_a_sentence(
     server: ApiStandIn, kubeconfig: str, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,6 +321,18 @@ def test_jobs_are_listed_in_the_columns_of_kubectl() -> None:
     assert first.split() == ["team", "digits", "Running", "2/3", "2", "3", "1", "1m12s"]
     assert second.split() == ["team", "waits", "Pending", "0/0", "2", "3", "0", "1m12s"]
     assert table(jobs, NOW, wide=True)[0].split()[-3:] == ["AGE", "EPOCH", "WORLD"]
+
+
+async def test_a_wide_list_says_where_agents_show_metrics(
+    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serves = pod(0, "aaaaa", podIP="10.1.2.3")
+    serves["spec"]["containers"][0]["ports"] = [{"name": "metrics", "containerPort": 9464}]
+    await server.put("Pod", serves)
+    for command in (["get"], ["get", "digits"], ["get", "-A"]):
+        assert await type_in(*command, "-o", "wide", "--kubeconfig", kubeconfig) == 0
+        header, line = capsys.readouterr().out.splitlines()
+        assert (header.split()[-1], line.split()[-1]) == ("METRICS", "10.1.2.3:9464")
 
 
 def test_a_description_says_all_that_is_known() -> None:
@@ -413,3 +434,100 @@ async def test_logs_that_cannot_be_read_give_an_exit_code(
     server.failing = {"/api/v1/namespaces/team/pods/digits-0-aaaaa/log": (403, "you may not")}
     assert await type_in("logs", "digits", "--kubeconfig", kubeconfig) == 1
     assert the_one_sentence(capsys.readouterr()).endswith("you may not")
+
+
+# -- how a job trains, and its report
+
+
+def serving(index: int, suffix: str) -> dict[str, Any]:
+    """A pod whose agent serves metrics."""
+    made = pod(index, suffix)
+    made["spec"]["containers"][0]["ports"] = [{"name": "metrics", "containerPort": 9464}]
+    return made
+
+
+def proxied(name: str, port: int = 9464) -> str:
+    return f"/api/v1/namespaces/team/pods/{name}:{port}/proxy/metrics"
+
+
+async def test_the_agents_of_a_job_are_asked_through_the_api_server(
+    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for made in (serving(0, "aaaaa"), serving(1, "bbbbb"), pod(2, "ccccc"), serving(2, "ddddd")):
+        await server.put("Pod", made)
+    server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS, steps=(2.0, 100))
+    server.failing[proxied("digits-1-bbbbb")] = (503, "error trying to reach service: dial tcp: connection refused")
+    server.pages[proxied("digits-2-ddddd")] = agent_page(1, steps=(2.0, 100))
+    assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("digits  Running  ")
+    assert "goodput 90.0 %" in lines
+    assert [line.split()[:3] for line in lines if line.startswith(("0 ", "1 "))] == [
+        ["0", "digits-0-aaaaa", "20ms"],
+        ["1", "digits-2-ddddd", "20ms"],
+    ]
+    assert lines[-2:] == [
+        "digits-2-ccccc serves its metrics on a port that only its agent knows",
+        "digits-1-bbbbb: its agent does not answer (error trying to reach service: dial tcp: connection refused)",
+    ]
+
+
+@pytest.mark.parametrize("words", [["--kubeconfig"], ["-A", "--kubeconfig"]])
+async def test_all_jobs_of_a_cluster_have_a_line_with_what_their_leader_tells(
+    words: list[str], server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await server.put("Pod", serving(0, "aaaaa"))
+    server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS)
+    assert await type_in("top", *words, kubeconfig) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == ("NAMESPACE" if "-A" in words else "NAME")
+    assert line.split()[-8:-3] == ["3", "2", "90.0", "%", "-"]
+
+
+async def test_whoever_may_not_ask_the_agents_is_told_once_and_sees_the_status(
+    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index, suffix in enumerate(("aaaaa", "bbbbb")):
+        await server.put("Pod", serving(index, suffix))
+        server.failing[proxied(f"digits-{index}-{suffix}")] = (403, "pods/proxy is forbidden")
+    assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "epoch 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free" in lines
+    [said] = [line for line in lines if "forbidden" in line]
+    assert said == (
+        "what the agents tell may not be read (pods/proxy is forbidden); it takes the right to get pods/proxy, or "
+        "the pod itself refuses"
+    )
+
+
+def kept(text: str, *, uid: str = JOB_UID) -> dict[str, Any]:
+    """The ConfigMap with a report."""
+    owner = {"kind": "ElasticJob", "name": "digits", "uid": uid, "controller": True}
+    about = {"name": "digits-report", "namespace": "team", "uid": "uid-report", "ownerReferences": [owner]}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"report.json": text}}
+
+
+async def test_the_report_of_a_job_is_made_of_what_the_operator_has_kept(
+    server: ApiStandIn, kubeconfig: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await server.put("ConfigMap", kept(encode_report(report()).decode()))
+    file = tmp_path / "a.html"
+    assert await type_in("report", "digits", "-o", str(file), "--kubeconfig", kubeconfig) == 0
+    assert capsys.readouterr().out == f"the report of digits is in {file}\n"
+    assert file.read_text() == page(report())
+
+
+async def test_of_a_job_that_goes_on_there_is_no_report_yet(
+    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await type_in("report", "digits", "--kubeconfig", kubeconfig) == 1
+    said = the_one_sentence(capsys.readouterr())
+    assert said.startswith("the job digits is still Running: its report is kept when it has ended, or rests; ")
+    await server.put("ElasticJob", job(status={"state": "Succeeded"}))
+    for of in (None, "another job of the same name"):
+        if of:
+            await server.put("ConfigMap", kept("{}", uid=of))
+        assert await type_in("report", "digits", "--kubeconfig", kubeconfig) == 1
+        assert the_one_sentence(capsys.readouterr()).startswith(
+            "no report of the job digits is kept, though it is over"
+        )

@@ -13,6 +13,7 @@ from kubernetes.aio.client import Configuration
 from elastic_operator.errors import ClusterError
 from elastic_operator.kube.api import Api, ApiError
 from elastic_operator.kube.resources import ELASTIC_JOBS
+from elastic_operator.kube.user_api import UserApi
 from tests.support.answering import answering
 
 if TYPE_CHECKING:
@@ -116,3 +117,20 @@ async def test_another_connection_has_the_same_credentials_as_they_are_now() -> 
             for each in (api, other, api, other):
                 await each.get(ELASTIC_JOBS, "team", "digits")
     assert seen == ["bearer 0", "bearer 1", "bearer 2", "bearer 3"]
+
+
+async def test_of_a_pods_refusal_that_never_ends_the_beginning_is_read() -> None:
+    gone = asyncio.Event()
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse(status=403)
+        await response.prepare(request)
+        await response.write(b"no! " * (1 << 19))
+        await gone.wait()
+        return response
+
+    async with answering(answer) as configuration, UserApi(configuration) as api, asyncio.timeout(20):
+        with pytest.raises(ApiError) as refused:
+            await api.from_pod("default", "digits-0-aaaaa", 9464, "/metrics")
+        gone.set()
+    assert (refused.value.status, len(refused.value.words)) == (403, 499)

@@ -142,6 +142,17 @@ async def test_what_hinders_etcd_is_told_though_all_workers_are_there(cluster: O
     await cluster.until(lambda: "exceeded quota: few" in (cluster.message("Waiting") or ""))
 
 
+async def test_workers_give_back_the_room_that_etcd_does_not_get(cluster: OperatedCluster) -> None:
+    cluster.add_job(minReplicas=1, maxReplicas=3, replicas=3)
+    await cluster.have_pods(3)
+    cluster.run_pods()
+    hindrance = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: few"}
+    cluster.tell_of_etcd(conditions=[hindrance])
+    await cluster.have_pods(1)
+    cluster.tell_of_etcd(conditions=[])
+    await cluster.have_pods(3)
+
+
 async def test_an_own_etcd_that_the_operator_cannot_reach_is_told_and_taken_back_when_it_dies(
     cluster: OperatedCluster,
 ) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
+from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.kube.metrics import OperatorMetrics
 from elastic_operator.kube.tally import Cause, restarts, seconds_to_running
@@ -35,6 +36,7 @@ from tests.support.builders import (
 
 if TYPE_CHECKING:
     from elastic_operator.model import Job, Observed, Pod
+    from elastic_operator.spec import Json
 
 
 def counted(job: Job, observed: Observed) -> dict[Cause, int]:
@@ -108,7 +110,7 @@ def test_all_of_it_is_shown() -> None:
     world = a_world(running(0), died(1))
     metrics.written(job, plan(job, world, NOW), world.pods, NOW)
     metrics.waited(0.02)
-    shown = generate_latest(metrics.registry).decode()
+    shown = metrics.page("")[0].decode()
     for line in (
         'elastic_operator_jobs{condition="Running"} 1.0',
         'elastic_operator_jobs{condition="Degraded"} 1.0',
@@ -127,7 +129,82 @@ def test_every_series_is_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     metrics = OperatorMetrics()
     metrics.jobs(list)
-    own = {family.name for family in metrics.registry.collect() if not family.name.startswith("process_")}
+    shown = open_metrics_families(metrics.page("application/openmetrics-text")[0].decode())
+    own = {family.name for family in shown if not family.name.startswith("process_")}
     assert {name for name in own if f"`{name}" not in page} == set()
     for cause in Cause:
         assert f"`{cause.value}`" in page
+
+
+def job_body(name: str = "digits", *, status: Json | None = None, **spec: object) -> Json:
+    conditions = [{"type": "Running", "status": "True"}, {"type": "Waiting", "status": "False"}]
+    counted = {"desired": 4, "ready": 3, "restarts": 2, "freeRestarts": 5, "podFailures": 1, "conditions": conditions}
+    return {
+        "metadata": {"namespace": "team", "name": name},
+        "spec": {"minReplicas": 2, "maxReplicas": 4, "maxRestarts": 7, **spec},
+        "status": counted if status is None else status,
+    }
+
+
+def shown_of(*bodies: Json, accept: str = "") -> dict[tuple[str, ...], float]:
+    """What is shown of jobs, by name and the values of the labels."""
+    metrics = OperatorMetrics()
+    metrics.jobs(lambda: bodies)
+    page, content_type = metrics.page(accept)
+    assert content_type.startswith("application/openmetrics-text" if accept else "text/plain")
+    read = open_metrics_families if accept else text_string_to_metric_families
+    return {
+        (sample.name.removeprefix("elastic_operator_job_"), *sample.labels.values()): sample.value
+        for family in read(page.decode())
+        for sample in family.samples
+        if sample.name.startswith("elastic_operator_job_")
+    }
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_each_job_is_shown_with_its_pods_its_conditions_and_its_budgets(accept: str) -> None:
+    job = ("team", "digits")
+    assert shown_of(job_body(), accept=accept) == {
+        ("desired_pods", *job): 4,
+        ("ready_pods", *job): 3,
+        ("min_pods", *job): 2,
+        ("condition", *job, "Running"): 1,
+        ("condition", *job, "Waiting"): 0,
+        ("restarts_total", *job, "worker_failed"): 2,
+        ("restarts_total", *job, "free"): 5,
+        ("restarts_total", *job, "pod_failed"): 1,
+        ("max_restarts", *job): 7,
+        ("backoff_limit", *job): 7,
+    }
+
+
+def test_a_store_that_the_operator_may_not_read_is_not_shown_as_one_that_is_away() -> None:
+    unreachable = {"type": "StoreUnreachable", "status": "True", "reason": "Unreachable"}
+    away, closed = (
+        shown_of(job_body(status={"conditions": [unreachable | {"reason": reason}]}))
+        for reason in ("Unreachable", "NotAllowed")
+    )
+    assert away["condition", "team", "digits", "StoreUnreachable"] == 1
+    assert ("condition", "team", "digits", "StoreUnreachable") not in closed
+
+
+def test_a_budget_of_its_own_for_pods_and_the_archived_form_are_shown_too() -> None:
+    shown = shown_of(
+        job_body("one", backoffLimit=1), job_body("two", replicaSpecs={"Worker": {"restartPolicy": "Never"}})
+    )
+    assert [shown["backoff_limit", "team", name] for name in ("one", "two")] == [1, 0]
+
+
+def test_of_a_job_that_nobody_has_looked_at_yet_it_is_not_said_how_many_pods_it_is_to_have() -> None:
+    shown = shown_of(job_body(status={}))
+    assert ("desired_pods", "team", "digits") not in shown
+    assert shown["ready_pods", "team", "digits"] == 0
+
+
+def test_a_job_that_is_somebody_elses_is_not_shown_nor_is_any_by_a_copy_that_stands_by() -> None:
+    assert shown_of(job_body(managedBy="kueue.x-k8s.io/multikueue")) == {}
+    metrics = OperatorMetrics()
+    metrics.jobs(lambda: [job_body()], lambda: False)
+    page = metrics.page("")[0].decode()
+    assert 'elasticjob="digits"' not in page
+    assert 'elastic_operator_jobs{condition="Running"} 1.0' in page

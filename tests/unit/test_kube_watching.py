@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
 
-from elastic_operator.kube.api import Access
+from aiohttp import web
+
+from elastic_operator.kube.api import Access, Api
 from elastic_operator.kube.resources import PODS
-from elastic_operator.kube.watching import Told, connection
+from elastic_operator.kube.watch_session import Sessions, connection
+from elastic_operator.kube.watching import Told, Watches
+from tests.support.answering import answering
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
     import pytest
 
+    from elastic_operator.kube.page import Page
     from elastic_operator.kube.resources import Resource
     from elastic_operator.spec import Json
 
@@ -75,3 +84,129 @@ async def test_what_cannot_be_understood_keeps_nothing_else_from_being_heard(cap
         await done.wait()
     assert heard == ["good"]
     assert "an unexpected error in what a watch has told" in caplog.text
+
+
+KINDS = ({"name": "namespaces", "kind": "Namespace"}, {"name": "pods", "kind": "Pod"})
+DISCOVERY: dict[str, dict[str, Any]] = {
+    "/apis": {"groups": []},
+    "/api": {"versions": ["v1"]},
+    "/api/v1": {
+        "resources": [{**kind, "singularName": "", "namespaced": True, "verbs": ["list", "watch"]} for kind in KINDS]
+    },
+}
+
+
+class Pods:
+    """A server that has pods and nothing else: they are listed one to a page, and are watched after that.
+
+    Attributes:
+        there: the names of those that are listed.
+        listed: how many pages of them were asked for.
+        news: what the watch tells next; None ends it.
+    """
+
+    def __init__(self, *there: str) -> None:
+        self.there = list(there)
+        self.listed = 0
+        self.news: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path in DISCOVERY:
+            return web.json_response(DISCOVERY[request.path])
+        if request.query.get("watch"):
+            return await self._tell(request)
+        self.listed += 1
+        number = int(request.query.get("continue", "0"))
+        about = {"resourceVersion": "5", "continue": str(number + 1) if number + 1 < len(self.there) else ""}
+        return web.json_response({"metadata": about, "items": [a_pod(name) for name in self.there[number:][:1]]})
+
+    async def _tell(self, request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while (news := await self.news.get()) is not None:
+            await response.write(json.dumps(news).encode() + b"\n")
+        return response
+
+
+def a_pod(name: str) -> dict[str, Any]:
+    return {"metadata": {"name": name, "uid": name, "namespace": "team", "resourceVersion": "3"}}
+
+
+@contextlib.asynccontextmanager
+async def watched(pods: Pods) -> AsyncIterator[tuple[asyncio.Queue[tuple[str | None, str, int]], list[int]]]:
+    """Watch; what is heard of pods with how many pages were asked for by then, and how many were when one began."""
+    heard: asyncio.Queue[tuple[str | None, str, int]] = asyncio.Queue()
+    began: list[int] = []
+
+    async def possible() -> Sequence[str]:
+        return ()
+
+    async def outdated(_namespaces: Sequence[str]) -> None:
+        await asyncio.Event().wait()
+
+    async with answering(pods.answer) as configuration, Api(configuration) as api:
+        watches = Watches(
+            access=api.access,
+            hear=lambda _resource, kind, body: heard.put_nowait((kind, body["metadata"]["name"], pods.listed)),
+            possible=possible,
+            outdated=outdated,
+            began=lambda: began.append(pods.listed),
+        )
+        running = asyncio.create_task(watches.run())
+        try:
+            async with asyncio.timeout(PATIENCE):
+                yield heard, began
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            pods.news.put_nowait(None)
+
+
+async def test_what_is_there_as_a_watch_begins_is_heard_page_by_page_and_then_what_happens() -> None:
+    pods = Pods("a", "b", "c")
+    pods.news.put_nowait({"type": "MODIFIED", "object": a_pod("b")})
+    async with watched(pods) as (heard, _):
+        # No page is asked for before the one before it was heard: however many there are, one at a time is held.
+        assert [await heard.get() for _ in range(4)] == [
+            (None, "a", 1),
+            (None, "b", 2),
+            (None, "c", 3),
+            ("MODIFIED", "b", 3),
+        ]
+
+
+async def test_a_watch_that_begins_anew_says_so_though_nothing_is_left() -> None:
+    pods = Pods("a")
+    async with watched(pods) as (heard, began):
+        assert await heard.get() == (None, "a", 1)
+        pods.there.clear()
+        for news in ({"type": "ERROR", "object": {"code": 410}}, None, {"type": "ADDED", "object": a_pod("b")}):
+            pods.news.put_nowait(news)
+        assert await heard.get() == ("ADDED", "b", 2)
+        assert 2 in began
+
+
+async def test_who_asks_for_another_connection_with_the_same_credentials_gets_the_same_and_so_learns_it() -> None:
+    async with Sessions(nobody_lists) as sessions:
+        old = await sessions.over(Access("https://server:6443", authorization="Bearer old"))
+        assert await sessions.over(Access("https://server:6443", authorization="Bearer old")) == old
+        new = await sessions.over(Access("https://server:6443", authorization="Bearer new"))
+        assert new != old
+        assert new.aiohttp_session.headers["Authorization"] == "Bearer new"
+
+
+async def test_a_connection_that_was_closed_opens_again_when_it_is_used() -> None:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        return web.json_response(request.headers["Authorization"])
+
+    async with answering(answer) as configuration, Sessions(nobody_lists) as sessions:
+        session = (await sessions.over(Access(configuration.host, authorization="Bearer it"))).aiohttp_session
+        for _ in range(2):
+            async with await session.request(method="get", url=f"{configuration.host}/api") as response:
+                assert await response.json() == "Bearer it"
+            await session.close()
+            assert not session.closed
+
+
+async def nobody_lists(_resource: Resource, _page: Page) -> None:
+    raise AssertionError("nothing was asked for")

@@ -27,7 +27,7 @@ async def test_health_and_readiness_say_what_is_wrong(session: aiohttp.ClientSes
     wrong = {"ill": "", "unready": "not everything has been listed yet"}
     web = Web(
         Address("127.0.0.1", 0),
-        registry=OperatorMetrics().registry,
+        metrics=OperatorMetrics().page,
         ill=lambda: wrong["ill"],
         unready=lambda: wrong["unready"],
     )
@@ -53,7 +53,7 @@ async def test_the_series_tell_of_reconciles_requests_and_what_is_asked_for(sess
     metrics.asked("POST", 0)
     metrics.gauge("elastic_operator_queue_depth", "Waiting.", lambda: 3)
     async with (
-        Web(Address("127.0.0.1", 0), registry=metrics.registry, ill=str, unready=str) as web,
+        Web(Address("127.0.0.1", 0), metrics=metrics.page, ill=str, unready=str) as web,
         session.get(f"http://127.0.0.1:{web.port}/metrics") as response,
     ):
         text = await response.text()
@@ -72,7 +72,7 @@ async def test_the_series_tell_of_reconciles_requests_and_what_is_asked_for(sess
 async def test_an_address_that_cannot_be_had_is_told_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        web = Web(Address("127.0.0.1", port), registry=OperatorMetrics().registry, ill=str, unready=str)
+        web = Web(Address("127.0.0.1", port), metrics=OperatorMetrics().page, ill=str, unready=str)
         with pytest.raises(
             BadInput, match=rf"nothing can be served on 127\.0\.0\.1:{port}: .*; choose another address"
         ):

@@ -374,6 +374,7 @@ async def test_an_own_etcd_that_runs_and_does_not_answer_is_not_ready(file: Path
         command=lambda _new, _endpoint: pytest.fail("no pod is made"),
         changed=lambda: changes.append("changed"),
         broken=lambda error: pytest.fail(f"{error}"),
+        keep=lambda _report: pytest.fail("nothing is kept"),
     )
     assert cluster.etcd is not None
     cluster.etcd.state = EtcdState.READY

@@ -227,6 +227,14 @@ def test_what_ended_without_words_of_its_agent_is_told_in_the_clusters(
     assert not pod.lingers
 
 
+def test_the_exit_code_of_an_init_container_is_told_apart_from_that_of_the_agent() -> None:
+    failed = [{"name": "fetch", "state": ended(3)}]
+    assert pod_of(an_object("Failed", worker(CREATING), initContainerStatuses=failed)).init_exit_code == 3
+    succeeded = [{"name": "fetch", "state": ended(0)}]
+    pod = pod_of(an_object("Failed", worker(ended(1)), initContainerStatuses=succeeded))
+    assert (pod.init_exit_code, pod.exit_code) == (None, 1)
+
+
 def test_the_agents_words_count_more_than_what_the_cluster_says() -> None:
     left = encode_termination_message(says("left on SIGTERM", "Left")).decode()
     pod = pod_of(an_object("Failed", worker(ended(143, left)), reason="Evicted", message="memory"))

@@ -90,7 +90,7 @@ def pins() -> dict[str, str]:
 
 def test_constraints_are_versions_and_nothing_else() -> None:
     for line in (ROOT / "constraints.txt").read_text().splitlines():
-        assert re.fullmatch(r"#[^/@:]*|[a-z0-9-]+==[0-9][0-9a-z.]*", line), line
+        assert re.fullmatch(r"#[^/@:]*|[a-z0-9-]+==([0-9]+!)?[0-9][0-9a-z.]*", line), line
 
 
 def test_every_requirement_is_pinned_to_a_version_that_it_allows() -> None:

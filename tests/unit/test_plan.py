@@ -628,7 +628,7 @@ def test_waiting_says_for_which_pods_and_why() -> None:
 
     assert (waiting.status, waiting.reason) == (True, Reason.BELOW_MINIMUM)
     assert waiting.message == (
-        f"1 of at least 3 pods is ready; {unready(1).name} is not ready yet; "
+        f"1 of at least 3 pods is ready; {unready(1).name} has not joined yet; "
         "digits-2 failed 3 times in a row and is started again at 2023-11-14T22:13:22Z"
     )
 
@@ -637,7 +637,7 @@ def test_many_missing_pods_are_not_all_named() -> None:
     job = that_trained(a_job(minimum=50, replicas=50, maximum=50))
     message = condition(plan(job, a_world(), NOW).status, ConditionType.WAITING).message
 
-    assert message.endswith(" and 46 more are not ready yet")
+    assert message.endswith(" and 46 more have not joined yet")
 
 
 def test_a_job_with_fewer_pods_than_desired_is_degraded_once_it_has_trained() -> None:
@@ -647,7 +647,7 @@ def test_a_job_with_fewer_pods_than_desired_is_degraded_once_it_has_trained() ->
 
     assert condition(new, ConditionType.DEGRADED).status is False
     degraded = condition(trained, ConditionType.DEGRADED)
-    assert (degraded.status, degraded.message) == (True, f"1 of 2 pods ready; {unready(1).name} is not ready yet")
+    assert (degraded.status, degraded.message) == (True, f"1 of 2 pods ready; {unready(1).name} has not joined yet")
     assert condition(trained, ConditionType.RUNNING).status is True
 
 
@@ -672,8 +672,8 @@ def test_waiting_tells_the_causes_that_the_cluster_gives() -> None:
     new = pod_name(NAME, UID, 4, "")
     assert waiting.message == (
         f"0 of at least 4 pods are ready; {pending(0).name} and {pending(2).name} are not ready yet: the image cannot "
-        f"be pulled: not found; {pending(1).name} is not ready yet: unschedulable; {unready(3).name} and {new} are not "
-        "ready yet"
+        f"be pulled: not found; {pending(1).name} is not ready yet: unschedulable; {unready(3).name} and {new} have "
+        "not joined yet"
     )
 
 
@@ -719,6 +719,31 @@ def test_what_keeps_etcd_away_is_said_though_no_pod_has_to_be_made() -> None:
     assert waiting.reason == Reason.HINDERED
     assert waiting.message.endswith(f"; {hindered}")
     assert told(made) == {EventReason.HINDERED: hindered}
+
+
+def test_workers_give_way_to_an_etcd_that_finds_no_room_and_come_back_when_it_is_there() -> None:
+    job = that_had_pods(a_job(minimum=1, maximum=4, replicas=4))
+    quota = 'pods "digits-etcd" is forbidden: exceeded quota: few'
+    pods = (unready(0), unready(1), unready(2))
+    world = replace(a_world(*pods, hindrance=quota, etcd_hindered=True, store_read=False), etcd=EtcdState.STARTING)
+    made = plan(job, world, NOW)
+    assert ({each.name for each in made.remove}, made.create) == ({unready(1).name, unready(2).name}, ())
+    assert {each.reason for each in made.remove} == {"the job's etcd needs its room first"}
+    assert made.etcd
+    assert made.status is not None
+    job = replace(job, status=made.status)
+    at_least = plan(job, replace(world, pods=(unready(0), going(1), going(2))), NOW)
+    assert (at_least.remove, at_least.create) == ((), ())
+    there = replace(a_world(unready(0), store_read=False), etcd=EtcdState.STARTING)
+    assert len(plan(job, there, NOW).create) == 3
+
+
+def test_pods_that_have_trained_give_no_way_but_no_more_are_made() -> None:
+    job = that_trained(a_job(minimum=1, maximum=4, replicas=4))
+    world = a_world(running(0), running(1), hindrance="exceeded quota", etcd_hindered=True, store_read=False)
+    made = plan(job, replace(world, etcd=EtcdState.STARTING), NOW)
+    assert (made.remove, made.create) == ((), ())
+    assert len(plan(job, replace(world, etcd=EtcdState.READY), NOW).create) == 2
 
 
 def test_what_is_missing_while_all_pods_train_is_said_too_and_taken_back() -> None:
@@ -803,6 +828,8 @@ def test_a_spec_that_cannot_be_meant_is_said_to_be_invalid_until_it_is_mended() 
     invalid = condition(made.status, ConditionType.INVALID)
     assert (invalid.status, invalid.reason) == (True, Reason.BAD_SPEC)
     assert "PET_NNODES" in invalid.message
+    waiting = condition(made.status, ConditionType.WAITING).message
+    assert waiting == f"0 of at least 1 pod are ready; no pod is made of this spec: {invalid.message}"
 
     assert made.status is not None
     mended = plan(replace(a_job(), status=made.status), a_world(store_read=False), NOW)
@@ -846,6 +873,16 @@ def test_a_pod_that_came_to_an_unknown_end_is_told_too() -> None:
     made = plan(TRAINED, a_world(running(0), died(1, None)), NOW)
 
     assert told(made)[EventReason.POD_DIED].startswith(f"{died(1).name} came to an unknown end; ")
+
+
+def test_a_pod_whose_init_container_failed_is_said_not_to_have_started_and_its_exit_code_is_told() -> None:
+    said = "its init container fetch exited with code 7: no such bucket"
+    made = plan(TRAINED, a_world(running(0), died(1, None, init_exit_code=7, message=said, ended=NOW)), NOW)
+
+    words = f"{died(1).name} did not start: {said}"
+    assert told(made)[EventReason.POD_DIED].startswith(f"{words}; ")
+    assert made.status is not None
+    assert made.status.last_failure == LastFailure(words, pod=died(1).name, exit_code=7, time=NOW)
 
 
 def test_pods_that_the_plan_itself_removes_are_not_told_as_deleted() -> None:

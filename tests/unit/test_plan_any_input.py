@@ -109,6 +109,7 @@ WORLDS = st.builds(
     size=st.none() | SIZES,
     refusal=st.none() | TEXTS,
     hindrance=st.none() | TEXTS,
+    etcd_hindered=st.booleans(),
     store_trouble=st.none() | TEXTS,
     store_closed=st.booleans(),
     unguarded=st.none() | TEXTS,

@@ -44,7 +44,7 @@ from tests.support.builders import (
     turned_away,
     with_status,
 )
-from torchelastic.contract import FailureRecord, ResumeRecord
+from torchelastic.contract import FailureRecord, ResumeRecord, RunState, TimeSplit
 
 if TYPE_CHECKING:
     from elastic_operator.model import Job, Observed
@@ -507,6 +507,7 @@ def test_to_be_suspended_is_said_step_by_step() -> None:
     assert told(stopping) == {EventReason.SUSPENDED: "suspended: its pods are asked to leave"}
     assert stopping.status is not None
     assert (stopping.status.replicas, stopping.status.ready, stopping.status.active) == (0, 0, None)
+    assert stopping.status.desired == 0
     assert stopping.status.pinned == job.status.pinned
 
     rests = plan(replace(job, status=stopping.status), a_world(), NOW + 5)
@@ -627,11 +628,12 @@ def test_replacements_in_a_resumed_job_know_what_came_before_too_but_not_those_i
     assert successor.resume is None
 
 
-def test_a_job_that_was_suspended_before_it_had_any_pod_has_nothing_to_tell_them() -> None:
+def test_the_pods_of_a_job_that_was_suspended_before_it_had_any_are_told_for_how_long_it_was() -> None:
     rests = followed(a_job(suspend=True), NO_STORE)
-    made = plan(replace(a_job(), status=rests.status), NO_STORE, NOW)
+    made = plan(replace(a_job(), status=rests.status), NO_STORE, NOW + 60)
 
-    assert [pod.resume for pod in made.create] == [None, None]
+    record = ResumeRecord(split=TimeSplit(until=NOW + 60, seconds={RunState.SUSPENDED: 60.0}))
+    assert [pod.resume for pod in made.create] == [record, record]
     assert told(made) == {EventReason.RESUMED: "resumed"}
 
 
@@ -855,6 +857,30 @@ def test_the_worker_for_which_the_run_failed_is_the_last_failure() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("message", "exit_code", "told"),
+    [
+        ("killed by SIGKILL: out of memory", -9, "rank 3 on digits-2-abcde was killed by SIGKILL: out of memory"),
+        (
+            "the process that serves the epoch's TCPStore was killed by SIGKILL: out of memory",
+            1,
+            "on digits-2-abcde the process that serves the epoch's TCPStore was killed by SIGKILL: out of memory",
+        ),
+        ("ValueError: no", 1, "rank 3 on digits-2-abcde exited with ValueError: no"),
+        ("", 3, "rank 3 on digits-2-abcde exited with code 3"),
+    ],
+)
+def test_what_was_killed_for_want_of_memory_is_said_to_be(message: str, exit_code: int, told: str) -> None:
+    record = FailureRecord(
+        epoch=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=exit_code, message=message
+    )
+    status = plan(that_trained(a_job()), a_world(running(0), outcome=failure(record=record)), NOW).status
+
+    assert status is not None
+    assert status.last_failure is not None
+    assert status.last_failure.message == told
+
+
 def test_free_restarts_are_counted_and_never_fall() -> None:
     pods = (running(0), running(1))
     counted = followed(that_trained(a_job()), a_world(*pods, epoch=an_epoch(*pods, number=3, free=2)))
@@ -943,6 +969,8 @@ def test_of_a_store_that_may_not_be_read_enough_pods_are_all_that_is_known() -> 
     assert (status.state, status.started, status.world_size) == (JobState.RUNNING, NOW, 0)
     known = condition(status, ConditionType.RUNNING)
     assert (known.status, known.message) == (True, "enough pods are there; the rest only they know")
+    unreachable = condition(status, ConditionType.STORE_UNREACHABLE)
+    assert (unreachable.status, unreachable.reason) == (True, Reason.NOT_ALLOWED)
 
 
 def test_what_holds_while_a_job_was_suspended_is_taken_back() -> None:

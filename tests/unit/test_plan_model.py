@@ -161,7 +161,9 @@ class AnyLife(RuleBasedStateMachine):
             self._carry_out(job, observed, again)
             job, observed = self.cluster.observe()
             again = plan(job, observed, self.cluster.now)
+        assert again.report in (None, self.cluster.report), "it is written once"
         assert again == Plan(
+            report=again.report,
             etcd=self.cluster.etcd,
             together=self.cluster.group,
             guarded=self.cluster.guard,
@@ -472,7 +474,13 @@ class AnyLife(RuleBasedStateMachine):
 
 def _standing(todo: Plan) -> dict[str, Any]:
     """What a plan says again each time."""
-    return {"etcd": todo.etcd, "together": todo.together, "guarded": todo.guarded, "wake_at": todo.wake_at}
+    return {
+        "report": todo.report,
+        "etcd": todo.etcd,
+        "together": todo.together,
+        "guarded": todo.guarded,
+        "wake_at": todo.wake_at,
+    }
 
 
 TestAnyLife = AnyLife.TestCase

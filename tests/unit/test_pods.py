@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,13 @@ def test_the_size_travels_as_the_record_that_the_store_would_have() -> None:
     assert decode(env[Env.SIZE].encode(), SizeRecord) == POD.size
     assert env[Env.CONTRACT] == str(CONTRACT_VERSION)
     assert env[Env.CHECKPOINT_DIR] == "/checkpoints/digits/1"
+
+
+def test_the_agents_learn_which_job_theirs_is_and_when_it_was_made() -> None:
+    env = agent_command(replace(a_job(), created=1_700_000_000.25), POD, HERE).env
+
+    assert env[Env.JOB] == "default/digits"
+    assert float(env[Env.JOB_CREATED]) == 1_700_000_000.25
 
 
 def test_what_is_known_only_later_is_left_to_others() -> None:
@@ -558,3 +566,18 @@ def test_references_are_resolved_as_a_kubelet_would() -> None:
 
     assert result.argv == ("run", "1-<1>", "$(NOBODY)", "$(A)", "$A")
     assert result.env == {"A": "1", "B": "<1>", "EARLY": "$(LATE)", "LATE": "x", "EMPTY": ""}
+
+
+def test_what_is_too_long_to_start_a_program_with_is_named_before_a_pod_is_made() -> None:
+    def problem(**fields: Any) -> str:
+        return problem_of(a_job(image="i", **{"args": ("x.py",), **fields}).spec) or ""
+
+    longest = 131_071
+    name = "DATA="
+    assert not problem(env=({"name": "DATA", "value": "x" * (longest - len(name))},))
+    assert problem(env=({"name": "DATA", "value": "x" * (longest - len(name) + 1)},)).startswith(
+        "the environment variable DATA is too long to start a program with; each may have 131071 bytes"
+    )
+    assert "variable DATA is too long" in problem(env=({"name": "DATA", "value": "ü" * 70_000},))
+    assert not problem(args=("x.py", "y" * longest))
+    assert problem(args=("x.py", "ü" * longest)).startswith("one of the arguments is too long to start a program with;")

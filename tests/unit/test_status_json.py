@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from elastic_operator.errors import BadInput
 from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
 from elastic_operator.names import ConditionType, Reason
+from elastic_operator.split_json import moment
 from elastic_operator.status_json import rfc3339, status_from_json, status_to_json
 from tests.support.builders import NOW
+from torchelastic.contract import NodeEnd, RunState, TimeSplit
 
 COUNTS = st.integers(0, 1_000_000)
 TIMES = st.integers(0, 4_000_000_000).map(float)
@@ -33,6 +35,15 @@ FAILURES = st.builds(
     exit_code=st.none() | st.integers(0, 255),
     signal=st.sampled_from(["", "SIGKILL"]),
     time=TIMES,
+)
+SPENT = st.integers(0, 10**9).map(lambda milliseconds: milliseconds / 1000)
+SPLITS = st.builds(
+    TimeSplit,
+    until=st.integers(0, 4 * 10**12).map(lambda milliseconds: milliseconds / 1000),
+    seconds=st.dictionaries(st.sampled_from(RunState), SPENT),
+    lost=st.none() | SPENT,
+    joined=COUNTS,
+    gone=st.dictionaries(st.sampled_from(NodeEnd), COUNTS),
 )
 PINS = st.sampled_from(
     [{}, {"args": ["train.py"], "template": {"metadata": {"labels": {"a": "b"}}}, "nprocPerNode": "gpu"}]
@@ -57,6 +68,7 @@ STATUSES = st.builds(
     last_failure=st.none() | FAILURES,
     excluded=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     pinned=st.none() | PINS,
+    split=st.none() | SPLITS,
     conditions=st.lists(CONDITIONS, max_size=4).map(tuple),
 )
 
@@ -87,8 +99,24 @@ def test_a_status_reads_as_in_kubernetes() -> None:
             "message": "epoch 1",
         }
     ]
-    optional = {"completionTime", "activeSince", "accounted", "lastFailure", "excludedNodes", "pinned"}
+    optional = {"completionTime", "activeSince", "accounted", "lastFailure", "excludedNodes", "pinned", "timeSplit"}
     assert not optional & document.keys()
+
+
+def test_where_the_time_went_is_told_in_milliseconds() -> None:
+    split = TimeSplit(
+        until=NOW + 90.25,
+        state=RunState.STOPPING,
+        seconds={RunState.TRAINING: 80.0, RunState.WAITING: 10.25},
+        joined=3,
+        gone={NodeEnd.NOT_NEEDED: 1},
+    )
+    assert status_to_json(JobStatus(split=split))["timeSplit"] == {
+        "asOf": "2023-11-14T22:14:50.250Z",
+        "seconds": {"waiting": 10.25, "training": 80.0},
+        "joined": 3,
+        "gone": {"not_needed": 1},
+    }
 
 
 def test_what_failed_last_says_only_what_is_known_of_it() -> None:
@@ -114,6 +142,9 @@ def test_what_is_not_there_yet_has_its_default_and_what_is_not_ours_is_passed_ov
         {"state": "Odd"},
         {"startTime": "yesterday"},
         {"lastFailure": "a text"},
+        {"timeSplit": {}},
+        {"timeSplit": {"asOf": "2023-11-14T22:14:50Z", "seconds": {"dreaming": 1}}},
+        {"timeSplit": {"asOf": "2023-11-14T22:14:50Z", "seconds": {"waiting": -1}}},
         {"pinned": {"args": 7}},
         {"pinned": {"etcd": 7}},
         {"pinned": {"failurePolicy": {"rules": [{"action": "Odd"}]}}},
@@ -126,4 +157,5 @@ def test_a_status_that_cannot_be_ours_is_refused_and_not_forgotten(document: dic
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 1e300])
 def test_a_time_that_no_calendar_has_is_written_all_the_same(seconds: float) -> None:
+    assert moment(seconds) in ("1970-01-01T00:00:00.000Z", "9999-12-31T23:59:59.999Z")
     assert rfc3339(seconds) in ("1970-01-01T00:00:00Z", "9999-12-31T23:59:59Z")

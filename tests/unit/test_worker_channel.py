@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from torchelastic import worker
+from torchelastic.agent.progress import Progress
 from torchelastic.agent.worker_channel import WorkerChannel
 from torchelastic.worker import CHANNEL, LINE_LIMIT, short_path
 
@@ -24,6 +25,15 @@ PATIENCE = 20.0
 EPOCH = 3
 
 
+class SilentNode:
+    """A node that has nobody to report to."""
+
+    node = "a.1"
+
+    def report(self, epoch: int, **changes: Any) -> None:
+        pass
+
+
 class Agent:
     """An agent of which there is nothing but its channel."""
 
@@ -31,7 +41,9 @@ class Agent:
         self.changed = asyncio.Event()
         self.standing = True
         self.asked: list[tuple[int, float]] = []
-        self.channel = WorkerChannel(folder, stands=self._stands, changed=self.changed.set)
+        self.channel = WorkerChannel(
+            folder, stands=self._stands, changed=self.changed.set, progress=Progress(SilentNode())
+        )
 
     async def until(self, condition: Callable[[WorkerChannel], object]) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -234,6 +246,8 @@ GOOD = json.dumps({"epoch": EPOCH, "local_rank": 1}).encode() + b"\n"
         GOOD + b'{"ask": -1}\n',
         GOOD + b'{"ask": 1e9}\n',
         GOOD + b'{"saved": 1.5}\n',
+        GOOD + b'{"stepped": -1}\n',
+        GOOD + b'{"kept": 1e12}\n',
         GOOD + b"\xff\xfe\n",
     ],
 )

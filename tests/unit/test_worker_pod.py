@@ -72,6 +72,9 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
             },
             "annotations": {
                 "kubectl.kubernetes.io/default-container": "worker",
+                "prometheus.io/scrape": "true",
+                "prometheus.io/port": "9464",
+                "prometheus.io/path": "/metrics",
                 "elastic.pytorch.org/contract-version": "1",
                 "elastic.pytorch.org/failures": "2",
                 "elastic.pytorch.org/size": size_record,
@@ -116,6 +119,8 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
                         {"name": "PET_MAX_RESTARTS", "value": "100"},
                         {"name": "TORCHELASTIC_NODE_NAME", "value": "digits-1-bcdfg"},
                         {"name": "TORCHELASTIC_SIZE", "value": size_record},
+                        {"name": "TORCHELASTIC_JOB", "value": "default/digits"},
+                        {"name": "TORCHELASTIC_JOB_CREATED", "value": "1700000000.000"},
                         {"name": "TORCHELASTIC_UNIQUE_RUN", "value": "1"},
                         {"name": "TORCHELASTIC_CHECKPOINT_DIR", "value": "/checkpoints/digits/1"},
                         {"name": "TORCHELASTIC_TERMINATION_LOG", "value": "/dev/termination-log"},
@@ -328,6 +333,21 @@ def test_the_jobs_own_port_of_metrics_counts_most() -> None:
     assert env_of(container)[Env.METRICS_PORT] == "77"
     assert [port["containerPort"] for port in container["ports"]] == [77]
     assert "ports" not in worker_of(pod_of(metrics_port=0))
+
+
+def test_a_prometheus_that_goes_by_annotations_finds_the_agent_where_it_serves() -> None:
+    def told(*template: dict[str, Any], **spec: Any) -> dict[str, str]:
+        noted = pod_of(*template, **spec)["metadata"]["annotations"]
+        return {name.removeprefix("prometheus.io/"): text for name, text in noted.items() if "prometheus" in name}
+
+    assert told(metrics_port=77) == {"scrape": "true", "port": "77", "path": "/metrics"}
+    assert told({"hostNetwork": True}, metrics_port=77)["port"] == "77"
+    assert told({"hostNetwork": True}) == {}
+    unwanted = {"metadata": {"annotations": {"prometheus.io/scrape": "false"}}}
+    job = a_job(image="i", args=("x",), template=unwanted)
+    assert (
+        worker_pod(job, POD, PodSettings(), store=STORE)["metadata"]["annotations"]["prometheus.io/scrape"] == "false"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
     from tests.support.testbed.steps import Step
 
-Bed = Literal["control_plane", "node", "etcds", "oldest_torch"]
+Bed = Literal["control_plane", "node", "etcds", "oldest_torch", "prometheus", "browser"]
 
 BEDS: Final[Mapping[Bed, str]] = {
     "control_plane": "a real API server",
     "node": "a real kubelet",
     "etcds": "etcd 3.7 and 3.4",
     "oldest_torch": "the oldest torch that is supported",
+    "prometheus": "a real Prometheus",
+    "browser": "a real browser",
 }
 """What each bed gives the tests; they carry its name as a marker."""
 
@@ -61,11 +63,18 @@ def needs(bed: Bed) -> Iterator[Step]:
     if bed == "oldest_torch":
         yield steps.oldest_torch()
         return
+    if bed == "prometheus":
+        yield steps.unpacked_packages("prometheus")
+        return
+    if bed == "browser":
+        yield steps.browser()
+        return
     # Also where the user names a cluster: what is broken on purpose is one of the tests' own.
     yield from steps.programs("kube-apiserver", "etcd", "helm", "kwok")
     if bed == "node":
         yield from steps.programs("coredns")
-        yield from steps.unpacked_packages()
+        yield steps.unpacked_packages("node")
+        yield steps.unpacked_packages("build")
         yield from steps.images()
 
 

@@ -23,7 +23,7 @@ from tests.support.testbed.cache import Missing, cache_folder, locked
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SetName = Literal["node", "build"]
+SetName = Literal["node", "build", "prometheus", "browser"]
 
 SETS: Final[dict[SetName, tuple[str, ...]]] = {
     "node": ("containerd", "runc", "containernetworking-plugins", "iptables", "conntrack", "iproute2", "kmod", "mount"),
@@ -37,8 +37,14 @@ SETS: Final[dict[SetName, tuple[str, ...]]] = {
         "debian-archive-keyring",
         "gpgv",
     ),
+    "prometheus": ("prometheus",),
+    "browser": ("chromium", "fonts-dejavu-core", "fonts-liberation"),
 }
-"""What a node needs to run pods, and what makes an image out of a Dockerfile."""
+"""What a node needs to run pods, what makes an image out of a Dockerfile, a Prometheus with its promtool, and a
+browser with fonts."""
+
+_ALONE: Final[frozenset[SetName]] = frozenset({"prometheus"})
+"""Sets whose programs are whole: what their packages depend on is for services and pages, which are not used."""
 
 _ON_EVERY_DEBIAN: Final = ("?essential", "apt")
 """What is not unpacked, with all that it needs: the C library above all, of which a process can have only one."""
@@ -56,7 +62,7 @@ _ALTERNATIVES: Final = {
 _LAYOUT: Final = 2
 """Raised when a set of the same packages comes to be unpacked in another way."""
 
-_REMEDY: Final = "the tests on a real kubelet need Debian or Ubuntu, whose packages they unpack below the cache folder"
+_REMEDY: Final = "these tests need Debian or Ubuntu, whose packages they unpack below the cache folder"
 
 
 def unpacked(name: SetName) -> Path:
@@ -108,7 +114,7 @@ def _make(name: SetName, root: Path) -> None:
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix="tmp-", ignore_cleanup_errors=True) as scratch:
         apt = _Apt(Path(scratch) / "apt")
-        everywhere = apt.closure(_ON_EVERY_DEBIAN)
+        everywhere = apt.closure(SETS[name] if name in _ALONE else _ON_EVERY_DEBIAN)
         needed = [p for p in apt.closure(SETS[name]) if p not in everywhere or p.partition("=")[0] in SETS[name]]
         archives = apt.fetched(sorted(needed))
         made = Path(scratch) / "root"

@@ -47,6 +47,13 @@ class Step:
     make: Callable[[], object]
 
 
+_PACKAGES: Final[dict[packages.SetName, str]] = {
+    "node": "the node",
+    "build": "building images",
+    "prometheus": "Prometheus",
+    "browser": "the browser",
+}
+"""What each set of packages is for."""
 _IMAGES: Final = {"operator": (Lane.DOWNLOADS, 2.0), "agent": (Lane.DOWNLOADS, 6.0)}
 """Of images that are built from a Dockerfile: the lane, and the minutes."""
 
@@ -74,16 +81,28 @@ def programs(*names: str, the_users: bool = True) -> Iterator[Step]:
         )
 
 
-def unpacked_packages() -> Iterator[Step]:
-    """Make what is used of Debian's packages."""
-    for name in packages.SETS:
-        yield Step(
-            what=f"Debian's packages for {'the node' if name == 'node' else 'building images'}, unpacked",
-            lane=Lane.DOWNLOADS,
-            minutes=0.5,
-            is_ready=partial(packages.is_ready, name),
-            make=partial(packages.unpacked, name),
-        )
+def unpacked_packages(name: packages.SetName) -> Step:
+    """Make a set of what is used of Debian's packages."""
+    return Step(
+        what=f"Debian's packages for {_PACKAGES[name]}, unpacked",
+        lane=Lane.DOWNLOADS,
+        minutes=0.5,
+        is_ready=partial(packages.is_ready, name),
+        make=partial(packages.unpacked, name),
+    )
+
+
+def browser() -> Step:
+    """Have a browser."""
+    from tests.support.testbed import browser as any_browser
+
+    return Step(
+        what="a browser, of Debian's packages, unpacked",
+        lane=Lane.DOWNLOADS,
+        minutes=1.0,
+        is_ready=any_browser.is_ready,
+        make=any_browser.browser,
+    )
 
 
 def oldest_torch() -> Step:

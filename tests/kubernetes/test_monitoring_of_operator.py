@@ -1,0 +1,171 @@
+"""Dashboards and alerts on a real operator, which a real Prometheus scrapes, and which has jobs on a real API server.
+
+There is no kubelet; the test plays that, and the agents. What agents tell is looked at on real ones, in tests/real.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.user_api import UserApi
+from scripts.monitoring.alerts import GROUPS
+from scripts.monitoring.fleet import FLEET_PAGE
+from scripts.monitoring.job import JOB_PAGE
+from scripts.monitoring.page import Needs
+from tests.support.monitored import complaints, filled_in, queries, unit_of
+from tests.support.operator_place import Place, holds
+from tests.support.operator_process import OperatorProcess
+from tests.support.prometheus import Prometheus, promtool
+from torchelastic.contract import EpochRecord, Member, NodeRecord, RunKeys, SizeRecord, encode
+from torchelastic.store import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from scripts.monitoring.page import Page, Panel, Query
+    from tests.support.etcd import EtcdServer
+    from tests.support.prometheus import Answer
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.prometheus, pytest.mark.asyncio(loop_scope="session")]
+
+ALERTS = {alert.name: alert for alerts in GROUPS.values() for alert in alerts}
+
+
+class Watched:
+    """An operator with two jobs, of which one trains and the other lacks a pod, and what scrapes it.
+
+    Attributes:
+        prometheus: has scraped the operator since before the jobs were made.
+        operator: leads.
+        namespace: of the jobs.
+    """
+
+    prometheus: Prometheus
+    operator: OperatorProcess
+    namespace: str
+
+    async def answer(self, expr: str, job: str) -> Answer:
+        """What a query of a page answers of a job, or of all of them."""
+        return await self.prometheus.query(filled_in(expr, {"job_namespace": self.namespace, "elasticjob": job}))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def watched(
+    cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Watched]:
+    """Of two pods of the one one has died and another has come; of the other's two pods one never runs."""
+    folder = tmp_path_factory.mktemp("watched")
+    store = await connect(etcd.settings)
+    found = Watched()
+    async with (
+        await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api,
+        cluster_with_crd.namespace() as namespace,
+        Prometheus(folder / "prometheus") as prometheus,
+    ):
+        place = Place(api, cluster_with_crd, namespace)
+        flags = (f"--namespace={namespace}", f"--lease-namespace={namespace}")
+        async with OperatorProcess(folder, cluster_with_crd.kubeconfig, *flags) as operator:
+            prometheus.scrape([operator.address])
+            found.prometheus, found.operator, found.namespace = prometheus, operator, namespace
+            outside = {"etcd": {"endpoint": etcd.endpoint}}
+            made = [
+                await place.apply(name, minReplicas=2, replicas=2, backoffLimit=2, **outside)
+                for name in ("trains", "lacks")
+            ]
+            trains, lacks = (RunKeys.of(job["metadata"]["uid"]) for job in made)
+            # What grows is seen to grow where it was seen before.
+            await prometheus.until(
+                "count_over_time(elastic_operator_job_min_pods[1m]) > 4", lambda seen: len(seen) == 2
+            )
+            victim = min(await place.pods(2, "trains"))
+            await place.runs(victim)
+            await place.ends(victim, 1)
+            await place.job(lambda status: status.get("podFailures") == 1, "trains")
+            pods = await place.pods(2, "trains")
+            served = [(trains, name) for name in pods] + [(lacks, min(await place.pods(2, "lacks")))]
+            for keys, name in served:
+                await place.runs(name)
+                size = SizeRecord(min=2, max=3, wanted=2)
+                await store.put(
+                    keys.node(f"{name}.1"), encode(NodeRecord(name=name, address="10.0.0.1", workers=1, size=size))
+                )
+            members = tuple(Member(f"{name}.1", "10.0.0.1", 1) for name in pods)
+            await store.put(trains.epoch, encode(EpochRecord(number=1, members=members)))
+            await place.job(lambda status: status.get("ready") == 1, "lacks")
+            await place.job(lambda status: holds(status, "Running"), "trains")
+            await prometheus.until('elastic_operator_job_condition{condition="Running"} == 1')
+            await prometheus.until("elastic_operator_apply_to_running_seconds_count offset 2s == 1")
+            yield found
+    await store.close()
+
+
+def asked(page: Page) -> list[Any]:
+    """The queries of a page that an operator answers."""
+    return [
+        pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
+        for panel, query in queries(page)
+        if query.needs is Needs.OPERATOR
+    ]
+
+
+@pytest.mark.parametrize(("panel", "query"), [*asked(FLEET_PAGE), *asked(JOB_PAGE)])
+async def test_every_picture_that_needs_an_operator_has_data_of_the_right_unit_and_size(
+    watched: Watched, panel: Panel, query: Query
+) -> None:
+    answer = await watched.answer(query.expr, "trains")
+    assert not list(complaints(answer, unit_of(panel, query), age=600)), query.expr
+
+
+async def test_the_pictures_show_the_jobs_as_they_are(watched: Watched) -> None:
+    async def one(page: Page, title: str, legend: str = "", job: str = "trains") -> float:
+        found = {(panel.title, query.legend): query.expr for panel, query in queries(page)}
+        [sample] = await watched.answer(found[title, legend], job)
+        return sample.value
+
+    assert await one(FLEET_PAGE, "Jobs") == 2
+    assert await one(FLEET_PAGE, "Running") == 1
+    assert await one(FLEET_PAGE, "Waiting") == 1
+    assert await one(FLEET_PAGE, "Restarts") == pytest.approx(1, abs=0.3)
+    for legend, trains, lacks in (("desired", 2, 2), ("ready", 2, 1), ("fewest", 2, 2)):
+        assert await one(JOB_PAGE, "Pods", legend) == trains
+        assert await one(JOB_PAGE, "Pods", legend, "lacks") == lacks
+    assert await one(FLEET_PAGE, "Leader", "{{instance}}") == 1
+    causes = {(panel.title, query.legend): query.expr for panel, query in queries(FLEET_PAGE)}
+    by_cause = {
+        sample.labels["cause"]: round(sample.value)
+        for sample in await watched.answer(causes["Restarts by cause", "{{cause}}"], "")
+    }
+    assert by_cause == {"worker_failed": 0, "free": 0, "pod_failed": 1}
+
+
+async def test_alerts_are_about_the_job_that_is_concerned(watched: Watched) -> None:
+    async def about(name: str) -> set[str]:
+        return {sample.labels["elasticjob"] for sample in await watched.prometheus.query(ALERTS[name].expr)}
+
+    assert await about("ElasticJobBelowMinimum") == {"lacks"}
+    assert await about("ElasticJobBudgetNearlySpent") == {"trains"}
+    assert await about("ElasticJobNotScraped") == {"trains"}
+    assert await about("ElasticJobRestartStorm") == set()
+    assert await about("ElasticJobStoreUnreachable") == set()
+    for name in ("ElasticOperatorDown", "ElasticOperatorNotReconciling"):
+        assert await watched.prometheus.query(ALERTS[name].expr) == []
+
+
+async def test_promtool_has_nothing_to_say_against_the_page_of_the_operator(watched: Watched) -> None:
+    status, page = await watched.operator.get("/metrics")
+    assert status == 200
+    run = promtool("check", "metrics", stdin=page)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+async def test_an_operator_that_is_gone_is_told_of(watched: Watched) -> None:
+    assert await watched.operator.stop() == 0
+    began = time.monotonic()
+    down = ALERTS["ElasticOperatorDown"].expr
+    assert await watched.prometheus.until(down)
+    assert time.monotonic() - began < 60

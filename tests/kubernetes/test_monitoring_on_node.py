@@ -1,0 +1,151 @@
+"""Dashboards on a real kubelet: a real Prometheus beside the pods scrapes them and the operator.
+
+Debian's Prometheus cannot ask an API server for pods, so it is told where they are, as the API server says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from scripts.monitoring.fleet import FLEET_PAGE
+from scripts.monitoring.job import JOB_PAGE
+from scripts.monitoring.page import Needs
+from tests.support.cluster_user import SIGHT, job
+from tests.support.monitored import OWN, PROGRAM, complaints, filled_in, queries, unit_of
+from tests.support.prometheus import EVERY, answer_of, program, prometheus_command
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from tests.support.cluster_user import User
+    from tests.support.prometheus import Answer
+    from tests.support.testbed.node import Node
+
+pytestmark = [
+    pytest.mark.node,
+    pytest.mark.prometheus,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
+
+TARGETS = "targets.json"
+PORT = 9090
+"""On the node, where nobody else has it."""
+
+
+class PrometheusInside:
+    """A Prometheus on the node, asked with promtool."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def query(self, expr: str) -> Answer:
+        """What a query answers now."""
+        where = f"http://127.0.0.1:{PORT}"
+        asked = await self._node.run(str(program("promtool")), "query", "--format=json", "instant", where, expr)
+        return answer_of(json.loads(asked.stdout))
+
+    async def until(self, expr: str, condition: Callable[[Answer], object] = bool) -> Answer:
+        """Ask until the answer is as wished."""
+        answer: Answer = []
+        try:
+            async with asyncio.timeout(SIGHT):
+                while True:
+                    with contextlib.suppress(AssertionError):  # it does not serve yet
+                        answer = await self.query(expr)
+                        if condition(answer):
+                            return answer
+                    await asyncio.sleep(EVERY)
+        except TimeoutError:
+            raise AssertionError(f"{expr} did not become what it should; last: {answer}") from None
+
+
+@contextlib.asynccontextmanager
+async def prometheus_on(node: Node, folder: Path) -> AsyncIterator[PrometheusInside]:
+    """A Prometheus on the node."""
+    found = {"job_name": "elastic", "file_sd_configs": [{"files": [str(folder / TARGETS)]}]}
+    process = await node.popen(*prometheus_command(folder, PORT, [found]), stderr=asyncio.subprocess.STDOUT)
+    assert process.stdout is not None
+    log = asyncio.create_task(process.stdout.read())
+    try:
+        yield PrometheusInside(node)
+        assert process.returncode is None, (await log).decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await log
+
+
+async def where_annotations_say(node: Node) -> list[dict[str, Any]]:
+    """The pods of the cluster that want to be scraped, as a Prometheus that goes by annotations would find them."""
+    listing = json.loads((await node.kubectl("get", "pods", "--all-namespaces", "-o", "json")).stdout)
+    found = []
+    for pod in listing["items"]:
+        about, address = pod["metadata"], pod["status"].get("podIP")
+        notes = {name.removeprefix("prometheus.io/"): text for name, text in about.get("annotations", {}).items()}
+        if address and notes.get("scrape") == "true":
+            names = {"namespace": about["namespace"], "pod": about["name"], "__metrics_path__": notes["path"]}
+            found.append({"targets": [f"{address}:{notes['port']}"], "labels": names})
+    return found
+
+
+async def test_a_job_that_is_scaled_and_loses_a_worker_is_seen_in_every_picture(user: User, tmp_path: Path) -> None:
+    command = ["python3", "-c", PROGRAM, "/tmp"]
+    # The operator has looked at no job in the last seconds, but in the last minute.
+    values = {"job_namespace": user.namespace, "elasticjob": "measured", **OWN, "__rate_interval": "1m"}
+
+    async with prometheus_on(user.node, tmp_path) as prometheus:
+
+        async def scrape() -> None:
+            (tmp_path / "new").write_text(json.dumps(await where_annotations_say(user.node)))
+            (tmp_path / "new").rename(tmp_path / TARGETS)
+
+        async def one(title: str, legend: str = "") -> float:
+            found = {(panel.title, query.legend): query.expr for panel, query in queries(JOB_PAGE)}
+            [sample] = await prometheus.query(filled_in(found[title, legend], values))
+            return sample.value
+
+        await user.apply(job("measured", replicas=2, maxRestarts=5, command=command))
+        await user.wait("elasticjob/measured", "jsonpath={.status.worldSize}=2")
+        await scrape()
+        await prometheus.until("torchelastic_world_size == 2", lambda answer: len(answer) == 2)
+        await user.kubectl("scale", "elasticjob/measured", "--replicas=3")
+        await user.wait("elasticjob/measured", "jsonpath={.status.worldSize}=3")
+        await scrape()
+        await prometheus.until("torchelastic_checkpoint_write_latency_seconds_count > 1", lambda seen: len(seen) == 3)
+        pods = await user.pods("measured")
+        user.kill(next(iter(pods.values())), "my_app")
+        await user.wait("elasticjob/measured", "jsonpath={.status.restarts}=1")
+        await user.wait("elasticjob/measured", "jsonpath={.status.worldSize}=3")
+        epoch = (await user.get("elasticjob/measured"))["status"]["epoch"]
+        await prometheus.until(f"torchelastic_epoch offset 10s == {epoch}", lambda answer: len(answer) == 3)
+
+        wrong = {}
+        for page in (JOB_PAGE, FLEET_PAGE):
+            for panel, query in queries(page):
+                if query.needs is not Needs.GPU:
+                    answer = await prometheus.query(filled_in(query.expr, values))
+                    if said := list(complaints(answer, unit_of(panel, query), age=600)):
+                        wrong[page.title, panel.title, query.legend] = said
+        assert wrong == {}
+
+        assert await one("Workers") == 3
+        assert await one("Epoch", "epoch") == epoch
+        assert await one("Restarts", "charged") == 1
+        assert await one("Remaining restarts") == 4
+        assert await one("Pods", "ready") == 3
+        made = (await user.get("elasticjob/measured"))["metadata"]["creationTimestamp"]
+        [age] = await prometheus.query(f"vector(time() - {datetime.fromisoformat(made).timestamp()})")
+        assert await one("Age") == pytest.approx(age.value, abs=3, rel=0.01)
+        answer = await prometheus.query('torchelastic_epoch{elasticjob="measured"}')
+        assert {sample.labels["pod"] for sample in answer} == pods.keys()
+        assert {sample.labels["namespace"] for sample in answer} == {user.namespace}
+    assert await user.delete("measured") == []

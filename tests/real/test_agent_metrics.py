@@ -1,0 +1,236 @@
+"""What an agent tells of itself on its page, whatever happens to it, its workers and its store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from tests.support import etcd_kinds
+from tests.support.crew import eventually
+from tests.support.launchers import Launcher, script
+from tests.support.measured import Measured
+from tests.support.scraping import Page, check_conventions
+from torchelastic.contract import Env
+from torchelastic.metrics.platform_names import OPERATIONS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.etcd_kinds import EtcdKind
+
+pytestmark = pytest.mark.real
+
+SAYS_ITS_EPOCH = """
+epoch = os.environ["TORCHELASTIC_EPOCH"]
+print(f"epoch {epoch} pid {os.getpid()}", flush=True)
+"""
+MEASURES = """
+from torchelastic import metrics
+metrics.declare("my_app", counters=["samples"], histograms={"step.ms": [0.1, 1]})
+for name in ("samples", "step.ms", "loss", "busy.ms", "memory.bytes"):
+    metrics.put_metric(name, 1, "my_app")
+metrics.put_metric("checkpoint.write_latency_ms", 2000)
+metrics.put_metric("train_step.success", 1)
+"""
+
+
+def operations(page: Page) -> dict[tuple[str, str], float]:
+    """How often by operation and outcome."""
+    found = page.named("torchelastic_operations_total").items()
+    return {
+        (dict(labels)["operation"], dict(labels)["outcome"]): count
+        for (_, labels), count in found
+        if "rank" not in dict(labels)
+    }
+
+
+def took(page: Page, operation: str) -> float:
+    seconds = page.value("torchelastic_operation_duration_seconds_sum", operation=operation)
+    assert seconds is not None, operation
+    return seconds
+
+
+def requests(page: Page, outcome: str) -> dict[str, float]:
+    """How often the store was asked, with this outcome."""
+    counts = page.named("torchelastic_store_request_duration_seconds_count").items()
+    return {dict(labels)["request"]: count for (_, labels), count in counts if ("outcome", outcome) in labels}
+
+
+async def killed(measured: Measured, epoch: int) -> None:
+    """End a worker of the epoch as nobody should."""
+    os.kill(int((await measured.agent.said(rf"epoch {epoch} pid (\d+)"))[1]), signal.SIGKILL)
+
+
+async def test_what_the_agent_does_is_measured_under_torchelastics_names(tmp_path: Path) -> None:
+    measured = Measured(tmp_path, SAYS_ITS_EPOCH, "--nproc-per-node=2", env={Env.JOB: "team/digits"})
+    async with measured.agent:
+        first = await measured.until(lambda page: ("initialize_workers", "success") in operations(page))
+        await killed(measured, 1)
+        second = await measured.until(lambda page: ("restart_workers", "success") in operations(page))
+    assert first.job == second.job == ("team", "digits")
+    begun = ("rendezvous", "assign_worker_ranks", "start_workers", "initialize_workers")
+    assert operations(first) == {(operation, "success"): 1 for operation in begun}
+    assert operations(second) == {
+        **{(operation, "success"): 2 for operation in begun},
+        ("monitor_workers", "success"): 1,
+        ("stop_workers", "success"): 1,
+        ("restart_workers", "success"): 1,
+    }
+    again = {operation: took(second, operation) - took(first, operation) for operation in begun}
+    assert 0 < again["rendezvous"] + again["start_workers"] <= again["initialize_workers"]
+    assert again["initialize_workers"] <= took(second, "restart_workers")
+    assert second.value("torchelastic_recovery_duration_seconds_count", cause="worker_failed") == 1
+
+
+async def test_the_handler_of_a_program_that_runs_an_agent_is_told_what_is_documented(tmp_path: Path) -> None:
+    source = """
+        from torchelastic import LocalElasticAgent, WorkerSpec, metrics
+
+        told = []
+
+        class InMemory(metrics.MetricHandler):
+            def emit(self, metric_data):
+                told.append(metric_data.name)
+
+        def train():
+            if os.environ["TORCHELASTIC_EPOCH"] == "1":
+                sys.exit(3)
+
+        if __name__ == "__main__":
+            metrics.configure(InMemory(), group="torchelastic")
+            LocalElasticAgent(WorkerSpec(fn=train, max_restarts=1)).run()
+            print("told:", *sorted(set(told)), flush=True)
+    """
+    async with Launcher(script(tmp_path, source)) as launcher:
+        names = (await launcher.said(r"told: (.*)"))[1].split()
+        assert await launcher.code() == 0
+    of_the_agent = [name for name in OPERATIONS if "." in name]
+    assert {f"{name}.{what}" for name in of_the_agent for what in ("success", "duration.ms")} <= {*names}
+    assert not any("store" in name for name in names)
+
+
+async def test_the_page_is_well_formed_in_both_formats_and_keeps_to_prometheus_conventions(tmp_path: Path) -> None:
+    measured = Measured(tmp_path, MEASURES + SAYS_ITS_EPOCH, "--nproc-per-node=2")
+    async with measured.agent:
+        await measured.after("epoch 1 pid", count=2)
+        await killed(measured, 1)
+        await measured.after("epoch 2 pid", count=2)
+        plain = await measured.text()
+        openmetrics = await measured.text("application/openmetrics-text;version=1.0.0")
+    check_conventions(parse_text(plain), openmetrics=False)
+    check_conventions(parse_openmetrics(openmetrics), openmetrics=True)
+    pages = Page(parse_text(plain)), Page(parse_openmetrics(openmetrics))
+    assert pages[0].samples.keys() == pages[1].samples.keys()
+    assert pages[0].job == pages[1].job
+    for line in ("# HELP ", "# TYPE "):
+        told = [each.split()[2] for each in plain.splitlines() if each.startswith(line)]
+        assert len(told) == len(set(told)) == len(pages[0].types)
+
+
+async def test_memory_is_shown_of_each_worker_with_what_it_has_started_and_of_the_agent(tmp_path: Path) -> None:
+    measured = Measured(
+        tmp_path,
+        """
+        if os.environ["RANK"] == "1":
+            source = f"held = b'x' * ({300 << 20}); print('holds', flush=True); input()"
+            child = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE)
+        print("waits", flush=True)
+        """,
+        "--nproc-per-node=2",
+    )
+    async with measured.agent as agent:
+        await agent.said("holds")
+        page = await measured.after("waits", count=2)
+        small, large = (page.value("torchelastic_worker_memory_bytes", rank=rank) for rank in "01")
+        resident = page.value("process_resident_memory_bytes")
+    assert small is not None
+    assert large is not None
+    assert 10 << 20 < small < large - (290 << 20)
+    assert resident is not None
+    assert resident > 10 << 20
+
+
+@pytest.mark.parametrize("kind", etcd_kinds.parameters(etcd_kinds.V3[1], etcd_kinds.V2[0]))
+async def test_an_agent_without_its_store_and_with_failing_workers_still_answers(
+    tmp_path: Path, kind: EtcdKind
+) -> None:
+    async with kind.server(tmp_path) as server:
+        flags = (f"--rdzv-backend=etcd-v{kind.api}", "--rdzv-id=digits", "--nnodes=1")
+        measured = Measured(tmp_path, SAYS_ITS_EPOCH, *flags, endpoint=server.endpoint)
+        async with measured.agent:
+            before = await measured.after("epoch 1 pid")
+            assert before.job == ("", "digits")
+            assert {"get", "list", "put", "swap", "grant", "watch"} <= requests(before, "success").keys()
+            assert requests(before, "failure") == {}
+            await measured.until(lambda page: requests(page, "success").get("keep_alive"))
+
+            await server.kill()
+            await measured.until(lambda page: requests(page, "failure").get("keep_alive"))
+            await killed(measured, 1)
+            role = {"role": "default"}
+            await measured.until(
+                lambda page: (
+                    page.value("torchelastic_worker_state", state="unhealthy", **role) == 1
+                    or page.value("torchelastic_epoch") == 2
+                )
+            )
+
+            await server.start()
+            after = await measured.until(
+                lambda page: (
+                    page.value("torchelastic_epoch") == 2
+                    and page.value("torchelastic_worker_state", state="healthy", **role) == 1
+                )
+            )
+            assert requests(after, "failure")["keep_alive"] >= 1
+
+
+async def test_training_goes_on_while_pages_are_asked_for_and_cannot_be_answered(tmp_path: Path) -> None:
+    steps = tmp_path / "steps"
+    measured = Measured(
+        tmp_path,
+        f"""
+        from torchelastic import metrics
+        print("trains", flush=True)
+        step = 0
+        while step < 1_000_000:
+            step += 1
+            metrics.put_metric("step", step, "my_app")
+            with open("{steps}.new", "w") as file:
+                file.write(str(step))
+            os.replace("{steps}.new", "{steps}")
+        """,
+    )
+
+    async def goes_on() -> None:
+        before = int(steps.read_text())
+        await eventually(lambda: int(steps.read_text()) > before + 100)
+
+    async with measured.agent as agent:
+        await agent.said("trains")
+        await eventually(steps.exists)
+        agent.kill(signal.SIGSTOP)
+        asked = [asyncio.ensure_future(measured.page()) for _ in range(10)]
+        await goes_on()
+        assert not any(each.done() for each in asked)
+        agent.kill(signal.SIGCONT)
+        pages = await asyncio.gather(*asked)
+        assert all(page.value("my_app_step", rank="0") for page in pages)
+        asked = [asyncio.ensure_future(measured.page()) for _ in range(10)]
+        await goes_on()
+        await asyncio.gather(*asked)
+
+
+async def test_the_page_is_there_while_the_run_waits_for_nodes(tmp_path: Path) -> None:
+    async with etcd_kinds.V3[1].server(tmp_path) as server:
+        measured = Measured(tmp_path, "", "--rdzv-id=digits", "--nnodes=2", endpoint=server.endpoint)
+        async with measured.agent as agent:
+            page = await measured.until(lambda page: page.value("process_resident_memory_bytes"))
+            assert page.value("torchelastic_world_size") in (None, 0)
+            assert agent.process.returncode is None

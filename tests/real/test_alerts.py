@@ -1,0 +1,448 @@
+"""Each alert fires when it should and at no other time, as promtool plays it; and each has a page that it leads to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from scripts.monitoring.alerts import GROUPS
+from scripts.monitoring.files import RULES
+from tests.support.prometheus import promtool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+pytestmark = [pytest.mark.real, pytest.mark.prometheus]
+
+ALERTS = {alert.name: alert for alerts in GROUPS.values() for alert in alerts}
+WHOSE = 'job_namespace="team",elasticjob="digits"'
+OF_THE_JOB = {"job_namespace": "team", "elasticjob": "digits"}
+HEALTHY = {
+    "elastic_operator_queue_depth": "0x200",
+    "elastic_operator_leads": "1x200",
+    "elastic_operator_elasticjobs": "1x200",
+    'elastic_operator_reconciles_total{result="done"}': "0+1x200",
+    'elastic_operator_reconciles_total{result="failed"}': "0x200",
+    'elastic_operator_reconciles_total{result="defect"}': "0x200",
+    f"elastic_operator_job_desired_pods{{{WHOSE}}}": "2x200",
+    f"elastic_operator_job_ready_pods{{{WHOSE}}}": "2x200",
+    f"elastic_operator_job_min_pods{{{WHOSE}}}": "1x200",
+    f"elastic_operator_job_max_restarts{{{WHOSE}}}": "10x200",
+    f"elastic_operator_job_backoff_limit{{{WHOSE}}}": "6x200",
+    **{
+        f'elastic_operator_job_restarts_total{{{WHOSE},cause="{cause}"}}': "0x200"
+        for cause in ("worker_failed", "free", "pod_failed")
+    },
+    **{
+        f'elastic_operator_job_condition{{{WHOSE},condition="{condition}"}}': value
+        for condition, value in {
+            "Running": "1x200",
+            "Suspended": "0x200",
+            "Finished": "0x200",
+            "Invalid": "0x200",
+            "StoreUnreachable": "0x200",
+        }.items()
+    },
+    f"torchelastic_epoch{{{WHOSE}}}": "1x200",
+    f"torchelastic_world_size{{{WHOSE}}}": "4x200",
+    f'torchelastic_job_seconds_total{{{WHOSE},state="training"}}': "0+60x200",
+    f'torchelastic_job_seconds_total{{{WHOSE},state="waiting"}}': "30x200",
+    f'torchelastic_operation_duration_seconds_count{{{WHOSE},operation="train_step",rank="0"}}': "0+50x200",
+    f'torchelastic_operation_duration_seconds_sum{{{WHOSE},operation="train_step",rank="0"}}': "0+55x200",
+}
+"""One job that trains and an operator that looks after it, minute by minute."""
+
+
+def condition(name: str, value: str) -> dict[str, str]:
+    """A condition of the job."""
+    return {f'elastic_operator_job_condition{{{WHOSE},condition="{name}"}}': value}
+
+
+def restarts(value: str, cause: str = "worker_failed", instance: str = "") -> dict[str, str]:
+    """How often the job was started anew, as one copy of the operator tells it."""
+    copy = f',instance="{instance}"' if instance else ""
+    return {f'elastic_operator_job_restarts_total{{{WHOSE},cause="{cause}"{copy}}}': value}
+
+
+def trained(value: str, instance: str = "") -> dict[str, str]:
+    """How long the job has trained, as one agent tells it."""
+    agent = f',instance="{instance}"' if instance else ""
+    return {f'torchelastic_job_seconds_total{{{WHOSE},state="training"{agent}}}': value}
+
+
+def reconciled(**results: str) -> dict[str, str]:
+    """How the operator's looks at jobs went."""
+    return {f'elastic_operator_reconciles_total{{result="{result}"}}': values for result, values in results.items()}
+
+
+READY = f"elastic_operator_job_ready_pods{{{WHOSE}}}"
+DESIRED = f"elastic_operator_job_desired_pods{{{WHOSE}}}"
+STEPS = f'torchelastic_operation_duration_seconds_count{{{WHOSE},operation="train_step",rank="0"}}'
+STEPPING = f'torchelastic_operation_duration_seconds_sum{{{WHOSE},operation="train_step",rank="0"}}'
+NONE = "_x200"
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happens, and which alert fires when.
+
+    Attributes:
+        alert: which is asked for.
+        name: the story in words.
+        what: what is otherwise than with a healthy job.
+        quiet: minutes at which it must not fire.
+        fires: minutes at which it must.
+        about: the labels of what it is about.
+        value: the value that its description tells, where it tells one.
+    """
+
+    alert: str
+    name: str
+    what: Mapping[str, str]
+    quiet: tuple[int, ...] = ()
+    fires: tuple[int, ...] = ()
+    about: Mapping[str, str] = field(default_factory=lambda: OF_THE_JOB)
+    value: str = ""
+
+
+STORIES = (
+    Story(
+        "ElasticJobBelowMinimum",
+        "all pods are gone for good",
+        {READY: "2x9 0x190"},
+        quiet=(9, 15),
+        fires=(25, 60),
+        value="0",
+    ),
+    Story(
+        "ElasticJobBelowMinimum",
+        "pods are gone for five minutes",
+        {READY: "2x9 0x4 2x180"},
+        quiet=(9, 12, 15, 25, 60),
+    ),
+    Story(
+        "ElasticJobBelowMinimum",
+        "the job is suspended",
+        {READY: "0x200"} | condition("Suspended", "1x200"),
+        quiet=(25, 60),
+    ),
+    Story(
+        "ElasticJobBelowMinimum",
+        "it is being suspended, and takes long to save",
+        {READY: "2x9 0x190", DESIRED: "2x8 0x190"},
+        quiet=(9, 15, 25, 60),
+    ),
+    Story(
+        "ElasticJobBelowMinimum", "the job is over", {READY: "0x200"} | condition("Finished", "1x200"), quiet=(25, 60)
+    ),
+    Story(
+        "ElasticJobRestartStorm",
+        "workers fail every two minutes",
+        restarts("0x30 1 1 2 2 3 3 4 4 5 5 6 6 7x150"),
+        quiet=(30, 36),
+        fires=(43,),
+        value="7",
+    ),
+    Story(
+        "ElasticJobRestartStorm",
+        "another operator takes over in the middle of it",
+        restarts("0x30 1 1 2 2 3 3 _x200", instance="a")
+        | restarts("_x37 4 4 5 5 6 6 6x150", instance="b")
+        | restarts(NONE),
+        quiet=(30, 36),
+        fires=(44,),
+        value="6",
+    ),
+    Story(
+        "ElasticJobRestartStorm",
+        "the size changes now and then",
+        restarts("0x30 1x30 2x30 3x100", "free"),
+        quiet=(31, 61, 91, 100),
+    ),
+    Story(
+        "ElasticJobRestartStorm",
+        "its pods come one by one",
+        restarts("0x9 1 1 2 2 3 4 4 5 5 6 7 7 8x100", "free"),
+        quiet=(15, 20, 22, 24, 60),
+    ),
+    Story(
+        "ElasticJobRestartStorm",
+        "an autoscaler swings without end",
+        restarts("0x9 0+2x190", "free"),
+        quiet=(9, 15),
+        fires=(60,),
+        value="30",
+    ),
+    Story(
+        "ElasticJobNotTraining",
+        "agents are there and never agree",
+        trained("0x200") | {STEPPING: NONE},
+        quiet=(15,),
+        fires=(25, 60),
+        value="0s",
+    ),
+    Story(
+        "ElasticJobNotTraining",
+        "it fails again and again, with another leader each time",
+        trained("0+60x20 1203 _x200", instance="a")
+        | trained("_x21 1200+2x180", instance="b")
+        | trained(NONE)
+        | {STEPPING: "0+55x20 1100+2x180"},
+        quiet=(20, 30),
+        fires=(60,),
+        value="20s",
+    ),
+    Story(
+        "ElasticJobNotTraining",
+        "it waited for pods for hours and has just begun",
+        trained("_x90 0x3 0+60x100"),
+        quiet=(89, 93, 95, 99, 110, 150),
+    ),
+    Story("ElasticJobNotTraining", "it is over", trained("0+60x20 1200x2 _x170"), quiet=(25, 30, 35, 45, 60)),
+    Story(
+        "ElasticJobNotTraining",
+        "it trains, and what was taken for training before was restoring for an hour",
+        trained("0+60x60 3600x60 3600+60x80") | {STEPPING: "_x60 0+55x140"},
+        quiet=(59, 75, 90, 110, 119, 150),
+    ),
+    Story(
+        "ElasticJobNotTraining",
+        "it is restored again and again, and makes a few steps each time",
+        trained("1200x200") | {STEPPING: "0x19 0+4x180"},
+        quiet=(15,),
+        fires=(60,),
+        value="0s",
+    ),
+    Story(
+        "ElasticJobNotTraining", "it is suspended", trained("0x200") | condition("Suspended", "1x200"), quiet=(25, 60)
+    ),
+    Story("ElasticJobNoSteps", "all workers hang", {STEPS: "0+50x20 1000x180"}, quiet=(20, 30, 45), fires=(55, 90)),
+    Story(
+        "ElasticJobNoSteps",
+        "steps take four minutes",
+        {STEPS: "0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3 4 4 4 4 5 5 5 5 6 6 6 6 7 7 7 7 8 8 8 8 9 9 9 9 10 10 10 10"},
+        quiet=(20, 30, 40),
+    ),
+    Story(
+        "ElasticJobNoSteps",
+        "too few nodes are there, which is told by another alert",
+        {STEPS: "0+50x20 1000x180", f"torchelastic_world_size{{{WHOSE}}}": "4x20 0x180"},
+        quiet=(55, 90),
+    ),
+    Story("ElasticJobNoSteps", "the program tells of no steps", {STEPS: NONE}, quiet=(30, 60)),
+    Story(
+        "ElasticJobBudgetNearlySpent",
+        "eight of ten failures have happened",
+        restarts("0x9 7x10 8x170"),
+        quiet=(9, 18),
+        fires=(21, 60),
+        about=OF_THE_JOB | {"budget": "maxRestarts"},
+        value="2",
+    ),
+    Story(
+        "ElasticJobBudgetNearlySpent",
+        "one of two has happened",
+        restarts("0x9 1x180") | {f"elastic_operator_job_max_restarts{{{WHOSE}}}": "2x200"},
+        quiet=(9,),
+        fires=(11,),
+        about=OF_THE_JOB | {"budget": "maxRestarts"},
+        value="1",
+    ),
+    Story(
+        "ElasticJobBudgetNearlySpent",
+        "five of six pods have failed",
+        restarts("0x9 5x180", "pod_failed"),
+        quiet=(9,),
+        fires=(11,),
+        about=OF_THE_JOB | {"budget": "backoffLimit"},
+        value="1",
+    ),
+    Story(
+        "ElasticJobBudgetNearlySpent",
+        "there is no budget, and nothing has failed",
+        {f"elastic_operator_job_max_restarts{{{WHOSE}}}": "0x200"},
+        quiet=(60,),
+    ),
+    Story("ElasticJobBudgetNearlySpent", "much has happened for free", restarts("9x200", "free"), quiet=(60,)),
+    Story(
+        "ElasticJobBudgetNearlySpent",
+        "it has failed",
+        restarts("10x200") | condition("Finished", "1x200"),
+        quiet=(60,),
+    ),
+    Story(
+        "ElasticJobStoreUnreachable",
+        "its etcd is away",
+        condition("StoreUnreachable", "0x9 1x190"),
+        quiet=(9, 15),
+        fires=(25,),
+    ),
+    Story(
+        "ElasticJobStoreUnreachable",
+        "its etcd is away for a moment",
+        condition("StoreUnreachable", "0x9 1x4 0x180"),
+        quiet=(12, 16, 25),
+    ),
+    Story(
+        "ElasticJobNotScraped",
+        "nothing is scraped",
+        {f"torchelastic_epoch{{{WHOSE}}}": NONE},
+        quiet=(10,),
+        fires=(20,),
+    ),
+    Story(
+        "ElasticJobNotScraped",
+        "nothing runs that could be",
+        {f"torchelastic_epoch{{{WHOSE}}}": NONE} | condition("Running", "0x200"),
+        quiet=(60,),
+    ),
+    Story(
+        "ElasticOperatorDown",
+        "it is gone",
+        {"elastic_operator_queue_depth": "0x9 _x190", "elastic_operator_leads": "1x9 _x190"},
+        quiet=(9, 13),
+        fires=(25,),
+        about={},
+    ),
+    Story(
+        "ElasticOperatorDown",
+        "no copy gets the Lease",
+        {"elastic_operator_leads": "1x9 0x190"},
+        quiet=(9, 13),
+        fires=(25,),
+        about={},
+    ),
+    Story(
+        "ElasticOperatorDown",
+        "it is replaced",
+        {"elastic_operator_queue_depth": "0x9 _x3 0x180", "elastic_operator_leads": "1x9 0x3 1x180"},
+        quiet=(11, 13, 25),
+    ),
+    Story("ElasticOperatorDown", "it has no Lease and needs none", {"elastic_operator_leads": NONE}, quiet=(25,)),
+    Story(
+        "ElasticOperatorNotReconciling",
+        "no look at a job ends",
+        reconciled(done="0+1x20 20x180"),
+        quiet=(20, 30),
+        fires=(45,),
+        about={},
+    ),
+    Story(
+        "ElasticOperatorNotReconciling",
+        "most looks at jobs fail",
+        reconciled(done="0+1x200", failed="0x20 0+3x180") | {"elastic_operator_elasticjobs": "4x200"},
+        quiet=(20,),
+        fires=(45,),
+        about={},
+    ),
+    Story(
+        "ElasticOperatorNotReconciling",
+        "all looks at jobs fail",
+        reconciled(done="0+1x20 20x180", failed="0x20 0+1x180") | {"elastic_operator_elasticjobs": "2x200"},
+        quiet=(20,),
+        fires=(60,),
+        about={},
+    ),
+    Story(
+        "ElasticOperatorNotReconciling",
+        "looks at one of three idle jobs fail",
+        reconciled(done="0x4 1x4 3x4 3x4 5x4 7x4 7x4 9x4 11x4 11x4 13x4 15x100", failed="0+1x200")
+        | {"elastic_operator_elasticjobs": "3x200"},
+        quiet=(20, 30, 45),
+    ),
+    Story(
+        "ElasticOperatorNotReconciling",
+        "looks at one of two idle jobs fail",
+        reconciled(done="0x4 1x4 2x4 3x4 4x4 5x4 6x4 7x4 8x4 9x4 10x4 11x100", failed="0 1 2 3 4 5+1.2x195")
+        | {"elastic_operator_elasticjobs": "2x200"},
+        quiet=(20, 30, 45),
+    ),
+    Story(
+        "ElasticOperatorNotReconciling",
+        "looks at the only job fail",
+        reconciled(done="0+1x20 20x180", failed="0x20 0+1x180"),
+        quiet=(20, 45, 90),
+    ),
+    Story(
+        "ElasticOperatorNotReconciling",
+        "there are no jobs",
+        reconciled(done="0x200") | {"elastic_operator_elasticjobs": "0x200"},
+        quiet=(45,),
+    ),
+    Story(
+        "ElasticOperatorNotReconciling",
+        "some looks at jobs fail",
+        reconciled(done="0+3x200", failed="0+1x200"),
+        quiet=(45,),
+    ),
+)
+
+
+def annotations(story: Story) -> dict[str, str]:
+    """What is told when the alert fires."""
+    alert = ALERTS[story.alert]
+    told = {"summary": alert.summary, "description": alert.about, "runbook_url": f"docs/runbooks/{alert.name}.md"}
+    values = {
+        "{{ $labels.job_namespace }}/{{ $labels.elasticjob }}": "team/digits",
+        "{{ $labels.budget }}": story.about.get("budget", ""),
+        **{f"{{{{ $value{how} }}}}": story.value for how in ("", " | humanize", " | humanizeDuration")},
+    }
+    for name, text in told.items():
+        for template, value in values.items():
+            told[name] = told[name].replace(template, value)
+        assert "{{" not in told[name], text
+    return told
+
+
+@pytest.mark.parametrize("story", [pytest.param(story, id=f"{story.alert}: {story.name}") for story in STORIES])
+def test_an_alert_fires_when_it_should_and_at_no_other_time(story: Story, tmp_path: Path) -> None:
+    expected = {
+        "exp_labels": {"severity": str(ALERTS[story.alert].severity), **story.about},
+        "exp_annotations": annotations(story),
+    }
+    checks: list[dict[str, Any]] = [
+        {"eval_time": f"{minute}m", "alertname": story.alert, "exp_alerts": [expected] if minute in story.fires else []}
+        for minute in (*story.quiet, *story.fires)
+    ]
+    series = {name: values for name, values in {**HEALTHY, **story.what}.items() if values != NONE}
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": checks,
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}))
+    run = promtool("test", "rules", file)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_alert_fires_in_one_story_and_is_quiet_in_two() -> None:
+    for name in ALERTS:
+        mine = [story for story in STORIES if story.alert == name]
+        assert any(story.fires for story in mine), name
+        assert sum(not story.fires for story in mine) >= 1, name
+
+
+def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
+    checks = [
+        {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []} for name in ALERTS for minute in (20, 60, 120)
+    ]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in HEALTHY.items()],
+        "alert_rule_test": checks,
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}))
+    run = promtool("test", "rules", file)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_promtool_has_nothing_to_complain_about() -> None:
+    run = promtool("check", "rules", "--lint-fatal", RULES)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{len(ALERTS)} rules found" in run.stdout

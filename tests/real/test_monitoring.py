@@ -1,0 +1,269 @@
+"""Dashboards and alerts on a real job: a real Prometheus scrapes it while it is scaled and a worker is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.local.client import connect
+from scripts.monitoring.alerts import JOBS
+from scripts.monitoring.files import RULES
+from scripts.monitoring.fleet import FLEET_PAGE
+from scripts.monitoring.job import JOB_PAGE, MARKS
+from scripts.monitoring.page import Needs
+from tests.support.local_runs import LocalRun, gone, manifest, processes_of
+from tests.support.monitored import OWN, PROGRAM, complaints, filled_in, names_in, queries, unit_of
+from tests.support.prometheus import Prometheus, promtool
+from tests.support.scraping import scraped_text
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from scripts.monitoring.page import Page, Panel, Query
+    from tests.support.local_runs import Snapshot
+    from tests.support.prometheus import Answer
+
+pytestmark = [pytest.mark.real, pytest.mark.prometheus, pytest.mark.asyncio(loop_scope="module")]
+
+KILLS, RESTARTS = 1, 5
+NOT_HERE = {Needs.GPU, Needs.OPERATOR}
+
+
+class Story:
+    """What was done to the job, and what is known of it from elsewhere.
+
+    Attributes:
+        prometheus: has scraped all of it, and still does.
+        snapshot: the job at the end of it; it still trains.
+        began: when the scraping began, and ended: when all was done; in seconds since the Unix epoch.
+        pages: of the agents, at the end.
+    """
+
+    prometheus: Prometheus
+    snapshot: Snapshot
+    began: float
+    ended: float
+    pages: list[str]
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What is chosen at the top of the pages."""
+        metadata = self.snapshot["manifest"]["metadata"]
+        return {"job_namespace": metadata.get("namespace", ""), "elasticjob": metadata["name"], **OWN}
+
+    @property
+    def age(self) -> float:
+        """Seconds since the job was made, and a little more."""
+        return time.time() - self.began + 60
+
+    async def answer(self, expr: str, **values: str) -> Answer:
+        """What a query of a page answers at the end of the story."""
+        return await self.prometheus.query(filled_in(expr, {**self.values, **values}), at=self.ended)
+
+    async def one(self, expr: str) -> float:
+        """The only answer."""
+        [sample] = await self.answer(expr)
+        return sample.value
+
+
+def ports(snapshot: Snapshot) -> list[str]:
+    """Where the agents serve /metrics."""
+    return [f"127.0.0.1:{urlsplit(pod['metricsUrl']).port}" for pod in snapshot["pods"] if pod["metricsUrl"]]
+
+
+def labels(answer: Answer, name: str) -> dict[str, float]:
+    """Values by one of their labels."""
+    return {sample.labels[name]: sample.value for sample in answer}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story]:
+    """Two pods, then three; then a worker is killed, and all three train again."""
+    folder = tmp_path_factory.mktemp("monitored")
+    home = folder / "home"
+    (folder / "train.py").write_text(PROGRAM)
+    command = [sys.executable, str(folder / "train.py"), str(folder)]
+    told = Story()
+    async with Prometheus(folder / "prometheus", rules=[RULES]) as prometheus:
+        told.prometheus = prometheus
+        async with LocalRun(home, manifest(folder, command=command, maxRestarts=RESTARTS)) as run:
+            told.began = time.time()
+            snapshot = await run.trains(2)
+            prometheus.scrape(ports(snapshot))
+            # A change is seen where what was before was seen: in some scrapes.
+            await prometheus.until("count_over_time(torchelastic_world_size[1m]) > 5", lambda seen: len(seen) == 2)
+            await asyncio.to_thread(connect("job", home=home).scale, 3)
+            snapshot = await run.trains(3, after=snapshot["status"]["epoch"])
+            prometheus.scrape(ports(snapshot))
+            await prometheus.until("sum(torchelastic_world_size)", lambda answer: answer and answer[0].value == 9)
+            # What is lost is lost since the last checkpoint.
+            await prometheus.until("torchelastic_checkpoint_write_latency_seconds_count > 1", lambda a: len(a) == 3)
+            os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+            told.snapshot = await run.trains(3, after=snapshot["status"]["epoch"])
+            epoch = told.snapshot["status"]["epoch"]
+            # What happens only now and then has happened since, on each rank.
+            stands = f"min(min_over_time(torchelastic_epoch[5s])) == {epoch}"
+            written = "sum by (rank) (increase(torchelastic_checkpoint_write_latency_seconds_count[5s])) > 0"
+            await prometheus.until(f"{written} and on () ({stands})", lambda answer: len(answer) == 3)
+            told.ended = time.time()
+            told.pages = [await scraped_text(int(where.rpartition(":")[2])) for where in ports(told.snapshot)]
+            await prometheus.until("time()", lambda answer: answer[0].value > told.ended + 1)
+            yield told
+            (folder / "finish").touch()
+            assert await run.exit_code() == 0, run.output
+    assert await gone(processes_of(home), within=5)
+
+
+def asked(page: Page) -> list[Any]:
+    """The queries of a page that a job on one machine answers."""
+    return [
+        pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
+        for panel, query in queries(page)
+        if query.needs not in NOT_HERE
+    ]
+
+
+@pytest.mark.parametrize(("panel", "query"), asked(JOB_PAGE))
+async def test_every_picture_of_a_job_has_data_of_the_right_unit_and_size(
+    story: Story, panel: Panel, query: Query
+) -> None:
+    answer = await story.answer(query.expr)
+    assert not list(complaints(answer, unit_of(panel, query), age=story.age)), query.expr
+
+
+@pytest.mark.parametrize(("panel", "query"), asked(FLEET_PAGE))
+async def test_every_picture_of_the_fleet_has_data_of_the_right_unit_and_size(
+    story: Story, panel: Panel, query: Query
+) -> None:
+    # All namespaces.
+    answer = await story.answer(query.expr, job_namespace=".*")
+    assert not list(complaints(answer, unit_of(panel, query), age=story.age)), query.expr
+
+
+def the_query(title: str, legend: str = "", page: Page = JOB_PAGE) -> str:
+    """The query of a picture."""
+    found = [
+        query.expr for panel, query in queries(page) if panel.title == title and (not legend or query.legend == legend)
+    ]
+    assert len(found) == 1 or len(set(found)) == 1, (title, legend)
+    return found[0]
+
+
+async def test_members_epochs_and_restarts_are_those_of_the_job(story: Story) -> None:
+    status = story.snapshot["status"]
+    for title, legend, value in (
+        ("Workers", "", 3),
+        ("World size", "workers", 3),
+        ("World size", "nodes", 3),
+        ("World size", "nodes wanted", 3),
+        ("World size", "fewest nodes", 1),
+        ("Epoch", "epoch", status["epoch"]),
+        ("Restarts", "charged", KILLS),
+        ("Remaining restarts", "", RESTARTS - KILLS),
+        ("Nodes that came and went", "came", 3),
+    ):
+        assert await story.one(the_query(title, legend)) == value, (title, legend)
+    assert await story.one(the_query("Restarts", "free")) == status["epoch"] - 1 - KILLS
+    gone = labels(await story.answer(the_query("Nodes that came and went", "{{cause}}")), "cause")
+    assert gone == {"left": 0, "died": 0, "not_needed": 0}
+
+
+async def test_the_states_add_up_to_the_wall_time(story: Story) -> None:
+    created = await story.one("min(timestamp(torchelastic_job_nodes) - on () sum(torchelastic_job_seconds_total))")
+    made = datetime.fromisoformat(story.snapshot["manifest"]["metadata"]["creationTimestamp"]).timestamp()
+    assert made <= created <= made + 1.1  # it is told in whole seconds
+    age = await story.one(the_query("Age"))
+    assert age == pytest.approx(story.ended - created, rel=0.01, abs=2)
+    split = labels(await story.answer(the_query("Time by state")), "state")
+    assert sum(split.values()) == pytest.approx(age)
+    assert split["training"] > 3
+    assert split["suspended"] == 0
+    assert {"waiting", "rendezvous", "starting", "restoring", "stopping"} <= split.keys()
+    fleet = labels(await story.answer(the_query("Time by state", page=FLEET_PAGE), job_namespace=".*"), "state")
+    assert fleet == pytest.approx(split)
+    shares = labels(await story.answer(the_query("What it did")), "state")
+    assert sum(shares.values()) == pytest.approx(1)
+    lost = await story.one(the_query("Lost work", "lost"))
+    # What it trained since the last checkpoint, of which it writes one in each second.
+    assert 0 < lost < 60
+    goodput = await story.one(the_query("Goodput", "goodput"))
+    assert goodput == pytest.approx((split["training"] - lost) / age, rel=0.01)
+    assert await story.one(the_query("Goodput", page=FLEET_PAGE).replace("$job_namespace", ".*")) == pytest.approx(
+        goodput, rel=0.01
+    )
+
+
+async def test_what_happened_is_marked(story: Story) -> None:
+    marked = {}
+    for mark in MARKS:
+        expr = filled_in(mark.query.expr, story.values)
+        marked[mark.name] = await story.prometheus.moments(expr, since=story.began, until=story.ended, step=1)
+    assert len(marked["Worker failed"]) == KILLS
+    assert len(marked["Another size is wanted"]) == 1
+    [size], [failure] = marked["Another size is wanted"], marked["Worker failed"]
+    assert size < failure
+    # One with another size, and one after the failure; where the third node came on its own, one more.
+    assert len(marked["New epoch"]) >= 2
+
+
+async def test_recoveries_are_counted_by_what_had_happened(story: Story) -> None:
+    counted = labels(await story.answer(the_query("Recoveries")), "cause")
+    assert counted["worker_failed"] == 3 * KILLS
+    assert sum(counted.values()) >= 3 * KILLS + 2
+    slowest = labels(await story.answer(the_query("Time to recover", "{{cause}}, slowest")), "cause")
+    assert slowest.keys() == counted.keys()
+
+
+async def test_steps_and_checkpoints_take_as_long_as_the_program_makes_them(story: Story) -> None:
+    by_rank = labels(await story.answer(the_query("Step time by rank")), "rank")
+    assert by_rank.keys() == {"0", "1", "2"}
+    assert all(0.1 <= seconds < 5 for seconds in by_rank.values())
+    assert 0.2 <= await story.one(the_query("Steps per second")) <= 10.5
+    writing = labels(await story.answer(the_query("Writing checkpoints")), "rank")
+    assert writing.keys() == {"0", "1", "2"}
+    assert all(0.02 <= seconds < 5 for seconds in writing.values())
+    samples = labels(await story.answer(the_query("$counter, per second")), "rank")
+    assert all(64 * 0.2 <= rate <= 64 * 10.5 for rate in samples.values())
+    batches = labels(await story.answer(the_query("$histogram")), "rank")
+    assert batches == pytest.approx(dict.fromkeys("012", 0.005))
+
+
+async def test_the_programs_own_metrics_can_be_chosen_by_their_group(story: Story) -> None:
+    for group in ("", "my_app"):
+        for variable in JOB_PAGE.variables:
+            if variable.name in ("gauge", "counter", "histogram"):
+                selector = variable.values.removeprefix("label_values(").removesuffix(", __name__)")
+                names = await story.prometheus.series(filled_in(selector, story.values | {"group": group}))
+                # Grafana's regular expressions are JavaScript's; these are the same in Python.
+                found = {match[1] for name in names if (match := re.match(variable.regex.strip("/"), name))}
+                assert found == {OWN[variable.name]}
+    own = {variable.name: variable for variable in JOB_PAGE.variables}["gauge"]
+    selector = own.values.removeprefix("label_values(").removesuffix(", __name__)")
+    assert not await story.prometheus.series(filled_in(selector, story.values | {"group": "other"}))
+
+
+async def test_no_alert_is_about_a_job_that_trains(story: Story) -> None:
+    firing = await story.prometheus.firing()
+    assert firing == {}
+    asked_for = names_in(alert.expr for alert in JOBS)
+    agents_own = {name for name in asked_for if name.startswith("torchelastic_")}
+    assert len(agents_own) >= 4
+    for name in agents_own:
+        assert await story.prometheus.query(name), name
+
+
+async def test_promtool_has_nothing_to_say_against_the_page_of_an_agent(story: Story) -> None:
+    assert len(story.pages) == 3
+    for page in story.pages:
+        run = promtool("check", "metrics", stdin=page)
+        assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

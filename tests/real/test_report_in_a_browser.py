@@ -1,0 +1,119 @@
+"""The page of ``elasticjob report`` as a browser shows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.showing.report_page import page
+from tests.support.browsing import Look, started
+from tests.support.reports import TRACEBACK, failed, long, report
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from playwright.async_api import Browser
+
+    from elastic_operator.report import Report
+
+pytestmark = [pytest.mark.real, pytest.mark.browser]
+
+
+@pytest_asyncio.fixture
+async def browser() -> AsyncIterator[Browser]:
+    async with started() as running:
+        yield running
+
+
+def written(folder: Path, shown: Report) -> Path:
+    file = folder / "report.html"
+    file.write_text(page(shown))
+    return file
+
+
+@pytest.mark.parametrize("shown", [report, failed, long])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_it_opens_without_a_complaint_and_asks_for_nothing(
+    browser: Browser, tmp_path: Path, shown: Callable[[], Report], *, dark: bool
+) -> None:
+    for width in (360, 1000, 1600):
+        look = await Look.at(browser, written(tmp_path, shown()), width=width, dark=dark)
+        assert (look.asked, look.complaints) == ([], [])
+        assert await look.page.title() == f"digits: {'failed' if shown is failed else 'succeeded'} after " + (
+            "1d0h" if shown is long else "1m40s"
+        )
+        overflow = await look.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert overflow <= 0, f"at a width of {width} it has to be scrolled sideways"
+        for selector in ("body", ".dim", "th", "dd", "td.text"):
+            assert await look.contrast(selector) >= 4.5, selector
+        await look.page.close()
+
+
+async def test_bars_are_as_wide_as_what_they_stand_for(browser: Browser, tmp_path: Path) -> None:
+    look = await Look.at(browser, written(tmp_path, failed()))
+    [(left, whole)] = await look.boxes("svg.plot")
+    bars = await look.boxes(".plot rect.epoch")
+    lasted = [20, 20, 20, 5, 30]
+    began = [5, 25, 45, 65, 70]
+    assert [width / whole * 100 for _, width in bars] == pytest.approx(lasted, abs=0.2)
+    assert [(x - left) / whole * 100 for x, _ in bars] == pytest.approx(began, abs=0.2)
+    lost = await look.boxes(".plot rect.lost")
+    assert [width / whole * 100 for _, width in lost] == pytest.approx([4.0, 1.5, 0.5], abs=0.2)
+    [(_, split)] = await look.boxes("svg.split")
+    states = await look.boxes(".split rect.state")
+    assert [width / split * 100 for _, width in states] == pytest.approx([84, 3, 6, 2, 4, 1], abs=0.2)
+    marks = await look.boxes(".plot .failure path")
+    assert [(x + width / 2 - left) / whole * 100 for x, width in marks] == pytest.approx([45, 65, 100], abs=0.2)
+
+
+async def test_labels_stand_within_their_bars(browser: Browser, tmp_path: Path) -> None:
+    for width in (500, 1000):
+        look = await Look.at(browser, written(tmp_path, failed()), width=width)
+        boxes = zip(await look.boxes(".plot .label"), await look.boxes(".plot .epoch"), strict=True)
+        for (left, wide), (bar_left, bar_wide) in boxes:
+            assert left >= bar_left - 1
+            assert left + wide <= bar_left + bar_wide + 1
+
+
+async def test_what_is_to_be_read_is_seen(browser: Browser, tmp_path: Path) -> None:
+    look = await Look.at(browser, written(tmp_path, failed()))
+    text = await look.page.inner_text("body")
+    for said in (
+        "Root cause: rank 0 on digits-0-aaaaa failed",
+        "78.0 %",
+        "rank 1, digits-1-bbbbb",
+        "digits-2-ccccc is gone: its connection broke",
+        'RuntimeError: expected <script>alert("x")</script> & found a scalar',
+        "scaled from 2 to 3 pods",
+    ):
+        assert said in text
+    assert 'File "train.py", line 12' not in text, "it is there when it is asked for"
+    await look.page.click("summary")
+    assert (await look.page.inner_text("pre")).strip() == TRACEBACK
+    assert await look.page.text_content(".epoch.odd title") == ("epoch 1: 2 workers on 2 pods, 20s\n2 nodes are there")
+    assert look.complaints == []
+
+
+async def test_a_failure_in_the_timeline_leads_to_its_line_in_the_table(browser: Browser, tmp_path: Path) -> None:
+    look = await Look.at(browser, written(tmp_path, long()))
+    await look.page.click(".plot a.failure:nth-of-type(20) path")
+    assert look.page.url.endswith("#failure-20")
+    row = look.page.locator("#failure-20")
+    assert await row.evaluate("row => row.matches(':target')")
+    assert "SIGKILL" in await row.inner_text()
+    top = await row.evaluate("row => row.getBoundingClientRect().top")
+    assert 0 <= top < 800
+
+
+async def test_on_paper_it_is_light_and_whole(browser: Browser, tmp_path: Path) -> None:
+    look = await Look.at(browser, written(tmp_path, failed()), dark=True)
+    assert await look.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    await look.page.emulate_media(media="print")
+    assert await look.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert await look.contrast("td.text") >= 4.5
+    printed = await look.page.pdf(path=tmp_path / "report.pdf")
+    assert printed.startswith(b"%PDF")
+    assert look.complaints == []

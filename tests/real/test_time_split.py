@@ -1,0 +1,270 @@
+"""Where the time of a run went: told by its leader, right whoever leads, and there when the run has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import AgentProcess
+from tests.support.ports import free_range
+from tests.support.scraping import scraped
+from torchelastic.contract import Env, EpochReason, HistoryRecord, NodeEnd, RunKeys, RunState, TimeSplit, decode
+from torchelastic.store import connect
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from tests.support.scraping import Page
+    from torchelastic.store import Store
+
+pytestmark = pytest.mark.real
+
+BEFORE = 100.0
+"""Seconds from the making of the job until the first pod."""
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import torchelastic
+
+dist.init_process_group("gloo")
+epoch, rank, world = os.environ["TORCHELASTIC_EPOCH"], dist.get_rank(), dist.get_world_size()
+
+
+def save_and_end(*_):
+    with torchelastic.checkpoint():
+        pass
+    sys.exit()
+
+
+if "--save-at-the-end" in sys.argv:
+    signal.signal(signal.SIGTERM, save_and_end)
+time.sleep(0.5)  # restoring
+for step in range(1_000_000):
+    torchelastic.step()
+    stop = torch.tensor([float(os.path.exists(sys.argv[1]))])
+    dist.all_reduce(stop)
+    if stop.item():
+        break
+    if step % 50 == 10:
+        with torchelastic.checkpoint():
+            time.sleep(0.01)
+        print(f"epoch {epoch} rank {rank} of {world} pid {os.getpid()}", flush=True)
+    time.sleep(0.01)
+dist.destroy_process_group()
+"""
+"""A program that tells of its steps and checkpoints, and that it trains once it has written one."""
+
+
+class Run:
+    """Nodes of one run, each with a page of metrics; made some time ago.
+
+    Args:
+        etcd: where they meet.
+        folder: for the program.
+        before: seconds since its job was made.
+    """
+
+    def __init__(self, etcd: EtcdServer, folder: Path, before: float = BEFORE) -> None:
+        self.keys = RunKeys.of(run_id := str(uuid.uuid4()))
+        self.created = time.time() - before
+        self.stop = folder / "stop"
+        self._program = folder / "program.py"
+        self._program.write_text(PROGRAM)
+        self._etcd = etcd
+        self._line = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--local-addr=127.0.0.1")
+        first = free_range(2).first
+        self._ports = {"a": first, "b": first + 1}
+
+    def node(self, name: str, nnodes: str, *arguments: str) -> AgentProcess:
+        return AgentProcess(
+            *self._line,
+            f"--nnodes={nnodes}",
+            f"--node-name={name}",
+            f"--metrics-port={self._ports[name]}",
+            self._program,
+            self.stop,
+            *arguments,
+            env={Env.JOB_CREATED: str(self.created), Env.JOB: "here/digits"},
+        )
+
+    async def page(self, name: str) -> Page:
+        return await scraped(self._ports[name])
+
+    async def split(self, store: Store) -> TimeSplit:
+        entry = await store.get(self.keys.split)
+        assert entry is not None
+        return decode(entry.value, TimeSplit)
+
+    async def history(self, store: Store) -> HistoryRecord:
+        entry = await store.get(self.keys.history)
+        assert entry is not None
+        return decode(entry.value, HistoryRecord)
+
+    async def keeps(self, agent: AgentProcess, *, leader: str) -> Page:
+        """Wait until the leader knows of a checkpoint of the epoch that an agent trains in; gives back its page."""
+        while True:
+            page = await self.page(leader)
+            if page.value("torchelastic_job_lost_seconds_total") is not None:
+                return page
+            await agent.said("epoch", since=len(agent.lines))
+
+    def adds_up(self, split: TimeSplit) -> bool:
+        return sum(split.seconds.values()) == pytest.approx(split.until - self.created, rel=0.01)
+
+
+def seconds_on(page: Page) -> dict[str, float]:
+    """The seconds by state that a page shows."""
+    shown = page.named("torchelastic_job_seconds_total")
+    return {dict(labels)["state"]: value for (_, labels), value in shown.items()}
+
+
+async def test_the_split_adds_up_to_the_wall_time_though_workers_and_leaders_are_killed(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    run = Run(own_etcd, tmp_path)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
+        worker = await b.trains(world=2)
+        pages = {name: await run.page(name) for name in "ab"}
+        [leader] = [name for name, page in pages.items() if seconds_on(page)]
+        shown = seconds_on(await run.keeps(b, leader=leader))
+        assert shown["waiting"] == pytest.approx(BEFORE, abs=20)
+        assert sum(shown.values()) == pytest.approx(time.time() - run.created, rel=0.01)
+
+        agents = {"a": a, "b": b}
+        heir = "b" if leader == "a" else "a"
+        said = len(agents[heir].lines)
+        os.kill(worker, signal.SIGKILL)
+        await agents[heir].trains(world=2, since=said)
+        said = len(agents[heir].lines)
+        agents[leader].kill()
+        await agents[heir].trains(world=1, since=said)
+        page = await run.page(heir)
+        assert sum(seconds_on(page).values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        assert page.value("torchelastic_job_nodes_gone_total", cause="died") == 1
+        assert page.value("torchelastic_job_nodes_joined_total") == 2
+        assert page.value("torchelastic_job_restarts_total", charged="yes") == 1
+
+        run.stop.touch()
+        assert await agents[heir].code() == 0
+
+    split, history = await run.split(store), await run.history(store)
+    await store.close()
+    assert run.adds_up(split)
+    assert split.state is RunState.STOPPING
+    assert split.seconds[RunState.RESTORING] == pytest.approx(3 * 0.5, abs=2.5), "half a second in each epoch"
+    assert split.seconds[RunState.TRAINING] > 0
+    assert split.lost is not None
+    assert 0 < split.lost < split.seconds[RunState.TRAINING]
+    assert split.gone == {NodeEnd.DIED: 1}
+    assert history.created == pytest.approx(run.created)
+    assert [past.reason for past in history.epochs][-2:] == [EpochReason.WORKER_FAILED, EpochReason.NODE_LOST]
+    assert [past.failure is not None for past in history.epochs][-2:] == [True, False]
+    assert [past.workers for past in history.epochs][-2:] == [2, 1]
+
+
+async def test_a_store_that_comes_back_empty_is_given_the_split_back_and_a_new_leader_goes_on_with_it(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    run = Run(own_etcd, tmp_path)
+    async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
+        await a.trains(world=2)
+        [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
+        heir, agents = ("b" if leader == "a" else "a"), {"a": a, "b": b}
+        await own_etcd.kill()
+        own_etcd.wipe()
+        await own_etcd.start()
+        store = await connect(own_etcd.settings)
+
+        async def written() -> bool:
+            return await store.get(run.keys.split) is not None
+
+        while not await written():
+            await agents[leader].said("rank", since=len(agents[leader].lines))  # it trains on meanwhile
+        said = len(agents[heir].lines)
+        agents[leader].kill()
+        await agents[heir].trains(world=1, since=said)
+        split, history = await run.split(store), await run.history(store)
+        assert run.adds_up(split)
+        assert split.seconds[RunState.WAITING] == pytest.approx(BEFORE, abs=20)
+        assert [past.number for past in history.epochs] == list(range(1, len(history.epochs) + 1))
+        run.stop.touch()
+        assert await agents[heir].code() == 0
+        split = await run.split(store)
+        await store.close()
+        assert run.adds_up(split)
+        assert split.seconds[RunState.WAITING] < BEFORE + 20
+
+
+async def test_a_run_whose_nodes_were_all_killed_waits_until_others_come(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "1") as a:
+        await a.trains(world=1)
+        while RunState.TRAINING not in (before := await run.split(store)).seconds:
+            await a.said("epoch", since=len(a.lines))
+    async with run.node("b", "1") as b:
+        await b.trains(world=1)
+        shown = seconds_on(await run.page("b"))
+        assert shown["waiting"] > before.seconds[RunState.WAITING]
+        assert shown["training"] >= before.seconds[RunState.TRAINING]
+        assert sum(shown.values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        run.stop.touch()
+        assert await b.code() == 0
+    history = await run.history(store)
+    await store.close()
+    assert history.created == pytest.approx(run.created)
+    assert [past.number for past in history.epochs] == list(range(1, len(history.epochs) + 1))
+
+
+async def test_agents_that_all_leave_write_down_what_they_knew(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "2") as a, run.node("b", "2") as b:
+        await a.trains(world=2)
+        [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
+        await run.keeps(a, leader=leader)
+        left_at = time.time()
+        for agent in (a, b):
+            agent.kill(signal.SIGTERM)
+        assert [await a.code(), await b.code()] == [143, 143]
+    split = await run.split(store)
+    await store.close()
+    assert split.until >= left_at - 0.1, "the last word is of the end, and not of some seconds before"
+    assert run.adds_up(split)
+    assert split.lost is not None
+    assert split.lost > 0
+
+
+async def test_what_is_saved_on_the_way_out_is_not_lost(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "1", "--save-at-the-end") as a:
+        await a.trains(world=1)
+        await run.keeps(a, leader="a")
+        left_at = time.time()
+        a.kill(signal.SIGTERM)
+        assert await a.code() == 143
+    split = await run.split(store)
+    await store.close()
+    assert split.lost is not None
+    assert split.lost < split.until - left_at, "what was trained before it was asked to go is in a checkpoint"
+
+
+async def test_an_agent_that_does_not_lead_shows_no_totals_of_the_run(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    async with run.node("a", "2") as a, run.node("b", "2") as b:
+        await a.trains(world=2)
+        pages = [await run.page(name) for name in "ab"]
+        assert sorted(bool(page.named("torchelastic_job_")) for page in pages) == [False, True]
+        assert {page.job for page in pages} == {("here", "digits")}
+        run.stop.touch()
+        assert [await a.code(), await b.code()] == [0, 0]

@@ -1,0 +1,161 @@
+"""``elasticjob top`` and ``elasticjob report`` on a real job: scaled, hurt, and at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from elastic_operator.report_json import decode_report
+from elastic_operator.showing.report_facts import facts
+from tests.support.local_runs import LIMIT, LocalRun, manifest, processes_of
+from tests.support.terminals import FIRST_SCREEN, SECOND_SCREEN, Terminal, answer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+PROGRAM = """\
+import os, pathlib, sys, time
+import torchelastic
+from torchelastic import metrics
+
+finish, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+metrics.declare("my_app", counters=["samples"])
+mine = metrics.getStream("my_app")
+step = 0
+while not finish.exists():
+    torchelastic.step()
+    step += 1
+    time.sleep(0.02 + 0.05 * rank)
+    mine.add_value("train.loss", 1 / step)
+    mine.add_value("samples", 64)
+    if step == 5 and rank == 0:
+        with torchelastic.checkpoint():
+            time.sleep(0.05)
+    if step == 10:
+        print(f"ten steps of {os.environ['WORLD_SIZE']} workers", flush=True)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> list[str]:
+    """Takes steps, of which those of the second rank are slow, until there is a file ``finish``."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    return [sys.executable, str(tmp_path / "steps.py"), str(tmp_path / "finish")]
+
+
+def stepped(workers: int, epoch: int) -> Any:
+    """Whether rank 0 has made ten steps."""
+
+    def has(snapshot: dict[str, Any]) -> bool:
+        line = (snapshot["progress"] or {}).get("line")
+        return snapshot["status"]["epoch"] == epoch and line == f"ten steps of {workers} workers"
+
+    return has
+
+
+def a_worker(home: Path) -> int:
+    return max(
+        pid for pid, command in processes_of(home).items() if "steps.py" in command and "torchelastic" not in command
+    )
+
+
+async def top_shows(home: Path, words: str) -> list[str]:
+    """What ``elasticjob top`` prints, as soon as these words are in it: agents tell each other a little later."""
+    async with asyncio.timeout(LIMIT):
+        while words not in (printed := (await answer(home, "top", "digits", "--once"))[1]):
+            pass
+    return printed.splitlines()
+
+
+async def test_a_job_is_watched_hurt_and_reported(home: Path, tmp_path: Path, program: list[str]) -> None:
+    page = tmp_path / "page.html"
+    async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
+        await run.until(stepped(2, 1))
+        lines = await top_shows(home, "   lost 0s")
+        assert lines[0].startswith("digits  Running  ")
+        assert lines[1].startswith("epoch 1   world size 2 on 2 nodes   pods ready 2/2   restarts 0 charged, 0 free, ")
+        assert lines[3].startswith("goodput ")
+        for state in ("training", "restoring", "starting", "rendezvous", "waiting"):
+            assert f"{state} " in lines[4]
+        [rank0, rank1] = [line for line in lines if line.startswith(("0 ", "1 "))]
+        assert rank0.split()[1].startswith("digits-")
+        assert "MiB" in rank0
+        assert " 1, " in rank0, "one checkpoint"
+        assert rank1.endswith("straggles")
+        assert any(line.startswith("my_app train.loss ") for line in lines)
+        assert any(line.startswith("my_app samples ") for line in lines)
+
+        os.kill(a_worker(home), signal.SIGKILL)
+        await run.until(stepped(2, 2))
+        lines = await top_shows(home, "worker failed ")
+        assert "restarts 1 charged, 0 free" in lines[1]
+        [recovered] = [line for line in lines if line.startswith("worker failed ")]
+        assert recovered.split()[2] == "1"
+        _, listed, _ = await answer(home, "top")
+        assert listed.splitlines()[1].split()[:3] == ["digits", "Running", "2/2"]
+        assert " % " in listed.splitlines()[1]
+
+        assert (await answer(home, "report", "digits", "-o", str(page)))[0] == 0
+        assert "SIGKILL" in page.read_text()
+        assert ">Running<" in page.read_text()
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0
+
+    assert await answer(home, "report", "digits", "-o", str(page)) == (0, f"the report of digits is in {page}\n", "")
+    text = page.read_text()
+    assert ">Succeeded<" in text
+    [kept] = home.glob("runs/*/report.json")
+    found = facts(decode_report(kept.read_bytes()))
+    assert [span.epoch.number for span in found.spans] == [1, 2]
+    [trouble] = found.troubles
+    assert (trouble.what, trouble.epoch, trouble.lost is not None) == ("SIGKILL", 1, True)
+    assert f"rank {trouble.rank}, {trouble.pod}" in text
+    assert found.spans[0].epoch.workers == 2
+    took = json.loads(next(home.glob("runs/*/job.json")).read_text())["run"]["ended"]["time"] - found.begin
+    assert sum(found.report.split.seconds.values() if found.report.split else ()) == pytest.approx(took, rel=0.05)
+
+
+async def test_on_a_terminal_a_job_is_watched_to_its_end(home: Path, tmp_path: Path, program: list[str]) -> None:
+    async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
+        await run.until(stepped(2, 1))
+        async with Terminal(home, "top", "digits") as terminal:
+            await terminal.shows("straggles")
+            assert SECOND_SCREEN in terminal.screen
+            assert FIRST_SCREEN not in terminal.screen
+            assert (await answer(home, "scale", "digits", "--replicas", "3"))[0] == 0
+            await terminal.shows("on 3 nodes")
+            (tmp_path / "finish").touch()
+            assert await terminal.exit_code() == 0
+            await terminal.shows(FIRST_SCREEN)
+            assert "Succeeded" in terminal.screen.partition(FIRST_SCREEN)[2]
+            assert "Traceback" not in terminal.screen
+        assert await run.exit_code() == 0
+
+
+async def test_ctrl_c_ends_the_watching_and_leaves_the_job_alone(
+    home: Path, tmp_path: Path, program: list[str]
+) -> None:
+    async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
+        await run.trains(2)
+        for words, shown in ((["digits"], "world size"), ([], "GOODPUT")):
+            async with Terminal(home, "top", *words) as terminal:
+                await terminal.shows(shown)
+                os.kill(terminal.process.pid, signal.SIGINT)
+                assert await terminal.exit_code() == 130
+                await terminal.shows(FIRST_SCREEN)
+                assert "Traceback" not in terminal.screen
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0

@@ -1,0 +1,74 @@
+"""A real agent with a program that measures, and the page that it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.ports import free_range
+from tests.support.scraping import scraped, scraped_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.scraping import Page
+
+WAIT = """
+if __name__ == "__main__":
+    open(sys.argv[1]).read()
+"""
+"""The end of a program that stays until it is told to go on, through a pipe."""
+
+
+class Measured:
+    """An agent with a program that measures, and the page that it serves.
+
+    Args:
+        folder: for the program.
+        source: the program, in Python; what it needs of the standard library is imported.
+        flags: of the agent.
+        endpoint: of an etcd, where the run has one.
+        env: of the agent, beside the test's own.
+    """
+
+    def __init__(
+        self, folder: Path, source: str, *flags: str, endpoint: str = "", env: dict[str, str] | None = None
+    ) -> None:
+        program, self._pipe = folder / "program.py", folder / "go"
+        program.write_text("import os, signal, subprocess, sys, threading, time\n" + dedent(source) + WAIT)
+        os.mkfifo(self._pipe)
+        self._port = free_range(1).first
+        place = f"--rdzv-endpoint={endpoint}" if endpoint else "--standalone"
+        common = (place, f"--metrics-port={self._port}", "--local-addr=127.0.0.1")
+        self.agent = AgentProcess(*common, *flags, program, self._pipe, env=env)
+
+    async def page(self) -> Page:
+        return await scraped(self._port)
+
+    async def text(self, accept: str = "*/*") -> str:
+        """The page as it comes."""
+        return await scraped_text(self._port, accept=accept)
+
+    async def until(self, holds: Callable[[Page], object]) -> Page:
+        """The first page of which it holds."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                with suppress(aiohttp.ClientConnectionError):  # not served yet
+                    if holds(page := await self.page()):
+                        return page
+                await asyncio.sleep(0.02)
+
+    async def after(self, pattern: str, count: int = 1) -> Page:
+        """The page once a line was said, by so many workers."""
+        since = 0
+        for _ in range(count):
+            await self.agent.said(pattern, since=since)
+            since = next(n for n, line in enumerate(self.agent.lines) if n >= since and pattern in line) + 1
+        return await self.page()

@@ -1,0 +1,99 @@
+"""What the queries of dashboards and alerts become without a Grafana that fills them in, and what they must answer."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Final
+
+from scripts.monitoring.page import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from scripts.monitoring.page import Page, Panel, Query
+    from tests.support.prometheus import Answer
+
+PROGRAM: Final = """\
+import os, sys, time
+from pathlib import Path
+
+import torchelastic
+from torchelastic import metrics
+
+folder = Path(sys.argv[1])
+metrics.declare("my_app", counters=["samples"], histograms={"batch.ms": [0.001, 0.01, 0.1]})
+stream = metrics.getStream("my_app")
+(folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+for step in range(1_000_000):
+    if (folder / "finish").exists():
+        break
+    torchelastic.step()
+    stream.add_value("train.loss", 1 / (step + 1))
+    stream.add_value("samples", 64)
+    stream.add_value("batch.ms", 5)
+    time.sleep(0.1)
+    if step % 10 == 9:
+        with torchelastic.checkpoint():
+            time.sleep(0.02)
+"""
+"""Steps of a tenth of a second, and a checkpoint after each ten."""
+OWN: Final = {
+    "gauge": "my_app_train_loss",
+    "counter": "my_app_samples_total",
+    "histogram": "my_app_batch_seconds",
+    "group": "",
+}
+"""What is chosen of the metrics that it measures itself."""
+IN_GRAFANA: Final = {"__rate_interval": "10s", "__range": "10m", "__interval": "1s"}
+"""What Grafana would fill in, for pages that are scraped twice in a second."""
+
+_VARIABLE: Final = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+
+
+def filled_in(expr: str, values: Mapping[str, str]) -> str:
+    """The query as Grafana would ask it.
+
+    Raises:
+        KeyError: it has a variable that nobody knows.
+    """
+    known = {**IN_GRAFANA, **values}
+    return _VARIABLE.sub(lambda found: known[found[1] or found[2]], expr)
+
+
+def queries(page: Page) -> Iterator[tuple[Panel, Query]]:
+    """All queries of a page, each with its panel."""
+    for panel in page.panels:
+        for query in panel.queries:
+            yield panel, query
+
+
+def unit_of(panel: Panel, query: Query) -> Unit:
+    """The unit in which the answers of a query are shown."""
+    return dict(panel.units).get(query.legend, panel.unit)
+
+
+_LEAST: Final = {Unit.BYTES: 1e6, Unit.TIMES: 1.0}
+_MOST: Final = {Unit.SHARE: 1.0, Unit.BYTES: 1e11, Unit.NUMBER: 1e5, Unit.PER_SECOND: 1e5, Unit.TIMES: 1e3}
+
+
+def complaints(answer: Answer, unit: Unit, *, age: float) -> Iterator[str]:
+    """What is wrong with an answer by its unit alone.
+
+    Args:
+        answer: of one query.
+        unit: as it is shown.
+        age: seconds since the job was made: nothing took longer.
+    """
+    if not answer:
+        yield "no answer"
+    least, most = _LEAST.get(unit, 0.0), _MOST.get(unit, age)
+    for sample in answer:
+        if not math.isfinite(sample.value) or not least <= sample.value <= most * 1.001:
+            yield f"{sample.value:g} of {dict(sample.labels)} is not between {least:g} and {most:g} ({unit.name})"
+
+
+def names_in(exprs: Iterable[str]) -> set[str]:
+    """The names of all series that queries ask for."""
+    found = {name for expr in exprs for name in re.findall(r"\b((?:torchelastic|elastic_operator|process)_\w+)", expr)}
+    return {name for name in found if not name.endswith("_")}

@@ -1,0 +1,104 @@
+"""Commands as a person types them while a job runs on this machine, in a second terminal or into a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pty
+import sys
+import termios
+from typing import TYPE_CHECKING, Self
+
+from tests.support.local_runs import LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+SECOND_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "ELASTICJOB_HOME": str(home)}
+
+
+@contextlib.asynccontextmanager
+async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A command in a second terminal; it is gone after the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "elastic_operator.cli", *argv),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment(home),
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def answer(home: Path, *argv: str) -> tuple[int, str, str]:
+    """What a command gives back: its exit code, and what it printed on either stream."""
+    async with typed(home, *argv) as process, asyncio.timeout(LIMIT):
+        out, err = await process.communicate()
+        return await process.wait(), out.decode(), err.decode()
+
+
+class Terminal:
+    """A command on a terminal of 80 columns and 24 lines, and all that it wrote there."""
+
+    def __init__(self, home: Path, *argv: str) -> None:
+        self._argv = argv
+        self._environ = {**environment(home), "TERM": "xterm-256color"}
+        self._environ.pop("NO_COLOR", None)
+        self.screen = ""
+        self._more = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._side, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 80))
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "elastic_operator.cli", *self._argv),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=self._environ,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        asyncio.get_running_loop().add_reader(self._side, self._read)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        asyncio.get_running_loop().remove_reader(self._side)
+        os.close(self._side)
+
+    def _read(self) -> None:
+        try:
+            self.screen += os.read(self._side, 1 << 16).decode(errors="replace")
+        except OSError:  # nobody is at the other side any more
+            asyncio.get_running_loop().remove_reader(self._side)
+        self._more.set()
+
+    async def shows(self, text: str) -> None:
+        """Return when it has written this."""
+        try:
+            async with asyncio.timeout(LIMIT):
+                while text not in self.screen:
+                    self._more.clear()
+                    await self._more.wait()
+        except TimeoutError:
+            raise AssertionError(f"{text!r} was not shown, but this was:\n{self.screen}") from None
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(LIMIT):
+            return await self.process.wait()

@@ -1,0 +1,121 @@
+"""GPUs on an agent's page; with a stand-in for NVIDIA's module, of the functions that it documents."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.nvml import StandIn
+from torchelastic.metrics.gpus import Gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    stand_in = StandIn(gpus=3)
+    monkeypatch.setitem(sys.modules, "pynvml", stand_in)
+    yield stand_in
+    stand_in.answers.set()
+
+
+def shown(gpus: Gpus) -> dict[tuple[str, str], float]:
+    """Values by the name's end and GPU."""
+    return {
+        (sample.name.removeprefix("torchelastic_gpu_"), sample.labels["gpu"]): sample.value
+        for family in gpus.collect()
+        for sample in family.samples
+    }
+
+
+GIB = 1 << 30
+
+
+def test_each_gpu_shows_its_memory_and_what_it_does(nvml: StandIn) -> None:
+    gpus = Gpus()
+    for _ in range(2):
+        assert shown(gpus) == {
+            ("memory_used_bytes", "0"): 0,
+            ("memory_used_bytes", "1"): GIB,
+            ("memory_used_bytes", "2"): 2 * GIB,
+            **{("memory_total_bytes", gpu): 80 * GIB for gpu in "012"},
+            **{("utilization_ratio", gpu): int(gpu) / 4 for gpu in "012"},
+        }
+    assert nvml.opened == 1
+
+
+def test_what_a_gpu_does_not_know_is_left_out_and_no_matter(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    nvml.wrong["nvmlDeviceGetUtilizationRates", 1] = nvml.NVML_ERROR_NOT_SUPPORTED  # as of a part of a GPU
+    found = shown(Gpus())
+    assert ("utilization_ratio", "1") not in found
+    assert len(found) == 8
+    assert not caplog.records
+
+
+def test_a_gpu_that_is_lost_does_not_hide_the_others_and_is_told_of_once(
+    nvml: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml.wrong["nvmlDeviceGetHandleByIndex", 1] = nvml.NVML_ERROR_GPU_IS_LOST
+    gpus = Gpus()
+    for _ in range(2):
+        assert {gpu for _, gpu in shown(gpus)} == {"0", "2"}
+    assert [record.message for record in caplog.records] == [
+        "Not all that is known of GPUs can be shown under /metrics: error 15."
+    ]
+
+
+def test_a_driver_that_has_failed_is_opened_anew_at_the_next_scrape(nvml: StandIn) -> None:
+    gpus = Gpus()
+    nvml.wrong["nvmlDeviceGetCount"] = nvml.NVML_ERROR_UNKNOWN
+    assert shown(gpus) == {}
+    nvml.wrong.clear()
+    assert len(shown(gpus)) == 9
+    assert nvml.opened == 2
+
+
+def test_a_driver_that_does_not_answer_costs_a_moment_and_its_series_and_is_not_asked_again_meanwhile(
+    nvml: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus = Gpus(patience=0.01)
+    nvml.answers.clear()
+    for _ in range(3):
+        assert shown(gpus) == {}
+    assert nvml.opened == 1
+    assert [record.message for record in caplog.records] == [
+        "Not all that is known of GPUs can be shown under /metrics: the driver does not answer."
+    ]
+    nvml.answers.set()
+    gpus._question.join()
+    assert len(shown(Gpus())) == 9
+
+
+@pytest.mark.parametrize("number", [StandIn.NVML_ERROR_LIBRARY_NOT_FOUND, StandIn.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_without_a_driver_there_is_nothing_to_show_or_to_say(
+    nvml: StandIn, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    nvml.wrong["nvmlInit"] = number
+    assert shown(Gpus()) == {}
+    assert not caplog.records
+
+
+def test_without_the_extra_there_is_nothing_to_show_or_to_say(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, asked = builtins.__import__, []
+
+    def without_it(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "pynvml":
+            asked.append(name)
+            raise ModuleNotFoundError(name)
+        return plain(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_it)
+    gpus = Gpus()
+    for _ in range(2):
+        assert shown(gpus) == {}
+    assert asked == ["pynvml"]
+    assert not caplog.records

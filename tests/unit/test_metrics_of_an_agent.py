@@ -1,0 +1,274 @@
+"""What stands on an agent's page beside measured values: whose it is, requests to the store, and what fails."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.registry import Collector
+
+from tests.support.scraping import Page
+from torchelastic.agent.agent import Agent
+from torchelastic.agent.epoch_times import EpochTimes
+from torchelastic.contract import ExitCode, SizeRecord
+from torchelastic.errors import LeaseLost, StartError, StoreRefused, StoreUnavailable
+from torchelastic.metrics.agent import AgentMetrics
+from torchelastic.metrics.api import MetricRegistry
+from torchelastic.metrics.platform_names import OPERATIONS
+from torchelastic.settings import AgentSettings, Program, ProgramKind, RendezvousSettings
+from torchelastic.store import MemoryStore
+from torchelastic.store.measured import MeasuredStore
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from prometheus_client import CollectorRegistry, Metric
+
+    from torchelastic.agent.workers import StoreServer, Workers
+
+REQUESTS = "torchelastic_store_request_duration_seconds_count"
+
+
+def page(registry: CollectorRegistry) -> Page:
+    return Page(parse_text(generate_latest(registry).decode()))
+
+
+@pytest.fixture
+def agent() -> Iterator[AgentMetrics]:
+    with AgentMetrics(MetricRegistry(), job=("team", "digits")) as metrics:
+        yield metrics
+
+
+class Fixed(Collector):
+    """Shows what it was given, or fails."""
+
+    def __init__(self, *families: Metric, error: Exception | None = None) -> None:
+        self._families, self._error = families, error
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+        if self._error is not None:
+            raise self._error
+
+
+# -- the page
+
+
+def test_every_series_says_whose_it_is_whoever_made_it(agent: AgentMetrics) -> None:
+    beside = Fixed(GaugeMetricFamily("my_app_loss", "Loss.", value=1))
+    registry = agent.registry(beside)
+    agent.epoch(1, 2)
+    agent.store_answered("get", 0.1, succeeded=True)
+    for _ in range(2):  # what a collector gives anew each time, and what it keeps
+        shown = page(registry)
+        assert shown.job == ("team", "digits")
+        assert shown.value("torchelastic_epoch") == shown.value("my_app_loss") == 1
+        assert shown.value(REQUESTS, request="get", outcome="success") == 1
+
+
+@pytest.mark.parametrize("job", [("", "\udc80"), ('"', "a\nb\\"), ("", "")])
+def test_any_name_of_a_job_gives_a_page_that_can_be_read(job: tuple[str, str]) -> None:
+    with AgentMetrics(MetricRegistry(), job=job) as agent:
+        registry = agent.registry()
+        agent.epoch(1, 2)
+        shown = page(registry)
+    assert shown.job == (job[0], job[1].replace("\udc80", "\\udc80"))
+
+
+def test_units_are_told_to_who_asks_for_openmetrics(agent: AgentMetrics) -> None:
+    seconds = CounterMetricFamily("my_app_busy_seconds", "Time.", value=1)
+    registry = agent.registry(Fixed(seconds, GaugeMetricFamily("my_app_loss", "Loss.", value=1)))
+    units = {family.name: family.unit for family in parse_openmetrics(generate_openmetrics(registry).decode())}
+    assert units == {"my_app_busy_seconds": "seconds", "my_app_loss": ""}
+
+
+def test_a_family_of_which_there_is_nothing_is_not_there(agent: AgentMetrics) -> None:
+    registry = agent.registry(Fixed(CounterMetricFamily("my_app_steps", "Steps.", labels=["kind"])))
+    assert b"my_app_steps" not in generate_latest(registry)
+
+
+def test_who_fails_does_not_hide_the_others_and_is_told_of_once(
+    agent: AgentMetrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss = GaugeMetricFamily("my_app_loss", "Loss.", value=1)
+    registry = agent.registry(Fixed(loss, error=OSError("no such device")), Fixed(loss))
+    for _ in range(3):
+        assert page(registry).samples == {("my_app_loss", ()): 1}
+    assert [record.message for record in caplog.records] == [
+        "What Fixed knows cannot be shown under /metrics. The rest is; further errors of it are not told."
+    ]
+    assert "no such device" in caplog.text
+
+
+# -- requests to the store
+
+
+async def test_every_request_to_the_store_is_measured_and_does_what_it_did(agent: AgentMetrics) -> None:
+    registry = agent.registry()
+    store = MeasuredStore(MemoryStore(), agent.store_answered)
+    lease = await store.grant(10)
+    await store.keep_alive(lease)
+    revision = await store.put("/a/1", b"one", lease=lease)
+    assert await store.swap("/a/1", b"two", expected=revision) == revision + 1
+    entry = await store.get("/a/1")
+    assert entry is not None
+    assert entry.value == b"two"
+    assert [each.key for each in (await store.list("/a/")).entries] == ["/a/1"]
+    async with aclosing(store.watch("/a/", revision)) as changes:
+        assert await anext(changes) == ()
+        assert [change.revision for change in await anext(changes)] == [revision, revision + 1]
+    await store.delete("/a/1")
+    await store.delete_prefix("/a/")
+    await store.revoke(lease)
+    await store.close()
+    counted = {dict(labels)["request"]: count for (_, labels), count in page(registry).named(REQUESTS).items()}
+    each_once = ("grant", "keep_alive", "put", "swap", "get", "list", "watch", "delete", "delete_prefix", "revoke")
+    assert counted == dict.fromkeys(each_once, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(StoreUnavailable("away"), "failure"), (StoreRefused("no"), "failure"), (LeaseLost("over"), "success")],
+)
+async def test_a_request_without_an_answer_is_a_failure_and_bad_news_is_none(
+    agent: AgentMetrics, monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str
+) -> None:
+    registry, memory = agent.registry(), MemoryStore()
+
+    async def fail(_: int) -> None:
+        raise error
+
+    monkeypatch.setattr(memory, "keep_alive", fail)
+    with pytest.raises(type(error)):
+        await MeasuredStore(memory, agent.store_answered).keep_alive(7)
+    assert page(registry).named(REQUESTS) == {(REQUESTS, (("outcome", outcome), ("request", "keep_alive"))): 1}
+
+
+async def test_a_watch_that_was_never_confirmed_is_a_failure_and_one_that_was_broken_later_is_not(
+    agent: AgentMetrics,
+) -> None:
+    registry, memory = agent.registry(), MemoryStore()
+    store = MeasuredStore(memory, agent.store_answered)
+    async with aclosing(store.watch("/a/", 0)) as changes:
+        assert await anext(changes) == ()
+        memory.reachable = False
+        with pytest.raises(StoreUnavailable):
+            await anext(changes)
+    with pytest.raises(StoreUnavailable):
+        await anext(store.watch("/a/", 0))
+    shown = page(registry)
+    assert shown.value(REQUESTS, request="watch", outcome="success") == 1
+    assert shown.value(REQUESTS, request="watch", outcome="failure") == 1
+
+
+async def test_a_request_that_was_given_up_does_not_count(agent: AgentMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, memory = agent.registry(), MemoryStore()
+
+    async def never(_: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(memory, "get", never)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await MeasuredStore(memory, agent.store_answered).get("/a")
+    assert page(registry).named(REQUESTS) == {}
+
+
+def test_without_a_page_requests_are_not_counted() -> None:
+    with AgentMetrics(MetricRegistry()) as agent:
+        agent.store_answered("get", 0.1, succeeded=True)
+        assert page(agent.registry()).named(REQUESTS) == {}
+
+
+# -- operations
+
+
+def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    """How often by operation and outcome."""
+    found = page(registry).named("torchelastic_operations_total")
+    return {(dict(labels)["operation"], dict(labels)["outcome"]): count for (_, labels), count in found.items()}
+
+
+def test_what_an_epoch_costs_is_told_under_the_documented_names(agent: AgentMetrics) -> None:
+    registry = agent.registry()
+    times = EpochTimes(agent)
+    times.waits()
+    times.begun()
+    times.started(None, succeeded=True)
+    assert operations(registry) == {("rendezvous", "success"): 1, ("initialize_workers", "success"): 1}
+    times.begun()  # its workers have trained until this epoch stood
+    times.started(0.0, succeeded=False)
+    assert operations(registry) == {
+        ("rendezvous", "success"): 2,
+        ("initialize_workers", "success"): 1,
+        ("initialize_workers", "failure"): 1,
+        ("restart_workers", "failure"): 1,
+    }
+
+
+class WorkersThatCannotBeStarted:
+    """Stands in for a machine that allows no more processes."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+
+    async def ready(self) -> None:
+        pass
+
+    async def start(self, epoch: int, workers: object) -> NoReturn:
+        raise StartError("no worker can be started: Resource temporarily unavailable")
+
+    async def serve_store(self, listener: socket.socket) -> StoreServer:
+        listener.close()
+        raise StartError("nor can the store")
+
+
+async def test_a_start_that_the_machine_does_not_allow_is_a_failure(agent: AgentMetrics, tmp_path: Path) -> None:
+    registry = agent.registry()
+    settings = AgentSettings(
+        rendezvous=RendezvousSettings("digits", SizeRecord(min=1, max=1, wanted=1), max_restarts=1),
+        store=None,
+        node_name="here",
+        address="127.0.0.1",
+        program=Program(ProgramKind.COMMAND, ("true",)),
+    )
+    ending = await Agent(settings, agent).run(cast("Workers", WorkersThatCannotBeStarted(tmp_path)))
+    assert ending.code == ExitCode.FAILED
+    assert operations(registry) == {
+        ("rendezvous", "success"): 2,
+        ("assign_worker_ranks", "success"): 2,
+        ("start_workers", "failure"): 2,
+        ("initialize_workers", "failure"): 2,
+        ("run", "failure"): 1,
+    }
+
+
+def test_a_wait_for_an_epoch_that_will_not_come_is_a_failure_and_only_one(agent: AgentMetrics) -> None:
+    registry = agent.registry()
+    times = EpochTimes(agent)
+    times.failed()
+    assert operations(registry) == {}
+    times.waits()
+    times.waits()
+    for _ in range(2):
+        times.failed()
+    assert operations(registry) == {("rendezvous", "failure"): 1}
+
+
+def test_all_that_the_agent_measures_has_a_place_in_the_table() -> None:
+    import inspect
+
+    from torchelastic.agent import agent, epoch_times
+
+    source = inspect.getsource(agent) + inspect.getsource(epoch_times)
+    for name in (name for name in OPERATIONS if "." in name):
+        assert f'"{name}"' in source, f"{name} is documented and not measured"

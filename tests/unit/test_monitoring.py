@@ -1,0 +1,175 @@
+"""The chart's dashboards and alerts are what the code makes, ask for what there is, and lead to pages that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.monitoring.alerts import GROUPS, Alert
+from scripts.monitoring.files import DASHBOARDS, RULES, files
+from scripts.monitoring.fleet import FLEET_PAGE
+from scripts.monitoring.job import JOB_PAGE, MARKS
+from scripts.monitoring.page import Look, Page
+from tests.support.monitored import filled_in, names_in, queries
+
+ROOT = Path(__file__).parents[2]
+PAGES = (FLEET_PAGE, JOB_PAGE)
+ALERTS = [alert for alerts in GROUPS.values() for alert in alerts]
+OWN = {"job_namespace": "n", "elasticjob": "j", "group": "", "gauge": "g", "counter": "c", "histogram": "h"}
+
+
+def dashboard(page: Page) -> dict[str, Any]:
+    """The file of a page."""
+    found = [json.loads(path.read_text()) for path in DASHBOARDS.iterdir()]
+    [made] = [each for each in found if each["uid"] == page.uid]
+    return dict(made)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_what_is_in_the_chart_is_what_the_code_makes(path: Path) -> None:
+    assert path.read_text() == files()[path], "run `python -m scripts.monitoring`"
+
+
+def test_nothing_else_is_there() -> None:
+    assert {*DASHBOARDS.iterdir(), *RULES.parent.iterdir()} == files().keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
+def test_every_picture_says_in_sentences_what_it_shows(page: Page) -> None:
+    for panel in page.panels:
+        assert re.fullmatch(r"[A-Z].{10,}[.]", panel.about), panel.title
+        legends = [query.legend for query in panel.queries]
+        assert len({*legends}) == len(legends), panel.title
+        assert len(legends) == 1 or all(legends), panel.title
+    for variable in page.variables:
+        assert re.fullmatch(r"[A-Z].{5,}[.]", variable.about), variable.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
+def test_a_dashboard_has_all_panels_where_they_do_not_lie_upon_each_other(page: Page) -> None:
+    panels = [panel for panel in dashboard(page)["panels"] if panel["type"] != "row"]
+    assert [panel["title"] for panel in panels] == [panel.title for panel in page.panels]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel, meant in zip(panels, page.panels, strict=True):
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        assert panel["fieldConfig"]["defaults"]["unit"] == meant.unit
+        assert panel["description"] == meant.about
+        assert [target["expr"] for target in panel["targets"]] == [query.expr for query in meant.queries]
+        assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
+def test_queries_have_no_variable_that_nobody_fills_in(page: Page) -> None:
+    defined = {variable["name"] for variable in dashboard(page)["templating"]["list"]}
+    assert defined == {"datasource", *(variable.name for variable in page.variables)}
+    chosen = {name: value for name, value in OWN.items() if name in defined}
+    for _, query in queries(page):
+        assert "$" not in filled_in(query.expr, chosen)
+    for mark in page.marks:
+        assert "$" not in filled_in(mark.query.expr, chosen)
+
+
+def test_both_pages_lead_to_each_other() -> None:
+    tags = []
+    for page in PAGES:
+        made = dashboard(page)
+        [link] = made["links"]
+        assert (link["type"], link["keepTime"]) == ("dashboards", True)
+        tags.append((*link["tags"], *made["tags"]))
+    assert {*tags} == {("elasticjob", "elasticjob")}
+    [table] = [panel for panel in dashboard(FLEET_PAGE)["panels"] if panel["type"] == "table"]
+    [[link]] = [
+        found["value"]
+        for each in table["fieldConfig"]["overrides"]
+        for found in each["properties"]
+        if found["id"] == "links"
+    ]
+    assert link["url"].startswith(f"/d/{JOB_PAGE.uid}?")
+    for variable in ("datasource", "job_namespace", "elasticjob"):
+        assert f"var-{variable}=" in link["url"]
+
+
+def test_a_table_has_a_named_column_for_each_query() -> None:
+    [table] = [panel for panel in dashboard(FLEET_PAGE)["panels"] if panel["type"] == "table"]
+    [meant] = [panel for panel in FLEET_PAGE.panels if panel.look is Look.TABLE]
+    [organize] = [each["options"] for each in table["transformations"] if each["id"] == "organize"]
+    columns = {organize["renameByName"][f"Value #{target['refId']}"] for target in table["targets"]}
+    assert columns == {query.legend for query in meant.queries}
+    assert all(target["format"] == "table" and target["instant"] for target in table["targets"])
+
+
+def test_what_happened_is_marked_in_the_pictures_of_a_job() -> None:
+    shown = dashboard(JOB_PAGE)["annotations"]["list"]
+    assert [(mark["name"], mark["expr"]) for mark in shown] == [(mark.name, mark.query.expr) for mark in MARKS]
+    assert all(mark["enable"] and mark["titleFormat"] == mark["name"] for mark in shown)
+
+
+def documented() -> set[str]:
+    """The names of all series that the pages about them name."""
+    found = set()
+    for page in ("metrics.md", "cluster.md"):
+        for row in re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE):
+            names = re.findall(r"`(\w+)", row)
+            whole = [name for name in names if not name.startswith("_")]
+            found |= {*whole, *(re.sub(r"(_job)_.*", r"\1", whole[0]) + name for name in names if name.startswith("_"))}
+    return found
+
+
+def test_dashboards_and_alerts_ask_for_series_that_there_are() -> None:
+    asked = names_in(
+        [
+            *(query.expr for page in PAGES for _, query in queries(page)),
+            *(mark.query.expr for mark in MARKS),
+            *(alert.expr for alert in ALERTS),
+        ]
+    )
+    assert len(asked) > 30
+    known = documented()
+    assert {name for name in asked if not {name, re.sub(r"_(bucket|sum|count)$", "", name)} & known} == set()
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_every_alert_has_a_page_that_says_what_to_do(alert: Alert) -> None:
+    page = (ROOT / "docs" / "runbooks" / f"{alert.name}.md").read_text()
+    assert page.startswith(f"# {alert.name}\n\nSeverity: {alert.severity}. ")
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["What it means", "How to look", "What to do"]
+    assert not re.findall(r"^(?:kubectl|elasticjob|curl) .*", page, re.MULTILINE), "what is to be typed is indented"
+    for link in re.findall(r"\]\((?!http)([^)#]+)", page):
+        assert (ROOT / "docs" / "runbooks" / link).is_file(), link
+    for title in re.findall(r"\*([A-Z][A-Za-z ]+)\*", page.replace("**", "")):
+        shown = {panel.title for each in PAGES for panel in each.panels} | {
+            row.title for each in PAGES for row in each.rows
+        }
+        assert title in {*shown, "ElasticJobs: fleet"} or title.startswith("Status"), title
+
+
+def test_there_is_no_page_for_an_alert_that_there_is_not() -> None:
+    assert {path.stem for path in (ROOT / "docs" / "runbooks").iterdir()} == {alert.name for alert in ALERTS}
+
+
+def test_the_page_on_monitoring_has_every_alert_and_is_led_to() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\]\((runbooks/\w+\.md)\) \| (\w+) \| .+ \|$", page, re.MULTILINE)
+    assert rows == [(alert.name, f"runbooks/{alert.name}.md", alert.severity) for alert in ALERTS]
+    assert "](docs/monitoring.md)" in (ROOT / "README.md").read_text()
+    assert "](monitoring.md)" in (ROOT / "docs" / "cluster.md").read_text()
+
+
+def test_the_example_for_prometheus_is_yaml_and_finds_what_the_operator_labels() -> None:
+    [example] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "monitoring.md").read_text(), re.DOTALL)
+    [config] = yaml.safe_load(example)["scrape_configs"]
+    assert [rule.get("action") for rule in config["relabel_configs"]] == ["keep", "keep", None, None]

@@ -1,0 +1,378 @@
+"""Where a job's time went: what the plan adds to what its leaders have counted, over suspensions and to the end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_operator.model import Job, JobState, Observed, Plan
+from elastic_operator.plan import plan
+from elastic_operator.spec import EtcdSpec
+from elastic_operator.status_json import status_from_json, status_to_json
+from tests.support.builders import (
+    NOW,
+    a_job,
+    a_world,
+    an_epoch,
+    running,
+    success,
+    that_is_pinned,
+    that_rests,
+    with_status,
+)
+from torchelastic.contract import HistoryRecord, NodeEnd, PastEpoch, ResumeRecord, RunState, TimeSplit
+
+if TYPE_CHECKING:
+    from elastic_operator.model import JobStatus, Pod
+
+NO_STORE = Observed()
+
+
+class Life:
+    """A job whose user suspends and resumes it, whose leaders count, and whose operator writes what it plans."""
+
+    def __init__(self, *, suspend: bool = False) -> None:
+        self.job = a_job(suspend=suspend)
+        self.now = NOW
+        self.unheard = 0.0
+        self.expected: dict[RunState, float] = {}
+        self.told: TimeSplit | None = None
+        self.pods: tuple[Pod, ...] = ()
+        self.resume: ResumeRecord | None = None
+        self.last = Plan()
+        self.plan()
+
+    @property
+    def status(self) -> JobStatus:
+        return self.job.status
+
+    def plan(self, **more: Any) -> None:
+        """The operator looks, and writes the status."""
+        epoch = an_epoch(*self.pods) if self.told is not None and self.pods else None
+        world = a_world(*self.pods, split=self.told, epoch=epoch, **more) if self.pods else replace(NO_STORE, **more)
+        if not self.pods and self.told is not None:
+            world = a_world(split=self.told, **more)
+        self.last = plan(self.job, world, self.now)
+        if self.last.status is not None:
+            written = json.loads(json.dumps(status_to_json(self.last.status)))
+            self.job = replace(self.job, status=status_from_json(written))
+        if self.last.create:
+            self.pods = tuple(replace(running(new.index), name=new.name) for new in self.last.create)
+            self.resume = self.last.create[0].resume
+
+    def passes(self, seconds: float, state: RunState) -> None:
+        """Time passes in this state, and nobody counts it yet."""
+        self.now += seconds
+        self.expected[state] = self.expected.get(state, 0.0) + seconds
+
+    def passes_unheard(self, seconds: float) -> None:
+        """Time passes at whose end somebody books it."""
+        self.now += seconds
+        self.unheard += seconds
+        if self.told is None:
+            self.unheard_is(RunState.WAITING)
+
+    def is_booked(self) -> None:
+        """What nobody has counted is what the plan takes it for."""
+        soon = self.told is not None and self.now - self.told.until <= 60
+        self.unheard_is(RunState.STOPPING if soon else RunState.WAITING)
+
+    def unheard_is(self, state: RunState) -> None:
+        self.expected[state] = self.expected.get(state, 0.0) + self.unheard
+        self.unheard = 0.0
+
+    def is_counted(self) -> None:
+        """The leader writes where all of it went."""
+        self.told = TimeSplit(until=self.now, state=RunState.TRAINING, seconds=dict(self.expected), joined=2)
+
+    def is_suspended(self, after: float) -> None:
+        """The user suspends it, and its pods end so many seconds later."""
+        self.job = replace(self.job, spec=replace(self.job.spec, suspend=True))
+        self.plan()
+        if self.pods:
+            self.passes_unheard(after)
+        self.is_booked()
+        self.pods = ()
+        self.plan()
+        self.told = None  # with the store
+
+    def is_resumed(self) -> None:
+        self.job = replace(self.job, spec=replace(self.job.spec, suspend=False))
+        self.plan()
+
+    def split_is_right(self) -> None:
+        """What the status says is what has passed."""
+        split = self.status.split
+        assert split is not None
+        assert split.until == pytest.approx(self.now, abs=0.01)
+        assert sum(split.seconds.values()) == pytest.approx(self.now - self.job.created, abs=0.01)
+        assert split.seconds == pytest.approx({s: spent for s, spent in self.expected.items() if spent}, abs=0.01)
+
+
+SPANS = st.floats(0.001, 100_000).map(lambda seconds: round(seconds, 3))
+LIVES = st.lists(st.tuples(SPANS, st.none() | SPANS, SPANS, SPANS, SPANS), max_size=5)
+
+
+@settings(database=None, derandomize=True, deadline=None)
+@given(st.booleans(), SPANS, LIVES, st.none() | SPANS, SPANS)
+def test_each_second_from_a_jobs_creation_to_its_end_is_counted_once(
+    suspended_first: bool,
+    rests_first: float,
+    lives: list[tuple[float, float | None, float, float, float]],
+    trains_last: float | None,
+    ends: float,
+) -> None:
+    life = Life(suspend=suspended_first)
+    if suspended_first:
+        life.split_is_right()
+        life.passes(rests_first, RunState.SUSPENDED)
+        life.is_resumed()
+        life.split_is_right()
+    for waits, trains, unseen, stops, rests in lives:
+        life.passes(waits, RunState.WAITING)
+        if trains is not None:
+            life.passes(trains, RunState.TRAINING)
+            life.is_counted()
+            life.plan()
+            life.passes_unheard(unseen)
+        life.is_suspended(stops)
+        life.split_is_right()
+        life.passes(rests, RunState.SUSPENDED)
+        life.is_resumed()
+        life.split_is_right()
+        assert life.resume is not None
+        assert life.resume.split == life.status.split
+    if trains_last is not None:
+        life.passes(trains_last, RunState.TRAINING)
+        life.is_counted()
+    life.passes_unheard(ends)
+    life.is_booked()
+    life.plan(outcome=success())
+    life.split_is_right()
+    assert life.status.state is JobState.SUCCEEDED
+    assert life.last.report is not None
+    assert life.last.report.split == life.status.split
+
+
+def test_all_pods_of_one_life_are_told_the_same() -> None:
+    life = Life()
+    life.passes(60, RunState.TRAINING)
+    life.is_counted()
+    life.is_suspended(5)
+    life.passes(100, RunState.SUSPENDED)
+    life.is_resumed()
+    first = life.resume
+    assert first is not None
+    assert first.split is not None
+    assert first.split.seconds == {RunState.TRAINING: 60, RunState.STOPPING: 5, RunState.SUSPENDED: 100}
+    life.now += 500
+    life.is_counted()
+    life.pods = life.pods[:1]
+    life.plan()
+    assert [new.resume for new in life.last.create] == [first]
+
+
+def test_while_a_job_runs_or_rests_nothing_is_written_for_the_sake_of_its_time() -> None:
+    life = Life()
+    life.passes(10, RunState.TRAINING)
+    life.is_counted()
+    life.plan()
+    for _ in range(3):
+        life.passes(10, RunState.TRAINING)
+        life.is_counted()
+        life.plan()
+        assert (life.last.status, life.last.report, life.status.split) == (None, None, None)
+    life.is_suspended(1)
+    split = life.status.split
+    life.passes(1000, RunState.SUSPENDED)
+    life.plan()
+    assert (life.last.status, life.last.report, life.status.split) == (None, None, split)
+
+
+def test_a_job_that_is_resumed_while_its_pods_stop_was_never_suspended() -> None:
+    life = Life()
+    life.passes(10, RunState.TRAINING)
+    life.is_counted()
+    life.plan()
+    life.job = replace(life.job, spec=replace(life.job.spec, suspend=True))
+    life.plan()
+    life.passes(3, RunState.STOPPING)
+    life.pods = tuple(replace(pod, terminating=True) for pod in life.pods)
+    life.job = replace(life.job, spec=replace(life.job.spec, suspend=False))
+    life.plan()
+    life.split_is_right()
+
+
+def test_what_was_read_of_a_former_life_is_not_taken_for_the_word_of_this_one() -> None:
+    life = Life()
+    life.passes(10, RunState.TRAINING)
+    life.is_counted()
+    former = life.told
+    life.is_suspended(5)
+    life.passes(100, RunState.SUSPENDED)
+    life.told = former
+    life.is_resumed()
+    life.split_is_right()
+
+
+def test_what_leaders_count_beside_time_is_kept_over_a_suspension() -> None:
+    told = TimeSplit(
+        until=NOW + 30, seconds={RunState.TRAINING: 30.0}, lost=4.5, joined=3, gone={NodeEnd.DIED: 1}, epoch=4, kept=NOW
+    )
+    job = that_is_pinned(a_job(suspend=True))
+    status = plan(job, a_world(split=told), NOW + 30).status
+    assert status is not None
+    assert status.split == TimeSplit(
+        until=NOW + 30, seconds={RunState.TRAINING: 30.0}, lost=4.5, joined=3, gone={NodeEnd.DIED: 1}
+    )
+
+
+def test_where_a_job_has_trained_and_nobody_has_told_its_time_is_not_known() -> None:
+    trained = that_is_pinned(a_job(suspend=True))
+    status = plan(trained, a_world(), NOW + 30).status
+    assert status is not None
+    assert status.split is None
+    resumed = plan(replace(that_rests(a_job()), spec=a_job().spec), NO_STORE, NOW + 60)
+    assert resumed.status is not None
+    assert resumed.status.split is None
+    assert [new.resume and new.resume.split for new in resumed.create] == [None, None]
+
+
+def test_a_store_that_is_closed_to_the_operator_leaves_no_older_split_standing() -> None:
+    known = TimeSplit(until=NOW, seconds={RunState.SUSPENDED: 10.0})
+    job = with_status(that_is_pinned(a_job(etcd=EtcdSpec(endpoint="etcd:2379"))), split=known)
+    status = plan(job, a_world(store_read=False, store_closed=True, outcome=success()), NOW + 30).status
+    assert status is not None
+    assert status.split is None
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("end", ["finishes", "rests"])
+def test_of_a_resumed_job_that_has_trained_and_whose_store_nobody_can_read_the_time_is_not_known(
+    trains: bool, end: str
+) -> None:
+    life = Life()
+    life.passes(10, RunState.TRAINING)
+    life.is_counted()
+    life.is_suspended(5)
+    life.passes(100, RunState.SUSPENDED)
+    life.is_resumed()
+    life.passes(20, RunState.WAITING)
+    if trains:
+        epoch = an_epoch(*life.pods, number=2)
+        life.job = replace(life.job, status=plan(life.job, a_world(*life.pods, epoch=epoch), life.now).status)
+        life.passes(3000, RunState.TRAINING)
+    unread = a_world(*life.pods, store_read=False, store_trouble="it does not answer")
+    life.job = replace(life.job, status=plan(life.job, unread, life.now).status or life.status)
+    if end == "rests":
+        life.job = replace(life.job, spec=replace(life.job.spec, suspend=True))
+        for world in (unread, replace(unread, pods=()), replace(unread, pods=())):
+            life.job = replace(life.job, status=plan(life.job, world, life.now).status or life.status)
+            life.passes(61, RunState.WAITING)
+        assert any(each.type == "Suspended" and each.status for each in life.status.conditions)
+    else:
+        life.job = replace(life.job, status=plan(life.job, replace(unread, outcome=success()), life.now).status)
+        assert life.status.state is JobState.SUCCEEDED
+    if trains:
+        assert life.status.split is None
+    else:
+        assert life.status.split is not None
+        assert RunState.TRAINING in life.status.split.seconds
+
+
+@pytest.mark.parametrize(("after", "state"), [(60, RunState.STOPPING), (61, RunState.WAITING)])
+def test_a_long_time_after_the_last_word_is_no_stopping(after: float, state: RunState) -> None:
+    told = TimeSplit(until=NOW + 30, seconds={RunState.TRAINING: 30.0})
+    status = plan(that_is_pinned(a_job()), a_world(split=told, outcome=success()), NOW + 30 + after).status
+    assert status is not None
+    assert status.split is not None
+    assert status.split.seconds == {RunState.TRAINING: 30.0, state: after}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        TimeSplit(until=NOW + 10**6, seconds={RunState.TRAINING: 10.0}),
+        TimeSplit(until=NOW + 30, seconds={RunState.TRAINING: 1e10, RunState.WAITING: 1e10}),
+    ],
+    ids=["of another time", "of more time than there was"],
+)
+def test_a_word_that_cannot_be_is_not_believed(told: TimeSplit) -> None:
+    known = TimeSplit(until=NOW, seconds={})
+    job = with_status(that_is_pinned(a_job()), split=known, state=JobState.WAITING, world_size=0)
+    status = plan(job, a_world(split=told, outcome=success()), NOW + 30).status
+    assert status is not None
+    assert status.split == TimeSplit(until=NOW + 30, seconds={RunState.WAITING: 30.0})
+
+
+def test_a_leaders_clock_that_is_ahead_adds_nothing() -> None:
+    told = TimeSplit(until=NOW + 32.5, seconds={RunState.TRAINING: 32.5})
+    status = plan(that_is_pinned(a_job()), a_world(split=told, outcome=success()), NOW + 30).status
+    assert status is not None
+    assert status.split == told
+
+
+# -- what is kept
+
+
+HISTORY = HistoryRecord(created=NOW - 5, epochs=(PastEpoch(number=1, began=NOW, nodes=2),))
+
+
+def finished(job: Job, status: JobStatus | None) -> Job:
+    assert status is not None
+    return replace(job, status=status_from_json(json.loads(json.dumps(status_to_json(status)))))
+
+
+def test_what_the_store_knows_is_kept_with_the_status_that_says_how_it_ended_and_again_until_the_store_is_gone() -> (
+    None
+):
+    job = that_is_pinned(a_job())
+    world = a_world(running(0), running(1), outcome=success(), history=HISTORY)
+    ends = plan(job, world, NOW + 0.7)
+    assert ends.etcd is True, "the agents may still read there how it ended"
+    report = ends.report
+    assert report is not None
+    assert (report.name, report.uid, report.state, report.created) == (job.name, job.uid, JobState.SUCCEEDED, NOW)
+    assert report.history == HistoryRecord(created=NOW, epochs=HISTORY.epochs)
+    assert report.outcome == success()
+
+    later = plan(finished(job, ends.status), replace(world, pods=()), NOW + 3)
+    assert (later.etcd, later.status and later.status.completed) == (False, NOW)
+    assert later.report == report, "the same, so that it is not written a second time"
+    gone = plan(finished(job, later.status), NO_STORE, NOW + 4)
+    assert gone.report is None
+
+
+def test_of_a_job_that_never_trained_it_is_kept_that_it_failed() -> None:
+    job = a_job(active_deadline=60)
+    job = with_status(job, active=NOW)
+    ends = plan(job, NO_STORE, NOW + 61)
+    assert ends.report is not None
+    assert (ends.report.state, ends.report.history.epochs) == (JobState.FAILED, ())
+    assert ends.report.message.startswith("the job has not come to its end")
+    assert ends.report.split == TimeSplit(until=NOW + 61, seconds={RunState.WAITING: 61.0})
+    assert ends.report.completed == NOW + 61
+
+
+def test_what_the_store_knows_is_kept_when_a_job_has_come_to_rest_and_not_before() -> None:
+    job = that_is_pinned(a_job(suspend=True))
+    stopping = plan(job, a_world(running(0), history=HISTORY), NOW)
+    assert stopping.report is None
+    rests = plan(finished(job, stopping.status), a_world(history=HISTORY), NOW + 5)
+    assert rests.report is not None
+    assert (rests.report.state, rests.report.completed) == (JobState.SUSPENDED, None)
+    assert rests.report.history.epochs == HISTORY.epochs
+    assert rests.etcd is False
+
+
+def test_of_a_job_that_is_removed_at_once_or_by_hand_nothing_is_kept() -> None:
+    world = a_world(outcome=success(), history=HISTORY)
+    at_once = plan(that_is_pinned(a_job(ttl_after_finished=0)), world, NOW)
+    assert (at_once.delete_job, at_once.report) == (True, None)
+    assert plan(that_is_pinned(a_job(deleting=True)), world, NOW).report is None
+    assert plan(that_is_pinned(a_job(managed_by="somebody.else/x")), world, NOW).report is None

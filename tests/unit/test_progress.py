@@ -1,0 +1,326 @@
+"""How far training is, from the program's calls to the node's record: this process is a worker, and its own agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import socket
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import torchelastic
+from torchelastic import metrics, progress, worker
+from torchelastic.agent.progress import Progress
+from torchelastic.agent.worker_channel import WorkerChannel
+from torchelastic.contract import EpochRecord, Member
+from torchelastic.metrics.api import REGISTRY
+from torchelastic.worker import CHANNEL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+PATIENCE = 20.0
+RECORD = EpochRecord(number=3, members=(Member("a.1", "10.0.0.1", 2), Member("b.1", "10.0.0.2", 2)))
+
+
+class Node:
+    """A node, as far as it is reported to."""
+
+    node = "a.1"
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self._more = asyncio.Event()
+
+    def report(self, epoch: int, **changes: Any) -> None:
+        assert epoch == RECORD.number
+        self.reports.append(changes)
+        self._more.set()
+
+    async def until(self, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """What it says, once that is the case."""
+        async with asyncio.timeout(PATIENCE):
+            while not (self.reports and condition(self.reports[-1])):
+                self._more.clear()
+                await self._more.wait()
+        return self.reports[-1]
+
+
+class Agent:
+    """An agent of which there is nothing but what this is about."""
+
+    def __init__(self, folder: Path) -> None:
+        self.changes = 0
+        self.node = Node()
+        self.progress = Progress(self.node)
+        self.channel = WorkerChannel(folder, stands=self._stands, changed=self._changed, progress=self.progress)
+        self.began = 0.0
+
+    def begin(self) -> None:
+        self.began = time.time()
+        self.channel.expect(RECORD.number)
+        self.progress.begin(RECORD)
+        self.channel.began({0: os.getpid(), 1: 1})
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    async def _stands(self, epoch: int, seconds: float) -> bool:
+        return True
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[progress._Here]:
+    """A process that has called nothing yet."""
+    here = progress._Here()
+    monkeypatch.setattr(worker, "_here", worker._Here())
+    monkeypatch.setattr(progress, "_here", here)
+    yield here
+    here._owed.clear()
+    here.close()
+
+
+@pytest.fixture
+async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: progress._Here) -> AsyncIterator[Agent]:
+    agent = Agent(tmp_path)
+    async with agent.channel as channel:
+        for name, value in {**channel.variables, "TORCHELASTIC_EPOCH": "3", "LOCAL_RANK": "0", "RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        agent.begin()
+        yield agent
+
+
+class Measured(metrics.MetricHandler):
+    """What was measured."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, float]] = []
+
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        assert metric_data.group_name == "torchelastic"
+        self.values.append((metric_data.name, metric_data.value))
+
+
+@pytest.fixture
+def measured() -> Iterator[Measured]:
+    measured = Measured()
+    REGISTRY.attach(measured)
+    yield measured
+    REGISTRY.detach(measured)
+
+
+async def test_the_first_step_says_since_when_the_program_trains_and_the_others_nothing(agent: Agent) -> None:
+    torchelastic.step()
+    after = time.time()
+    said = await agent.node.until(lambda said: said["stepped"])
+    assert agent.began - 0.001 <= said["stepped"] <= after + 0.001
+    assert said["kept"] == 0
+    for _ in range(100):
+        torchelastic.step()
+    with torchelastic.checkpoint():
+        pass
+    assert (await agent.node.until(lambda said: said["kept"]))["stepped"] == said["stepped"]
+
+
+async def test_a_checkpoint_that_is_written_keeps_what_was_before_it_began(agent: Agent) -> None:
+    before = time.time()
+    with torchelastic.checkpoint():
+        began = time.time()
+        await asyncio.sleep(0.05)
+    said = await agent.node.until(lambda said: said["kept"])
+    assert before - 0.001 <= said["kept"] <= began + 0.001
+    assert said["stepped"] == 0
+
+
+async def test_a_checkpoint_that_fails_keeps_nothing(agent: Agent, measured: Measured) -> None:
+    with pytest.raises(OSError, match="full"), torchelastic.checkpoint():
+        raise OSError("the disk is full")
+    torchelastic.step()
+    assert (await agent.node.until(lambda said: said["stepped"]))["kept"] == 0
+    assert measured.values == []
+
+
+async def test_of_checkpoints_within_a_second_the_last_is_told_of_when_it_is_over(agent: Agent) -> None:
+    writing = [torchelastic.checkpoint() for _ in range(2000)]
+    await asyncio.sleep(0.002)  # times are told in milliseconds, and the last one is to be another
+    writing.append(torchelastic.checkpoint())
+    for each in writing:
+        each.done()
+    first = await agent.node.until(lambda said: said["kept"])
+    last = await agent.node.until(lambda said: said["kept"] == round(writing[-1]._began, 3))
+    assert first["kept"] == round(writing[0]._began, 3)
+    assert last["stepped"] == 0
+    assert len(agent.node.reports) == 2
+
+
+async def test_a_checkpoint_that_was_begun_later_is_not_taken_back_by_one_that_takes_longer(agent: Agent) -> None:
+    slow = torchelastic.checkpoint()
+    quick = torchelastic.checkpoint()
+    await asyncio.to_thread(quick.done)
+    said = await agent.node.until(lambda said: said["kept"])
+    await asyncio.to_thread(slow.done)
+    torchelastic.step()
+    assert (await agent.node.until(lambda said: said["stepped"]))["kept"] == said["kept"]
+    assert said["kept"] == round(quick._began, 3)
+
+
+async def test_a_checkpoint_in_the_background_is_told_of_when_its_future_has_written_it(
+    agent: Agent, measured: Measured
+) -> None:
+    failed, cancelled, written = Future[None](), Future[None](), Future[None]()
+    for future in (failed, cancelled, written):
+        future.add_done_callback(torchelastic.checkpoint().done)
+    failed.set_exception(OSError("the disk is full"))
+    assert cancelled.cancel()
+    assert measured.values == []
+    written.set_result(None)
+    await agent.node.until(lambda said: said["kept"])
+    assert [name for name, _ in measured.values] == ["checkpoint.write_latency_ms"]
+
+
+async def test_the_time_between_two_steps_and_that_of_a_checkpoint_are_measured(
+    measured: Measured, here: progress._Here
+) -> None:
+    for _ in range(3):
+        torchelastic.step()
+        await asyncio.sleep(0.02)
+    with torchelastic.checkpoint() as writing:
+        await asyncio.sleep(0.02)
+        writing.done()
+        writing.done()
+    assert [name for name, _ in measured.values] == [*["train_step.duration.ms"] * 2, "checkpoint.write_latency_ms"]
+    assert all(value > 15 for _, value in measured.values)
+
+
+async def test_who_says_how_far_it_is_asks_for_no_notice_and_changes_none(agent: Agent, here: progress._Here) -> None:
+    torchelastic.step()
+    await agent.node.until(lambda said: said["stepped"])
+    agent.channel.tell(10.0, reason="resized", cause="two are wanted")
+    assert (agent.channel.asked, agent.channel.answered) == (0, True)
+    agent.channel.take_back()
+    assert here._connection is not None
+    with pytest.raises(BlockingIOError):  # there is nothing to be read
+        here._connection.recv(1)
+    assert agent.changes == 0
+
+
+async def test_other_ranks_only_measure(
+    agent: Agent, here: progress._Here, monkeypatch: pytest.MonkeyPatch, measured: Measured
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    torchelastic.step()
+    torchelastic.step()
+    with torchelastic.checkpoint():
+        pass
+    assert len(measured.values) == 2
+    assert here._connection is None
+
+
+async def test_what_the_agent_could_not_take_goes_along_with_a_later_step(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = os.environ[CHANNEL]
+    monkeypatch.setenv(CHANNEL, str(tmp_path / "away"))
+    torchelastic.step()
+    writing = torchelastic.checkpoint()
+    writing.done()
+    monkeypatch.setenv(CHANNEL, path)
+    async with asyncio.timeout(PATIENCE):
+        while not agent.node.reports:
+            torchelastic.step()
+            await asyncio.sleep(0.01)
+    assert agent.node.reports == [{"stepped": agent.node.reports[0]["stepped"], "kept": round(writing._began, 3)}]
+    assert agent.node.reports[0]["stepped"] > 0
+
+
+async def test_an_agent_that_hangs_up_is_called_again(agent: Agent) -> None:
+    torchelastic.step()
+    said = await agent.node.until(lambda said: said["stepped"])
+    agent.channel.forget(0)
+    async with asyncio.timeout(PATIENCE):
+        while agent.node.reports[-1]["kept"] == 0:
+            with torchelastic.checkpoint():
+                await asyncio.sleep(0.05)
+    assert agent.node.reports[-1]["stepped"] == said["stepped"]
+
+
+async def test_an_agent_that_takes_nothing_in_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: progress._Here
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(tmp_path / "channel"))
+        listener.listen(1)
+        for name, value in {CHANNEL: str(tmp_path / "channel"), "TORCHELASTIC_EPOCH": "1", "RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        torchelastic.step()
+        assert math.isinf(here.due)  # told, for all that is known
+        for _ in range(20_000):
+            with torchelastic.checkpoint():
+                torchelastic.step()
+        assert here._owed.keys() == {"kept"}
+
+
+def test_without_an_agent_nobody_is_told(monkeypatch: pytest.MonkeyPatch, here: progress._Here) -> None:
+    monkeypatch.delenv(CHANNEL, raising=False)
+    torchelastic.step()
+    with torchelastic.checkpoint():
+        torchelastic.step()
+    assert here._owed == {}
+    assert here._connection is None
+
+
+async def test_what_cannot_be_is_not_believed(agent: Agent) -> None:
+    told, now = agent.progress.told, time.time()
+    told(1, stepped=now, kept=now)  # not the worker of rank 0
+    told(0, stepped=agent.began - 10, kept=agent.began - 10)
+    assert (agent.progress.stepped, agent.progress.kept) == (0, 0)
+    told(0, stepped=now + 1e6, kept=now + 1e6)
+    assert now <= agent.progress.stepped <= time.time()
+    assert now <= agent.progress.kept <= time.time()
+    first, kept = agent.progress.stepped, agent.progress.kept
+    told(0, stepped=now + 1e6, kept=now - 0.001)
+    assert (agent.progress.stepped, agent.progress.kept) == (first, kept)
+
+
+async def test_only_the_node_with_rank_0_reports(agent: Agent) -> None:
+    agent.node.node = "b.1"
+    agent.begin()
+    agent.progress.told(0, stepped=time.time(), kept=time.time())
+    assert agent.node.reports == []
+
+
+async def test_a_node_without_workers_does_not_have_rank_0(agent: Agent) -> None:
+    agent.node.node = "b.1"
+    agent.progress.begin(EpochRecord(number=3, members=(Member("a.1", "10.0.0.1", 0), Member("b.1", "10.0.0.2", 1))))
+    agent.progress.told(0, stepped=time.time())
+    assert len(agent.node.reports) == 1
+
+
+async def test_however_much_is_told_it_is_reported_once_in_a_second_and_at_once_when_asked_for(agent: Agent) -> None:
+    for _ in range(1000):
+        agent.progress.told(0, kept=time.time())
+    assert len(agent.node.reports) == 1
+    agent.progress.report()
+    agent.progress.report()
+    assert [said["kept"] for said in agent.node.reports][1:] == [round(agent.progress.kept, 3)]
+    agent.progress.told(0, kept=time.time() + 1)
+    agent.progress.told(0, stepped=time.time())
+    assert len(agent.node.reports) == 2
+    await agent.node.until(lambda said: said["stepped"])
+    assert len(agent.node.reports) == 3
+
+
+async def test_with_the_next_epoch_nothing_of_the_last_one_is_reported(agent: Agent) -> None:
+    for _ in range(2):
+        agent.progress.told(0, stepped=time.time(), kept=time.time())
+    agent.begin()
+    agent.progress.report()
+    assert (agent.progress.stepped, agent.progress.kept) == (0, 0)
+    assert len(agent.node.reports) == 1

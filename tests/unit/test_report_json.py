@@ -1,0 +1,273 @@
+"""The report of a job: what is kept of its run, as it is written and read again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_operator.errors import BadInput
+from elastic_operator.model import JobState
+from elastic_operator.report import Report, bounded, merged
+from elastic_operator.report_json import decode_report, encode_report, report_from_json, report_to_json
+from tests.support.builders import NAME, NOW, UID, a_failure
+from torchelastic.contract import (
+    HISTORY_LIMIT,
+    EpochReason,
+    FailureKind,
+    FailureRecord,
+    HistoryRecord,
+    NodeEnd,
+    OutcomeRecord,
+    OutcomeState,
+    PastEpoch,
+    RunState,
+    TimeSplit,
+)
+
+COUNTS = st.integers(0, 1_000_000)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
+SECONDS = st.integers(0, 10**9).map(lambda milliseconds: milliseconds / 1000)
+TIMES = st.integers(0, 4 * 10**12).map(lambda milliseconds: milliseconds / 1000)
+FAILURES = st.builds(
+    FailureRecord,
+    epoch=COUNTS,
+    rank=COUNTS,
+    local_rank=COUNTS,
+    node=TEXTS,
+    exit_code=st.integers(-255, 255),
+    kind=st.sampled_from(FailureKind),
+    host=TEXTS,
+    pid=COUNTS,
+    message=TEXTS,
+    uptime=SECONDS,
+    final=st.booleans(),
+    free=st.booleans(),
+)
+EPOCHS = st.builds(
+    PastEpoch,
+    number=COUNTS,
+    began=TIMES,
+    nodes=COUNTS,
+    workers=COUNTS,
+    reason=st.sampled_from(EpochReason),
+    cause=TEXTS,
+    failure=st.none() | FAILURES,
+    lost=st.none() | SECONDS,
+)
+SPLITS = st.builds(
+    TimeSplit,
+    until=TIMES,
+    seconds=st.dictionaries(st.sampled_from(RunState), SECONDS),
+    lost=st.none() | SECONDS,
+    joined=COUNTS,
+    gone=st.dictionaries(st.sampled_from(NodeEnd), COUNTS),
+)
+OUTCOMES = st.builds(
+    OutcomeRecord,
+    state=st.sampled_from(OutcomeState),
+    epoch=COUNTS,
+    restarts=COUNTS,
+    message=TEXTS,
+    failure=st.none() | FAILURES,
+)
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> Report:
+    created = draw(TIMES)
+    epochs = tuple(draw(st.lists(EPOCHS, max_size=4)))
+    return Report(
+        namespace=draw(TEXTS),
+        name=draw(TEXTS),
+        uid=draw(TEXTS),
+        created=created,
+        state=draw(st.sampled_from(JobState)),
+        completed=draw(st.none() | TIMES),
+        message=draw(TEXTS),
+        split=draw(st.none() | SPLITS),
+        history=HistoryRecord(created=created, epochs=epochs, omitted=draw(COUNTS)),
+        outcome=draw(st.none() | OUTCOMES),
+    )
+
+
+def a_report(*numbers: int, omitted: int = 0, **fields: Any) -> Report:
+    epochs = tuple(PastEpoch(number=number, began=NOW + number, nodes=2, workers=4) for number in numbers)
+    history = HistoryRecord(created=NOW, epochs=epochs, omitted=omitted)
+    known = {"namespace": "team", "name": NAME, "uid": UID, "created": NOW, "state": JobState.SUCCEEDED}
+    return Report(**{**known, "history": history, **fields})
+
+
+def numbers_of(report: Report) -> list[int]:
+    return [epoch.number for epoch in report.history.epochs]
+
+
+@settings(database=None, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(reports())
+def test_a_report_comes_back_as_it_was_written(report: Report) -> None:
+    assert decode_report(encode_report(report)) == report
+    assert report_from_json(json.loads(json.dumps(report_to_json(report)))) == report
+
+
+def test_a_report_reads_like_what_it_is() -> None:
+    failure = a_failure(host="10.0.0.7", pid=41, uptime=2.5)
+    last = PastEpoch(
+        number=2,
+        began=NOW + 9.5,
+        nodes=2,
+        workers=4,
+        reason=EpochReason.WORKER_FAILED,
+        cause="rank 3 failed",
+        failure=failure,
+        lost=1.25,
+    )
+    report = a_report(1, omitted=0)
+    report = replace(
+        report,
+        completed=NOW + 20,
+        history=HistoryRecord(created=NOW, epochs=(*report.history.epochs, last)),
+        split=TimeSplit(until=NOW + 20, seconds={RunState.TRAINING: 20.0}, lost=1.25, joined=2),
+        outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=2, restarts=1),
+    )
+    assert json.loads(encode_report(report)) == {
+        "job": {
+            "namespace": "team",
+            "name": NAME,
+            "uid": UID,
+            "created": "2023-11-14T22:13:20.000Z",
+            "completed": "2023-11-14T22:13:40.000Z",
+            "state": "Succeeded",
+            "message": "",
+        },
+        "split": {
+            "asOf": "2023-11-14T22:13:40.000Z",
+            "seconds": {"training": 20.0},
+            "lostSeconds": 1.25,
+            "joined": 2,
+            "gone": {},
+        },
+        "epochs": [
+            {
+                "number": 1,
+                "began": "2023-11-14T22:13:21.000Z",
+                "nodes": 2,
+                "workers": 4,
+                "reason": "node_joined",
+                "cause": "",
+            },
+            {
+                "number": 2,
+                "began": "2023-11-14T22:13:29.500Z",
+                "nodes": 2,
+                "workers": 4,
+                "reason": "worker_failed",
+                "cause": "rank 3 failed",
+                "failure": {
+                    "epoch": 1,
+                    "rank": 3,
+                    "localRank": 1,
+                    "node": "digits-1-abcde.7f",
+                    "host": "10.0.0.7",
+                    "pid": 41,
+                    "exitCode": 1,
+                    "kind": "program",
+                    "message": "ValueError: no",
+                    "uptime": 2.5,
+                    "final": False,
+                    "free": False,
+                },
+                "lostSeconds": 1.25,
+            },
+        ],
+        "omitted": 0,
+        "outcome": {"state": "succeeded", "epoch": 2, "restarts": 1, "message": ""},
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b'{"job": {}}',
+        b'{"job": {"name": "a", "state": "Odd"}}',
+        b'{"job": {"name": "a", "created": "yesterday"}}',
+        b'{"job": {"name": "a"}, "omitted": -1}',
+        b'{"job": {"name": "a"}, "epochs": [{"number": -1}]}',
+        b'{"job": {"name": "a"}, "epochs": [{"number": 1, "began": "0001-01-01T00:00:00Z"}]}',
+        b'{"job": {"name": "a"}, "epochs": [{"number": 1, "reason": "boredom"}]}',
+        b'{"job": {"name": "a"}, "outcome": {"state": "maybe"}}',
+        b'{"job": {"name": "a"}, "split": {"asOf": "2023-11-14T22:13:40Z", "seconds": {"waiting": -1}}}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_report_is_refused_in_a_sentence(text: bytes) -> None:
+    with pytest.raises(BadInput, match="not the report of a job: "):
+        decode_report(text)
+
+
+def test_what_a_later_version_says_beside_it_is_passed_over() -> None:
+    document = {**report_to_json(a_report(1)), "later": 1}
+    assert report_from_json(document) == a_report(1)
+
+
+@pytest.mark.parametrize("letter", ["x", "\n", "ü", "\U0001f525", "\udcff"])
+def test_a_report_is_never_larger_than_what_can_be_kept_and_its_sentences_are_shortened_first(letter: str) -> None:
+    words = letter * 16000
+    failure = a_failure(message=words)
+    epochs = tuple(
+        PastEpoch(number=number, began=NOW, cause=words, failure=failure) for number in range(1, HISTORY_LIMIT + 1)
+    )
+    report = replace(a_report(), message=words, history=HistoryRecord(created=NOW, epochs=epochs))
+    text = encode_report(report)
+    assert len(text) <= 900_000
+    kept = decode_report(text)
+    assert numbers_of(kept) == list(range(1, HISTORY_LIMIT + 1))
+    assert "…" in kept.message
+    few = decode_report(encode_report(report, limit=20_000))
+    assert 0 < len(few.history.epochs) < HISTORY_LIMIT
+    assert few.history.omitted == HISTORY_LIMIT - len(few.history.epochs)
+    assert (numbers_of(few)[0], numbers_of(few)[-1]) == (1, HISTORY_LIMIT)
+    assert decode_report(encode_report(report, limit=1)).history.omitted == HISTORY_LIMIT
+
+
+# -- over suspensions
+
+
+def test_the_epochs_of_a_later_life_are_added_to_those_that_were_kept() -> None:
+    kept = a_report(1, 2, 3, state=JobState.SUSPENDED, split=TimeSplit(until=NOW + 5))
+    later = merged(kept, a_report(4, 5))
+    assert (numbers_of(later), later.history.omitted, later.state) == ([1, 2, 3, 4, 5], 0, JobState.SUCCEEDED)
+    assert later.split == kept.split, "where nobody knows of more"
+    assert numbers_of(merged(kept, a_report())) == [1, 2, 3]
+
+
+def test_to_keep_the_same_life_twice_adds_nothing() -> None:
+    first, second = a_report(1, 2), a_report(3, 4, 5)
+    once = merged(first, second)
+    assert merged(once, second) == once
+
+
+def test_epochs_that_a_leader_has_left_out_are_counted_once() -> None:
+    kept = merged(None, a_report(1, 2, 9, 10, omitted=6))
+    later = merged(kept, a_report(11, 15, omitted=3))
+    assert (numbers_of(later), later.history.omitted) == ([1, 2, 9, 10, 11, 15], 9)
+    assert merged(later, a_report(11, 15, omitted=3)) == later
+
+
+def test_of_many_epochs_the_first_and_the_last_are_kept() -> None:
+    later = merged(a_report(*range(1, 151)), a_report(*range(151, 301)))
+    half = HISTORY_LIMIT // 2
+    assert numbers_of(later) == [*range(1, half + 1), *range(301 - half, 301)]
+    assert later.history.omitted == 300 - HISTORY_LIMIT
+    assert bounded(later.history, HISTORY_LIMIT) == later.history
+
+
+def test_another_jobs_report_of_the_same_name_has_no_part_in_it() -> None:
+    assert numbers_of(merged(a_report(1, 2, uid="another"), a_report(1))) == [1]

@@ -1,0 +1,237 @@
+"""``elasticjob report``: the page, as text; in a browser it is looked at elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from elastic_operator.model import JobState
+from elastic_operator.report import Report
+from elastic_operator.showing.markup import Markup, element, escaped
+from elastic_operator.showing.report_facts import facts
+from elastic_operator.showing.report_page import page
+from tests.support.reports import START, TRACEBACK, failed, killed, long, report
+from torchelastic.contract import EpochReason, HistoryRecord, PastEpoch, RunState, TimeSplit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Reader(HTMLParser):
+    """The elements of a page, and what is to be read on it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == [], "each element that begins has an end"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self.open and self.open[-1] == "style" else f"{data}\n"
+
+    def of_class(self, kind: str) -> list[dict[str, str | None]]:
+        return [about for _, about in self.elements if kind in (about.get("class") or "").split()]
+
+
+def read(shown: Report) -> Reader:
+    return Reader(page(shown))
+
+
+def percent(text: str | None) -> float:
+    assert text is not None
+    assert text.endswith("%")
+    return float(text[:-1])
+
+
+# -- what it says
+
+
+def test_a_job_that_succeeded_is_told_with_what_it_cost() -> None:
+    text = read(report()).text
+    for said in ("digits: succeeded after 1m40s", "Succeeded", "78.0 %", "1m40s", "2 to 3", "4 pods came"):
+        assert said in text
+    assert "2023-11-14 22:13:20 UTC" in text
+    assert "Root cause" not in text
+    assert "6s" in text.split("Work lost")[1][:10]
+
+
+def test_a_job_that_failed_is_told_with_its_root_cause_and_the_failure() -> None:
+    found = read(failed())
+    assert "Root cause: \nrank 0 on digits-0-aaaaa failed" in found.text
+    wrong = found.text.split("What went wrong")[1].split("Epochs")[0]
+    for said in (
+        "rank 1, digits-1-bbbbb",
+        "SIGKILL",
+        "digits-2-ccccc is gone",
+        "rank 0, digits-0-aaaaa",
+        "exit code 1",
+    ):
+        assert said in wrong
+    assert TRACEBACK in found.text
+    assert wrong.count("The job failed of this.") == 1
+
+
+def test_a_job_that_failed_without_a_worker_says_why() -> None:
+    shown = report(state=JobState.FAILED, message="the deadline of 90 seconds has passed", outcome=None)
+    assert read(shown).text.count("the deadline of 90 seconds has passed") >= 2
+
+
+def test_a_run_that_did_not_finish_is_called_what_it_is() -> None:
+    unfinished = report(state=JobState.RUNNING, completed=None, outcome=None)
+    assert "digits: running after 1m40s" in read(unfinished).text
+    interrupted = Reader(page(unfinished, "interrupted")).text
+    assert "digits: interrupted after 1m40s" in interrupted
+    assert "Interrupted" in interrupted
+    assert "digits: succeeded after" in page(report(), "succeeded")
+
+
+def test_what_nobody_has_told_is_left_out() -> None:
+    bare = Report(namespace="", name="digits", uid="", created=START, state=JobState.SUSPENDED)
+    found = read(bare)
+    for said in ("Timeline", "Where the time went", "What went wrong", "UID"):
+        assert said not in found.text
+    assert "Suspended" in found.text
+    unknown = report(
+        split=None,
+        history=HistoryRecord(created=START, epochs=(PastEpoch(1, START + 5, 2, 2, EpochReason.NODE_JOINED),)),
+    )
+    epochs = read(unknown).text.split("Epochs")[-1]
+    assert "lost" not in epochs
+    assert "node joined" in epochs
+
+
+def test_the_facts_are_those_of_the_report() -> None:
+    found = facts(failed())
+    assert [(span.end or 0) - span.epoch.began for span in found.spans] == [20, 20, 20, 5, 30]
+    assert [span.lost for span in found.spans] == [0.0, 4.0, 1.5, 0.5, None]
+    assert [(each.epoch, each.rank, each.what, each.final) for each in found.troubles] == [
+        (2, 1, "SIGKILL", False),
+        (3, None, "pod lost", False),
+        (5, 0, "exit code 1", True),
+    ]
+    assert found.goodput == pytest.approx(0.78)
+
+
+# -- what it looks like
+
+
+def test_epochs_and_states_are_as_wide_as_they_lasted() -> None:
+    found = read(report())
+    bars = found.of_class("epoch")[:5]
+    assert [(percent(bar["x"]), percent(bar["width"])) for bar in bars] == [
+        (5, 20),
+        (25, 20),
+        (45, 20),
+        (65, 5),
+        (70, 30),
+    ]
+    heights = [float(bar["height"] or 0) for bar in bars]
+    assert heights[1] == heights[2] == heights[4] == max(heights)
+    assert heights[0] == heights[3] == pytest.approx(max(heights) * 2 / 3, abs=0.01)
+    states = {
+        (about["class"] or "").split()[-1]: percent(about["width"]) for about in found.of_class("state") if "x" in about
+    }
+    assert states == {"training": 84, "restoring": 3, "starting": 6, "rendezvous": 2, "waiting": 4, "stopping": 1}
+    assert len(found.of_class("failure")) == 2 + 1, "and one in the legend"
+
+
+def test_a_very_long_history_says_what_is_not_kept() -> None:
+    found = read(long())
+    assert "1800 epochs of 2000 are not kept, those in the middle." in found.text
+    assert "epochs 101 to 1900 are not kept, nor when epoch 100 ended" in found.text
+    bars = [about for about in found.of_class("epoch") if "%" in (about.get("x") or "")]
+    assert len(bars) == 199
+    ends = sorted((percent(bar["x"]), percent(bar["x"]) + percent(bar["width"])) for bar in bars)
+    assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(ends))
+    assert 0 <= ends[0][0] < ends[-1][1] <= 100.001
+    assert len(page(long())) < 300_000
+
+
+@pytest.mark.parametrize("shown", [report, failed, long])
+def test_nothing_is_loaded_and_nothing_can_be(shown: Callable[[], Report]) -> None:
+    text = page(shown())
+    found = Reader(text)
+    assert not {tag for tag, _ in found.elements} & {"script", "link", "img", "iframe", "object", "form", "base", "use"}
+    for _, about in found.elements:
+        assert not {name for name in about if name.startswith("on")} | (about.keys() & {"style", "src", "srcset"})
+        assert (about.get("href") or "#").startswith("#")
+    assert not re.search(r"https?:|//[a-z]|url\((?!#)|@import", text)
+    [policy] = [about["content"] for tag, about in found.elements if about.get("http-equiv")]
+    assert (policy or "").startswith("default-src 'none'; style-src 'sha256-")
+
+
+def test_text_of_the_programs_stays_text() -> None:
+    evil = '</title><script>alert("1")</script><b onclick=x>\x00\ud800 &amp;'
+    failure = killed(1, 0, message=evil, node=f"{evil}.1")
+    epochs = (PastEpoch(2, START + 1, 1, 1, EpochReason.WORKER_FAILED, evil, failure, 1.0),)
+    whole = report(
+        name=evil, namespace=evil, uid=evil, message=evil, state=JobState.FAILED, history=HistoryRecord(epochs=epochs)
+    )
+    text = page(whole)
+    plain = page(report(state=JobState.FAILED, history=HistoryRecord(epochs=epochs[:1]), message="x"))
+    assert [tag for tag, _ in Reader(text).elements if tag in ("script", "b")] == ["b"]
+    assert "<script" not in text
+    assert "\x00" not in text
+    text.encode()
+    assert Reader(plain).elements[:3] == Reader(text).elements[:3]
+
+
+def test_markup_escapes_all_but_markup() -> None:
+    assert element("p", "a < b", Markup("<br>"), title='"x"', class_="y", hidden=None) == (
+        '<p title="&quot;x&quot;" class="y">a &lt; b<br></p>'
+    )
+    assert element("rect", x=1.50001, stroke_width=2) == '<rect x="1.5" stroke-width="2"></rect>'
+    assert escaped(Markup("<b>")) == "<b>"
+    assert escaped("\x1b[31m") == "\ufffd[31m"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"completed": START - 5},
+        {"created": 0.0, "completed": None, "split": None},
+        {"created": START + 1000, "completed": None},
+        {"split": TimeSplit()},
+        {"split": TimeSplit(until=START, seconds={RunState.TRAINING: 0.0}, lost=7.0)},
+        {"split": TimeSplit(until=START, seconds={RunState.TRAINING: 1.0}, lost=1e9)},
+        {
+            "history": HistoryRecord(
+                epochs=(PastEpoch(7, START), PastEpoch(7, START - 9, lost=5.0), PastEpoch(3, START + 9))
+            )
+        },
+        {"history": HistoryRecord(epochs=(PastEpoch(1, 1e11, 1_000_000, 1_000_000), PastEpoch(2, 0.0)))},
+        {"completed": 1e11},
+    ],
+)
+def test_times_that_cannot_be_break_nothing(changes: dict[str, Any]) -> None:
+    for shown in (report(**changes), failed(**changes)):
+        found = read(shown)
+        for about in (*found.of_class("epoch"), *found.of_class("state"), *found.of_class("lost")):
+            if "%" in (about.get("x") or ""):
+                assert 0 <= percent(about["x"]) <= 100
+                assert 0 <= percent(about["width"]) <= 100.001
+
+
+def test_signals_and_exit_codes_are_named() -> None:
+    def how(code: int) -> str:
+        failure = msgspec.structs.replace(killed(1, 0), exit_code=code)
+        epochs = (PastEpoch(2, START + 1, 1, 1, EpochReason.WORKER_FAILED, "", failure),)
+        return facts(report(history=HistoryRecord(epochs=epochs))).troubles[0].what
+
+    assert [how(code) for code in (-11, -250, 3, 0)] == ["SIGSEGV", "signal 250", "exit code 3", "exit code 0"]
