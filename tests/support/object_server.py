@@ -12,6 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any, Self
 
 from aiohttp import web
+from kubernetes.aio.client import Configuration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +56,13 @@ class ObjectServer:
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
+
+    @property
+    def configuration(self) -> Configuration:
+        """How a client reaches it."""
+        configuration = Configuration()
+        configuration.host = self.url
+        return configuration
 
     async def __aexit__(self, *_: object) -> None:
         self._closing.set()

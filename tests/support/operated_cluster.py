@@ -7,8 +7,6 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from kubernetes.aio.client import Configuration
-
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.cache import Cache
 from elastic_operator.kube.cluster import KubernetesCluster
@@ -63,9 +61,7 @@ class OperatedCluster:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             self.server = await stack.enter_async_context(ObjectServer())
-            configuration = Configuration()
-            configuration.host = self.server.url
-            api = self.api = await stack.enter_async_context(Api(configuration))
+            api = self.api = await stack.enter_async_context(Api(self.server.configuration))
             self.queue = WorkQueue()
             self.cache = Cache(changed=self.queue.put)
             self.events = await stack.enter_async_context(Events(api, "operator-0"))

@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from kubernetes.aio.client import Configuration
 
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.options import OperatorSettings
@@ -31,9 +30,7 @@ async def server() -> AsyncIterator[ObjectServer]:
 
 @pytest.fixture
 async def api(server: ObjectServer) -> AsyncIterator[Api]:
-    configuration = Configuration()
-    configuration.host = server.url
-    async with Api(configuration, NAMESPACE) as api:
+    async with Api(server.configuration, NAMESPACE) as api:
         yield api
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from kubernetes.aio.client import Configuration
 
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.reports import PATIENCE, Reports
@@ -36,9 +35,7 @@ async def server() -> AsyncIterator[ObjectServer]:
 
 @pytest.fixture
 async def api(server: ObjectServer) -> AsyncIterator[Api]:
-    configuration = Configuration()
-    configuration.host = server.url
-    async with Api(configuration) as api:
+    async with Api(server.configuration) as api:
         yield api
 
 

@@ -30,7 +30,7 @@ from torchelastic.contract import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torchelastic.contract import EpochRecord, FailureRecord
+    from torchelastic.contract import EpochRecord, FailureRecord, NodeRecord
 
 LONGEST_CAUSE: Final = 300
 """Characters of an epoch's cause that the history keeps."""
@@ -140,6 +140,10 @@ class Chronicle:
             self._step_from(stepped)
         self._kept = max(self._kept, kept)
         return True
+
+    def hear(self, record: NodeRecord) -> bool:
+        """Take in what a node's record says of the program; whether that is news."""
+        return self.told(record.epoch, stepped=record.stepped, kept=record.kept)
 
     # -- what others have written
 

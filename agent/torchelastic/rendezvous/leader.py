@@ -180,10 +180,8 @@ class Leadership:
     def _hear_of_progress(self, node: str) -> None:
         """Take in what the program has told on this node; that of rank 0 tells something."""
         peer = self._roster.peers.get(node)
-        if peer is not None and (peer.record.stepped or peer.record.kept):
-            record = peer.record
-            if self._chronicle.told(record.epoch, stepped=record.stepped, kept=record.kept):
-                self._chronicler.note()
+        if peer is not None and self._chronicle.hear(peer.record):
+            self._chronicler.note()
 
     def _gone(self, node: str) -> None:
         peer = self._roster.gone(node)

@@ -171,13 +171,10 @@ class RendezvousNode:
                 # What was saved on the way out is told by nodes that nobody leads any more.
                 for entry in (await self._store.list(self.keys.nodes)).entries:
                     with suppress(MalformedRecord):
-                        self._hear_of_progress(decode(entry.value, NodeRecord))
-                self._hear_of_progress(self._session.record)
+                        self.chronicle.hear(decode(entry.value, NodeRecord))
+                self.chronicle.hear(self._session.record)
                 chronicler = Chronicler(self.chronicle, self._store, self.keys, self._lasting)
                 await chronicler.finish(self.chronicle.last_word(succeeded=False))
-
-    def _hear_of_progress(self, record: NodeRecord) -> None:
-        self.chronicle.told(record.epoch, stepped=record.stepped, kept=record.kept)
 
     async def _close_sockets(self) -> None:
         await self._server.close()
