@@ -243,7 +243,7 @@ async def test_programs_that_a_shell_script_starts_one_after_the_other_are_one_w
             metrics.declare("my_app", counters=["samples"])
             metrics.put_metric("samples", 4, "my_app")
             metrics.put_metric(sys.argv[1], 1, "my_app")'
-            python -c "$source" first && python -c "$source" second && echo measured
+            {sys.executable} -c "$source" first && {sys.executable} -c "$source" second && echo measured
             read line < {tmp_path / "go"}
             """
         )

@@ -50,6 +50,7 @@ class Session:
         self._written = 0
         self._due = 0.0
         self._tries = 0
+        self._silent = False
 
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
         """Change what the node says of itself; it is written as soon as the store takes it."""
@@ -73,7 +74,9 @@ class Session:
             try:
                 await self._hold()
             except TimeoutError:
-                logger.info("the store did not answer in time; asking it again")
+                if not self._silent:
+                    logger.info("the store did not answer in time; asking it again until it does")
+                self._silent = True
             except LeaseLost:
                 self.lease = 0
                 logger.info("the lease of this node has ended; taking a new one")
@@ -108,7 +111,7 @@ class Session:
                 async with asyncio.timeout(self._patience):
                     await self._store.keep_alive(self.lease)
                 self._due = due
-                self._tries = 0
+                self._answered()
             if self._written < self._wanted.count:
                 await self._put(self.lease)
 
@@ -120,5 +123,9 @@ class Session:
             # Goes along with the next update: until then the key's own creation says the same.
             self.record = msgspec.structs.replace(self.record, joined=revision)
         self._written = count
-        self._tries = 0
+        self._answered()
         self._progress.send()
+
+    def _answered(self) -> None:
+        self._tries = 0
+        self._silent = False
