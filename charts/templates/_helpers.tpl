@@ -52,10 +52,10 @@ What the operator does with the objects of the namespaces that it looks after, a
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs/scale]
   verbs: [patch]
-# The workers. They are never changed, only made, watched and removed.
+# The workers. One whose agent has found a port for its metrics gets it as an annotation; nothing else of them is changed.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, create, delete]
+  verbs: [list, watch, create, patch, delete]
 # The etcd of a job.
 - apiGroups: [""]
   resources: [services]

@@ -125,6 +125,7 @@ class Pod:
         fate: what became of it where its agent's own words do not say so; None for nothing out of the ordinary.
         reasons: why it ended, each in one word, as its status and the one of its worker container have them.
         conditions: of its status, by type: True, False or Unknown.
+        metrics_port: where its agent serves /metrics, as the pod says it; 0 where it does not.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Pod:
     fate: Fate | None = None
     reasons: frozenset[str] = frozenset()
     conditions: Mapping[str, str] = field(default_factory=dict)
+    metrics_port: int = 0
 
 
 class EtcdState(enum.StrEnum):

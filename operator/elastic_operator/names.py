@@ -31,6 +31,8 @@ ANNOTATION_SIZE: Final = f"{GROUP}/size"
 """On worker pods: the wanted size that it was started with, as in TORCHELASTIC_SIZE."""
 ANNOTATION_CONTRACT: Final = f"{GROUP}/contract-version"
 """On worker pods: the version of the contract that the operator which made it speaks."""
+ANNOTATION_METRICS_PORT: Final = f"{GROUP}/metrics-port"
+"""On worker pods: where the agent serves /metrics; of an agent that serves on any free port, as soon as it says so."""
 
 OWN_PREFIX: Final = f"{GROUP}/"
 """What the labels and annotations begin with that are the operator's alone."""

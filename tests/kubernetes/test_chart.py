@@ -20,7 +20,6 @@ from elastic_operator.names import (
     LABEL_INDEX,
     LABEL_JOB,
     LABEL_ROLE,
-    METRICS_PORT,
     ROLE_WORKER,
     pod_name,
     worker_selector,
@@ -28,8 +27,18 @@ from elastic_operator.names import (
 from tests.support.audit import AuditLog
 from tests.support.cluster_user import job
 from tests.support.pod_groups import installed
+from tests.support.prometheus import prometheus_command, promtool
 from tests.support.testbed.control_plane import ControlPlane
-from torchelastic.contract import EpochRecord, HistoryRecord, Member, PastEpoch, RunKeys, encode
+from torchelastic.contract import (
+    EpochRecord,
+    HistoryRecord,
+    Member,
+    NodeRecord,
+    PastEpoch,
+    RunKeys,
+    SizeRecord,
+    encode,
+)
 from torchelastic.store import connect
 
 if TYPE_CHECKING:
@@ -48,6 +57,68 @@ RELEASE = "elastic-operator"
 OPERATOR = Path(sys.executable).with_name("elastic-operator")
 Right = tuple[str, str, str, str]
 """A group, a kind of resource, a verb, and the names of the objects that may be dealt with."""
+
+
+Target = dict[str, str]
+"""What Kubernetes tells Prometheus of one port of a pod, or of a container without any."""
+
+
+def of_a_pod(address: str, *ports: tuple[str, str, int], **about: str) -> list[Target]:
+    """What Kubernetes tells Prometheus of a pod.
+
+    Args:
+        address: of the pod.
+        ports: of the pod: container, name of the port, and number; without name and number of a container without any.
+        about: its labels and annotations, in the form of Prometheus.
+    """
+    pod = {"pod_name": "a-pod", "namespace": "team", "pod_ip": address, **about}
+    found = []
+    for container, name, number in ports:
+        port = {"pod_container_port_name": name, "pod_container_port_number": str(number)} if number else {}
+        told = {**pod, "pod_container_name": container, **port}
+        bracketed = f"[{address}]" if ":" in address else address
+        where = f"{bracketed}:{number}" if number else address
+        found.append({"__address__": where, **{f"__meta_kubernetes_{key}": value for key, value in told.items()}})
+    return found
+
+
+WORKER = {"pod_label_elastic_pytorch_org_role": "worker", "pod_label_app_kubernetes_io_name": "elasticjob"}
+
+
+def noted(port: int) -> dict[str, str]:
+    """The annotations of a worker pod."""
+    notes = {"prometheus_io_scrape": "true", "prometheus_io_port": str(port)}
+    own = {"elastic_pytorch_org_metrics_port": str(port)}
+    return {f"pod_annotation_{key}": value for key, value in (notes | own).items()}
+
+
+A_WORKER = of_a_pod(
+    "10.0.0.1", ("worker", "http", 80), ("worker", "metrics", 9464), ("proxy", "", 0), **WORKER, **noted(9464)
+)
+ON_ITS_HOST = of_a_pod("fd00::1", ("worker", "", 0), ("proxy", "http", 80), **WORKER, **noted(40123))
+NOT_YET = of_a_pod("10.0.0.2", ("worker", "", 0), **WORKER)
+THE_OPERATOR = of_a_pod(
+    "10.0.0.9",
+    ("operator", "metrics", 8080),
+    pod_label_app_kubernetes_io_name="elastic-operator",
+    pod_annotation_prometheus_io_scrape="true",
+    pod_annotation_prometheus_io_port="8080",
+)
+SOMEBODY_ELSE = of_a_pod(
+    "10.0.0.8", ("web", "http", 80), pod_annotation_prometheus_io_scrape="true", pod_annotation_prometheus_io_port="80"
+)
+
+
+def scraped(folder: Path, rules: list[Any], *pods: list[Target]) -> list[str]:
+    """What Prometheus scrapes by these relabelling rules, of what Kubernetes tells it of these pods."""
+    told = folder / "told.json"
+    told.write_text(json.dumps([{"targets": [each["__address__"]], "labels": each} for pod in pods for each in pod]))
+    scrape = {"job_name": "elastic", "file_sd_configs": [{"files": [str(told)]}], "relabel_configs": rules}
+    prometheus_command(folder, 0, [scrape])
+    checked = promtool("check", "service-discovery", "--timeout=3s", folder / "prometheus.yml", "elastic")
+    # Targets with the same labels are one.
+    kept = {frozenset(each["labels"].items()) for each in json.loads(checked.stdout) if each.get("labels")}
+    return sorted(dict(labels)["__address__"] for labels in kept)
 
 
 class Helm:
@@ -257,11 +328,12 @@ async def test_prometheus_operator_is_told_to_scrape_the_agents_and_the_operator
     [agents], [operator] = of_kind(objects, "PodMonitor"), of_kind(objects, "ServiceMonitor")
     for monitor in (agents, operator):
         assert monitor["metadata"]["labels"]["release"] == "mine"
+    [endpoint] = agents["spec"].pop("podMetricsEndpoints")
     assert agents["spec"] == {
         "namespaceSelector": {"matchNames": namespaces} if namespaces else {"any": True},
         "selector": {"matchLabels": {LABEL_ROLE: ROLE_WORKER}},
-        "podMetricsEndpoints": [{"port": METRICS_PORT, "interval": "15s"}],
     }
+    assert (endpoint.keys(), endpoint["interval"]) == ({"relabelings", "interval"}, "15s")
     # From the monitor to the service, from there to the pods, and there to a port.
     [service], [deployment] = of_kind(objects, "Service"), of_kind(objects, "Deployment")
     assert operator["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
@@ -271,6 +343,27 @@ async def test_prometheus_operator_is_told_to_scrape_the_agents_and_the_operator
     [port] = service["spec"]["ports"]
     [named] = pod["spec"]["containers"][0]["ports"]
     assert (port["name"], port["targetPort"], port["port"]) == ("metrics", named["name"], named["containerPort"])
+
+
+@pytest.mark.prometheus
+async def test_prometheus_operator_finds_each_agent_once_at_the_port_that_its_pod_notes(
+    helm: Helm, tmp_path: Path
+) -> None:
+    [agents] = of_kind(await rendered(helm, "--set=monitoring.monitors.enabled=true"), "PodMonitor")
+    [endpoint] = agents["spec"]["podMetricsEndpoints"]
+    own_words = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    rules = [{own_words.get(key, key): value for key, value in rule.items()} for rule in endpoint["relabelings"]]
+    assert scraped(tmp_path, rules, A_WORKER, ON_ITS_HOST, NOT_YET) == ["10.0.0.1:9464", "[fd00::1]:40123"]
+
+
+@pytest.mark.prometheus
+async def test_prometheus_set_up_as_documented_finds_each_agent_and_the_operator_once(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    [documented] = re.findall(r"```yaml\n(scrape_configs:.*?)```", text, re.DOTALL)
+    [job] = yaml.safe_load(documented)["scrape_configs"]
+    rules = job["relabel_configs"]
+    found = scraped(tmp_path, rules, A_WORKER, ON_ITS_HOST, NOT_YET, THE_OPERATOR, SOMEBODY_ELSE)
+    assert found == ["10.0.0.1:9464", "10.0.0.9:8080", "[fd00::1]:40123"]
 
 
 async def test_no_service_has_a_longer_name_than_may_be(helm: Helm) -> None:
@@ -411,11 +504,13 @@ def jobs_rights() -> set[Right]:
     """What the operator needs where it looks after jobs."""
     group = "elastic.pytorch.org"
     owned = [("", "pods"), ("", "services"), ("apps", "deployments")]
+    noted = ("", "pods", "patch", "")
     return {
         *((group, "elasticjobs", verb, "") for verb in ("list", "watch", "delete")),
         (group, "elasticjobs/status", "update", ""),
         (group, "elasticjobs/scale", "patch", ""),
         *((*what, verb, "") for what in owned for verb in ("list", "watch", "create", "delete")),
+        noted,
         *(("policy", "poddisruptionbudgets", verb, "") for verb in ("list", "watch", "create", "patch", "delete")),
         *(
             (scheduling, "podgroups", verb, "")
@@ -556,9 +651,13 @@ async def a_gang(helm: Helm, gang: str, groups: Resource, etcd: EtcdServer) -> N
 
 
 async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
-    """A job that is suspended after an epoch, so that what is known of it is kept, and added to at its end."""
+    """A job that is suspended after an epoch, so that what is known of it is kept, and added to at its end.
+
+    Its agent has found a port for its metrics itself.
+    """
     outside = {"endpoint": etcd.endpoint}
-    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("rests", etcd=outside, replicas=1)))
+    resting = job("rests", etcd=outside, replicas=1, metricsPort=0)
+    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(resting))
     uid = (await helm.get("elasticjob/rests"))["metadata"]["uid"]
     pod = pod_name("rests", uid, 0, "")
     await helm.kubectl("wait", f"pod/{pod}", "--for=create", "--timeout=60s")
@@ -568,9 +667,14 @@ async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
         past = PastEpoch(number=1, began=1_700_000_000.0, nodes=1)
         await store.put(keys.history, encode(HistoryRecord(epochs=(past,))))
         await store.put(keys.epoch, encode(EpochRecord(number=1, members=(Member(f"{pod}.1", "10.0.0.1", 1),))))
+        node = NodeRecord(name=pod, address="10.0.0.1", workers=1, size=SizeRecord(min=1, max=2), metrics=40123)
+        await store.put(keys.node(f"{pod}.1"), encode(node))
     finally:
         await store.close()
     await helm.kubectl("wait", "elasticjob/rests", "--for=jsonpath={.status.epoch}=1", "--timeout=60s")
+    await runs(helm, pod)
+    noted = r"jsonpath={.metadata.annotations.elastic\.pytorch\.org/metrics-port}=40123"
+    await helm.kubectl("wait", f"pod/{pod}", f"--for={noted}", "--timeout=60s")
     await change(helm, "rests", suspend=True)
     await helm.kubectl("wait", "configmap/rests-report", "--for=create", "--timeout=60s")
     await helm.kubectl("wait", "elasticjob/rests", "--for=condition=Suspended", "--timeout=60s")
@@ -595,13 +699,22 @@ async def a_job_that_needs_a_secret_and_goes_by_itself(helm: Helm, etcd: EtcdSer
     await helm.kubectl("wait", "elasticjob/brief", "--for=delete", "--timeout=50s")
 
 
+async def runs(helm: Helm, pod: str) -> None:
+    """The kubelet says that a pod's worker runs."""
+    await kubelet_says(helm, pod, "Running", running={"startedAt": "2026-01-01T00:00:00Z"})
+
+
 async def succeeds(helm: Helm, pod: str) -> None:
     """The kubelet says that a pod's worker has ended well."""
     over = {"exitCode": 0, "startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T01:00:00Z"}
-    worker = {"name": "worker", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
-    ended = [{**worker, "state": {"terminated": over}}]
-    succeeded = json.dumps({"status": {"phase": "Succeeded", "containerStatuses": ended}})
-    await helm.kubectl("patch", "pod", pod, "--subresource=status", "--type=merge", f"--patch={succeeded}")
+    await kubelet_says(helm, pod, "Succeeded", terminated=over)
+
+
+async def kubelet_says(helm: Helm, pod: str, phase: str, **state: Any) -> None:
+    """The kubelet says this of a pod, and its worker."""
+    worker = {"name": "worker", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+    said = json.dumps({"status": {"phase": phase, "containerStatuses": [worker]}})
+    await helm.kubectl("patch", "pod", pod, "--subresource=status", "--type=merge", f"--patch={said}")
 
 
 async def change(helm: Helm, name: str, **spec: Any) -> None:

@@ -149,3 +149,32 @@ async def test_a_job_that_is_scaled_and_loses_a_worker_is_seen_in_every_picture(
         assert {sample.labels["pod"] for sample in answer} == pods.keys()
         assert {sample.labels["namespace"] for sample in answer} == {user.namespace}
     assert await user.delete("measured") == []
+
+
+async def test_agents_on_their_hosts_network_are_found_on_the_ports_that_they_have_found(
+    user: User, tmp_path: Path
+) -> None:
+    """Several of them on one node; no port of any of them stands in the pod's spec."""
+    enforced = "pod-security.kubernetes.io/enforce"
+    await user.kubectl("label", "namespace", user.namespace, f"{enforced}=privileged", "--overwrite")
+    pod = {"hostNetwork": True, "securityContext": {"runAsNonRoot": True}}
+    await user.apply(job("hosted", replicas=2, template={"spec": pod}))
+    await user.wait("elasticjob/hosted", "jsonpath={.status.worldSize}=2")
+    pods = await user.pods("hosted")
+    for name in pods:
+        await user.wait(f"pod/{name}", r"jsonpath={.metadata.annotations.elastic\.pytorch\.org/metrics-port}")
+    places = {found["labels"]["pod"]: found["targets"][0] for found in await where_annotations_say(user.node)}
+    own = {name: places[name] for name in pods}
+    assert len(set(own.values())) == 2
+
+    async with prometheus_on(user.node, tmp_path) as prometheus:
+        (tmp_path / "new").write_text(json.dumps(await where_annotations_say(user.node)))
+        (tmp_path / "new").rename(tmp_path / TARGETS)
+        seen = await prometheus.until('torchelastic_world_size{elasticjob="hosted"} == 2', lambda seen: len(seen) == 2)
+        assert {sample.labels["pod"]: sample.labels["instance"] for sample in seen} == own
+
+    shown = (await user.elasticjob("get", "hosted", "-o", "wide")).stdout
+    assert all(place in shown for place in own.values())
+    figures = (await user.elasticjob("top", "hosted")).stdout
+    assert all(name in figures for name in pods)
+    assert await user.delete("hosted") == []

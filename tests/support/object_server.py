@@ -170,7 +170,10 @@ class ObjectServer:
         if there is None:
             folder, _, _ = path.rpartition("/")
             return self._create(folder, body)
-        return 200, self._keep(path, {**there, **body, "metadata": {**there["metadata"], **body["metadata"]}})
+        metadata = {**there["metadata"], **body["metadata"]}
+        if "annotations" in body["metadata"]:
+            metadata["annotations"] = {**there["metadata"].get("annotations", {}), **body["metadata"]["annotations"]}
+        return 200, self._keep(path, {**there, **body, "metadata": metadata})
 
     def _delete(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         there = self.objects.get(path)

@@ -15,6 +15,7 @@ from elastic_operator import cli
 from elastic_operator.commands.describe import description
 from elastic_operator.commands.get import table
 from elastic_operator.kube.snapshot import snapshot_of
+from elastic_operator.names import ANNOTATION_METRICS_PORT
 from elastic_operator.report_json import encode_report
 from elastic_operator.showing.report_page import page
 from elastic_operator.showing.shown import Shown
@@ -327,7 +328,7 @@ async def test_a_wide_list_says_where_agents_show_metrics(
     server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serves = pod(0, "aaaaa", podIP="10.1.2.3")
-    serves["spec"]["containers"][0]["ports"] = [{"name": "metrics", "containerPort": 9464}]
+    serves["metadata"]["annotations"] = {ANNOTATION_METRICS_PORT: "9464"}
     await server.put("Pod", serves)
     for command in (["get"], ["get", "digits"], ["get", "-A"]):
         assert await type_in(*command, "-o", "wide", "--kubeconfig", kubeconfig) == 0
@@ -442,7 +443,7 @@ async def test_logs_that_cannot_be_read_give_an_exit_code(
 def serving(index: int, suffix: str) -> dict[str, Any]:
     """A pod whose agent serves metrics."""
     made = pod(index, suffix)
-    made["spec"]["containers"][0]["ports"] = [{"name": "metrics", "containerPort": 9464}]
+    made["metadata"]["annotations"] = {ANNOTATION_METRICS_PORT: "9464"}
     return made
 
 
@@ -467,7 +468,7 @@ async def test_the_agents_of_a_job_are_asked_through_the_api_server(
         ["1", "digits-2-ddddd", "20ms"],
     ]
     assert lines[-2:] == [
-        "digits-2-ccccc serves its metrics on a port that only its agent knows",
+        "digits-2-ccccc does not say yet on which port its metrics are",
         "digits-1-bbbbb: its agent does not answer (error trying to reach service: dial tcp: connection refused)",
     ]
 

@@ -78,6 +78,7 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
                 "elastic.pytorch.org/contract-version": "1",
                 "elastic.pytorch.org/failures": "2",
                 "elastic.pytorch.org/size": size_record,
+                "elastic.pytorch.org/metrics-port": "9464",
             },
             "ownerReferences": [
                 {

@@ -49,7 +49,7 @@ class ClusterPages:
         shown = Shown.of(snapshot_of(job, await jobs.workers(name)))
         hidden = [pod for pod in shown.living_pods if pod.ready and not pod.metrics_url]
         if hidden:
-            notes.append(f"{hidden[0].name} serves its metrics on a port that only its agent knows")
+            notes.append(f"{hidden[0].name} does not say yet on which port its metrics are")
         pages, missing = await ask(shown.pods, self._fetch_in(self._api.namespace))
         return shown, pages, [*notes, *missing]
 

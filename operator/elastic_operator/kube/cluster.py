@@ -21,6 +21,7 @@ from elastic_operator.kube.misread import called_invalid
 from elastic_operator.kube.observation import job_of
 from elastic_operator.kube.readiness import explained, if_serving, serving
 from elastic_operator.kube.resources import PODS
+from elastic_operator.kube.scraping import FoundPorts
 from elastic_operator.kube.worker_pod import worker_pod
 from elastic_operator.kube.writer import Hindered, Refused, Unmade, raise_first
 from elastic_operator.model import EtcdState, JobEvent, JobState, Observed
@@ -32,7 +33,7 @@ from elastic_operator.unchecked import text
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from elastic_operator.kube.cache import Cache
     from elastic_operator.kube.departed import Departed
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from elastic_operator.report import Report
     from elastic_operator.spec import Json
     from elastic_operator.store_mirror import StoreMirror
+    from torchelastic.contract import NodeRecord
 
 _log: Final = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class KubernetesCluster:
         self._written = written
         self._observed: dict[str, Json] = {}
         self._unguarded: dict[str, str | None] = {}
+        self._found = FoundPorts(writer, lambda job, wait: wake(_key(job), wait))
         self._guards = Ledger()  # what is held against a disruption budget keeps no pod from being made
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
@@ -242,6 +245,7 @@ class KubernetesCluster:
                 troubles.append(error)
         elif not unmade and not waits and self._ledger.refusal(job) is None:
             self._clear(job)
+        await self._found.note(job, self._cache.pods(job.uid), self._nodes(job))
         raise_first(troubles)
         if plan.delete_job:
             await self._writer.remove_job(job)
@@ -256,11 +260,17 @@ class KubernetesCluster:
         if former is not None and former["metadata"]["uid"] != current:
             del self._observed[key]
             self._ledger.forget(former["metadata"]["uid"])
+            self._found.forget(former["metadata"]["uid"])
             self._guards.forget(former["metadata"]["uid"])
             self._departed.forget(former["metadata"]["uid"])
             self._etcd.forget(former["metadata"]["uid"])
             self._unguarded.pop(former["metadata"]["uid"], None)
             self._reports.forget(former["metadata"]["uid"])
+
+    def _nodes(self, job: Job) -> Iterable[NodeRecord]:
+        """What the job's agents say of themselves."""
+        mirror = self._stores.of(job.uid)
+        return () if mirror is None else mirror.nodes.values()
 
     def _told(self, job: Job) -> str | None:
         """Why a store cannot be used that should be there; None where it can, or where nobody needs to know."""

@@ -17,7 +17,14 @@ from elastic_operator.kube.pod_fate import conditions_of, fate_of, reasons_of
 from elastic_operator.kube.pod_words import init_exit_code, last_message, why_not_ready, why_unfit, why_waiting
 from elastic_operator.kube.spec_shape import misfit_of
 from elastic_operator.model import EtcdState, Job, Pod, PodPhase
-from elastic_operator.names import ANNOTATION_FAILED, ANNOTATION_FAILURES, ANNOTATION_SIZE, LABEL_INDEX, OWN_PREFIX
+from elastic_operator.names import (
+    ANNOTATION_FAILED,
+    ANNOTATION_FAILURES,
+    ANNOTATION_METRICS_PORT,
+    ANNOTATION_SIZE,
+    LABEL_INDEX,
+    OWN_PREFIX,
+)
 from elastic_operator.pods import Pet
 from elastic_operator.spec import ElasticJobSpec
 from elastic_operator.status_json import status_from_json
@@ -74,6 +81,7 @@ def pod_of(obj: Json) -> Pod:
         fate=fate_of(obj, worker, message),
         reasons=reasons_of(obj, worker),
         conditions=conditions_of(obj),
+        metrics_port=_number(text(annotations, ANNOTATION_METRICS_PORT)) or 0,
     )
 
 

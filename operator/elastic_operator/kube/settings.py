@@ -15,8 +15,8 @@ class PodSettings:
 
     Attributes:
         etcd_image: of the etcd that is made for a job; it has ``etcd`` on its PATH.
-        agent_metrics_port: where agents serve /metrics; 0 for any free port, which then only the store tells. So it is
-            in any case on the host's network, where two pods can't share a port.
+        agent_metrics_port: where agents serve /metrics; 0 for any free port, which is noted on the pod once its agent
+            has told it. So it is in any case on the host's network, where two pods can't share a port.
     """
 
     etcd_image: str = ETCD_IMAGE

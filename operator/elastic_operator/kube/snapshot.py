@@ -12,8 +12,7 @@ import msgspec
 
 from elastic_operator.kube.container_state import seconds
 from elastic_operator.kube.observation import pod_of
-from elastic_operator.names import METRICS_PORT
-from elastic_operator.unchecked import integer, mappings, text
+from elastic_operator.unchecked import integer, text
 from torchelastic.contract import bracketed
 
 if TYPE_CHECKING:
@@ -64,22 +63,17 @@ def _pod(obj: Json) -> Json:
         "exitCode": pod.exit_code,
         "message": msgspec.to_builtins(pod.message),
         "ranks": None,
-        "metricsUrl": _metrics_url(obj),
+        "metricsUrl": _metrics_url(obj, pod),
         "node": text(obj, "spec", "nodeName"),
         "address": text(obj, "status", "podIP"),
         "note": _note(pod),
     }
 
 
-def _metrics_url(obj: Json) -> str | None:
+def _metrics_url(obj: Json, pod: Pod) -> str | None:
     """Where the pod's agent shows metrics; None where that is not known, or not yet."""
     address = text(obj, "status", "podIP")
-    for container in mappings(obj, "spec", "containers"):
-        for port in mappings(container, "ports"):
-            number = integer(port, "containerPort")
-            if port.get("name") == METRICS_PORT and number and address:
-                return f"http://{bracketed(address)}:{number}/metrics"
-    return None
+    return f"http://{bracketed(address)}:{pod.metrics_port}/metrics" if address and pod.metrics_port else None
 
 
 def _note(pod: Pod) -> str:

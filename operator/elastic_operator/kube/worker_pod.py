@@ -34,10 +34,12 @@ from elastic_operator.kube.pod_template import (
     restricted,
     with_folders,
 )
+from elastic_operator.kube.scraping import for_prometheus
 from elastic_operator.names import (
     ANNOTATION_CONTRACT,
     ANNOTATION_FAILED,
     ANNOTATION_FAILURES,
+    ANNOTATION_METRICS_PORT,
     ANNOTATION_SIZE,
     CHECKPOINT_FOLDER,
     ETCD_TLS_FOLDER,
@@ -91,11 +93,7 @@ def _metrics_port(job: Job, settings: PodSettings) -> int:
 def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object:
     defaults = {_DEFAULT_CONTAINER: WORKER}
     if metrics_port:
-        defaults |= {
-            "prometheus.io/scrape": "true",
-            "prometheus.io/port": str(metrics_port),
-            "prometheus.io/path": "/metrics",
-        }
+        defaults |= for_prometheus(metrics_port)
     metadata = completed(given, {"labels": common_labels(job, ROLE_WORKER), "annotations": defaults})
     if not isinstance(metadata, dict):
         return metadata
@@ -107,6 +105,7 @@ def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object
         ANNOTATION_FAILURES: str(new.failures),
         **({} if new.failed is None else {ANNOTATION_FAILED: rfc3339(new.failed)}),
         ANNOTATION_SIZE: encode(new.size).decode(),
+        **({ANNOTATION_METRICS_PORT: str(metrics_port)} if metrics_port else {}),
     }
     for key, ours in (("labels", own), ("annotations", notes)):
         if isinstance(metadata[key], dict):

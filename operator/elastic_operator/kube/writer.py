@@ -16,7 +16,7 @@ from elastic_operator.status_json import status_to_json
 from elastic_operator.unchecked import mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from elastic_operator.kube.api import Api
     from elastic_operator.kube.cache import Cache
@@ -108,11 +108,7 @@ class Writer:
         except NoAnswer as error:
             raise Unmade(str(error)) from None
         except ApiError as error:
-            # What does not fit the UID may be called a conflict, or invalid.
-            perhaps = error.not_found or ((error.conflict or error.rejects_object) and uid in error.words)
-            if not perhaps or not await self._is_not_there(resource, job.namespace, name, uid):
-                raise _meaning(error) from None
-            self._cache.remove(resource, {"metadata": {"uid": uid}})
+            await self._see_that_it_is_gone(error, resource, job.namespace, name, uid)
             return False
         self._cache.put(resource, made)
         return True
@@ -151,6 +147,22 @@ class Writer:
         else:
             self._cache.remove(resource, left if resource == PODS and left else {"metadata": {"uid": uid}})
 
+    async def annotate(
+        self, resource: Resource, namespace: str, name: str, uid: str, annotations: Mapping[str, str]
+    ) -> None:
+        """Add annotations to an object; one that is gone, or has a successor of its name, is as good.
+
+        Raises:
+            ClusterError: trying again may help.
+        """
+        change = {"metadata": {"uid": uid, "annotations": dict(annotations)}}
+        try:
+            after = await self._api.patch(resource, namespace, name, change)
+        except ApiError as error:
+            await self._see_that_it_is_gone(error, resource, namespace, name, uid)
+        else:
+            self._cache.put(resource, after)
+
     async def write_replicas(self, body: Json, replicas: int) -> Json:
         """Write the number of replicas into a job's spec; gives back the job as it is now.
 
@@ -184,6 +196,16 @@ class Writer:
         after = await self._api.replace(ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
         self._cache.put(ELASTIC_JOBS, after)
         return after
+
+    async def _see_that_it_is_gone(
+        self, error: ApiError, resource: Resource, namespace: str, name: str, uid: str
+    ) -> None:
+        """An object was not changed because it is not there any more; where that is not why, raise what is."""
+        # What does not fit the UID may be called a conflict, or invalid.
+        perhaps = error.not_found or ((error.conflict or error.rejects_object) and uid in error.words)
+        if not perhaps or not await self._is_not_there(resource, namespace, name, uid):
+            raise _meaning(error) from None
+        self._cache.remove(resource, {"metadata": {"uid": uid}})
 
     async def _is_gone(self, error: ApiError, resource: Resource, namespace: str, name: str, uid: str) -> bool:
         """Whether an object was not removed because it is not there any more.
