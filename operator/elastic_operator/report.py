@@ -33,6 +33,7 @@ class Report:
         split: where its time went; None where nobody knows.
         history: its epochs.
         outcome: how the agents ended the run; None where they have not.
+        rested: when it came to rest without being over, each time: it was suspended, or taken down on this machine.
     """
 
     namespace: str
@@ -45,6 +46,7 @@ class Report:
     split: TimeSplit | None = None
     history: HistoryRecord = field(default_factory=HistoryRecord)
     outcome: OutcomeRecord | None = None
+    rested: tuple[float, ...] = ()
 
 
 def merged(kept: Report | None, report: Report) -> Report:
@@ -68,6 +70,7 @@ def merged(kept: Report | None, report: Report) -> Report:
         split=report.split if report.split is not None else kept.split,
         history=bounded(history, HISTORY_LIMIT),
         outcome=report.outcome if report.outcome is not None else kept.outcome,
+        rested=tuple(sorted({*kept.rested, *report.rested})[-HISTORY_LIMIT:]),
     )
 
 

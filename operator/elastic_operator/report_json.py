@@ -8,6 +8,7 @@ in the run's folder. It is written when the job is over, and when it is suspende
       "split": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "joined", "gone": {"left": …}},
       "epochs": [{"number", "began", "nodes", "workers", "reason", "cause", "failure", "lostSeconds"}],
       "omitted": 0,
+      "rested": [],
       "outcome": {"state", "epoch", "restarts", "message", "failure"}
     }
 
@@ -85,6 +86,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         document["split"] = split_to_json(report.split)
     document["epochs"] = [_epoch_to_json(epoch) for epoch in report.history.epochs]
     document["omitted"] = report.history.omitted
+    document["rested"] = [moment(time) for time in report.rested]
     if report.outcome is not None:
         document["outcome"] = _outcome_to_json(report.outcome)
     return document
@@ -112,6 +114,7 @@ def report_from_json(document: Mapping[str, Any]) -> Report:
                 HistoryRecord(created=seconds_of(parsed.job.created), epochs=epochs, omitted=parsed.omitted)
             ),
             outcome=None if parsed.outcome is None else _valid(parsed.outcome.record()),
+            rested=tuple(sorted(map(seconds_of, parsed.rested))),
         )
     except (msgspec.ValidationError, OverflowError) as error:
         raise BadInput(f"not the report of a job: {error}") from None
@@ -215,6 +218,7 @@ class _ReportJson(msgspec.Struct, frozen=True, rename="camel"):
     split: SplitJson | None = None
     epochs: tuple[_EpochJson, ...] = ()
     omitted: int = 0
+    rested: tuple[datetime, ...] = ()
     outcome: _OutcomeJson | None = None
 
 

@@ -363,10 +363,12 @@ def test_what_the_store_knows_is_kept_when_a_job_has_come_to_rest_and_not_before
     job = that_is_pinned(a_job(suspend=True))
     stopping = plan(job, a_world(running(0), history=HISTORY), NOW)
     assert stopping.report is None
-    rests = plan(finished(job, stopping.status), a_world(history=HISTORY), NOW + 5)
+    told = TimeSplit(until=NOW + 4, state=RunState.STOPPING, seconds={RunState.TRAINING: 4.0})
+    rests = plan(finished(job, stopping.status), a_world(history=HISTORY, split=told), NOW + 5.0004)
     assert rests.report is not None
     assert (rests.report.state, rests.report.completed) == (JobState.SUSPENDED, None)
     assert rests.report.history.epochs == HISTORY.epochs
+    assert rests.report.rested == (NOW + 5,)
     assert rests.etcd is False
 
 

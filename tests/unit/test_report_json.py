@@ -92,6 +92,7 @@ def reports(draw: st.DrawFn) -> Report:
         split=draw(st.none() | SPLITS),
         history=HistoryRecord(created=created, epochs=epochs, omitted=draw(COUNTS)),
         outcome=draw(st.none() | OUTCOMES),
+        rested=tuple(sorted(draw(st.lists(TIMES, max_size=3)))),
     )
 
 
@@ -129,6 +130,7 @@ def test_a_report_reads_like_what_it_is() -> None:
     report = replace(
         report,
         completed=NOW + 20,
+        rested=(NOW + 5.25,),
         history=HistoryRecord(created=NOW, epochs=(*report.history.epochs, last)),
         split=TimeSplit(until=NOW + 20, seconds={RunState.TRAINING: 20.0}, lost=1.25, joined=2),
         outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=2, restarts=1),
@@ -184,6 +186,7 @@ def test_a_report_reads_like_what_it_is() -> None:
             },
         ],
         "omitted": 0,
+        "rested": ["2023-11-14T22:13:25.250Z"],
         "outcome": {"state": "succeeded", "epoch": 2, "restarts": 1, "message": ""},
     }
 
@@ -246,6 +249,14 @@ def test_the_epochs_of_a_later_life_are_added_to_those_that_were_kept() -> None:
     assert (numbers_of(later), later.history.omitted, later.state) == ([1, 2, 3, 4, 5], 0, JobState.SUCCEEDED)
     assert later.split == kept.split, "where nobody knows of more"
     assert numbers_of(merged(kept, a_report())) == [1, 2, 3]
+
+
+def test_each_rest_is_kept_once() -> None:
+    first = a_report(1, state=JobState.SUSPENDED, rested=(NOW + 1.5,))
+    second = merged(first, a_report(2, state=JobState.SUSPENDED, rested=(NOW + 2.5,)))
+    assert second.rested == (NOW + 1.5, NOW + 2.5)
+    written = decode_report(encode_report(second))
+    assert merged(written, second).rested == merged(written, a_report(2, 3)).rested == second.rested
 
 
 def test_to_keep_the_same_life_twice_adds_nothing() -> None:

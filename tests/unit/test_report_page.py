@@ -128,6 +128,11 @@ def test_the_facts_are_those_of_the_report() -> None:
     assert found.goodput == pytest.approx(0.78)
 
 
+def test_an_epoch_before_a_suspension_ends_when_the_job_came_to_rest() -> None:
+    found = facts(report(rested=(START + 1, START + 30, START + 71)))
+    assert [(span.end or 0) - span.epoch.began for span in found.spans] == [20, 5, 20, 5, 30]
+
+
 # -- what it looks like
 
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torchelastic.progress  # noqa: F401 - a signal handler may need it while the program imports it
 from torchelastic.agent import error_file, exec_child, run_program
 from torchelastic.agent.late_imports import Teller
 from torchelastic.agent.late_settings import LateSettings

@@ -56,7 +56,8 @@ def report_of_unfinished(job: Job, observed: Observed, now: float) -> Report:
         observed: the last that is known of it.
         now: seconds since the Unix epoch.
     """
-    return report_of(job, replace(job.status, split=at_a_turn(job, observed, now)), observed)
+    report = report_of(job, replace(job.status, split=at_a_turn(job, observed, now)), observed)
+    return replace(report, rested=(round(now, 3),))
 
 
 def _decoded(data: bytes | None) -> Report | None:

@@ -72,7 +72,8 @@ def running_status(job: Job, observed: Observed, toll: Toll, terms: Terms, scene
     """The status of a job that goes on."""
     before = job.status
     epoch = observed.epoch
-    seen = bool(scene.staying or scene.gone)
+    # What the very first pods are told is said once they are there; what later ones are, when they are to be made.
+    told = bool(scene.staying or scene.gone or (before.size_generation and scene.created))
     ready = sum(pod.ready for pod in scene.staying)
     started = before.started
     enough = ready >= job.spec.min_replicas
@@ -90,7 +91,7 @@ def running_status(job: Job, observed: Observed, toll: Toll, terms: Terms, scene
         replicas=len(scene.staying) + (len(scene.created) if observed.hindrance is None else 0),
         ready=ready,
         world_size=world_size if ready else 0,
-        size_generation=max(before.size_generation, scene.size_generation, 1) if seen else before.size_generation,
+        size_generation=max(before.size_generation, scene.size_generation, 1) if told else before.size_generation,
         started=started,
         active=now if before.active is None and can_have_pods else before.active,
         pinned=terms.pinned,

@@ -23,7 +23,7 @@ class Span:
 
     Attributes:
         epoch: itself.
-        end: when it gave way to the next one, or the report ends; None where the next one was not kept.
+        end: when it gave way to the next one, or to rest, or the report ends; None where the next one was not kept.
         lost: seconds of its training that no checkpoint held when it ended; None where nobody knows.
     """
 
@@ -105,15 +105,16 @@ def facts(report: Report) -> Facts:
         report=report,
         begin=begin,
         end=max(begin, end),
-        spans=tuple(_spans(epochs, max(begin, end))),
+        spans=tuple(_spans(epochs, report.rested, max(begin, end))),
         troubles=tuple(_troubles(report, end)),
     )
 
 
-def _spans(epochs: tuple[PastEpoch, ...], end: float) -> Iterator[Span]:
+def _spans(epochs: tuple[PastEpoch, ...], rested: tuple[float, ...], end: float) -> Iterator[Span]:
     for epoch, after in itertools.pairwise(epochs):
+        rest = next((time for time in rested if epoch.began < time < after.began), after.began)
         known = after.number == epoch.number + 1
-        yield Span(epoch, max(epoch.began, after.began) if known else None, after.lost if known else None)
+        yield Span(epoch, max(epoch.began, rest) if known else None, after.lost if known else None)
     if epochs:
         yield Span(epochs[-1], max(epochs[-1].began, end))
 
