@@ -208,6 +208,7 @@ class TimeSplit(msgspec.Struct, frozen=True, omit_defaults=True):
         seconds: how long it was in each state; they add up to the time since the job was made.
         lost: seconds of training that no checkpoint held when they ended; None where no checkpoint was ever told of.
         epoch: the epoch that stood then.
+        stepped: when the program began its first step in that epoch; 0 where it has not said so.
         kept: when the last checkpoint of that epoch was begun; 0 where none was told of.
         joined: nodes that came, those of the first epoch included.
         gone: nodes that an epoch had and its successor had not, by what became of them (:class:`NodeEnd`).
@@ -219,6 +220,7 @@ class TimeSplit(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: dict[RunState, _Time] = msgspec.field(name="s", default_factory=dict)
     lost: _Time | None = msgspec.field(name="l", default=None)
     epoch: _Number = msgspec.field(name="e", default=0)
+    stepped: _Time = msgspec.field(name="st", default=0.0)
     kept: _Time = msgspec.field(name="c", default=0.0)
     joined: _Count = msgspec.field(name="j", default=0)
     gone: dict[NodeEnd, _Count] = msgspec.field(name="g", default_factory=dict)

@@ -13,7 +13,18 @@ import pytest
 from tests.support.agents import AgentProcess
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
-from torchelastic.contract import Env, EpochReason, HistoryRecord, NodeEnd, RunKeys, RunState, TimeSplit, decode
+from torchelastic.contract import (
+    Env,
+    EpochReason,
+    HistoryRecord,
+    NodeEnd,
+    ResumeRecord,
+    RunKeys,
+    RunState,
+    TimeSplit,
+    decode,
+    encode,
+)
 from torchelastic.store import connect
 
 if TYPE_CHECKING:
@@ -54,8 +65,9 @@ for step in range(1_000_000):
     if stop.item():
         break
     if step % 50 == 10:
-        with torchelastic.checkpoint():
-            time.sleep(0.01)
+        if not os.path.exists(sys.argv[1] + ".saves"):
+            with torchelastic.checkpoint():
+                time.sleep(0.01)
         print(f"epoch {epoch} rank {rank} of {world} pid {os.getpid()}", flush=True)
     time.sleep(0.01)
 dist.destroy_process_group()
@@ -76,6 +88,7 @@ class Run:
         self.keys = RunKeys.of(run_id := str(uuid.uuid4()))
         self.created = time.time() - before
         self.stop = folder / "stop"
+        self.stop_saving = folder / "stop.saves"
         self._program = folder / "program.py"
         self._program.write_text(PROGRAM)
         self._etcd = etcd
@@ -83,7 +96,8 @@ class Run:
         first = free_range(2).first
         self._ports = {"a": first, "b": first + 1}
 
-    def node(self, name: str, nnodes: str, *arguments: str) -> AgentProcess:
+    def node(self, name: str, nnodes: str, *arguments: str, resume: ResumeRecord | None = None) -> AgentProcess:
+        resumed = {} if resume is None else {Env.RESUME: encode(resume).decode()}
         return AgentProcess(
             *self._line,
             f"--nnodes={nnodes}",
@@ -92,7 +106,7 @@ class Run:
             self._program,
             self.stop,
             *arguments,
-            env={Env.JOB_CREATED: str(self.created), Env.JOB: "here/digits"},
+            env={Env.JOB_CREATED: str(self.created), Env.JOB: "here/digits", **resumed},
         )
 
     async def page(self, name: str) -> Page:
@@ -225,6 +239,40 @@ async def test_a_run_whose_nodes_were_all_killed_waits_until_others_come(own_etc
     assert [past.number for past in history.epochs] == list(range(1, len(history.epochs) + 1))
 
 
+async def test_what_a_leader_was_told_is_known_though_its_machine_vanishes_without_a_word(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
+        agents = {"a": a, "b": b}
+        workers = {name: await agent.trains(world=2) for name, agent in agents.items()}
+        [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
+        heir = "b" if leader == "a" else "a"
+        await run.keeps(agents[leader], leader=leader)
+        run.stop_saving.touch()
+        said = {name: len(agent.lines) for name, agent in agents.items()}
+        os.kill(workers[heir], signal.SIGKILL)
+        workers = {name: await agent.trains(world=2, since=said[name]) for name, agent in agents.items()}
+        began = time.time()
+        before = await run.split(store)
+        while sum((written := await run.split(store)).seconds.values()) < sum(before.seconds.values()) + 3:
+            await agents[leader].said("epoch", since=len(agents[leader].lines))
+        assert written.lost is not None
+        said[heir] = len(agents[heir].lines)
+        trained = time.time() - began
+        for pid in (agents[leader].pid, workers[leader]):
+            os.kill(pid, signal.SIGSTOP)
+        await agents[heir].trains(world=1, since=said[heir])
+        page = await run.page(heir)
+        assert page.value("torchelastic_job_lost_seconds_total") > written.lost + trained
+        assert seconds_on(page)["restoring"] < written.seconds[RunState.RESTORING] + 2.5, "half a second in an epoch"
+        assert sum(seconds_on(page).values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        run.stop.touch()
+        assert await agents[heir].code() == 0
+    await store.close()
+
+
 async def test_agents_that_all_leave_write_down_what_they_knew(own_etcd: EtcdServer, tmp_path: Path) -> None:
     run = Run(own_etcd, tmp_path, before=0.0)
     store = await connect(own_etcd.settings)
@@ -257,6 +305,23 @@ async def test_what_is_saved_on_the_way_out_is_not_lost(own_etcd: EtcdServer, tm
     await store.close()
     assert split.lost is not None
     assert split.lost < split.until - left_at, "what was trained before it was asked to go is in a checkpoint"
+
+
+async def test_a_resumed_run_shows_what_was_counted_before_while_it_waits_for_its_first_epoch(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    run = Run(own_etcd, tmp_path)
+    split = TimeSplit(until=run.created + 90, seconds={RunState.TRAINING: 90.0}, joined=2, gone={NodeEnd.LEFT: 2})
+    async with run.node("a", "2", resume=ResumeRecord(epoch=7, restarts=5, free=2, split=split)) as a:
+        await a.said("of at least 2 is there")
+        while not seconds_on(page := await run.page("a")):
+            continue
+        restarts = {
+            charged: page.value("torchelastic_job_restarts_total", charged=charged) for charged in ("yes", "no")
+        }
+        assert restarts == {"yes": 5, "no": 2}
+        assert page.value("torchelastic_job_nodes_gone_total", cause="left") == 2
+        assert seconds_on(page)["training"] == 90
 
 
 async def test_an_agent_that_does_not_lead_shows_no_totals_of_the_run(own_etcd: EtcdServer, tmp_path: Path) -> None:

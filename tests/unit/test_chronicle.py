@@ -287,6 +287,32 @@ def test_a_leader_that_was_not_there_knows_the_last_checkpoint_by_what_was_writt
     assert newcomer.split().lost == 5
 
 
+@pytest.mark.parametrize("member", [True, False], ids=["a member", "a newcomer"])
+def test_a_leader_that_was_not_told_of_steps_knows_by_what_was_written_for_how_long_the_epoch_has_trained(
+    *, member: bool
+) -> None:
+    clock = Clock(0.0)
+    first, heir = (Chronicle(CREATED, clock=clock) for _ in range(2))
+    first.adopt(TimeSplit(until=CREATED, lost=10.0))
+    heir.epoch(begin(first, epoch(1)))
+    for chronicle in (first, heir) if member else (first,):
+        chronicle.enter(RunState.STARTING)
+        clock.seconds = 1
+        chronicle.started()
+    clock.seconds = 4
+    first.told(1, stepped=clock())
+    clock.seconds = 104
+    heir.adopt(first.split())
+    clock.seconds = 110  # the leader's machine has vanished: that is known only now
+    heir.broke()
+    begin(heir, epoch(2, "b"), {"a": NodeEnd.DIED})
+
+    assert heir.split().lost == (10 + 106 if member else 10 + 100)
+    assert spent(heir) == {"starting": 1, "restoring": 3} | (
+        {"training": 106} if member else {"training": 100, "waiting": 6}
+    )
+
+
 def test_nodes_that_come_and_go_are_counted_by_what_became_of_them() -> None:
     clock = Clock(0.0)
     chronicle = Chronicle(CREATED, clock=clock)
@@ -344,6 +370,17 @@ def test_a_long_history_keeps_its_beginning_and_its_end() -> None:
     assert history.omitted == 50
     assert history.epochs[0].number == 1
     assert history.epochs[-1].number == HISTORY_LIMIT + 50
+
+
+def test_who_takes_the_lead_in_a_long_history_counts_no_epoch_twice() -> None:
+    first, heir = (Chronicle(CREATED, clock=Clock(0.0)) for _ in range(2))
+    for number in range(1, HISTORY_LIMIT + 51):
+        settled = begin(first, epoch(number))
+        if number > HISTORY_LIMIT // 2:
+            heir.epoch(settled)
+    heir.adopt_history(first.history())
+
+    assert heir.history() == first.history()
 
 
 def test_a_history_of_long_texts_in_any_script_stays_small_enough_for_the_store() -> None:

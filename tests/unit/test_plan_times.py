@@ -228,7 +228,11 @@ def test_what_leaders_count_beside_time_is_kept_over_a_suspension() -> None:
     status = plan(job, a_world(split=told), NOW + 30).status
     assert status is not None
     assert status.split == TimeSplit(
-        until=NOW + 30, seconds={RunState.TRAINING: 30.0}, lost=4.5, joined=3, gone={NodeEnd.DIED: 1}
+        until=NOW + 30,
+        seconds={RunState.TRAINING: 30.0},
+        lost=4.5,
+        joined=3,
+        gone={NodeEnd.DIED: 1, NodeEnd.LEFT: 2},
     )
 
 
@@ -363,12 +367,20 @@ def test_what_the_store_knows_is_kept_when_a_job_has_come_to_rest_and_not_before
     job = that_is_pinned(a_job(suspend=True))
     stopping = plan(job, a_world(running(0), history=HISTORY), NOW)
     assert stopping.report is None
-    told = TimeSplit(until=NOW + 4, state=RunState.STOPPING, seconds={RunState.TRAINING: 4.0})
+    told = TimeSplit(
+        until=NOW + 4,
+        state=RunState.STOPPING,
+        seconds={RunState.TRAINING: 4.0},
+        joined=7,
+        gone={NodeEnd.DIED: 2, NodeEnd.LEFT: 1},
+    )
     rests = plan(finished(job, stopping.status), a_world(history=HISTORY, split=told), NOW + 5.0004)
     assert rests.report is not None
     assert (rests.report.state, rests.report.completed) == (JobState.SUSPENDED, None)
     assert rests.report.history.epochs == HISTORY.epochs
     assert rests.report.rested == (NOW + 5,)
+    assert rests.report.split is not None
+    assert rests.report.split.gone == {NodeEnd.DIED: 2, NodeEnd.LEFT: 5}, "those that were still there have left"
     assert rests.etcd is False
 
 

@@ -30,6 +30,14 @@ class Run(Protocol):
         """The present epoch; None as long as there was none."""
 
     @property
+    def restarts(self) -> int:
+        """Restarts that were charged to it, those before it was suspended included."""
+
+    @property
+    def free(self) -> int:
+        """Likewise those that were not."""
+
+    @property
     def size(self) -> SizeRecord:
         """How many nodes there should be."""
 
@@ -70,8 +78,8 @@ class RunFigures:
             gone.add_metric([end.value], split.gone.get(end, 0))
         yield gone
         restarts = CounterMetricFamily(names.JOB_RESTARTS.name, names.JOB_RESTARTS.help, labels=["charged"])
-        restarts.add_metric(["yes"], 0 if epoch is None else epoch.restarts)
-        restarts.add_metric(["no"], 0 if epoch is None else epoch.free)
+        restarts.add_metric(["yes"], run.restarts)
+        restarts.add_metric(["no"], run.free)
         yield restarts
         nodes = 0 if epoch is None else len(epoch.members)
         for series, number in (

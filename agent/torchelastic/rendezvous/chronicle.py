@@ -10,6 +10,7 @@ Nothing is awaited here, and what time it is comes from outside.
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -75,7 +76,6 @@ class Chronicle:
         self._before = TimeSplit(until=self.created) if resumed is None else resumed
         self._marks = [_Mark(now, RunState.WAITING)]
         self._epochs: dict[int, PastEpoch] = {}
-        self._omitted = 0
         self._number = 0
         self._since = now
         self._stepped = self._kept = 0.0
@@ -154,13 +154,11 @@ class Chronicle:
         self._before = split
         first = max(bisect.bisect_right(self._marks, split.until, key=lambda mark: mark.at) - 1, 0)
         del self._marks[:first]
-        if split.epoch == self._number:
-            self._kept = max(self._kept, split.kept)
+        self.told(split.epoch, stepped=split.stepped, kept=split.kept)
 
     def adopt_history(self, history: HistoryRecord) -> None:
         """Take over the epochs of which this node was not told."""
         self._epochs = dict(sorted({**self._epochs, **{past.number: past for past in history.epochs}}.items()))
-        self._omitted = max(self._omitted, history.omitted)
         self._forget_epochs()
 
     # -- what the leader says
@@ -185,6 +183,7 @@ class Chronicle:
             split,
             lost=self._lost_now(),
             epoch=record.number,
+            stepped=0.0,
             kept=0.0,
             joined=min(split.joined + len(nodes - self._nodes), COUNT_LIMIT),
             gone=_counted(split.gone, ended.values()),
@@ -219,6 +218,7 @@ class Chronicle:
             seconds={state: round(spent, 3) for state, spent in seconds.items()},
             lost=(before.lost or 0.0) if self._kept else before.lost,
             epoch=self._number,
+            stepped=self._stepped,
             kept=self._kept,
             joined=before.joined,
             gone=dict(before.gone),
@@ -226,7 +226,10 @@ class Chronicle:
 
     def history(self) -> HistoryRecord:
         """The epochs of the run."""
-        return HistoryRecord(created=self.created, epochs=tuple(self._epochs.values()), omitted=self._omitted)
+        epochs = tuple(self._epochs.values())
+        # Epochs are numbered without gaps, so it shows how many are missing between two that are there.
+        omitted = sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(epochs))
+        return HistoryRecord(created=self.created, epochs=epochs, omitted=min(omitted, COUNT_LIMIT))
 
     # -- below
 
@@ -260,14 +263,17 @@ class Chronicle:
             if state is RunState.TRAINING and began >= self._since:
                 return began, self._marks[index + 1].at if index + 1 < len(self._marks) else self._now()
         before = self._before
-        if before.epoch == self._number and before.state is RunState.TRAINING and before.kept:
-            return before.kept, before.until
+        if (
+            before.epoch == self._number
+            and before.state is RunState.TRAINING
+            and (began := before.stepped or before.kept)
+        ):
+            return began, before.until
         return 0.0, 0.0
 
     def _forget_epochs(self) -> None:
         while len(self._epochs) > HISTORY_LIMIT:
             del self._epochs[list(self._epochs)[HISTORY_LIMIT // 2]]
-            self._omitted += 1
 
 
 def _past(record: EpochRecord, *, began: float) -> PastEpoch:

@@ -199,6 +199,16 @@ class RendezvousNode:
         return self._succession.epoch
 
     @property
+    def restarts(self) -> int:
+        """Restarts charged to the run, as far as this node knows."""
+        return self._settings.resume.restarts if self.epoch is None else self.epoch.restarts
+
+    @property
+    def free(self) -> int:
+        """Restarts of the run that were charged to nobody, as far as this node knows."""
+        return self._settings.resume.free if self.epoch is None else self.epoch.free
+
+    @property
     def split(self) -> TimeSplit:
         """Where the run's time went, up to now, as far as this node knows."""
         return self.chronicle.split()

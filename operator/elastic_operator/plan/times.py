@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from elastic_operator.model import JobState
 from elastic_operator.names import ConditionType
-from torchelastic.contract import RunState, TimeSplit
+from torchelastic.contract import COUNT_LIMIT, NodeEnd, RunState, TimeSplit
 
 if TYPE_CHECKING:
     from elastic_operator.model import Job, JobStatus, Observed
@@ -23,10 +25,15 @@ agents that are to leave are given about as long. Where more has passed, there w
 
 
 def at_rest(job: Job, observed: Observed, now: float) -> TimeSplit | None:
-    """The time split of a job that comes to rest; None where nobody knows it."""
+    """The time split of a job that comes to rest, which none of its nodes outlives; None where nobody knows it."""
     before = job.status
     never_ran = before.active is None and before.state is not JobState.SUSPENDED
-    return _up_to(job, observed, now, RunState.SUSPENDED if never_ran else RunState.WAITING)
+    split = _up_to(job, observed, now, RunState.SUSPENDED if never_ran else RunState.WAITING)
+    stayed = 0 if split is None else split.joined - sum(split.gone.values())
+    if split is None or stayed <= 0:
+        return split
+    left = min(split.gone.get(NodeEnd.LEFT, 0) + stayed, COUNT_LIMIT)
+    return msgspec.structs.replace(split, gone={**split.gone, NodeEnd.LEFT: left})
 
 
 def at_a_turn(job: Job, observed: Observed, now: float) -> TimeSplit | None:
