@@ -13,9 +13,10 @@ import time
 from contextlib import AsyncExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from torchelastic.agent import failure_record
 from torchelastic.agent.ending import Ending
 from torchelastic.agent.epoch_times import EpochTimes
-from torchelastic.agent.failure import code_of, in_full
+from torchelastic.agent.failure import in_full
 from torchelastic.agent.happenings import (
     CauseOverdue,
     Happenings,
@@ -25,13 +26,14 @@ from torchelastic.agent.happenings import (
     WorkerEnded,
     WorkersSpoke,
 )
+from torchelastic.agent.introduction import connected, introduction
 from torchelastic.agent.memory_kills import OUT_OF_MEMORY
 from torchelastic.agent.notices import Notices
 from torchelastic.agent.progress import Progress
 from torchelastic.agent.signals import LEAVING_SIGNALS, SignalledFirst, Signals
 from torchelastic.agent.worker_channel import WorkerChannel
 from torchelastic.agent.workers import WorkerStart
-from torchelastic.contract import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState, RunState
+from torchelastic.contract import ExitCode, FailureKind, FailureRecord, NodePhase, OutcomeState, RunState
 from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
 from torchelastic.output import started
 from torchelastic.rendezvous.chronicle import Chronicle
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from torchelastic.contract import EpochRecord, OutcomeRecord
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.settings import AgentSettings
-    from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
 
@@ -133,39 +134,17 @@ class Agent:
                 return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
 
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
-        store = await self._signals.unless_first(self._connect())
+        store = await self._signals.unless_first(connected(self._settings, self._metrics))
         stack.push_async_callback(store.close)
         node = RendezvousNode(
             store,
             self._settings.rendezvous,
             node=self._node_id,
-            record=self._introduction(metrics_port),
+            record=introduction(self._settings, metrics_port),
             chronicle=self._chronicle,
         )
         self._metrics.follow(node)
         return node
-
-    def _introduction(self, metrics_port: int) -> NodeRecord:
-        return NodeRecord(
-            name=self._settings.node_name,
-            address=self._settings.address,
-            workers=self._settings.workers,
-            size=self._settings.rendezvous.size,
-            metrics=metrics_port,
-            place=self._settings.place,
-        )
-
-    async def _connect(self) -> Store:
-        """The store; its HTTP client is imported here, since a run without one has no use for it."""
-        if self._settings.store is None:
-            from torchelastic.store import MemoryStore
-
-            return MemoryStore()
-        from torchelastic.store.connecting import connect_within
-        from torchelastic.store.measured import MeasuredStore
-
-        store = await connect_within(self._settings.store, self._settings.rendezvous.join_timeout)
-        return MeasuredStore(store, self._metrics.store_answered)
 
     # -- what happens
 
@@ -353,16 +332,8 @@ class Agent:
         epoch = self._epoch
         if epoch is None or node.node not in epoch.nodes:
             return
-        failure = FailureRecord(
-            epoch=epoch.number,
-            rank=sum(member.workers for member in epoch.members[: epoch.nodes.index(node.node)]),
-            local_rank=0,
-            node=node.node,
-            exit_code=1,
-            kind=kind,
-            host=self._settings.address,
-            message=message,
-            uptime=round(time.monotonic() - self._began_at, 3),
+        failure = failure_record.of_node(
+            epoch, node.node, self._settings, message=message, kind=kind, began=self._began_at
         )
         self._progress.report()
         node.report(epoch.number, failure=failure)
@@ -371,22 +342,7 @@ class Agent:
         await self._stop_workers(self._settings.stop_timeout)
 
     def _failure(self, worker: WorkerExit, epoch: int) -> FailureRecord:
-        code = code_of(worker.exit_code)
-        final = worker.final or code in self._settings.final_exit_codes
-        return FailureRecord(
-            epoch=epoch,
-            rank=worker.rank,
-            local_rank=worker.local_rank,
-            node=self._node_id,
-            exit_code=max(min(worker.exit_code, 255), -255),
-            kind=worker.kind,
-            host=self._settings.address,
-            pid=worker.pid,
-            message=worker.message,
-            uptime=round(worker.uptime, 3),
-            final=final,
-            free=not final and code in self._settings.free_exit_codes,
-        )
+        return failure_record.of_worker(worker, epoch, self._node_id, self._settings)
 
     async def _leave(self, number: signal.Signals, node: RendezvousNode) -> None:
         """Leave the run, and end the workers when nobody needs them any more.
