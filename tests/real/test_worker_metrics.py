@@ -19,9 +19,12 @@ from tests.support.crew import eventually, told
 from tests.support.local_runs import LocalRun, manifest, training
 from tests.support.measured import Measured
 from tests.support.scraping import scraped
+from tests.support.spoiling import BESIDE
 from tests.support.terminals import answer
 
 pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
@@ -286,6 +289,41 @@ async def test_nothing_is_left_of_the_memory_when_the_agent_has_ended(tmp_path: 
         agent.kill(number)
         await agent.code()
         await eventually(lambda: not file.parent.exists())
+
+
+@pytest.mark.parametrize(
+    "kind", ["truncated", "a huge number for a bucket", "a folder in its place", "a FIFO in its place"]
+)
+async def test_whatever_a_worker_does_to_its_memory_the_others_are_shown_and_the_next_epoch_trains(
+    tmp_path: Path, kind: str
+) -> None:
+    measured = Measured(
+        tmp_path,
+        f"""
+        import pathlib
+        from tests.support.spoiling import BESIDE, SPOILING
+        from torchelastic import metrics
+        epoch, rank = int(os.environ["TORCHELASTIC_EPOCH"]), int(os.environ["RANK"])
+        metrics.declare("my_app", counters=["samples"])
+        metrics.put_metric("samples", 1, "my_app")
+        if epoch == 1 and rank == 0:
+            (SPOILING | BESIDE)[{kind!r}](pathlib.Path(os.environ["TORCHELASTIC_METRICS_FILE"]))
+            print(f"spoiled by {{os.getpid()}}", flush=True)
+        print(f"epoch {{epoch}} measured", flush=True)
+        """,
+        "--nproc-per-node=2",
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    async with measured.agent as agent:
+        before = await measured.after("epoch 1 measured", count=2)
+        os.kill(int((await agent.said(r"spoiled by (\d+)"))[1]), signal.SIGKILL)
+        after = await measured.after("epoch 2 measured", count=2)
+    left = 1 if kind in BESIDE else 0
+    assert before.value("my_app_samples_total", rank="0") == (left or None)
+    assert before.value("my_app_samples_total", rank="1") == 1
+    assert after.value("my_app_samples_total", rank="0") == left + 1
+    assert after.value("my_app_samples_total", rank="1") == 2
+    assert not any("cannot be shown" in line or "cannot be read" in line for line in agent.lines)
 
 
 async def test_without_metrics_there_is_no_memory_and_values_are_dropped(tmp_path: Path) -> None:

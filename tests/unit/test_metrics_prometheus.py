@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import urllib.request
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -323,10 +324,13 @@ def test_counters_is_no_single_name() -> None:
         PrometheusMetricHandler(counters="samples")
 
 
-@pytest.mark.parametrize("buckets", [[], [2, 1], [1, 1], [math.inf], [math.nan, 1]])
-def test_buckets_that_are_not_ascending_are_refused(buckets: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"buckets of 'x' must be finite numbers, each above"):
-        PrometheusMetricHandler(histograms={"x": buckets})
+@pytest.mark.parametrize(
+    "buckets", [[], [2, 1], [1, 1], [math.inf], [math.nan, 1], [10**400], [10**5000], ["high"], [None], 1]
+)
+def test_buckets_that_are_not_ascending_numbers_are_refused(buckets: Any) -> None:
+    for declare in (PrometheusMetricHandler, partial(metrics.declare, "my_app")):
+        with pytest.raises(ValueError, match=r"buckets of 'x' must be finite numbers, each above"):
+            declare(histograms={"x": buckets})
 
 
 def test_a_name_is_a_counter_or_a_histogram() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import struct
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,18 +18,20 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.support.scraping import Page
+from tests.support.spoiling import BESIDE, DROPPED, SPOILING, VALUES, write_names
 from torchelastic.metrics import MetricStream
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.memory import MemoryWriter
+from torchelastic.metrics.memory import MemoryReader, MemoryWriter
 from torchelastic.metrics.names import Form, Kind, forms_of
 from torchelastic.metrics.of_workers import MAX_INHERITED, WorkerMetrics
 from torchelastic.metrics.worker import WorkerMetricHandler
 from torchelastic.worker import METRICS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torchelastic.metrics.memory import Source
 
 FORMS = forms_of(["samples"], {"size": [1, 10]})
 
@@ -35,7 +40,7 @@ class Node:
     """One node's workers, each as what it measures with."""
 
     def __init__(self, folder: Path, agent: AgentMetrics) -> None:
-        self.metrics = WorkerMetrics(folder / "memory")
+        self.metrics = WorkerMetrics(folder / "memory", folder / "beside")
         self.registry = agent.registry(self.metrics)
         self._epoch = 0
 
@@ -43,6 +48,7 @@ class Node:
         """Start an epoch with workers of these ranks; those of the one before end."""
         self._epoch += 1
         variables, self.workers = self.metrics.begin(self._epoch, dict(enumerate(ranks)))
+        self.files = [Path(variables[local_rank][METRICS_FILE]) for local_rank in range(len(ranks))]
         return [_stream(variables[local_rank]) for local_rank in range(len(ranks))]
 
     def page(self) -> Page:
@@ -159,6 +165,13 @@ def test_names_that_come_out_alike_never_share_a_series_in_any_rank(node: Node) 
     assert by_value[0] == by_value[20]
 
 
+def test_a_group_and_a_name_are_told_apart_wherever_the_one_ends_and_the_other_begins(node: Node) -> None:
+    (worker,) = node.begin(0)
+    worker._registry.add("my_app", "train\0loss", 1)
+    worker._registry.add("my_app\0train", "loss", 2)
+    assert sorted(node.page().named("my_app_train_loss").values()) == [1, 2]
+
+
 NAMES = st.text(max_size=8) | st.sampled_from(
     [
         "epoch",
@@ -204,6 +217,86 @@ def test_whatever_workers_measure_the_page_is_well_formed_and_no_series_is_there
         page = node.page()
         for rank in ("0", "1"):
             assert sum(("rank", rank) in labels for _, labels in page.samples) >= len(epochs[-1])
+
+
+@pytest.mark.parametrize("change", (SPOILING | BESIDE).values(), ids=SPOILING | BESIDE)
+def test_whatever_a_worker_does_to_its_memory_others_are_shown_and_the_next_epoch_begins(
+    node: Node, change: Callable[[Path], None]
+) -> None:
+    for worker in node.begin(0, 1):
+        worker.add_value("samples", 10)
+    first, second = node.begin(0, 1)
+    first.add_value("samples", 100)
+    second.add_value("samples", 1)
+    change(node.files[0])
+    shown = node.samples()
+    assert shown["1"] == 11
+    assert shown["0"] == (110 if change in BESIDE.values() else 10)
+    first, second = node.begin(0, 1)
+    assert node.samples() == shown
+    for worker in (first, second):
+        worker.add_value("samples", 1)
+    assert node.samples() == {rank: samples + 1 for rank, samples in shown.items()}
+
+
+WORDS = st.text(max_size=3) | st.sampled_from(["a\0b", "a", "b", "torchelastic", "epoch", "train_step.success"])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(WORDS, min_size=2, max_size=3),
+            st.sampled_from(Kind),
+            st.sampled_from([[], [1], [1.0, 2], [-1, 1e300], [10**400], [True], ["1"]]),
+            st.integers(0, 30) | st.integers(),
+        ),
+        max_size=8,
+    ),
+    st.lists(st.floats() | st.integers(0, 5).map(float), max_size=8),
+)
+def test_whatever_stands_in_the_memory_the_page_is_well_formed_and_no_series_is_there_twice(
+    tmp_path_factory: pytest.TempPathFactory, names: list[object], values: list[float]
+) -> None:
+    with AgentMetrics(MetricRegistry()) as agent:
+        node = Node(tmp_path_factory.mktemp("node"), agent)
+        _, second = node.begin(0, 1)
+        second.add_value("samples", 3)
+        write_names(node.files[0], *(json.dumps(name).encode() for name in names))
+        with node.files[0].open("r+b") as file:
+            for begin in (DROPPED, VALUES):
+                file.seek(begin)
+                file.write(struct.pack(f"{len(values)}d", *values))
+        for _ in range(2):
+            page = Page(parse_text(generate_latest(node.registry).decode()))
+            assert page.value("my_app_samples_total", rank="1") == 3
+            node.begin(0, 1)
+
+
+def test_where_what_a_worker_has_left_cannot_be_read_the_next_one_begins_at_0(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for worker in node.begin(0, 1):
+        worker.add_value("samples", 10)
+    values, broken = MemoryReader.values, node.workers[0]._reader
+
+    def fail(reader: MemoryReader) -> Mapping[Source, tuple[float, ...]]:
+        if reader is broken:
+            raise MemoryError("no more of it")
+        return values(reader)
+
+    monkeypatch.setattr(MemoryReader, "values", fail)
+    node.begin(0, 1)[0].add_value("samples", 1)
+    assert node.samples() == {"0": 1, "1": 10}
+    assert "What rank 0 has counted cannot be read" in caplog.text
+
+
+def test_epochs_leave_no_descriptors(tmp_path: Path) -> None:
+    metrics = WorkerMetrics(tmp_path / "memory")
+    open_after = []
+    for epoch in range(5):
+        metrics.begin(epoch, {0: 0, 1: 1})
+        open_after.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
+    assert len(set(open_after)) == 1
 
 
 def test_values_that_are_not_taken_are_counted_for_each_rank_and_told_once(

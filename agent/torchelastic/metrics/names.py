@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 class Kind(enum.StrEnum):
@@ -76,10 +76,17 @@ def forms_of(counters: Collection[str], histograms: Mapping[str, Sequence[float]
     forms = dict.fromkeys(counters, Form(Kind.COUNTER))
     for name, bounds in histograms.items():
         try:
-            forms[name] = Form(Kind.HISTOGRAM, tuple(map(float, bounds)))
+            forms[name] = Form(Kind.HISTOGRAM, _numbers(bounds))
         except ValueError as error:
             raise ValueError(f"The buckets of {name!r} {error}.") from None
     return forms
+
+
+def _numbers(bounds: Iterable[float]) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, bounds))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"must be finite numbers, each above the one before: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.metrics import memory
@@ -115,7 +116,8 @@ class WorkerMetrics:
             What is to be in the environment of each, by local rank; and their memory, in the order of the ranks given.
         """
         for path in self._paths:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # what a program has put there instead, it may keep
+                path.unlink()
         self._paths = []
         before = {worker.rank: worker for worker in self._workers}
         heirs = _heirs(before, tuple(ranks.values()))
@@ -168,11 +170,12 @@ class WorkerMetrics:
             path = folder / name
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                memory.make(path)
-                self._paths.append(path)
-                return memory.MemoryReader(path), {METRICS_FILE: str(path)}
+                reader = memory.make(path)
             except OSError as error:
                 problems.append(f"below {folder}: {error.strerror}")
+            else:
+                self._paths.append(path)
+                return reader, {METRICS_FILE: str(path)}
         if not self._told:
             self._told = True
             _log.warning(
@@ -195,8 +198,11 @@ def _heirs(before: Mapping[int, WorkerMemory], ranks: Sequence[int]) -> dict[int
 def _successor(rank: int, reader: MemoryReader | None, before: WorkerMemory | None) -> WorkerMemory:
     if before is None:
         return WorkerMemory(rank, reader, {}, (0.0,) * len(REASONS))
-    counts = list(before.values(counts_only=True).items())
-    dropped = list(before.dropped())
+    try:
+        counts, dropped = list(before.values(counts_only=True).items()), list(before.dropped())
+    except Exception:  # noqa: BLE001 - whatever has become of that memory, the next worker starts
+        _log.exception("What rank %d has counted cannot be read; rank %d begins at 0 in its place.", before.rank, rank)
+        return WorkerMemory(rank, reader, {}, (0.0,) * len(REASONS))
     # Programs that make new names each time they start would otherwise have them grow for ever.
     dropped[REASONS.index(TOO_MANY_NAMES)] += len(counts[MAX_INHERITED:])
     return WorkerMemory(rank, reader, dict(counts[:MAX_INHERITED]), dropped)

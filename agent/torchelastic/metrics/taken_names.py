@@ -29,7 +29,7 @@ class TakenNames:
             series: as it would be called.
             source: what tells its source from all others, the group and the name first.
         """
-        text = "\0".join(source)
+        text = repr(tuple(source))  # so that no text in it, whatever it holds, makes it look like another one
         plain = series.name
         while not self._free(series, text):
             series = tagged(series, text)
