@@ -158,8 +158,9 @@ OPERATOR: Final = (
         lasting="5m",
         severity=Severity.CRITICAL,
         summary="No operator looks after the ElasticJobs.",
-        about="For 5 minutes no copy of the operator was there, or none held the Lease. What trains goes on and "
-        "recovers by itself; pods that end are not replaced, and new jobs do not start.",
+        about="For 5 minutes no copy of the operator was there, or none acted: it could not list what there is, or "
+        "not get the Lease. What trains goes on and recovers by itself; pods that end are not replaced, and new jobs "
+        "do not start.",
     ),
     Alert(
         name="ElasticOperatorNotReconciling",

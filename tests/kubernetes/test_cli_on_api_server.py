@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from elastic_operator.names import ANNOTATION_METRICS_PORT
 from elastic_operator.report_json import encode_report
 from elastic_operator.showing.report_page import page
 from tests.support.cluster_objects import died, status
@@ -86,10 +87,10 @@ class Team:
             "labels": {f"elastic.pytorch.org/{key}": value for key, value in labels.items()},
             "ownerReferences": [{**reference, "uid": owner["metadata"]["uid"]}],
             "finalizers": [HOLD] if hold else [],
+            "annotations": {ANNOTATION_METRICS_PORT: str(metrics_port)} if metrics_port else {},
         }
         container = {"name": "worker", "image": "elastic-agent:dev"}
-        ports = [{"name": "metrics", "containerPort": metrics_port}] if metrics_port else []
-        spec = {"containers": [{**container, "ports": ports}], "schedulerName": "nobody"}
+        spec = {"containers": [container], "schedulerName": "nobody"}
         made = await self.make(PODS, name, metadata=metadata, spec=spec)
         phase = "Running" if "running" in state else "Failed"
         told = {"restartCount": 0, "imageID": "", "ready": "running" in state, "state": state, **container}

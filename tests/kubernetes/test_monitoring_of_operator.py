@@ -25,6 +25,7 @@ from torchelastic.store import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from scripts.monitoring.page import Page, Panel, Query
     from tests.support.etcd import EtcdServer
@@ -161,6 +162,19 @@ async def test_promtool_has_nothing_to_say_against_the_page_of_the_operator(watc
     assert status == 200
     run = promtool("check", "metrics", stdin=page)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+async def test_an_operator_that_may_list_nothing_is_told_of(cluster_with_crd: Cluster, tmp_path: Path) -> None:
+    async with cluster_with_crd.namespace() as namespace, Prometheus(tmp_path / "prometheus") as prometheus:
+        await cluster_with_crd.kubectl("create", "serviceaccount", "nobody", f"--namespace={namespace}")
+        kubeconfig = await cluster_with_crd.kubeconfig_for(namespace, "nobody")
+        async with OperatorProcess(tmp_path, kubeconfig, f"--namespace={namespace}", wait=False) as operator:
+            await operator.says("what exists cannot be listed: ", f":{namespace}:nobody", 'cannot list resource "')
+            prometheus.scrape([operator.address])
+            [sample] = await prometheus.until("max(elastic_operator_leads)")
+            assert sample.value == 0
+            assert await prometheus.query(ALERTS["ElasticOperatorDown"].expr)
+            assert (await operator.get("/readyz"))[0] == 503
 
 
 async def test_an_operator_that_is_gone_is_told_of(watched: Watched) -> None:

@@ -322,7 +322,22 @@ STORIES = (
         {"elastic_operator_queue_depth": "0x9 _x3 0x180", "elastic_operator_leads": "1x9 0x3 1x180"},
         quiet=(11, 13, 25),
     ),
-    Story("ElasticOperatorDown", "it has no Lease and needs none", {"elastic_operator_leads": NONE}, quiet=(25,)),
+    Story(
+        "ElasticOperatorDown",
+        "it runs, and may not list what there is",
+        {name: NONE for name in HEALTHY if name.startswith("elastic_operator_job_")}
+        | {"elastic_operator_leads": "0x200", "elastic_operator_elasticjobs": "0x200"}
+        | reconciled(done="0x200"),
+        quiet=(3,),
+        fires=(7, 180),
+        about={},
+    ),
+    Story(
+        "ElasticOperatorDown",
+        "it is new, and takes four minutes to list what there is",
+        {"elastic_operator_queue_depth": "0x200", "elastic_operator_leads": "0x4 1x190"},
+        quiet=(3, 6, 25),
+    ),
     Story(
         "ElasticOperatorNotReconciling",
         "no look at a job ends",

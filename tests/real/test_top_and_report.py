@@ -125,7 +125,8 @@ async def test_a_job_is_watched_hurt_and_reported(home: Path, tmp_path: Path, pr
     assert f"rank {trouble.rank}, {trouble.pod}" in text
     assert found.spans[0].epoch.workers == 2
     took = json.loads(next(home.glob("runs/*/job.json")).read_text())["run"]["ended"]["time"] - found.begin
-    assert sum(found.report.split.seconds.values() if found.report.split else ()) == pytest.approx(took, rel=0.05)
+    accounted = sum(found.report.split.seconds.values() if found.report.split else ())
+    assert took - 3 < accounted <= took, "all of it, but what it took to take the pods down"
 
 
 async def test_on_a_terminal_a_job_is_watched_to_its_end(home: Path, tmp_path: Path, program: list[str]) -> None:

@@ -194,7 +194,7 @@ def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:
         ("elastic.pytorch.org", "elasticjobs"): {"list", "watch", "delete"},
         ("elastic.pytorch.org", "elasticjobs/status"): {"update"},
         ("elastic.pytorch.org", "elasticjobs/scale"): {"patch"},
-        ("", "pods"): owned,
+        ("", "pods"): owned | {"patch"},
         ("", "services"): owned,
         ("apps", "deployments"): owned,
         ("policy", "poddisruptionbudgets"): owned | {"patch"},

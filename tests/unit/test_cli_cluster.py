@@ -17,11 +17,12 @@ from elastic_operator.commands.get import table
 from elastic_operator.kube.snapshot import snapshot_of
 from elastic_operator.names import ANNOTATION_METRICS_PORT
 from elastic_operator.report_json import encode_report
+from elastic_operator.showing.asking import LARGEST_PAGE
 from elastic_operator.showing.report_page import page
 from elastic_operator.showing.shown import Shown
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.api_stand_in import ApiStandIn
-from tests.support.cluster_objects import JOB_UID, START, died, event, job, pod
+from tests.support.cluster_objects import JOB_UID, START, at, died, event, job, pod
 from tests.support.reports import report
 
 if TYPE_CHECKING:
@@ -473,6 +474,39 @@ async def test_the_agents_of_a_job_are_asked_through_the_api_server(
     ]
 
 
+async def test_a_pod_that_names_no_port_or_no_address_is_told_of_and_hides_no_other(
+    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_port, no_address = serving(0, "aaaaa"), serving(1, "bbbbb")
+    no_port["metadata"]["annotations"][ANNOTATION_METRICS_PORT] = "99999"
+    no_address["status"]["podIP"] = "10.0.0.1]"
+    for made in (no_port, no_address, serving(2, "ccccc")):
+        await server.put("Pod", made)
+    server.pages[proxied("digits-2-ccccc")] = agent_page(0, seconds=LEADS)
+    assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "goodput 90.0 %" in lines
+    assert lines[-2:] == [
+        "digits-0-aaaaa does not say yet on which port its metrics are",
+        "digits-1-bbbbb: http://10.0.0.1]:9464/metrics is no address of an agent (Invalid IPv6 URL)",
+    ]
+    assert await type_in("top", "--kubeconfig", kubeconfig) == 0
+    assert " 90.0 % " in capsys.readouterr().out
+
+
+async def test_a_page_of_metrics_that_is_too_large_is_told_of_and_hides_no_other(
+    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for made in (serving(0, "aaaaa"), serving(1, "bbbbb")):
+        await server.put("Pod", made)
+    server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS)
+    server.pages[proxied("digits-1-bbbbb")] = agent_page(1) + "# x\n" * (LARGEST_PAGE // 4)
+    assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "goodput 90.0 %" in lines
+    assert lines[-1] == "digits-1-bbbbb: what it serves under /metrics is too large"
+
+
 @pytest.mark.parametrize("words", [["--kubeconfig"], ["-A", "--kubeconfig"]])
 async def test_all_jobs_of_a_cluster_have_a_line_with_what_their_leader_tells(
     words: list[str], server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
@@ -488,12 +522,15 @@ async def test_all_jobs_of_a_cluster_have_a_line_with_what_their_leader_tells(
 async def test_whoever_may_not_ask_the_agents_is_told_once_and_sees_the_status(
     server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = {"asOf": at(20), "seconds": {"training": 5.0, "suspended": 15.0}}
+    await server.put("ElasticJob", job(status={"timeSplit": before}))
     for index, suffix in enumerate(("aaaaa", "bbbbb")):
         await server.put("Pod", serving(index, suffix))
         server.failing[proxied(f"digits-{index}-{suffix}")] = (403, "pods/proxy is forbidden")
     assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "epoch 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free" in lines
+    assert not [line for line in lines if "goodput" in line], "that was before it was resumed"
     [said] = [line for line in lines if "forbidden" in line]
     assert said == (
         "what the agents tell may not be read (pods/proxy is forbidden); it takes the right to get pods/proxy, or "

@@ -131,6 +131,6 @@ async def test_of_a_pods_refusal_that_never_ends_the_beginning_is_read() -> None
 
     async with answering(answer) as configuration, UserApi(configuration) as api, asyncio.timeout(20):
         with pytest.raises(ApiError) as refused:
-            await api.from_pod("default", "digits-0-aaaaa", 9464, "/metrics")
+            await api.from_pod("default", "digits-0-aaaaa", 9464, "/metrics", most=1 << 20)
         gone.set()
     assert (refused.value.status, len(refused.value.words)) == (403, 499)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 
 from elastic_operator.kube.api import Api
-from elastic_operator.kube.options import OperatorSettings
+from elastic_operator.kube.options import Address, OperatorSettings
 from elastic_operator.kube.process import Operator
 from elastic_operator.kube.resources import ELASTIC_JOBS, LEASES, PODS
 from elastic_operator.store_mirror import StoreMirror
@@ -96,3 +99,46 @@ async def test_a_copy_that_leads_no_more_has_no_work_left(
     acts.cancel()
     await asyncio.wait({acts})
     assert operator._queue.depth == 0
+
+
+def leads(page: str) -> str:
+    """What a page says of whether this copy acts; empty where it says nothing."""
+    return "".join(re.findall(r"^elastic_operator_leads (.*)$", page, re.MULTILINE))
+
+
+async def test_a_copy_that_may_list_nothing_shows_that_it_does_not_act_and_says_why_once(
+    server: ObjectServer, api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    words = 'pods is forbidden: User "operator" cannot list resource "pods"'
+    server.fault = lambda _method, _path: (403, "Forbidden", words)
+    stop = asyncio.Event()
+    running = asyncio.create_task(Operator(OperatorSettings(listen=Address("127.0.0.1", 0)), api).run(stop))
+    await server.until(lambda: len(server.asked) > 1)
+    [port] = re.findall(r"/metrics on port (\d+)", caplog.text)
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as response:
+        assert leads(await response.text()) == "0.0"
+    [said] = [message for message in caplog.messages if words in message]
+    assert said.startswith("what exists cannot be listed: ")
+    stop.set()
+    await running
+
+
+@pytest.mark.parametrize("leader_elect", [True, False])
+async def test_a_copy_shows_that_it_acts_as_long_as_it_does(leader_elect: bool, server: ObjectServer, api: Api) -> None:
+    operator = Operator(OperatorSettings(leader_elect=leader_elect), api)
+    operator._measure()
+
+    def shown() -> str:
+        return leads(operator._metrics.page("")[0].decode())
+
+    assert shown() == "0.0"
+    job = {"minReplicas": 1, "maxReplicas": 1, "replicas": 1, "image": "i", "args": ["a.py"]}
+    operator._hear(ELASTIC_JOBS, "ADDED", server.put(ELASTIC_JOBS, "one", spec=job))
+    operator._listings.complete.set()
+    acts = asyncio.create_task(operator._act())
+    await server.until(lambda: len(server.of_kind(PODS)) == 1)
+    assert shown() == "1.0"
+    acts.cancel()
+    await asyncio.wait({acts})
+    assert shown() == "0.0"

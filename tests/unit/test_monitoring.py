@@ -172,4 +172,17 @@ def test_the_page_on_monitoring_has_every_alert_and_is_led_to() -> None:
 def test_the_example_for_prometheus_is_yaml_and_finds_what_the_operator_labels() -> None:
     [example] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "monitoring.md").read_text(), re.DOTALL)
     [config] = yaml.safe_load(example)["scrape_configs"]
-    assert [rule.get("action") for rule in config["relabel_configs"]] == ["keep", "keep", None, None]
+    rules = config["relabel_configs"]
+    assert [rule["action"] for rule in rules if "action" in rule] == ["keep", "keep"]
+    addresses = [rule for rule in rules if rule.get("target_label") == "__address__"]
+
+    def address(ip: str) -> list[str]:
+        found = [re.fullmatch(rule["regex"], f"{ip};9464") for rule in addresses]
+        return [
+            match.expand(re.sub(r"\$(\d)", r"\\\1", rule["replacement"]))
+            for match, rule in zip(found, addresses, strict=True)
+            if match
+        ]
+
+    assert address("10.0.0.1") == ["10.0.0.1:9464"]
+    assert address("fd00::1") == ["[fd00::1]:9464"]

@@ -21,7 +21,7 @@ from elastic_operator.kube.observation import (
     told_cluster_ip,
     trimmed_pod,
 )
-from elastic_operator.kube.settings import PodSettings
+from elastic_operator.kube.settings import AGENT_METRICS_PORT, PodSettings
 from elastic_operator.kube.worker_pod import worker_pod
 from elastic_operator.model import EtcdState, JobStatus, Misfit, NewPod, Pod, PodPhase
 from elastic_operator.status_json import status_to_json
@@ -94,6 +94,7 @@ BASE = Pod(
     size=SIZE,
     node="node-1",
     conditions={"PodScheduled": "True"},
+    metrics_port=AGENT_METRICS_PORT,
 )
 
 
@@ -442,6 +443,16 @@ def test_the_index_is_the_labels_or_else_the_names(label: str | None, index: int
     obj = an_object()
     obj["metadata"]["labels"]["elastic.pytorch.org/index"] = label
     assert pod_of(obj).index == index
+
+
+@pytest.mark.parametrize(
+    ("note", "port"),
+    [("1", 1), ("65535", 65535), ("0", 0), ("65536", 0), ("99999", 0), ("9" * 30, 0), ("-1", 0), ("x", 0)],
+)
+def test_what_can_be_no_port_is_none(note: str, port: int) -> None:
+    obj = an_object()
+    obj["metadata"]["annotations"]["elastic.pytorch.org/metrics-port"] = note
+    assert pod_of(obj).metrics_port == port
 
 
 @pytest.mark.parametrize("note", ["", "x", "-1", "1.5", "9" * 30])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from elastic_operator.errors import ClusterError
 from elastic_operator.showing import quantities
 from elastic_operator.showing.agent_page import Page, Tally
 from elastic_operator.showing.asking import NotAllowed, ask, ask_leaders
-from elastic_operator.showing.figures import Figures, figures, goodput
+from elastic_operator.showing.figures import Figures, RankFigures, figures, goodput
 from elastic_operator.showing.shown import Shown, ShownPod
 from elastic_operator.showing.top_lines import Reading, lines, plain
 from elastic_operator.showing.top_table import table
@@ -106,6 +107,18 @@ def test_steps_are_those_since_the_last_reading() -> None:
     assert trend.read(figures(pages(agent_page(0, steps=(11.0, 14)))), 2.0).steps == {0: 0.25}
     assert trend.read(figures(pages(agent_page(0, steps=(11.0, 14)))), 4.0).steps == {0: 0.25}, "no step ended"
     assert trend.read(figures(pages(agent_page(0, steps=(1.0, 2)))), 6.0).steps == {0: 0.5}, "another pod"
+
+
+def test_what_is_remembered_does_not_grow_with_the_names_that_a_pod_makes_up() -> None:
+    trend = Trend()
+    sizes = []
+    for at in range(4000):
+        ranks = (RankFigures(rank=0, pod="a", steps=Tally(at, at + 1)), RankFigures(at, f"pod-{at}", Tally(1.0, 1)))
+        trend.read(Figures(ranks=ranks, recoveries={f"cause {at}": Tally(1.0, 1)}), float(at))
+        if at % 50 == 0:
+            sizes.append(len(pickle.dumps(trend)))
+    assert max(sizes[40:]) <= max(sizes[:40]) * 1.1
+    assert trend.read(Figures(ranks=(RankFigures(0, "a", Tally(4002, 4002)),)), 4000.0).steps[0] == 1.5
 
 
 def test_a_rank_that_takes_much_longer_than_the_others_straggles() -> None:
@@ -228,9 +241,13 @@ def test_gpus_are_shown_where_there_are_some() -> None:
     ]
 
 
-def test_without_an_answer_the_jobs_status_tells() -> None:
-    split = {"asOf": "2023-11-14T22:13:40Z", "seconds": {"training": 10.0, "suspended": 5.0}, "lostSeconds": 1.0}
-    reading = shown(Figures(), status={"state": "Suspended", "timeSplit": split, "freeRestarts": 7})
+SPLIT = {"asOf": "2023-11-14T22:13:40Z", "seconds": {"training": 10.0, "suspended": 5.0}, "lostSeconds": 1.0}
+"""Where the time went in the first 20 seconds, as a status says it."""
+
+
+def test_of_a_job_that_rests_its_status_tells() -> None:
+    rests = {"state": "Suspended", "conditions": [{"type": "Suspended", "status": "True"}]}
+    reading = shown(Figures(), status={**rests, "timeSplit": SPLIT, "freeRestarts": 7})
     assert text(reading) == [
         "digits  Suspended  1m40s",
         "epoch 4   world size 2   pods ready 2/3   restarts 1 charged, 7 free",
@@ -239,6 +256,28 @@ def test_without_an_answer_the_jobs_status_tells() -> None:
         "training 10s (10.5 %)   suspended 1m25s (89.5 %)",
     ]
     assert len(text(shown(Figures()))) == 2
+
+
+def test_of_a_job_that_has_finished_its_status_tells() -> None:
+    ended = {"state": "Succeeded", "completionTime": "2023-11-14T22:13:40Z", "timeSplit": SPLIT}
+    assert text(shown(Figures(), status=ended))[2:] == [
+        "",
+        "goodput 60.0 %   lost 1s",
+        "training 10s (66.7 %)   suspended 5s (33.3 %)",
+    ]
+
+
+STOPS = {"type": "Suspended", "status": "False", "reason": "Stopping"}
+
+
+@pytest.mark.parametrize("state", ["Pending", "Waiting", "Running", "Suspended"])
+def test_what_was_true_before_a_job_was_resumed_is_not_shown_as_present(state: str) -> None:
+    reading = shown(Figures(), status={"state": state, "timeSplit": SPLIT, "conditions": [STOPS]})
+    assert text(reading) == [
+        f"digits  {state}  1m40s",
+        "epoch 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free",
+    ]
+    assert table([reading])[1].split()[-5:-1] == ["-", "-", "1", "-"]
 
 
 def test_what_matters_least_gives_way_to_a_small_terminal() -> None:

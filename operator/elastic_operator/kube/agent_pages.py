@@ -10,7 +10,7 @@ from elastic_operator.kube.api_error import ApiError
 from elastic_operator.kube.jobs import ClusterJobs
 from elastic_operator.kube.snapshot import snapshot_of
 from elastic_operator.names import LABEL_JOB
-from elastic_operator.showing.asking import NotAllowed, ask, ask_leaders
+from elastic_operator.showing.asking import LARGEST_PAGE, NotAllowed, ask, ask_leaders
 from elastic_operator.showing.shown import Shown
 from elastic_operator.unchecked import text
 
@@ -74,9 +74,13 @@ class ClusterPages:
 
     def _fetch_in(self, namespace: str) -> Fetch:
         async def fetch(pod: ShownPod) -> str:
-            address = urlsplit(pod.metrics_url or "")
             try:
-                page = await self._api.from_pod(namespace, pod.name, address.port or 0, address.path)
+                address = urlsplit(pod.metrics_url or "")
+                port = address.port
+            except ValueError as error:
+                raise ClusterError(f"{pod.metrics_url} is no address of an agent ({error})") from None
+            try:
+                page = await self._api.from_pod(namespace, pod.name, port or 0, address.path, most=LARGEST_PAGE)
             except ApiError as error:
                 if error.status in (401, 403):
                     raise NotAllowed(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from elastic_operator.spec import Json
 
 _LARGEST: Final = 1_000_000
+_LAST_PORT: Final = 65535
 _SPEC_KEPT: Final = ("nodeName", "schedulerName", "schedulingGates", "readinessGates")
 _METADATA_KEPT: Final = (
     "name",
@@ -81,7 +82,7 @@ def pod_of(obj: Json) -> Pod:
         fate=fate_of(obj, worker, message),
         reasons=reasons_of(obj, worker),
         conditions=conditions_of(obj),
-        metrics_port=_number(text(annotations, ANNOTATION_METRICS_PORT)) or 0,
+        metrics_port=_port(text(annotations, ANNOTATION_METRICS_PORT)),
     )
 
 
@@ -230,6 +231,11 @@ def _number(digits: str) -> int | None:
     if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(_LARGEST))):
         return None
     return min(int(digits), _LARGEST)
+
+
+def _port(digits: str) -> int:
+    port = _number(digits) or 0
+    return port if port <= _LAST_PORT else 0
 
 
 def _size(record: str) -> SizeRecord | None:

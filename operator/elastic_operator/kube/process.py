@@ -113,9 +113,7 @@ class Operator:
         # On connections of its own: where this copy writes much, the lease must not wait for its turn.
         async with self._api.another() as api:
             api.asked = self._metrics.asked
-            leadership = Leadership(api, lease)
-            self._metrics.gauge("elastic_operator_leads", "Whether this copy acts.", lambda: float(leadership.leads))
-            await leadership.run(self._work)
+            await Leadership(api, lease).run(self._work)
 
     async def _work(self) -> None:
         """What a leader does."""
@@ -191,13 +189,18 @@ class Operator:
             events.tell(job, event)
 
     def _measure(self) -> None:
+        self._metrics.gauge("elastic_operator_leads", "Whether this copy acts.", lambda: float(self._acts))
         self._metrics.gauge(
             "elastic_operator_queue_depth", "Jobs that wait to be looked at.", lambda: self._queue.depth
         )
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(self._cache.count, resource)
             self._metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
-        self._metrics.jobs(self._jobs, lambda: self._reconciler is not None)
+        self._metrics.jobs(self._jobs, lambda: self._acts)
+
+    @property
+    def _acts(self) -> bool:
+        return self._reconciler is not None
 
     def _ill(self) -> str:
         reconciler = self._reconciler

@@ -31,8 +31,6 @@ _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _NO_SUCH_KIND: Final = "could not find the requested resource"
 _SILENCE: Final = 30.0
 """Seconds without a byte after which an answer is no longer waited for."""
-_LARGEST_ANSWER: Final = 16 << 20
-"""Bytes of what a pod serves."""
 _NOT_NOW: Final = 9
 """How often a server may say that it has too much to do, or just learns a new kind of object."""
 _BETWEEN_WATCHES: Final = 0.2
@@ -86,7 +84,7 @@ class UserApi(Api):
             async for piece in pieces:
                 yield piece
 
-    async def from_pod(self, namespace: str, pod: str, port: int, path: str) -> bytes:
+    async def from_pod(self, namespace: str, pod: str, port: int, path: str, *, most: int) -> bytes:
         """What a pod serves, through the API server.
 
         Args:
@@ -94,6 +92,7 @@ class UserApi(Api):
             pod: its name.
             port: on which it serves.
             path: there, with its slash.
+            most: bytes that are read.
 
         Raises:
             ApiError: the pod does not answer, or it may not be asked.
@@ -104,8 +103,8 @@ class UserApi(Api):
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 data += piece
-                if len(data) > _LARGEST_ANSWER:
-                    raise ClusterError(f"what {pod} serves under {path} is too large")
+                if len(data) > most:
+                    raise ClusterError(f"what it serves under {path} is too large")
         return bytes(data)
 
     async def states(

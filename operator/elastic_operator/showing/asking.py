@@ -1,16 +1,18 @@
 """Asks the agents of a job for what they tell under /metrics, wherever they are.
 
 A reading takes a few seconds at most, however many agents hang: those that have not answered by then are left out.
+Their answers are read in a thread: whatever stands in them, the view goes on, and can be ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.errors import ClusterError
-from elastic_operator.showing.agent_page import Page
+from elastic_operator.showing.agent_page import Page, leads
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -20,13 +22,15 @@ if TYPE_CHECKING:
     Fetch = Callable[[ShownPod], Awaitable[str]]
     """Gets a pod's page; raises ClusterError."""
 
-LARGEST_PAGE: Final = 16 << 20
-"""Bytes of one page; a worker's names are bounded, so no agent's is nearly as large."""
+LARGEST_PAGE: Final = 8 << 20
+"""Bytes of one page; that of 16 workers with a hundred histograms and a thousand other names each has 6 MiB."""
 
 PATIENCE: Final = 4.0
 """Seconds for one reading, of however many agents."""
 _SHARE: Final = 0.5
 """The part of them that one agent may take: where so many hang as are asked at once, others still have their turn."""
+READING: Final = 10.0
+"""Seconds after which of all answers no further one is read; those of a hundred agents take two."""
 _AT_ONCE: Final = 64
 _MOST: Final = 256
 """So many pods are asked for each reading."""
@@ -38,13 +42,16 @@ class NotAllowed(ClusterError):  # noqa: N818 - it says what happened
     """The user may not ask the agents: what holds for one pod holds for all."""
 
 
-async def ask(pods: Sequence[ShownPod], fetch: Fetch, *, patience: float = PATIENCE) -> tuple[list[Page], list[str]]:
+async def ask(
+    pods: Sequence[ShownPod], fetch: Fetch, *, patience: float = PATIENCE, reading: float = READING
+) -> tuple[list[Page], list[str]]:
     """The pages of all pods that serve one.
 
     Args:
         pods: of the job.
         fetch: gets one page.
         patience: seconds for all of them together.
+        reading: seconds after which no further page is begun with.
 
     Returns:
         The pages; and what kept others from being there, in sentences.
@@ -62,7 +69,7 @@ async def ask(pods: Sequence[ShownPod], fetch: Fetch, *, patience: float = PATIE
     asked = serving[:_MOST]
     await _within(patience, [one(pod) for pod in asked])
     # What it takes to read the pages is nothing that agents are blamed for.
-    told = [_read(pod, answers[pod.name]) for pod in asked if pod.name in answers]
+    told = await _read([(pod, answers[pod.name]) for pod in asked if pod.name in answers], reading)
     notes = list(dict.fromkeys(answer for answer in told if isinstance(answer, str)))
     notes += _late([pod.name for pod in asked if pod.name not in answers])
     if len(serving) > _MOST:
@@ -71,29 +78,30 @@ async def ask(pods: Sequence[ShownPod], fetch: Fetch, *, patience: float = PATIE
 
 
 async def ask_leaders(
-    jobs: Sequence[tuple[Sequence[ShownPod], Fetch]], *, patience: float = PATIENCE
+    jobs: Sequence[tuple[Sequence[ShownPod], Fetch]], *, patience: float = PATIENCE, reading: float = READING
 ) -> list[list[Page]]:
     """Of each job the page of the agent that leads, or of others where it is not found soon.
 
     Args:
         jobs: the pods of each, of which the oldest leads, if it has not just come back; and what gets one's page.
         patience: seconds for all jobs together.
+        reading: seconds after which no further page is begun with.
     """
     gate = asyncio.Semaphore(_AT_ONCE)
-    found: list[list[Page]] = [[] for _ in jobs]
+    found: list[list[tuple[ShownPod, str | ClusterError]]] = [[] for _ in jobs]
 
-    async def one(pods: Sequence[ShownPod], fetch: Fetch, pages: list[Page]) -> None:
+    async def one(pods: Sequence[ShownPod], fetch: Fetch, answers: list[tuple[ShownPod, str | ClusterError]]) -> None:
         for pod in sorted(_serving(pods), key=lambda pod: pod.created)[:_CANDIDATES]:
             async with gate:
                 answer = await _answer(pod, fetch, patience / _CANDIDATES)
-            page = None if answer is None else _read(pod, answer)
-            if isinstance(page, Page):
-                pages.append(page)
-                if page.leads:
+            if isinstance(answer, str):
+                answers.append((pod, answer))
+                if leads(answer):
                     break
 
-    await _within(patience, [one(pods, fetch, pages) for (pods, fetch), pages in zip(jobs, found, strict=True)])
-    return found
+    await _within(patience, [one(pods, fetch, answers) for (pods, fetch), answers in zip(jobs, found, strict=True)])
+    told = iter(await _read([answer for answers in found for answer in answers], reading))
+    return [[page for page in islice(told, len(answers)) if isinstance(page, Page)] for answers in found]
 
 
 async def _within(patience: float, errands: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -129,13 +137,26 @@ async def _answer(pod: ShownPod, fetch: Fetch, patience: float) -> str | Cluster
         return error
 
 
-def _read(pod: ShownPod, answer: str | ClusterError) -> Page | str:
-    """Its page, or why there is none, in a sentence."""
-    if isinstance(answer, NotAllowed):
-        return str(answer)
-    if isinstance(answer, ClusterError):
-        return f"{pod.name}: {answer}"
-    try:
-        return Page(pod.name, answer)
-    except ClusterError as error:
-        return f"{pod.name}: {error}"
+async def _read(answers: Sequence[tuple[ShownPod, str | ClusterError]], patience: float) -> list[Page | str]:
+    """Of each pod its page, or why there is none, in a sentence.
+
+    The short ones are read first: where pods show so much that the time is over, others have not waited for them.
+    """
+    clock = asyncio.get_running_loop().time
+    until = clock() + patience
+    found: dict[int, Page | str] = {}
+    texts: list[tuple[int, ShownPod, str]] = []
+    for at, (pod, answer) in enumerate(answers):
+        if isinstance(answer, str):
+            texts.append((at, pod, answer))
+        else:
+            found[at] = str(answer) if isinstance(answer, NotAllowed) else f"{pod.name}: {answer}"
+    for at, pod, text in sorted(texts, key=lambda each: len(each[2])):
+        if clock() > until:
+            found[at] = f"{pod.name}: there was no time left to read its page of metrics"
+            continue
+        try:
+            found[at] = await asyncio.to_thread(Page, pod.name, text)
+        except ClusterError as error:
+            found[at] = f"{pod.name}: {error}"
+    return [found[at] for at in range(len(answers))]

@@ -6,17 +6,22 @@ of another version or hold anything that a program measures: what is not there i
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.showing.agent_page import Page, Tally, is_rank, labels_of, number, tallies_of, whole_number
+from elastic_operator.showing.agent_page import Page, Tally, is_rank, tallies_of, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_OWN: Final = re.compile(r"(?P<name>.*) of the group (?P<group>.*), as the program measures it\.", re.DOTALL)
-"""How an agent explains a name that is the program's own."""
+_GROUP: Final = " of the group "
+_OWN: Final = ", as the program measures it."
+"""How an agent explains a name that is the program's own: the name, these words, its group, and those."""
+_LONGEST: Final = 1e11
+"""Seconds; agents themselves believe in no longer time."""
+_MOST: Final = 16
+"""States, and causes of recoveries; agents know half as many."""
 
 TRAINING: Final = "training"
 """The state whose time is what a job is there for."""
@@ -152,7 +157,7 @@ def figures(pages: Iterable[Page]) -> Figures:
         nodes=leader.count("torchelastic_job_nodes"),
         wanted=leader.count("torchelastic_job_wanted_nodes"),
         seconds=_seconds(leader),
-        lost=leader.value("torchelastic_job_lost_seconds_total"),
+        lost=_lost(leader),
         restarts=whole_number(restarts.get("yes")),
         free=whole_number(restarts.get("no")),
         remaining=latest.count("torchelastic_remaining_restarts"),
@@ -164,8 +169,28 @@ def figures(pages: Iterable[Page]) -> Figures:
 
 
 def _seconds(page: Page) -> dict[str, float]:
-    """Where the job's time went: the leader alone accounts for it."""
-    return {labels.get("state", "?"): value for labels, value in page.values("torchelastic_job_seconds_total")}
+    """Where the job's time went: the leader alone accounts for it. What can be no time is left out."""
+    told = page.values("torchelastic_job_seconds_total")
+    found = {labels.get("state", "?"): value for labels, value in told if _is_time(value)}
+    return dict(islice(found.items(), _MOST))
+
+
+def _lost(page: Page) -> float | None:
+    lost = page.value("torchelastic_job_lost_seconds_total")
+    return lost if lost is not None and _is_time(lost) else None
+
+
+def _is_time(seconds: float) -> bool:
+    return 0 <= seconds <= _LONGEST
+
+
+def _times(tallies: Mapping[str, Tally]) -> dict[str, Tally]:
+    """Those that can be times which were measured."""
+    return {
+        key: tally
+        for key, tally in tallies.items()
+        if _is_time(tally.total) and whole_number(tally.count) == tally.count
+    }
 
 
 def _recoveries(pages: Iterable[Page]) -> dict[str, Tally]:
@@ -173,12 +198,13 @@ def _recoveries(pages: Iterable[Page]) -> dict[str, Tally]:
     most: dict[str, float] = {}
     together: dict[str, Tally] = {}
     for page in pages:
-        for cause, tally in page.tallies("torchelastic_recovery_duration_seconds", "cause").items():
+        for cause, tally in _times(page.tallies("torchelastic_recovery_duration_seconds", "cause")).items():
             if tally.count > 0:
                 most[cause] = max(most.get(cause, 0.0), tally.count)
                 together[cause] = together.get(cause, Tally(0.0, 0.0)) + tally
     return {
-        cause: Tally(tally.total / tally.count * most[cause], most[cause]) for cause, tally in sorted(together.items())
+        cause: Tally(tally.total / tally.count * most[cause], most[cause])
+        for cause, tally in islice(sorted(together.items()), _MOST)
     }
 
 
@@ -186,9 +212,9 @@ def _ranks(pages: Iterable[Page]) -> tuple[RankFigures, ...]:
     found: dict[int, RankFigures] = {}
     for page in pages:
         operations = page.families.get("torchelastic_operation_duration_seconds")
-        steps = tallies_of(operations, "rank", operation="train_step")
+        steps = _times(tallies_of(operations, "rank", operation="train_step"))
         memory = {labels.get("rank", ""): value for labels, value in page.values("torchelastic_worker_memory_bytes")}
-        checkpoints = page.tallies("torchelastic_checkpoint_write_latency_seconds", "rank")
+        checkpoints = _times(page.tallies("torchelastic_checkpoint_write_latency_seconds", "rank"))
         for rank in steps.keys() | memory.keys() | checkpoints.keys():
             if not is_rank(rank):
                 continue
@@ -210,16 +236,15 @@ def _own(pages: Iterable[Page]) -> tuple[OwnFigure, ...]:
     found: dict[tuple[str, str, str, bool], dict[int, float | Tally]] = {}
     for page in pages:
         for family in page.families.values():
-            about = _OWN.fullmatch(family.documentation)
-            if about is None or family.type not in ("gauge", "counter", "histogram"):
+            name, is_own, group = family.about.removesuffix(_OWN).rpartition(_GROUP)
+            own = is_own and family.about.endswith(_OWN)
+            if not own or family.kind not in ("gauge", "counter", "histogram"):
                 continue
-            values = found.setdefault(
-                (about["group"], about["name"], family.type, family.name.endswith("_seconds")), {}
-            )
-            if family.type == "histogram":
+            values = found.setdefault((group, name, family.kind, family.name.endswith("_seconds")), {})
+            if family.kind == "histogram":
                 values |= {int(rank): each for rank, each in tallies_of(family, "rank").items() if is_rank(rank)}
             else:
-                ranks = ((labels_of(sample).get("rank", ""), number(sample)) for sample in family.samples)
+                ranks = ((series.labels.get("rank", ""), series.value) for series in family.series)
                 values |= {int(rank): value for rank, value in ranks if is_rank(rank)}
     return tuple(
         OwnFigure(group=group, name=name, kind=kind, seconds=seconds, values=dict(sorted(values.items())))
@@ -235,6 +260,7 @@ def _gpus(pages: Iterable[Page]) -> tuple[GpuFigures, ...]:
             {labels.get("gpu", ""): value for labels, value in page.values(f"torchelastic_gpu_{what}")}
             for what in ("memory_used_bytes", "memory_total_bytes", "utilization_ratio")
         )
+        busy = {gpu: share for gpu, share in busy.items() if 0 <= share <= 1}
         found += [
             GpuFigures(pod=page.pod, gpu=gpu, used=used.get(gpu), total=total.get(gpu), utilization=busy.get(gpu))
             for gpu in used.keys() | total.keys() | busy.keys()

@@ -166,6 +166,13 @@ class ShownStatus(msgspec.Struct, frozen=True, rename="camel"):
         """Whether nothing more will happen to the job."""
         return self.state in ("Succeeded", "Failed")
 
+    @property
+    def rests(self) -> bool:
+        """Whether the job is suspended and nothing of it runs any more."""
+        return self.state == "Suspended" and any(
+            condition.type == "Suspended" and condition.status == "True" for condition in self.conditions
+        )
+
 
 class ShownEnd(msgspec.Struct, frozen=True, rename="camel"):
     """How a run ended.

@@ -7,6 +7,7 @@ and a file. What matters least gives way where there is little room.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.showing import quantities, words
@@ -73,9 +74,13 @@ class Reading:
 
     @property
     def split(self) -> tuple[Mapping[str, float], float | None]:
-        """Where the time went, and how much training was lost: as the leader tells it, or else the job's status."""
-        kept = self.shown.status.time_split
-        if self.figures.seconds or kept is None:
+        """Where the time went, and how much training was lost: as the leader tells it, or once nothing runs the status.
+
+        While something runs, the status has what was true before the last resumption: that is not shown.
+        """
+        status = self.shown.status
+        kept = status.time_split
+        if self.figures.seconds or kept is None or not (status.finished or status.rests):
             return self.figures.seconds, self.figures.lost
         as_of = seconds(kept.as_of)
         rested = self.now - as_of if self.shown.state == "Suspended" and as_of is not None else 0.0
@@ -158,7 +163,7 @@ def _time(reading: Reading, width: int) -> Iterator[Line]:
     yield _facts(("goodput", quantities.share(good)), *([("lost", quantities.span(lost))] if lost is not None else []))
     states = [state for state in (*STATE_STYLES, *sorted(split.keys() - STATE_STYLES.keys())) if split.get(state)]
     if width:
-        ends = [round(sum(split[each] for each in states[: at + 1]) / whole * width) for at in range(len(states))]
+        ends = [round(end / whole * width) for end in accumulate(split[state] for state in states)]
         begins = [0, *ends]
         yield tuple(
             Piece("█" * (end - begin), STATE_STYLES.get(state, "white"))

@@ -7,13 +7,17 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from elastic_operator.showing.agent_page import Tally
     from elastic_operator.showing.figures import Figures
 
 STRAGGLES: Final = 1.1
 """A rank whose steps take so many times what is usual among the others is one that they wait for."""
+
+
+_ABSENT: Final = 1000
+"""So many ranks that do not answer now are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,15 @@ class Trend:
             straggler=_straggler(steps),
         )
         self._at = now
+        self._forget({(each.pod, each.rank) for each in figures.ranks}, figures.recoveries.keys())
         return pace
+
+    def _forget(self, ranks: Collection[tuple[str, int]], causes: Collection[str]) -> None:
+        """Keep what was in this reading and no more than so much besides: a pod may name others each time."""
+        if len(self._steps) > len(ranks) + _ABSENT:
+            self._steps = {key: last for key, last in self._steps.items() if key in ranks}
+        if len(self._recoveries) > len(causes) + _ABSENT:
+            self._recoveries = {cause: last for cause, last in self._recoveries.items() if cause in causes}
 
     def _rates(self, figures: Figures, now: float) -> dict[tuple[str, str], float]:
         sums = {
