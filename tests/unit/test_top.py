@@ -113,12 +113,15 @@ def test_what_is_remembered_does_not_grow_with_the_names_that_a_pod_makes_up() -
     trend = Trend()
     sizes = []
     for at in range(4000):
-        ranks = (RankFigures(rank=0, pod="a", steps=Tally(at, at + 1)), RankFigures(at, f"pod-{at}", Tally(1.0, 1)))
+        ranks = (
+            RankFigures(rank=0, pod="a", steps=Tally(at, at + 1)),
+            RankFigures(rank=at, pod=f"pod-{at}", steps=Tally(1.0, 1)),
+        )
         trend.read(Figures(ranks=ranks, recoveries={f"cause {at}": Tally(1.0, 1)}), float(at))
         if at % 50 == 0:
             sizes.append(len(pickle.dumps(trend)))
     assert max(sizes[40:]) <= max(sizes[:40]) * 1.1
-    assert trend.read(Figures(ranks=(RankFigures(0, "a", Tally(4002, 4002)),)), 4000.0).steps[0] == 1.5
+    assert trend.read(Figures(ranks=(RankFigures(rank=0, pod="a", steps=Tally(4002, 4002)),)), 4000.0).steps[0] == 1.5
 
 
 def test_a_rank_that_takes_much_longer_than_the_others_straggles() -> None:
