@@ -486,6 +486,7 @@ class PastEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
         cause: the same in a sentence, perhaps shortened.
         failure: the worker's failure for which the epoch before had to end; None where it ended for another reason.
         lost: seconds of training of the epoch before that no checkpoint held when it ended; None where nobody knows.
+        ended: when its workers ran no more; 0 where they do, or where nobody knows.
     """
 
     number: _Number = msgspec.field(name="e")
@@ -496,6 +497,7 @@ class PastEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
     cause: _Sentence = msgspec.field(name="c", default="")
     failure: FailureRecord | None = msgspec.field(name="x", default=None)
     lost: _Time | None = msgspec.field(name="l", default=None)
+    ended: _Time = msgspec.field(name="z", default=0.0)
 
 
 HISTORY_LIMIT: Final = 200

@@ -6,7 +6,7 @@ in the run's folder. It is written when the job is over, and when it is suspende
     {
       "job": {"namespace", "name", "uid", "created", "completed", "state", "message"},
       "split": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "joined", "gone": {"left": …}},
-      "epochs": [{"number", "began", "nodes", "workers", "reason", "cause", "failure", "lostSeconds"}],
+      "epochs": [{"number", "began", "ended", "nodes", "workers", "reason", "cause", "failure", "lostSeconds"}],
       "omitted": 0,
       "rested": [],
       "outcome": {"state", "epoch", "restarts", "message", "failure"}
@@ -172,6 +172,7 @@ class _EpochJson(msgspec.Struct, frozen=True, rename="camel"):
     cause: str = ""
     failure: _FailureJson | None = None
     lost_seconds: float | None = None
+    ended: datetime | None = None
 
     def record(self) -> PastEpoch:
         return PastEpoch(
@@ -183,6 +184,7 @@ class _EpochJson(msgspec.Struct, frozen=True, rename="camel"):
             cause=self.cause,
             failure=None if self.failure is None else self.failure.record(),
             lost=self.lost_seconds,
+            ended=0.0 if self.ended is None else seconds_of(self.ended),
         )
 
 
@@ -235,6 +237,8 @@ def _epoch_to_json(epoch: PastEpoch) -> dict[str, Any]:
         document["failure"] = _failure_to_json(epoch.failure)
     if epoch.lost is not None:
         document["lostSeconds"] = round(epoch.lost, 3)
+    if epoch.ended:
+        document["ended"] = moment(epoch.ended)
     return document
 
 

@@ -225,6 +225,7 @@ async def test_a_run_whose_nodes_were_all_killed_waits_until_others_come(own_etc
         await a.trains(world=1)
         while RunState.TRAINING not in (before := await run.split(store)).seconds:
             await a.said("epoch", since=len(a.lines))
+        killed_at = time.time()
     async with run.node("b", "1") as b:
         await b.trains(world=1)
         shown = seconds_on(await run.page("b"))
@@ -236,7 +237,12 @@ async def test_a_run_whose_nodes_were_all_killed_waits_until_others_come(own_etc
     history = await run.history(store)
     await store.close()
     assert history.created == pytest.approx(run.created)
-    assert [past.number for past in history.epochs] == list(range(1, len(history.epochs) + 1))
+    assert [past.number for past in history.epochs] == [1, 2]
+    assert (history.epochs[1].reason, history.epochs[1].cause.partition(";")[0]) == (
+        EpochReason.NODE_LOST,
+        "the only node of epoch 1 died",
+    )
+    assert history.epochs[0].ended <= killed_at, "it is known only up to the last word"
 
 
 async def test_what_a_leader_was_told_is_known_though_its_machine_vanishes_without_a_word(

@@ -511,6 +511,53 @@ def test_a_count_stays_within_what_a_record_may_hold() -> None:
     assert chronicle.split().joined == COUNT_LIMIT
 
 
+def test_an_epoch_ends_when_its_workers_run_no_more() -> None:
+    clock = Clock(0.0)
+    chronicle = Chronicle(CREATED, clock=clock)
+    begin(chronicle, epoch(1))
+    chronicle.started()
+    clock.seconds = 20
+    chronicle.enter(RunState.STOPPING)
+    clock.seconds = 25
+    begin(chronicle, epoch(2))
+
+    assert [past.ended for past in chronicle.history().epochs] == [CREATED + 20, 0]
+
+    chronicle.enter(RunState.STARTING)
+    chronicle.started()
+    clock.seconds = 30
+    begin(chronicle, epoch(3))  # while the second one trains
+    clock.seconds = 31
+    chronicle.enter(RunState.STARTING)
+    chronicle.started()
+    clock.seconds = 40
+    chronicle.broke()
+    clock.seconds = 45
+    begin(chronicle, epoch(4))
+    assert [past.ended for past in chronicle.history().epochs] == [CREATED + 20, CREATED + 30, CREATED + 40, 0]
+
+
+def test_that_all_nodes_died_is_why_there_is_another_epoch_and_the_one_before_ended_with_the_last_word() -> None:
+    clock = Clock(0.0)
+    first = Chronicle(CREATED, clock=clock)
+    begin(first, epoch(1))
+    first.started()
+    clock.seconds = 20
+    written, history = first.split(), first.history()
+    clock.seconds = 60
+    newcomer = Chronicle(CREATED, clock=clock)
+    newcomer.epoch(epoch(1))
+    newcomer.adopt(written)
+    newcomer.adopt_history(history)
+    begin(newcomer, epoch(2, "cd", cause="c and d joined"), dict.fromkeys("ab", NodeEnd.DIED))
+    begin(newcomer, epoch(3, "ef", cause="e and f joined"), dict.fromkeys("cd", NodeEnd.LEFT))
+    former, after, later = newcomer.history().epochs
+
+    assert (former.began, former.ended) == (CREATED, CREATED + 20)
+    assert (after.reason, after.cause) == (EpochReason.NODE_LOST, "the 2 nodes of epoch 1 died; c and d joined")
+    assert later.reason is EpochReason.NODE_JOINED
+
+
 def test_a_new_leader_knows_the_epochs_before_its_time() -> None:
     clock = Clock(0.0)
     first = Chronicle(CREATED, clock=clock)

@@ -58,6 +58,7 @@ EPOCHS = st.builds(
     cause=TEXTS,
     failure=st.none() | FAILURES,
     lost=st.none() | SECONDS,
+    ended=TIMES,
 )
 SPLITS = st.builds(
     TimeSplit,

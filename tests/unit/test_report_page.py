@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,18 @@ def test_the_facts_are_those_of_the_report() -> None:
 def test_an_epoch_before_a_suspension_ends_when_the_job_came_to_rest() -> None:
     found = facts(report(rested=(START + 1, START + 30, START + 71)))
     assert [(span.end or 0) - span.epoch.began for span in found.spans] == [20, 5, 20, 5, 30]
+
+
+def test_an_epoch_lasts_until_its_workers_ran_no_more() -> None:
+    whole = report()
+    first, second, *others = whole.history.epochs
+    second = msgspec.structs.replace(second, ended=START + 41)
+    history = msgspec.structs.replace(whole.history, epochs=(first, second, *others))
+    assert [(span.end or 0) - span.epoch.began for span in facts(replace(whole, history=history)).spans][:3] == [
+        20,
+        16,
+        20,
+    ]
 
 
 # -- what it looks like

@@ -105,9 +105,14 @@ class Chronicle:
         if record.number == self._number and nodes == self._nodes:
             return
         lost, now = self._before.lost or 0.0, self._now()
+        ended, died = self._ended(), self._before.gone.get(NodeEnd.DIED, 0)
         if record.split is not None:
             self.adopt(record.split)
         past = _past(record, began=now)
+        if nodes and self._nodes and self._nodes.isdisjoint(nodes) and self._before.gone.get(NodeEnd.DIED, 0) > died:
+            past = _after_all_died(past, self._number, len(self._nodes))
+        if ended and self._number in self._epochs:
+            self._epochs[self._number] = msgspec.structs.replace(self._epochs[self._number], ended=round(ended, 3))
         if self._before.lost is not None:
             past = msgspec.structs.replace(past, lost=round(max(self._before.lost - lost, 0.0), 3))
         self._epochs.setdefault(record.number, past)
@@ -271,6 +276,20 @@ class Chronicle:
             return began, before.until
         return 0.0, 0.0
 
+    def _ended(self) -> float:
+        """When the workers of the epoch that stands ran no more, as far as was seen here or told of; 0 for unknown."""
+        before, epoch = self._before, self._epochs.get(self._number)
+        last_word = before.until if before.epoch == self._number and before.state in _AT_WORK else 0.0
+        if epoch is None or last_word <= epoch.began:  # that of its own record, which is of the time before it
+            last_word = 0.0
+        for index in range(len(self._marks) - 1, -1, -1):
+            began, state = self._marks[index]
+            if state in _AT_WORK and began >= self._since:
+                if 0 < last_word < began:  # this node has come since, and only heard of the epoch
+                    break
+                return self._marks[index + 1].at if index + 1 < len(self._marks) else self._now()
+        return last_word
+
     def _forget_epochs(self) -> None:
         while len(self._epochs) > HISTORY_LIMIT:
             del self._epochs[list(self._epochs)[HISTORY_LIMIT // 2]]
@@ -286,6 +305,15 @@ def _past(record: EpochRecord, *, began: float) -> PastEpoch:
         cause=shorten(record.cause, LONGEST_CAUSE),
         failure=_shortened(record.failure) if record.reason is EpochReason.WORKER_FAILED else None,
     )
+
+
+def _after_all_died(past: PastEpoch, former: int, nodes: int) -> PastEpoch:
+    """The first epoch after one of which no node is left: for those that form it, it is a beginning."""
+    if past.reason is not EpochReason.NODE_JOINED:
+        return past
+    gone = f"the {'only node' if nodes == 1 else f'{nodes} nodes'} of epoch {former} died"
+    cause = shorten(f"{gone}; {past.cause}", LONGEST_CAUSE)
+    return msgspec.structs.replace(past, reason=EpochReason.NODE_LOST, cause=cause)
 
 
 def _shortened(failure: FailureRecord | None) -> FailureRecord | None:

@@ -112,9 +112,11 @@ def facts(report: Report) -> Facts:
 
 def _spans(epochs: tuple[PastEpoch, ...], rested: tuple[float, ...], end: float) -> Iterator[Span]:
     for epoch, after in itertools.pairwise(epochs):
-        rest = next((time for time in rested if epoch.began < time < after.began), after.began)
+        ends = (time for time in (epoch.ended, *rested) if epoch.began < time < after.began)
         known = after.number == epoch.number + 1
-        yield Span(epoch, max(epoch.began, rest) if known else None, after.lost if known else None)
+        yield Span(
+            epoch, min(ends, default=max(epoch.began, after.began)) if known else None, after.lost if known else None
+        )
     if epochs:
         yield Span(epochs[-1], max(epochs[-1].began, end))
 
