@@ -132,6 +132,8 @@ async def _serve_metrics(
     of_machine = (ResidentMemory(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
     registry = metrics.registry(measured, *of_machine)
     server = await stack.enter_async_context(MetricsServer(registry, port, host=settings.address))
+    if port == 0:  # nobody else can say which one it is
+        logger.info("serving /metrics on port %d", server.port)
     return server.port
 
 

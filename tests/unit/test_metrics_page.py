@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchelastic import metrics
 from torchelastic.metrics.intake import REASONS
-from torchelastic.metrics.names import user_series
+from torchelastic.metrics.names import _RESERVED_BEGINNINGS, user_series
 from torchelastic.metrics.of_workers import MAX_INHERITED
 from torchelastic.metrics.platform_names import PLATFORM_SAMPLES
 from torchelastic.metrics.worker import MAX_NAMES
@@ -43,6 +43,11 @@ def test_the_table_of_names_is_right() -> None:
     for group, *names, series in rows:
         for name in filter(None, names):
             assert user_series(group, name).name.startswith(series)
+
+
+def test_the_beginnings_that_are_kept_from_programs_are_there() -> None:
+    for beginning in _RESERVED_BEGINNINGS:
+        assert f"`{beginning}`" in PAGE
 
 
 def test_the_readme_leads_there() -> None:

@@ -9,6 +9,9 @@ import re
 import socket
 import threading
 import urllib.request
+from array import array
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,7 @@ from torchelastic.errors import SettingsError
 from torchelastic.metrics import MetricData, PrometheusMetricHandler
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.names import Form, Kind, snake_case
+from torchelastic.metrics.names import Form, Kind, snake_case, user_series
 from torchelastic.metrics.platform_names import WORKER_STATES
 
 if TYPE_CHECKING:
@@ -104,6 +107,18 @@ def agent() -> Iterator[AgentMetrics]:
         ("my_app", "build_info", 7, "my_app_build_info_value", 7),
         ("2024", "loss", 7, "group_2024_loss", 7),
         ("process", "loss", 7, "group_process_loss", 7),
+        ("process", "ms", 7000, "group_process_seconds", 7),
+        ("process.cpu", "seconds", 7, "group_process_cpu_seconds", 7),
+        ("process_resident_memory", "bytes", 7, "group_process_resident_memory_bytes", 7),
+        ("python_gc", "objects", 7, "group_python_gc_objects", 7),
+        ("scrape_duration", "ms", 7000, "group_scrape_duration_seconds", 7),
+        ("elastic_operator_job", "ready_pods", 7, "group_elastic_operator_job_ready_pods", 7),
+        ("elastic", "operator.job.ready_pods", 7, "group_elastic_operator_job_ready_pods", 7),
+        ("elastic", "operator_ms", 7000, "group_elastic_operator_seconds", 7),
+        ("elastic", "operators", 7, "elastic_operators", 7),
+        ("processing", "loss", 7, "processing_loss", 7),
+        ("up", "ms", 7000, "up_seconds", 7),
+        ("ALERTS", "x", 7, "alerts_x", 7),
         ("torchelastic", "my.own", 7, "torchelastic_my_own", 7),
         ("my_app", "flag", True, "my_app_flag", 1),
     ],
@@ -156,6 +171,26 @@ def test_users_names_cannot_take_the_platforms_series(handler: PrometheusMetricH
     assert samples["torchelastic_epoch", ()] == 7
     assert samples["torchelastic_worker_state", (("role", "default"), ("state", "healthy"))] == 1
     assert sorted(number for (name, labels), number in samples.items() if not labels) == [5, 6, 7]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(["process", "python", "scrape", "elastic", "operator", "up", "ALERTS", "ms", ".", ""])),
+    st.lists(st.sampled_from(["process", "operator", "job", "up", "ALERTS", "ms", "total", "seconds", ".", ""])),
+    st.sampled_from([Form(), Form(Kind.COUNTER), Form(Kind.HISTOGRAM, (1.0,))]),
+)
+def test_no_name_becomes_a_series_of_prometheus_or_the_operator(group: list[str], name: list[str], form: Form) -> None:
+    of_others = ("process_", "python_", "scrape_", "elastic_operator_")
+    samples = user_series("_".join(group), "_".join(name), form).samples
+    assert not any(sample.startswith(of_others) or sample in ("up", "ALERTS") for sample in samples)
+
+
+def test_a_group_that_is_called_as_a_guarded_one_becomes_keeps_its_own_series(handler: PrometheusMetricHandler) -> None:
+    put(handler, "cpu_seconds", 1, group="process")
+    put(handler, "cpu_seconds", 2, group="group_process")
+    samples = scrape(handler)
+    assert samples["group_process_cpu_seconds", ()] == 1
+    assert sorted(samples.values()) == [1, 2]
 
 
 def test_a_histograms_samples_belong_to_it_alone() -> None:
@@ -300,6 +335,35 @@ def test_what_was_declared_for_a_group_holds_for_every_handler() -> None:
     }
 
 
+def test_what_is_declared_after_its_first_value_stays_what_it_was_and_is_told_once(
+    handler: PrometheusMetricHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = "test_what_is_declared_late"
+    metrics.declare(group, counters=["samples"])
+    for name in ("samples", "tokens", "size"):
+        put(handler, name, 5, group)
+    metrics.declare(group, counters=["samples", "unseen"])
+    assert caplog.messages == []
+    for _ in range(2):
+        metrics.declare(group, counters=["tokens"], histograms={"size": [1, 10]})
+    late = "after its first value, and stays a gauge. Declare it before."
+    assert caplog.messages == [
+        f"'tokens' of the group '{group}' was declared to be a counter {late}",
+        f"'size' of the group '{group}' was declared to be a histogram with the buckets [1.0, 10.0] {late}",
+    ]
+    put(handler, "tokens", 2, group)
+    assert value(handler, f"{group}_tokens") == 2
+
+
+def test_a_handler_that_was_told_itself_what_a_name_becomes_makes_no_declaration_late(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group = "test_a_handler_that_was_told"
+    put(PrometheusMetricHandler(histograms={"size": [1]}), "size", 5, group)
+    metrics.declare(group, counters=["size"])
+    assert caplog.messages == []
+
+
 def test_what_prof_measures_are_counters_and_a_histogram(handler: PrometheusMetricHandler) -> None:
     metrics.configure(handler, "profiled")
 
@@ -319,16 +383,44 @@ def test_what_prof_measures_are_counters_and_a_histogram(handler: PrometheusMetr
     assert samples["load_duration_seconds_count"] == 3
 
 
-def test_counters_is_no_single_name() -> None:
-    with pytest.raises(ValueError, match=r"as \['samples'\], and not one name"):
-        PrometheusMetricHandler(counters="samples")
+ASKING = (PrometheusMetricHandler, partial(metrics.declare, "my_app"))
 
 
 @pytest.mark.parametrize(
-    "buckets", [[], [2, 1], [1, 1], [math.inf], [math.nan, 1], [10**400], [10**5000], ["high"], [None], 1]
+    ("asked", "answer"),
+    [
+        ({"counters": "samples"}, r"counters is a collection of names, as \['samples'\], and not one name"),
+        ({"counters": b"samples"}, "counters is a collection of names, .* of the type bytes"),
+        ({"counters": 5}, "counters is a collection of names, .* of the type int"),
+        ({"counters": None}, "counters is a collection of names, .* of the type NoneType"),
+        ({"counters": [["samples"]]}, "names of counters and histograms are texts, .* of the type list"),
+        ({"histograms": 5}, "histograms maps names to buckets, .* of the type int"),
+        ({"histograms": ["size"]}, "histograms maps names to buckets, .* of the type list"),
+        ({"histograms": {5: [1]}}, "names of counters and histograms are texts, .* of the type int"),
+    ],
+)
+def test_what_asks_for_no_counters_or_histograms_is_told_what_is_wanted(asked: Any, answer: str) -> None:
+    for ask in ASKING:
+        with pytest.raises(ValueError, match=answer):
+            ask(**asked)
+
+
+def test_counters_may_be_any_collection_of_names() -> None:
+    for counters in (["samples"], {"samples"}, ("samples",), {"samples": 1}, iter(["samples"])):
+        handler = PrometheusMetricHandler(counters=counters)  # type: ignore[arg-type] # an iterator is none, but serves
+        put(handler, "samples", 5)
+        assert types(handler) == {"my_app_samples": "counter"}
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        *([], [2, 1], [1, 1], [math.inf], [math.nan, 1], [10**400], [10**5000], ["high"], [None], 1),
+        *("12", b"12", ["1", "2"]),  # which could be read as 1 and 2, or as the numbers of these characters
+    ],
 )
 def test_buckets_that_are_not_ascending_numbers_are_refused(buckets: Any) -> None:
-    for declare in (PrometheusMetricHandler, partial(metrics.declare, "my_app")):
+    for declare in ASKING:
         with pytest.raises(ValueError, match=r"buckets of 'x' must be finite numbers, each above"):
             declare(histograms={"x": buckets})
 
@@ -374,7 +466,27 @@ def test_a_histogram_with_a_bucket_below_zero_takes_negative_values() -> None:
     assert samples["my_app_reward_bucket", (("le", "-1.0"),)] == 0
 
 
-@pytest.mark.parametrize("wrong", ["high", None, [1], object(), 10**400, 1j])
+class OneElement:
+    """An array or a tensor, as far as the handler knows them; real ones are measured by real workers."""
+
+    def __init__(self, element: object) -> None:
+        self._element = element
+
+    def item(self) -> object:
+        return self._element
+
+
+class Size(enum.IntEnum):
+    TWO = 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("high", None, [1], object(), 10**400, 1j),
+        *("5", b"3", bytearray(b"3"), memoryview(b"3"), array("b", b"3"), OneElement("5")),
+    ],
+)
 def test_a_value_that_is_no_number_is_dropped_counted_and_told_once(
     handler: PrometheusMetricHandler, wrong: object, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,6 +499,24 @@ def test_a_value_that_is_no_number_is_dropped_counted_and_told_once(
     }
     assert len(caplog.records) == 1
     assert "loss" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [10**400, -(10**400), Fraction(10**400), OneElement(10**400)])
+def test_a_number_that_no_float_can_hold_is_told_as_such(
+    handler: PrometheusMetricHandler, wrong: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(handler, "loss", wrong)
+    assert [message.partition(". ")[0] for message in caplog.messages] == [
+        "The value of 'loss' is too large for a float"
+    ]
+
+
+@pytest.mark.parametrize(
+    "number", [2, 2.0, Decimal(2), Fraction(2), Size.TWO, OneElement(2), OneElement(2.0), OneElement(Decimal(2))]
+)
+def test_whatever_is_one_number_is_taken(handler: PrometheusMetricHandler, number: Any) -> None:
+    put(handler, "loss", number)
+    assert scrape(handler) == {("my_app_loss", ()): 2}
 
 
 def test_a_loop_that_makes_new_names_meets_a_limit_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -546,8 +676,22 @@ def test_it_serves_by_itself_in_any_program() -> None:
 def test_a_taken_port_is_told_in_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"port {port}: another process has it"):
+        with pytest.raises(SettingsError, match=rf"port {port} of 127.0.0.1: another process has it. Choose"):
             PrometheusMetricHandler(port=port, address="127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "answer"),
+    [
+        ("192.0.2.7", 0, "no such address. Choose an address of this machine, or 0.0.0.0"),
+        ("no.such.host.invalid", 0, "neither an address nor a name that is known. Choose an address"),
+        (f"{'x' * 64}.invalid", 0, "neither an address nor a name that is known. Choose an address"),
+        ("127.0.0.1", 65536, "a port is a number from 0 to 65535. Choose another port"),
+    ],
+)
+def test_what_cannot_be_listened_on_is_told_with_advice_on_what_is_wrong(address: str, port: int, answer: str) -> None:
+    with pytest.raises(SettingsError, match=answer):
+        PrometheusMetricHandler(port=port, address=address)
 
 
 def test_its_series_can_stand_in_a_registry_of_the_programs_own(handler: PrometheusMetricHandler) -> None:

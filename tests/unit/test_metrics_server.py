@@ -80,9 +80,9 @@ async def test_a_taken_port_is_told_in_a_sentence(handler: PrometheusMetricHandl
 @pytest.mark.parametrize(
     ("host", "port", "why"),
     [
-        ("192.0.2.7", 0, "no such address"),
-        ("127.0.0.1", 65536, "from 0 to 65535"),
-        ("no.such.host.invalid", 0, "Choose"),
+        ("192.0.2.7", 0, "no such address. Choose an address of this machine"),
+        ("127.0.0.1", 65536, "from 0 to 65535. Choose another port"),
+        ("no.such.host.invalid", 0, "nor a name that is known. Choose an address of this machine"),
     ],
 )
 async def test_an_address_that_cannot_be_used_is_told_in_a_sentence(

@@ -91,6 +91,15 @@ def test_each_rank_has_its_series(node: Node) -> None:
     assert page.types == {"my_app_loss": "gauge", "my_app_size": "histogram"}
 
 
+def test_what_a_worker_measures_never_stands_among_the_series_of_the_agent_itself(node: Node) -> None:
+    (worker,) = node.begin(0)
+    process = MetricStream("process_resident_memory", worker._registry)
+    process.add_value("bytes", 1)
+    page = node.page()
+    assert page.value("process_resident_memory_bytes", rank="0") is None
+    assert page.value("group_process_resident_memory_bytes", rank="0") == 1
+
+
 def test_gauges_end_with_their_worker_and_counts_stay_until_its_successor_goes_on(node: Node) -> None:
     (worker,) = node.begin(0)
     worker.add_value("loss", 0.5)

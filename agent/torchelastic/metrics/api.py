@@ -33,6 +33,9 @@ Result = TypeVar("Result")
 
 _AS_GAUGE: Final = Form()
 
+_MOST_REMEMBERED: Final = 10_000
+"""Names whose form is remembered once it is in use, so that a program which makes new ones for ever does not grow."""
+
 PLATFORM_GROUP: Final = "torchelastic"
 """The group of the platform's own metrics, and of what is measured without naming a group."""
 
@@ -123,6 +126,8 @@ class MetricRegistry:
         self._by_group: Mapping[str | None, tuple[_Guarded, ...]] = {}
         self._default: tuple[_Guarded, ...] = ()
         self._forms: dict[tuple[str, str], Form] = {}
+        self._used: dict[tuple[str, str], Form] = {}
+        self._told_late: set[tuple[str, str]] = set()
 
     def configure(self, handler: MetricHandler, group: str | None = None) -> None:
         """Send the values of a group, or of all groups that have no handler of their own, to this handler alone.
@@ -163,12 +168,29 @@ class MetricRegistry:
         self.detach(handler)
 
     def declare(self, group: str, forms: Mapping[str, Form]) -> None:
-        """Say what names of a group are to become; it holds where no value of them has been measured yet."""
+        """Say what names of a group are to become; it holds where no value of them has been measured yet.
+
+        Where it comes too late to change anything, a warning says so, once for each name.
+        """
         self._forms |= {(group, name): form for name, form in forms.items()}
+        for name, form in forms.items():
+            used = self._used.get((group, name), form)
+            if used != form and (group, name) not in self._told_late:
+                self._told_late.add((group, name))
+                _log.warning(
+                    "%r of the group %r was declared to be %s after its first value, and stays %s. Declare it before.",
+                    name,
+                    group,
+                    _described(form),
+                    _described(used),
+                )
 
     def form(self, group: str, name: str) -> Form:
-        """What a name was declared to become; a gauge where nothing was said."""
-        return self._forms.get((group, name), _AS_GAUGE)
+        """What a name was declared to become, asked for its first value; a gauge where nothing was said."""
+        form = self._forms.get((group, name), _AS_GAUGE)
+        if len(self._used) < _MOST_REMEMBERED:
+            self._used.setdefault((group, name), form)
+        return form
 
     def add(self, group: str, name: str, value: float) -> None:
         """Hand a value, stamped with the present time, to the handlers of its group."""
@@ -187,6 +209,10 @@ class MetricRegistry:
             routes[group] = tuple(known.setdefault(id(handler), _Guarded(handler)) for handler in wanted)
         self._by_group = routes
         self._default = routes[None]
+
+
+def _described(form: Form) -> str:
+    return f"a {form.kind}" + f" with the buckets {list(form.buckets)}" * bool(form.buckets)
 
 
 def _check(handler: object) -> None:
@@ -237,7 +263,7 @@ def declare(
     """Say what names of a group become where Prometheus reads them; whatever is not declared becomes a gauge.
 
     It holds for the page of an agent and for every :class:`PrometheusMetricHandler`, and for names of which no value
-    was measured before.
+    was measured before; of others, a warning says that it came too late.
 
     Args:
         group: the group.
@@ -246,9 +272,10 @@ def declare(
             ends in ``.ms`` or ``_ms``.
 
     Raises:
-        ValueError: the buckets are not ascending numbers, or a name is both a counter and a histogram.
+        ValueError: that is no collection of names or no mapping of names to buckets, the buckets are not ascending
+            numbers, or a name is both a counter and a histogram.
     """
-    REGISTRY.declare(str(group), forms_of(counters, histograms or {}))
+    REGISTRY.declare(str(group), forms_of(counters, {} if histograms is None else histograms))
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:

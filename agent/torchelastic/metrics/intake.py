@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.metrics.api import PLATFORM_GROUP, MetricHandler
-from torchelastic.metrics.names import Kind, source_of, user_series
+from torchelastic.metrics.names import Kind, source_of, to_number, user_series
 from torchelastic.metrics.platform_names import platform_series
 
 if TYPE_CHECKING:
@@ -55,13 +55,15 @@ class Intake(MetricHandler):
     def emit(self, metric_data: MetricData) -> None:
         """Take one value into its series."""
         _, group, name, value = metric_data
-        if type(value) is not float:
+        kind: type[object] = type(value)
+        if kind is not float:
             try:
-                value = _number(value)
-            except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
-                self._drop(
-                    NOT_A_NUMBER, f"The value of {name!r:.100} is of the type {type(value).__qualname__} and no number"
-                )
+                value = float(value) if kind is int else to_number(value)
+            except OverflowError:
+                self._drop(NOT_A_NUMBER, f"The value of {name!r:.100} is too large for a float")
+                return
+            except (TypeError, ValueError, RuntimeError):  # the last one is torch's
+                self._drop(NOT_A_NUMBER, f"The value of {name!r:.100} is of the type {kind.__qualname__} and no number")
                 return
         key = (group, name) if type(name) is str else source_of(group, name)
         sink = self._sinks.get(key)
@@ -138,10 +140,3 @@ class Intake(MetricHandler):
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("%s. It is dropped; further ones like it are counted but not reported.", what)
-
-
-def _number(value: object) -> float:
-    """A value as a number; torch and numpy would warn of what a plain conversion might hide."""
-    if not isinstance(value, int | float) and callable(item := getattr(value, "item", None)):
-        value = item()
-    return float(value)  # type: ignore[arg-type] # whatever can be

@@ -16,11 +16,12 @@ import enum
 import hashlib
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
 
 class Kind(enum.StrEnum):
@@ -59,21 +60,31 @@ class Form:
             raise ValueError(f"must be finite numbers, each above the one before: {self.buckets}")
 
 
-def forms_of(counters: Collection[str], histograms: Mapping[str, Sequence[float]]) -> dict[str, Form]:
+def forms_of(counters: object, histograms: object) -> dict[str, Form]:
     """The forms that are asked for, by name.
 
     Args:
-        counters: names whose values are added up.
+        counters: names whose values are added up; what a program has given, whatever that is.
         histograms: names whose values are counted in buckets, and the buckets' upper bounds.
 
     Raises:
-        ValueError: the buckets are not ascending numbers, or a name is asked for as both.
+        ValueError: they are not that, the buckets are not ascending numbers, or a name is asked for as both.
     """
+    # To callers a wrong type is one error with all others of what they ask for, hence TRY004.
     if isinstance(counters, str):
         raise ValueError(f"counters is a collection of names, as [{counters!r}], and not one name.")  # noqa: TRY004
-    if both := sorted(set(counters) & histograms.keys()):
+    if isinstance(counters, bytes | bytearray) or not isinstance(counters, Iterable):
+        raise ValueError(f"counters is a collection of names, as ['samples'], and not {_a_thing(counters)}.")  # noqa: TRY004
+    if not isinstance(histograms, Mapping):
+        example = "{'size': [0.1, 1.0]}"
+        raise ValueError(f"histograms maps names to buckets, as {example}, and is not {_a_thing(histograms)}.")  # noqa: TRY004
+    names = list(counters)
+    for name in (*names, *histograms):
+        if not isinstance(name, str):
+            raise ValueError(f"The names of counters and histograms are texts, and not {_a_thing(name)}.")  # noqa: TRY004
+    if both := sorted(set(names) & histograms.keys()):
         raise ValueError(f"{both[0]!r} is asked for both as a counter and as a histogram.")
-    forms = dict.fromkeys(counters, Form(Kind.COUNTER))
+    forms = dict.fromkeys(names, Form(Kind.COUNTER))
     for name, bounds in histograms.items():
         try:
             forms[name] = Form(Kind.HISTOGRAM, _numbers(bounds))
@@ -82,11 +93,33 @@ def forms_of(counters: Collection[str], histograms: Mapping[str, Sequence[float]
     return forms
 
 
-def _numbers(bounds: Iterable[float]) -> tuple[float, ...]:
+def _numbers(bounds: object) -> tuple[float, ...]:
+    must = "must be finite numbers, each above the one before"
+    if isinstance(bounds, str | bytes | bytearray) or not isinstance(bounds, Iterable):
+        raise ValueError(f"{must}, as [0.1, 1.0], and not {_a_thing(bounds)}")  # noqa: TRY004 - as above
     try:
-        return tuple(map(float, bounds))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"must be finite numbers, each above the one before: {error}") from None
+        return tuple(map(to_number, bounds))
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last one is torch's
+        raise ValueError(f"{must}: {error}") from None
+
+
+def _a_thing(thing: object) -> str:
+    return f"something of the type {type(thing).__qualname__}"
+
+
+def to_number(value: object) -> float:
+    """A value as a number: of whatever is one, and of an array or a tensor with one element; of no text.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it is none.
+        OverflowError: it is too large for a float.
+    """
+    if not isinstance(value, int | float) and callable(item := getattr(value, "item", None)):
+        value = item()  # torch and numpy would warn of what a plain conversion might hide
+    # A text or bytes would be read by float(), and nobody has meant that.
+    if not isinstance(value, SupportsFloat | SupportsIndex):
+        raise TypeError(f"{_a_thing(value)} is no number")
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +151,10 @@ class Series:
 
 
 _RESERVED_ENDINGS: Final = ("_total", "_created", "_count", "_sum", "_bucket", "_info", "_gcount", "_gsum")
-_RESERVED_GROUPS: Final = ("process", "python", "scrape")
-"""Beginnings of series that Prometheus and its client library make themselves."""
+_RESERVED_BEGINNINGS: Final = ("process_", "python_", "scrape_", "elastic_operator_")
+"""Beginnings of series that Prometheus, its client library and the operator make themselves. ``up`` and ``ALERTS``
+need no guard: every name here has a group, an underscore and no capitals. Of the platform's own group the single names
+are guarded, by :class:`~torchelastic.metrics.taken_names.TakenNames`, since programs may measure in it."""
 _LONGEST_NAME: Final = 200
 _AS_GAUGE: Final = Form()
 
@@ -144,6 +179,8 @@ def user_series(group: str, name: str, form: Form = _AS_GAUGE) -> Series:
     elif not body:
         body = f"metric_{_digest(name)}"
     full = f"{_prefix(group)}_{body}".rstrip("_")
+    if f"{full}_".startswith(_RESERVED_BEGINNINGS):  # an ending may follow
+        full = f"group_{full}"
     while form.kind is Kind.COUNTER and full.endswith("_total"):
         full = full.removesuffix("_total")
     if len(full) > _LONGEST_NAME:
@@ -160,11 +197,11 @@ def user_series(group: str, name: str, form: Form = _AS_GAUGE) -> Series:
 
 
 def _prefix(group: str) -> str:
-    """The group as the beginning of a name: not empty, not a digit first, and nobody else's."""
+    """The group as the beginning of a name: not empty, and not a digit first."""
     prefix = snake_case(group)
     if not prefix:
         return f"group_{_digest(group)}"
-    return f"group_{prefix}" if prefix[0].isdigit() or prefix in _RESERVED_GROUPS else prefix
+    return f"group_{prefix}" if prefix[0].isdigit() else prefix
 
 
 def tagged(series: Series, source: str) -> Series:

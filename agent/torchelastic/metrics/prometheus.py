@@ -52,8 +52,8 @@ class PrometheusMetricHandler(Intake, Collector):
         registry: holds this handler's series and nothing else. ``registry.register(handler)`` puts them into another.
 
     Raises:
-        SettingsError: the port cannot be used.
-        ValueError: the buckets are not ascending numbers, or a name is both a counter and a histogram.
+        SettingsError: the port or the address cannot be used.
+        ValueError: the counters or histograms are not as :func:`torchelastic.metrics.declare` takes them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PrometheusMetricHandler(Intake, Collector):
         histograms: Mapping[str, Sequence[float]] | None = None,
         max_series: int = 1000,
     ) -> None:
-        forms = forms_of(counters, histograms or {})
+        forms = forms_of(counters, {} if histograms is None else histograms)
 
         def form(group: str, name: str) -> Form:
             return forms.get(name) or REGISTRY.form(group, name)
@@ -127,8 +127,8 @@ class PrometheusMetricHandler(Intake, Collector):
 def _serve(port: int, address: str, registry: CollectorRegistry) -> tuple[WSGIServer, Thread]:
     try:
         return start_http_server(port, address, registry)
-    except (OSError, OverflowError) as error:
-        raise unusable_port(port, error) from None
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise unusable_port(port, error, host=address) from None
 
 
 def _family_of(series: Series) -> _Family:

@@ -49,14 +49,14 @@ class MetricsServer:
         """Begin to serve.
 
         Raises:
-            SettingsError: the port cannot be used.
+            SettingsError: the port or the host cannot be used.
         """
         from aiohttp import web
 
         host, port = self._wanted
         try:
             listening = _listen(host, port)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             raise unusable_port(port, error, host=host) from None
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
@@ -90,7 +90,7 @@ class MetricsServer:
 def _listen(host: str | None, port: int) -> socket.socket:
     """A listening socket on one address, or on all of both families, with one port for both."""
     if not 0 <= port <= 65535:
-        raise OverflowError("a port is a number from 0 to 65535")  # the system would take the number modulo 65536
+        raise OverflowError  # the system would take the number modulo 65536
     if host is None:
         if socket.has_dualstack_ipv6():
             try:
@@ -104,15 +104,21 @@ def _listen(host: str | None, port: int) -> socket.socket:
 
 
 def unusable_port(port: int, error: Exception, *, host: str | None = None) -> SettingsError:
-    """The error to raise where a port for /metrics cannot be listened on."""
+    """The error to raise where /metrics cannot be served; it advises on what is wrong, the port or the address."""
     where = f"port {port}" if host is None else f"port {port} of {host}"
-    match getattr(error, "errno", None):
-        case errno.EADDRINUSE:
-            why = "another process has it"
-        case errno.EACCES:
-            why = "ports below 1024 need a privilege that this process does not have"
-        case errno.EADDRNOTAVAIL:
-            why = "this machine has no such address"
+    other_port = " Choose another port, or 0 for any free one."
+    other_address = " Choose an address of this machine, or 0.0.0.0 for all of them."
+    match error:
+        case socket.gaierror() | UnicodeError():
+            why, advice = "that is neither an address nor a name that is known", other_address
+        case OverflowError():
+            why, advice = "a port is a number from 0 to 65535", other_port
+        case OSError(errno=errno.EADDRINUSE):
+            why, advice = "another process has it", other_port
+        case OSError(errno=errno.EACCES):
+            why, advice = "ports below 1024 need a privilege that this process does not have", other_port
+        case OSError(errno=errno.EADDRNOTAVAIL | errno.EAFNOSUPPORT | errno.EINVAL):
+            why, advice = "this machine has no such address", other_address
         case _:
-            why = str(error)
-    return SettingsError(f"/metrics cannot be served on {where}: {why}. Choose another one, or 0 for any free port.")
+            why, advice = str(error), ""
+    return SettingsError(f"/metrics cannot be served on {where}: {why}.{advice}")
