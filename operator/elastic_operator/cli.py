@@ -1,19 +1,21 @@
 """The ``elasticjob`` command: reads its command line, and turns whatever happens into an exit code and a sentence.
 
 Exit codes: 0 it went well (``run``: the job succeeded), 1 it did not (``run``: the job failed), 2 bad input, 3 the job
-was deleted, 130 interrupted, 141 whoever read the output went away.
+was deleted, 130 interrupted, 141 whoever read the output went away. An output that cannot be written for another
+reason is a 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from _typeshed import SupportsWrite
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
@@ -45,6 +47,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"elasticjob: {message}; see `{self.prog} --help`\n")
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        # That of argparse says nothing where it cannot write.
+        (sys.stdout if file is None else file).write(self.format_help())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,16 +91,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    from elastic_operator.commands import output
+
     try:
-        code = _main(argv)
+        output.watch()
+        try:
+            code = _main(argv)
+        except SystemExit:  # of --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whatever is still buffered has no reader: let the interpreter's last flush go nowhere.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.drop()
         return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as error:
+        if (lost := output.lost(error)) is None:
+            error.add_note("This is a mistake in elasticjob itself: please report it with all of the above.")
+            raise
+        output.drop()
+        with contextlib.suppress(OSError):
+            _complain(f"cannot write the output: {lost.strerror}; have it written elsewhere", FAILED)
+        return FAILED
     return code
 
 
@@ -116,11 +135,6 @@ def _main(argv: Sequence[str] | None) -> int:
         return _complain(str(error), BAD_INPUT)
     except ElasticJobError as error:
         return _complain(str(error), FAILED)
-    except (BrokenPipeError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        error.add_note("This is a mistake in elasticjob itself: please report it with all of the above.")
-        raise
 
 
 def _complain(sentence: str, code: int) -> int:

@@ -12,10 +12,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.support import etcd_kinds
+from tests.support.agents import AgentProcess
 from tests.support.crew import eventually
 from tests.support.launchers import Launcher, script
 from tests.support.measured import Measured
-from tests.support.scraping import Page, check_conventions
+from tests.support.scraping import Page, check_conventions, scraped_text
 from torchelastic.contract import Env
 from torchelastic.metrics.platform_names import OPERATIONS
 
@@ -86,6 +87,20 @@ async def test_what_the_agent_does_is_measured_under_torchelastics_names(tmp_pat
     assert 0 < again["rendezvous"] + again["start_workers"] <= again["initialize_workers"]
     assert again["initialize_workers"] <= took(second, "restart_workers")
     assert second.value("torchelastic_recovery_duration_seconds_count", cause="worker_failed") == 1
+
+
+async def test_an_agent_that_serves_on_any_free_port_says_on_which(tmp_path: Path) -> None:
+    program = script(tmp_path, "sys.stdin.read()")
+    async with AgentProcess("--standalone", "--metrics-port=0", "--local-addr=127.0.0.1", program) as agent:
+        port = int((await agent.said(r"^[0-9:]{8} \[[^]]+\] serving /metrics on port (\d+)$"))[1])
+        assert "elasticjob=" in await scraped_text(port)
+
+
+async def test_on_a_port_that_was_given_nothing_is_said_of_it(tmp_path: Path) -> None:
+    measured = Measured(tmp_path, SAYS_ITS_EPOCH)
+    async with measured.agent:
+        await measured.after("epoch 1 pid")
+        assert "serving /metrics" not in measured.agent.output
 
 
 async def test_the_handler_of_a_program_that_runs_an_agent_is_told_what_is_documented(tmp_path: Path) -> None:

@@ -52,6 +52,19 @@ async def test_it_opens_without_a_complaint_and_asks_for_nothing(
         await look.page.close()
 
 
+@pytest.mark.parametrize("word", ["y" * 3000, "y" * 150], ids=["told in short", "told at once"])
+@pytest.mark.parametrize("width", [360, 1000])
+async def test_however_long_the_words_are_the_page_is_not_wider_than_the_window(
+    browser: Browser, tmp_path: Path, word: str, width: int
+) -> None:
+    shown = failed(message=f"rank 0 on digits-0-aaaaa failed: ValueError: {word}", name="d" * 52)
+    look = await Look.at(browser, written(tmp_path, shown), width=width)
+    for summary in await look.page.query_selector_all("summary"):
+        await summary.click()
+    overflow = await look.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    assert overflow <= 0
+
+
 async def test_bars_are_as_wide_as_what_they_stand_for(browser: Browser, tmp_path: Path) -> None:
     look = await Look.at(browser, written(tmp_path, failed()))
     [(left, whole)] = await look.boxes("svg.plot")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -11,10 +13,11 @@ import yaml
 from elastic_operator import cli
 from elastic_operator.commands.describe import description
 from elastic_operator.commands.get import table
+from elastic_operator.commands.output import OutputLost, lost
 from elastic_operator.report_json import encode_report
 from elastic_operator.showing.report_page import page
 from elastic_operator.showing.shown import Shown
-from tests.support.reports import report
+from tests.support.reports import long, report
 from tests.support.snapshots import FOLDER, RUN, START, pod, snapshot
 
 if TYPE_CHECKING:
@@ -159,6 +162,18 @@ def test_the_report_of_a_finished_job_is_written(
     )
 
 
+def test_a_report_into_a_file_without_a_name_is_refused(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (finished / "report.json").write_bytes(encode_report(report()))
+    monkeypatch.chdir(finished)
+    assert run("report", "digits", "-o", "") == 2
+    assert capsys.readouterr().err == (
+        "elasticjob: -o needs the name of a file, or - for the standard output; it is empty\n"
+    )
+    assert not [*finished.glob("*.html")]
+
+
 @pytest.mark.parametrize("name", ["../../elsewhere", "/etc/x", "a\\b\0c"])
 def test_a_report_is_written_here_whatever_the_job_is_called_in_it(
     name: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +306,55 @@ def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert done.returncode in (0, 141)
+
+
+def into(redirected: str, *argv: str, **environ: str) -> tuple[int, str]:
+    """What a command gives back whose standard output is redirected so: its exit code and what it complains of."""
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {redirected}', "-", sys.executable, "-m", "elastic_operator.cli", *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environ},
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["get", "-o", "yaml"],
+        ["describe", "digits"],
+        ["top"],
+        ["top", "digits"],
+        ["logs", "digits", "--rank", "0"],
+        ["logs", "digits", "--rank", "0", "-f"],
+        ["report", "digits", "-o", "-"],
+        ["version"],
+        ["--help"],
+        [],
+    ],
+)
+def test_an_output_that_cannot_be_written_is_said_in_a_sentence(argv: list[str], finished: Path) -> None:
+    (finished / "report.json").write_bytes(encode_report(long()))
+    said = "elasticjob: cannot write the output: No space left on device; have it written elsewhere\n"
+    for unbuffered in ("", "1"):
+        assert into(">/dev/full", *argv, PYTHONUNBUFFERED=unbuffered) == (1, said)
+
+
+@pytest.mark.usefixtures("finished")
+def test_an_output_that_is_not_there_is_said_in_a_sentence() -> None:
+    said = "elasticjob: cannot write the output: Bad file descriptor; have it written elsewhere\n"
+    assert into(">&-", "get") == (1, said)
+
+
+def test_that_a_job_cannot_say_what_it_does_is_told_as_such_from_within_its_tasks() -> None:
+    within = ExceptionGroup("tasks", [ExceptionGroup("tasks", [OutputLost(errno.EIO, "Input/output error")])])
+    assert (found := lost(within)) is not None
+    assert found.strerror == "Input/output error"
+    assert lost(ExceptionGroup("tasks", [OutputLost(errno.EIO, "x"), ValueError()])) is None
+    assert lost(OSError(errno.ENOSPC, "of another file")) is None
 
 
 def test_what_nobody_expected_comes_with_a_plea_to_report_it(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

@@ -526,15 +526,16 @@ async def test_whoever_may_not_ask_the_agents_is_told_once_and_sees_the_status(
     await server.put("ElasticJob", job(status={"timeSplit": before}))
     for index, suffix in enumerate(("aaaaa", "bbbbb")):
         await server.put("Pod", serving(index, suffix))
-        server.failing[proxied(f"digits-{index}-{suffix}")] = (403, "pods/proxy is forbidden")
+        name = f"digits-{index}-{suffix}"
+        server.failing[proxied(name)] = (403, f'pods "{name}" is forbidden')
     assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "epoch 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free" in lines
     assert not [line for line in lines if "goodput" in line], "that was before it was resumed"
     [said] = [line for line in lines if "forbidden" in line]
     assert said == (
-        "what the agents tell may not be read (pods/proxy is forbidden); it takes the right to get pods/proxy, or "
-        "the pod itself refuses"
+        'what the agents tell may not be read (pods "digits-0-aaaaa" is forbidden); it takes the right to get '
+        "pods/proxy, or the pod itself refuses"
     )
 
 

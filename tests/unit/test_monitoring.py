@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from elastic_operator.reconcile import ReconcileSettings
+from scripts.monitoring import __main__ as writing
 from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.files import DASHBOARDS, RULES, files
 from scripts.monitoring.fleet import FLEET_PAGE
@@ -33,6 +35,41 @@ def dashboard(page: Page) -> dict[str, Any]:
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
 def test_what_is_in_the_chart_is_what_the_code_makes(path: Path) -> None:
     assert path.read_text() == files()[path], "run `python -m scripts.monitoring`"
+
+
+def test_what_differs_is_told_and_nothing_is_written_where_that_is_all_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {tmp_path / name: f"new {name}\n" for name in ("same.json", "changed.json", "rules/missing.yaml")}
+    monkeypatch.setattr(writing, "ROOT", tmp_path)
+    monkeypatch.setattr(writing, "files", lambda: made)
+    (tmp_path / "same.json").write_text("new same.json\n")
+    (tmp_path / "changed.json").write_text("old\n")
+    assert writing.main(["--check"]) == 1
+    assert capsys.readouterr().out == "changed.json differs\nrules/missing.yaml is missing\n"
+    assert (tmp_path / "changed.json").read_text() == "old\n"
+    for argv, code in ((["--help"], 0), (["--chekc"], 2), (["all"], 2)):
+        with pytest.raises(SystemExit) as end:
+            writing.main(argv)
+        assert end.value.code == code
+    assert (tmp_path / "changed.json").read_text() == "old\n"
+    capsys.readouterr()
+    assert writing.main([]) == 0
+    assert capsys.readouterr().out == "same.json\nchanged.json\nrules/missing.yaml\n"
+    assert {path: path.read_text() for path in made} == made
+    assert (writing.main(["--check"]), capsys.readouterr().out) == (0, "")
+
+
+def test_the_runbook_says_how_often_what_fails_is_tried_again() -> None:
+    said = " ".join((ROOT / "docs" / "runbooks" / "ElasticOperatorNotReconciling.md").read_text().split())
+    assert "is tried again, later each time, and after about two minutes once a minute." in said
+    assert said.count("tried again") == 2, "here, and that the log says in how many seconds"
+    settings = ReconcileSettings()
+    waits = [settings.first_retry]
+    while waits[-1] < settings.longest_retry:
+        waits.append(min(2 * waits[-1], settings.longest_retry))
+    assert waits[-1] == 60
+    assert sum(waits[:-1]) == pytest.approx(120, rel=0.2)
 
 
 def test_nothing_else_is_there() -> None:

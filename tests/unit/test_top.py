@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_operator.commands import get, top
 from elastic_operator.errors import ClusterError
 from elastic_operator.showing import quantities
 from elastic_operator.showing.agent_page import Page, Tally
@@ -299,6 +300,24 @@ def test_what_matters_least_gives_way_to_a_small_terminal() -> None:
     assert "and 93 more ranks" in text(shown(told), height=24)
 
 
+@pytest.mark.parametrize("height", range(2, 30))
+def test_in_the_smallest_terminal_ranks_and_names_are_shown_or_counted(height: int) -> None:
+    own = [line for number in range(3) for line in own_gauge(f"name{number}", {0: 1.0}, series=f"my_app_name{number}")]
+    told = figures(
+        pages(agent_page(0, seconds=LEADS, steps=(2.0, 100), own=own, recoveries=(0.3, 1)), agent_page(1, own=()))
+    )
+    found = text(shown(told, notes=["a", "b"]), width=60, height=height, bar=True)
+    assert len(found) <= height
+    ranks = [line for line in found if line.startswith(("0 ", "1 "))]
+    names = [line for line in found if line.startswith("my_app ")]
+    left = ", ".join([*(["2 more ranks"] if not ranks else []), *(["3 more names"] if not names else [])])
+    assert (f"and {left}" in found) == bool(left)
+    assert len(ranks) in (0, 2)
+    if height == 9:  # a terminal of 10 lines: one is kept for what goes wrong
+        assert found[3:4] == ["goodput 90.0 %"]
+        assert left == "2 more ranks, 3 more names"
+
+
 def test_the_bar_is_as_wide_as_the_terminal_and_split_as_the_time() -> None:
     told = figures(pages(agent_page(0, seconds=LEADS)))
     legend = [plain(line) for line in lines(shown(told), width=60, bar=True) if "■" in plain(line)]
@@ -320,6 +339,29 @@ def test_all_jobs_have_a_line_each() -> None:
     assert first.split() == ["digits", "Running", "2/3", "3", "2", "86.0", "%", "4s", "2+3", "20ms", "1m40s"]
     assert second.split() == ["digits", "Running", "2/3", "4", "2", "-", "-", "1", "-", "1m40s"]
     assert table([shown(told)], namespaces=True)[1].split()[0] == "default"
+
+
+async def test_jobs_that_do_not_fit_are_counted() -> None:
+    class Jobs:
+        async def job(self, name: str) -> tuple[Shown, list[Page], list[str]]:
+            raise AssertionError(name)
+
+        async def jobs(self) -> list[tuple[Shown, list[Page]]]:
+            return [(Shown.of(snapshot()), [])] * 5
+
+    screen = top._JobsScreen(Jobs(), namespaces=False)
+    await screen.read()
+    for height, jobs in ((6, 5), (5, 3), (2, 0)):
+        found = [plain(line) for line in screen.lines(80, height)]
+        assert [line.split()[0] for line in found] == ["NAME", *["digits"] * jobs, *(["and"] if jobs < 5 else [])]
+        assert jobs == 5 or found[-1] == f"and {5 - jobs} more jobs"
+
+
+def test_the_age_in_the_list_is_that_of_elasticjob_get() -> None:
+    ended = shown(Figures(), status={"state": "Succeeded", "completionTime": "2023-11-14T22:13:40Z"})
+    [listed] = get.table([ended.shown], NOW)[1:]
+    assert (table([ended])[1].split()[-1], listed.split()[-1]) == ("1m40s", "1m40s")
+    assert table([shown(Figures(), run={}, status={"startTime": None}, manifest={})])[1].split()[-1] == "-"
 
 
 @pytest.mark.parametrize(
@@ -400,9 +442,9 @@ async def test_a_leader_that_hangs_holds_up_neither_its_job_nor_the_others() -> 
 
 async def test_what_may_not_be_asked_is_said_once() -> None:
     async def fetch(pod: ShownPod) -> str:
-        raise NotAllowed("what the agents tell may not be read")
+        raise NotAllowed(f"what the agents tell may not be read ({pod.name} is forbidden)")
 
-    assert await ask(pods("a", "b"), fetch) == ([], ["what the agents tell may not be read"])
+    assert await ask(pods("a", "b", "c"), fetch) == ([], ["what the agents tell may not be read (a is forbidden)"])
 
 
 async def test_pods_that_have_ended_or_show_nothing_are_not_asked() -> None:

@@ -45,6 +45,8 @@ def _execute(arguments: argparse.Namespace) -> int:
     from elastic_operator.report_json import decode_report
     from elastic_operator.showing.report_page import page
 
+    if arguments.output == "":
+        raise BadInput("-o needs the name of a file, or - for the standard output; it is empty")
     ended = ""
     if place.is_on_cluster(arguments):
         kept = place.on_cluster(arguments, lambda api: _on_cluster(api, arguments.name))

@@ -227,9 +227,13 @@ class _JobsScreen:
         ]
 
     def lines(self, width: int, height: int | None) -> Sequence[Line]:
+        from elastic_operator.showing import words
         from elastic_operator.showing.top_lines import Piece
 
         head, *rest = self.plain() or ["no jobs"]
+        if height is not None and len(rest) >= height > 1:
+            left = len(rest) - max(0, height - 2)
+            rest[height - 2 :] = [f"and {words.count(left, 'more job')}"]
         return [(Piece(head, "dim"),), *((Piece(line[:width]),) for line in rest)][:height]
 
     def plain(self) -> Sequence[str]:

@@ -69,8 +69,10 @@ async def ask(
     asked = serving[:_MOST]
     await _within(patience, [one(pod) for pod in asked])
     # What it takes to read the pages is nothing that agents are blamed for.
-    told = await _read([(pod, answers[pod.name]) for pod in asked if pod.name in answers], reading)
-    notes = list(dict.fromkeys(answer for answer in told if isinstance(answer, str)))
+    answered = [(pod, answers[pod.name]) for pod in asked if pod.name in answers]
+    refusals = [answer for _, answer in answered if isinstance(answer, NotAllowed)]
+    told = await _read([each for each in answered if each[1] not in refusals[1:]], reading)
+    notes = [answer for answer in told if isinstance(answer, str)]
     notes += _late([pod.name for pod in asked if pod.name not in answers])
     if len(serving) > _MOST:
         notes.append(f"only the first {_MOST} of {len(serving)} pods are asked")

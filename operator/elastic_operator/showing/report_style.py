@@ -39,6 +39,7 @@ p { margin: 6px 0; }
 .outcome.other { color: var(--warn); }
 .dim { color: var(--dim); }
 .cause { border-left: 4px solid var(--bad); background: var(--card); padding: 10px 14px; margin: 16px 0 0; }
+.cause, footer { overflow-wrap: anywhere; }
 .cause b { color: var(--bad); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(124px, 1fr)); gap: 10px; margin: 20px 0 0; }
 .figures div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }

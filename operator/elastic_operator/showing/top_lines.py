@@ -50,8 +50,32 @@ STATE_STYLES: Final[Mapping[str, str]] = {
 
 _JOB_STYLES: Final = {"Running": "bold green", "Succeeded": "bold green", "Failed": "bold red"}
 _BETWEEN: Final = "   "
-_ROOM: Final = ((64, 40, 16), (32, 20, 8), (16, 10, 8), (8, 6, 4), (8, 3, 2), (4, 0, 2), (2, 0, 1))
-"""How many ranks, own names and notes are shown; the first that fits is taken."""
+
+
+class _Room(NamedTuple):
+    """How much is shown.
+
+    Attributes:
+        ranks: so many, and so many GPUs.
+        own: so many own names.
+        notes: so many.
+        recoveries: whether there are any.
+        states: whether it is said in which states the time was spent, and not only what the goodput is.
+    """
+
+    ranks: int
+    own: int
+    notes: int
+    recoveries: bool = True
+    states: bool = True
+
+
+_ROOMS: Final = (
+    *(_Room(64, 40, 16), _Room(32, 20, 8), _Room(16, 10, 8), _Room(8, 6, 4), _Room(8, 3, 2), _Room(4, 0, 2)),
+    *(_Room(2, 0, 1), _Room(2, 0, 1, recoveries=False), _Room(2, 0, 1, recoveries=False, states=False)),
+    _Room(0, 0, 0, recoveries=False, states=False),
+)
+"""The first that fits is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,19 +127,32 @@ def lines(reading: Reading, *, width: int = 100, height: int | None = None, bar:
         bar: draw where the time went, too; for where there are colours.
     """
     found: list[Line] = []
-    for ranks, own, notes in _ROOM:
+    rest: list[Line] = []
+    for room in _ROOMS:
         found = [
             *_head(reading),
-            *_time(reading, width if bar else 0),
-            *_recoveries(reading),
-            *_ranks(reading, ranks),
-            *_gpus(reading, ranks),
-            *_own(reading, own),
-            *_notes(reading, notes),
+            *_time(reading, width if bar else 0, states=room.states),
+            *(_recoveries(reading) if room.recoveries else ()),
+            *_ranks(reading, room.ranks),
+            *_gpus(reading, room.ranks),
+            *_own(reading, room.own),
         ]
-        if height is None or len(found) <= height:
-            break
-    return found[:height]
+        rest = [*_without_room(reading, room), *_notes(reading, room.notes)]
+        if height is None or len(found) + len(rest) <= height:
+            return found + rest
+    return [*found[: max(1, (height or 0) - len(rest))], *rest][:height]
+
+
+def _without_room(reading: Reading, room: _Room) -> Iterator[Line]:
+    """How many there are of which none is shown; of what is shown in part, that is said below it."""
+    told = reading.figures
+    each = (
+        (0 if room.ranks else len(told.ranks), "more rank"),
+        (0 if room.ranks else len(told.gpus), "more GPU"),
+        (0 if room.own else len(told.own), "more name"),
+    )
+    if found := [words.count(number, thing) for number, thing in each if number]:
+        yield (Piece(f"and {', '.join(found)}", "dim"),)
 
 
 def plain(line: Line) -> str:
@@ -154,23 +191,25 @@ def _facts(*facts: tuple[str, str]) -> Line:
     return tuple(pieces[:-1])
 
 
-def _time(reading: Reading, width: int) -> Iterator[Line]:
+def _time(reading: Reading, width: int, *, states: bool = True) -> Iterator[Line]:
     split, lost = reading.split
     whole, good = sum(split.values()), reading.goodput
     if good is None:
         return
     yield ()
     yield _facts(("goodput", quantities.share(good)), *([("lost", quantities.span(lost))] if lost is not None else []))
-    states = [state for state in (*STATE_STYLES, *sorted(split.keys() - STATE_STYLES.keys())) if split.get(state)]
+    if not states:
+        return
+    done = [state for state in (*STATE_STYLES, *sorted(split.keys() - STATE_STYLES.keys())) if split.get(state)]
     if width:
-        ends = [round(end / whole * width) for end in accumulate(split[state] for state in states)]
+        ends = [round(end / whole * width) for end in accumulate(split[state] for state in done)]
         begins = [0, *ends]
         yield tuple(
             Piece("█" * (end - begin), STATE_STYLES.get(state, "white"))
-            for state, begin, end in zip(states, begins, ends, strict=False)
+            for state, begin, end in zip(done, begins, ends, strict=False)
         )
     entries: list[Line] = []
-    for state in states:
+    for state in done:
         mark = (Piece("■ ", STATE_STYLES.get(state, "white")),) if width else ()
         about = f" {quantities.span(split[state])} ({quantities.share(split[state] / whole)})"
         entries.append((*mark, Piece(state, "dim"), Piece(about)))
@@ -288,7 +327,8 @@ def _notes(reading: Reading, most: int) -> Iterator[Line]:
     notes = [words.printed(note.replace("\n", " ")) for note in reading.notes]
     if not notes:
         return
-    yield ()
+    if most:
+        yield ()
     for note in notes[:most]:
         yield (Piece(note, "yellow"),)
     if len(notes) > most:

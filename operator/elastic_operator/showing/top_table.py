@@ -28,6 +28,7 @@ def table(readings: Sequence[Reading], *, namespaces: bool = False) -> list[str]
         charged = status.restarts if told.restarts is None else told.restarts
         free = status.free_restarts if told.free is None else told.free
         size = status.world_size if told.world_size is None else told.world_size
+        created = shown.created
         rows.append(
             [
                 *([shown.namespace] if namespaces else []),
@@ -40,7 +41,7 @@ def table(readings: Sequence[Reading], *, namespaces: bool = False) -> list[str]
                 "-" if lost is None else quantities.span(lost),
                 f"{charged}+{free}" if free else str(charged),
                 quantities.span(max(reading.pace.steps.values())) if reading.pace.steps else "-",
-                words.duration(shown.age(reading.now)),
+                "-" if created is None else words.duration(reading.now - created),
             ]
         )
     return columns(rows)
