@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import pytest
@@ -17,7 +18,7 @@ from prometheus_client.registry import Collector
 from tests.support.scraping import Page
 from torchelastic.agent.agent import Agent
 from torchelastic.agent.epoch_times import EpochTimes
-from torchelastic.contract import ExitCode, SizeRecord
+from torchelastic.contract import EpochRecord, ExitCode, RunState, SizeRecord, TimeSplit
 from torchelastic.errors import LeaseLost, StartError, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
@@ -272,3 +273,37 @@ def test_all_that_the_agent_measures_has_a_place_in_the_table() -> None:
     source = inspect.getsource(agent) + inspect.getsource(epoch_times)
     for name in (name for name in OPERATIONS if "." in name):
         assert f'"{name}"' in source, f"{name} is documented and not measured"
+
+
+# -- totals of the run
+
+
+@dataclass
+class ARun:
+    """A run that this agent leads."""
+
+    split: TimeSplit
+    leads: bool = True
+    epoch: EpochRecord | None = None
+    restarts: int = 0
+    free: int = 0
+    size: SizeRecord = field(default_factory=lambda: SizeRecord(min=1, max=1))
+
+
+def test_the_states_of_a_run_never_fall_and_add_up_also_when_training_turns_out_to_have_been_restoring(
+    agent: AgentMetrics,
+) -> None:
+    run = ARun(TimeSplit())
+    agent.follow(run)
+
+    def shown(**seconds: float) -> dict[str, float]:
+        run.split = TimeSplit(seconds={RunState(state): spent for state, spent in seconds.items()})
+        found = page(agent.registry()).named("torchelastic_job_seconds_total")
+        assert sum(found.values()) == sum(seconds.values())
+        return {dict(labels)["state"]: value for (_, labels), value in found.items() if value}
+
+    assert shown(waiting=5, training=40) == {"waiting": 5, "training": 40}
+    assert shown(waiting=5, restoring=30, training=12) == {"waiting": 5, "restoring": 2, "training": 40}
+    assert shown(waiting=6, restoring=30, training=20) == {"waiting": 6, "restoring": 10, "training": 40}
+    assert shown(waiting=6, restoring=30, training=45) == {"waiting": 6, "restoring": 30, "training": 45}
+    assert shown(waiting=6, restoring=31, training=45) == {"waiting": 6, "restoring": 31, "training": 45}

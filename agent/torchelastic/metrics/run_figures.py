@@ -90,12 +90,21 @@ class RunFigures:
             yield GaugeMetricFamily(series.name, series.help, value=number)
 
     def _rising(self, split: TimeSplit) -> dict[RunState, float]:
-        """The seconds by state; a counter never falls.
+        """The seconds by state, which add up to the time that has passed; a counter never falls.
 
         When a program says for the first time that it has begun to train, what was taken for training before is known
-        to have been restoring. Training stands still then until it has caught up.
+        to have been restoring. Training stands still then until it has caught up, and restoring rises meanwhile.
         """
-        for state in RunState:
-            if state in split.seconds or state is not RunState.RESTORING:
-                self._shown[state] = max(split.seconds.get(state, 0.0), self._shown.get(state, 0.0))
-        return dict(self._shown)
+        spent = dict(split.seconds)
+        restored = spent.pop(RunState.RESTORING, None)
+        before = self._shown
+        shown: dict[RunState, float] = {
+            state: max(spent.get(state, 0.0), before.get(state, 0.0))
+            for state in RunState
+            if state is not RunState.RESTORING
+        }
+        if restored is not None:
+            ahead = sum(shown.values()) - sum(spent.values())
+            shown[RunState.RESTORING] = max(restored - ahead, before.get(RunState.RESTORING, 0.0))
+        self._shown = shown
+        return shown
