@@ -554,8 +554,49 @@ def test_that_all_nodes_died_is_why_there_is_another_epoch_and_the_one_before_en
     former, after, later = newcomer.history().epochs
 
     assert (former.began, former.ended) == (CREATED, CREATED + 20)
-    assert (after.reason, after.cause) == (EpochReason.NODE_LOST, "the 2 nodes of epoch 1 died; c and d joined")
+    assert (after.reason, after.cause) == (EpochReason.NODE_LOST, "all 2 nodes died; c and d joined")
     assert later.reason is EpochReason.NODE_JOINED
+
+
+def test_where_one_died_and_the_others_left_that_is_told() -> None:
+    chronicle = Chronicle(CREATED, clock=Clock(0.0))
+    begin(chronicle, epoch(1, "abc"))
+    ends = {"a": NodeEnd.DIED, "b": NodeEnd.LEFT, "c": NodeEnd.LEFT}
+    begin(chronicle, epoch(2, "d", cause="d joined"), ends)
+
+    assert chronicle.history().epochs[1].cause == "1 of the 3 nodes died, and the others left; d joined"
+
+
+def test_what_a_new_leader_has_seen_of_an_end_outlives_an_older_history() -> None:
+    clock = Clock(0.0)
+    leader, heir = (Chronicle(CREATED, clock=clock) for _ in range(2))
+    record = begin(leader, epoch(1))
+    heir.epoch(record)
+    heir.started()
+    clock.seconds = 20
+    heir.enter(RunState.STOPPING)
+    clock.seconds = 22
+    heir.epoch(epoch(2))
+    heir.adopt_history(leader.history())
+
+    assert heir.history().epochs[0].ended == CREATED + 20
+
+
+def test_the_loss_is_the_same_whether_the_epoch_or_what_was_written_of_it_is_heard_first() -> None:
+    clock = Clock(100.0)
+    written = TimeSplit(
+        until=CREATED + 100, state=RunState.TRAINING, epoch=1, stepped=CREATED + 50, kept=CREATED + 80, lost=0.0
+    )
+    losses = []
+    for epoch_first in (True, False):
+        heir = Chronicle(CREATED, clock=clock)
+        if epoch_first:
+            heir.epoch(epoch(1))
+        heir.adopt(written)
+        heir.epoch(epoch(1))
+        losses.append(heir.last_word(succeeded=False).lost)
+
+    assert losses == [20, 20]
 
 
 def test_a_new_leader_knows_the_epochs_before_its_time() -> None:

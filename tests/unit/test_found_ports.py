@@ -104,10 +104,11 @@ async def test_what_the_template_tells_a_prometheus_holds(place: Place) -> None:
 
 async def test_no_pod_is_written_whose_agent_serves_nothing_or_no_more(place: Place) -> None:
     place.pod("silent")
+    place.pod("nonsense")
     place.pod("said", annotations={ANNOTATION_METRICS_PORT: "9464"})
     place.pod("ended", worker=ENDED)
     place.pod("goes", deletionTimestamp="2026-01-01T00:00:00Z")
-    await place.note(silent=0, said=9464, ended=40123, goes=40124)
+    await place.note(silent=0, nonsense=65536, said=9464, ended=40123, goes=40124)
     assert place.writes == 0
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
@@ -23,6 +25,7 @@ from torchelastic.errors import LeaseLost, StartError, StoreRefused, StoreUnavai
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
 from torchelastic.metrics.platform_names import OPERATIONS
+from torchelastic.metrics.run_figures import RunFigures
 from torchelastic.settings import AgentSettings, Program, ProgramKind, RendezvousSettings
 from torchelastic.store import MemoryStore
 from torchelastic.store.measured import MeasuredStore
@@ -307,3 +310,33 @@ def test_the_states_of_a_run_never_fall_and_add_up_also_when_training_turns_out_
     assert shown(waiting=6, restoring=30, training=20) == {"waiting": 6, "restoring": 10, "training": 40}
     assert shown(waiting=6, restoring=30, training=45) == {"waiting": 6, "restoring": 30, "training": 45}
     assert shown(waiting=6, restoring=31, training=45) == {"waiting": 6, "restoring": 31, "training": 45}
+    # In another epoch, training that is told of late was taken for restoring.
+    assert shown(waiting=6, restoring=40, training=45) == {"waiting": 6, "restoring": 40, "training": 45}
+    assert shown(waiting=6, restoring=32, training=60) == {"waiting": 6, "restoring": 40, "training": 52}
+    assert shown(waiting=7, restoring=45, training=60) == {"waiting": 7, "restoring": 45, "training": 60}
+
+
+STATES = st.sampled_from(RunState)
+STEPS = st.lists(st.tuples(STATES, st.integers(0, 50), STATES, STATES, st.integers(0, 50)), max_size=20)
+
+
+@given(STEPS)
+def test_the_states_of_a_run_never_fall_and_add_up_whatever_is_learnt_late(
+    steps: list[tuple[RunState, int, RunState, RunState, int]],
+) -> None:
+    spent: dict[RunState, float] = {}
+    run = ARun(TimeSplit())
+    figures = RunFigures()
+    figures.follow(run)
+    before: dict[str, float] = {}
+    for state, more, source, target, moved in steps:
+        spent[state] = spent.get(state, 0) + more
+        moved = min(moved, int(spent.get(source, 0)))
+        spent[source] = spent.get(source, 0) - moved
+        spent[target] = spent.get(target, 0) + moved
+        run.split = TimeSplit(seconds=dict(spent))
+        [family] = [each for each in figures.collect() if each.name == "torchelastic_job_seconds"]
+        shown = {sample.labels["state"]: sample.value for sample in family.samples}
+        assert sum(shown.values()) == sum(spent.values())
+        assert all(shown[state] >= value for state, value in before.items())
+        before = shown

@@ -5,7 +5,7 @@ They are kept across leaders, so they go on where another agent leads; and an ag
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from torchelastic.contract import NodeEnd, RunState
 from torchelastic.metrics import platform_names as names
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from torchelastic.contract import EpochRecord, SizeRecord, TimeSplit
+
+
+_FIRST_HELD_BACK: Final = (RunState.RESTORING, RunState.TRAINING)
+"""Between these two, a late word moves seconds."""
 
 
 class Run(Protocol):
@@ -92,19 +96,17 @@ class RunFigures:
     def _rising(self, split: TimeSplit) -> dict[RunState, float]:
         """The seconds by state, which add up to the time that has passed; a counter never falls.
 
-        When a program says for the first time that it has begun to train, what was taken for training before is known
-        to have been restoring. Training stands still then until it has caught up, and restoring rises meanwhile.
+        What a state has turned out not to have spent is held back from those that rise, until it has. So where a
+        program says for the first time that it has begun to train, and what was taken for training before is known to
+        have been restoring: training stands still then, and restoring rises in its place.
         """
-        spent = dict(split.seconds)
-        restored = spent.pop(RunState.RESTORING, None)
         before = self._shown
-        shown: dict[RunState, float] = {
-            state: max(spent.get(state, 0.0), before.get(state, 0.0))
-            for state in RunState
-            if state is not RunState.RESTORING
-        }
-        if restored is not None:
-            ahead = sum(shown.values()) - sum(spent.values())
-            shown[RunState.RESTORING] = max(restored - ahead, before.get(RunState.RESTORING, 0.0))
+        told = [state for state in RunState if state in split.seconds or state is not RunState.RESTORING]
+        shown = {state: max(split.seconds.get(state, 0.0), before.get(state, 0.0)) for state in told}
+        ahead = sum(shown.values()) - sum(split.seconds.values())
+        for state in sorted(told, key=_FIRST_HELD_BACK.__contains__, reverse=True):
+            held = min(shown[state] - before.get(state, 0.0), ahead)
+            shown[state] -= held
+            ahead -= held
         self._shown = shown
         return shown

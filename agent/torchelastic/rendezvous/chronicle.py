@@ -109,8 +109,9 @@ class Chronicle:
         if record.split is not None:
             self.adopt(record.split)
         past = _past(record, began=now)
-        if nodes and self._nodes and self._nodes.isdisjoint(nodes) and self._before.gone.get(NodeEnd.DIED, 0) > died:
-            past = _after_all_died(past, self._number, len(self._nodes))
+        died = self._before.gone.get(NodeEnd.DIED, 0) - died
+        if nodes and died > 0 and self._nodes.isdisjoint(nodes):
+            past = _with_nobody_left(past, died, len(self._nodes))
         if ended and self._number in self._epochs:
             self._epochs[self._number] = msgspec.structs.replace(self._epochs[self._number], ended=round(ended, 3))
         if self._before.lost is not None:
@@ -163,7 +164,11 @@ class Chronicle:
 
     def adopt_history(self, history: HistoryRecord) -> None:
         """Take over the epochs of which this node was not told."""
-        self._epochs = dict(sorted({**self._epochs, **{past.number: past for past in history.epochs}}.items()))
+        for past in history.epochs:
+            known = self._epochs.get(past.number)
+            ended = past.ended or (0.0 if known is None else known.ended)
+            self._epochs[past.number] = msgspec.structs.replace(past, ended=ended)
+        self._epochs = dict(sorted(self._epochs.items()))
         self._forget_epochs()
 
     # -- what the leader says
@@ -255,11 +260,12 @@ class Chronicle:
 
     def _lost_now(self) -> float | None:
         """What has been lost in the run if the epoch that stands ends now; None where no checkpoint was told of."""
-        before = self._before.lost
-        if before is None and not self._kept:
+        before = self._before
+        kept = max(self._kept, before.kept if before.epoch == self._number else 0.0)
+        if before.lost is None and not kept:
             return None
         began, ended = self._trained()
-        return round((before or 0.0) + max(ended - max(began, self._kept), 0.0), 3)
+        return round((before.lost or 0.0) + max(ended - max(began, kept), 0.0), 3)
 
     def _trained(self) -> tuple[float, float]:
         """From when until when the epoch that stands has trained, as far as it was seen here or told of."""
@@ -307,11 +313,13 @@ def _past(record: EpochRecord, *, began: float) -> PastEpoch:
     )
 
 
-def _after_all_died(past: PastEpoch, former: int, nodes: int) -> PastEpoch:
-    """The first epoch after one of which no node is left: for those that form it, it is a beginning."""
+def _with_nobody_left(past: PastEpoch, died: int, nodes: int) -> PastEpoch:
+    """The first epoch after one of which no node is left, and some died: for those that form it, it is a beginning."""
     if past.reason is not EpochReason.NODE_JOINED:
         return past
-    gone = f"the {'only node' if nodes == 1 else f'{nodes} nodes'} of epoch {former} died"
+    gone = "the only node died" if nodes == 1 else f"all {nodes} nodes died"
+    if died < nodes:
+        gone = f"{died} of the {nodes} nodes died, and the others left"
     cause = shorten(f"{gone}; {past.cause}", LONGEST_CAUSE)
     return msgspec.structs.replace(past, reason=EpochReason.NODE_LOST, cause=cause)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from elastic_operator.spec import Json
 
 _LARGEST: Final = 1_000_000
-_LAST_PORT: Final = 65535
+LAST_PORT: Final = 65535
 _SPEC_KEPT: Final = ("nodeName", "schedulerName", "schedulingGates", "readinessGates")
 _METADATA_KEPT: Final = (
     "name",
@@ -235,7 +235,7 @@ def _number(digits: str) -> int | None:
 
 def _port(digits: str) -> int:
     port = _number(digits) or 0
-    return port if port <= _LAST_PORT else 0
+    return port if port <= LAST_PORT else 0
 
 
 def _size(record: str) -> SizeRecord | None:

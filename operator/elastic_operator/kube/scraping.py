@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.errors import ClusterError
 from elastic_operator.kube.ledger import Ledger
+from elastic_operator.kube.observation import LAST_PORT
 from elastic_operator.kube.resources import PODS
 from elastic_operator.kube.writer import raise_first
 from elastic_operator.model import PodPhase
@@ -63,7 +64,7 @@ class FoundPorts:
             pods: as they are now.
             nodes: what the agents say.
         """
-        ports = {node.name: node.metrics for node in nodes if node.metrics}
+        ports = {node.name: node.metrics for node in nodes if 0 < node.metrics <= LAST_PORT}
         serving = (pod for pod in pods if pod.phase is PodPhase.RUNNING and not pod.terminating)
         found = [(pod, port) for pod in serving if (port := ports.get(pod.name, pod.metrics_port)) != pod.metrics_port]
         try:

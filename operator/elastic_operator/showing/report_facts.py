@@ -111,14 +111,15 @@ def facts(report: Report) -> Facts:
 
 
 def _spans(epochs: tuple[PastEpoch, ...], rested: tuple[float, ...], end: float) -> Iterator[Span]:
+    def ends(epoch: PastEpoch, latest: float) -> float:
+        moments = (time for time in (epoch.ended, *rested) if epoch.began < time < latest)
+        return min(moments, default=max(epoch.began, latest))
+
     for epoch, after in itertools.pairwise(epochs):
-        ends = (time for time in (epoch.ended, *rested) if epoch.began < time < after.began)
         known = after.number == epoch.number + 1
-        yield Span(
-            epoch, min(ends, default=max(epoch.began, after.began)) if known else None, after.lost if known else None
-        )
+        yield Span(epoch, ends(epoch, after.began) if known else None, after.lost if known else None)
     if epochs:
-        yield Span(epochs[-1], max(epochs[-1].began, end))
+        yield Span(epochs[-1], ends(epochs[-1], end))
 
 
 def _troubles(report: Report, end: float) -> Iterator[Trouble]:
