@@ -39,12 +39,16 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from torchelastic.errors import MalformedRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 CONTRACT_VERSION: Final = 1
 """Raised when a record or a rule changes so that two agents, or an agent and an operator, would not understand each
@@ -318,6 +322,17 @@ class EpochRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """How many workers train together."""
         return sum(member.workers for member in self.members)
 
+    def first_rank(self, node: str) -> int:
+        """The rank of the first worker of a member.
+
+        Args:
+            node: its id.
+
+        Raises:
+            ValueError: the node is no member.
+        """
+        return sum(member.workers for member in self.members[: self.nodes.index(node)])
+
     @property
     def nodes(self) -> tuple[str, ...]:
         """The ids of the members, in rank order."""
@@ -516,6 +531,12 @@ class HistoryRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     created: _Time = msgspec.field(name="t", default=0.0)
     epochs: tuple[PastEpoch, ...] = msgspec.field(name="p", default=())
     omitted: _Count = msgspec.field(name="o", default=0)
+
+
+def missing_between(epochs: Iterable[PastEpoch]) -> int:
+    """How many epochs are missing between these, which are in order: they are numbered without gaps."""
+    missing = sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(epochs))
+    return min(missing, COUNT_LIMIT)
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):

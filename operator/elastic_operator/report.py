@@ -5,17 +5,14 @@ How it is written is said in :mod:`elastic_operator.report_json`.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from torchelastic.contract import HISTORY_LIMIT, HistoryRecord
+from torchelastic.contract import COUNT_LIMIT, HISTORY_LIMIT, HistoryRecord, missing_between
 
 if TYPE_CHECKING:
     from elastic_operator.model import JobState
     from torchelastic.contract import OutcomeRecord, TimeSplit
-
-_LARGEST_COUNT: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +59,7 @@ def merged(kept: Report | None, report: Report) -> Report:
         return report
     by_number = {epoch.number: epoch for epoch in (*kept.history.epochs, *report.history.epochs)}
     epochs = tuple(by_number[number] for number in sorted(by_number))
-    # Epochs are numbered without gaps, so it shows how many are missing between two that are there.
-    omitted = sum(after.number - before.number - 1 for before, after in itertools.pairwise(epochs))
-    history = HistoryRecord(created=report.created, epochs=epochs, omitted=min(omitted, _LARGEST_COUNT))
+    history = HistoryRecord(created=report.created, epochs=epochs, omitted=missing_between(epochs))
     return replace(
         report,
         split=report.split if report.split is not None else kept.split,
@@ -81,5 +76,5 @@ def bounded(history: HistoryRecord, limit: int) -> HistoryRecord:
     if excess <= 0:
         return history
     first = limit // 2
-    omitted = min(history.omitted + excess, _LARGEST_COUNT)
+    omitted = min(history.omitted + excess, COUNT_LIMIT)
     return HistoryRecord(created=history.created, epochs=epochs[:first] + epochs[first + excess :], omitted=omitted)

@@ -56,7 +56,7 @@ def of_node(
     """
     return FailureRecord(
         epoch=epoch.number,
-        rank=sum(member.workers for member in epoch.members[: epoch.nodes.index(node)]),
+        rank=epoch.first_rank(node),
         local_rank=0,
         node=node,
         exit_code=1,

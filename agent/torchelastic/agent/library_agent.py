@@ -100,7 +100,7 @@ class LibraryAgent(Agent):
         if epoch is None or self._node_id not in epoch.nodes:
             return
         position = epoch.nodes.index(self._node_id)
-        first = sum(member.workers for member in epoch.members[:position])
+        first = epoch.first_rank(self._node_id)
         ranks = range(first, first + epoch.members[position].workers)
         self.results = dict.fromkeys(ranks) if self._call is None else self._call.results(scratch, epoch.number, ranks)
 

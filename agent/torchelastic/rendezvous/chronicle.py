@@ -10,7 +10,6 @@ Nothing is awaited here, and what time it is comes from outside.
 from __future__ import annotations
 
 import bisect
-import itertools
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -25,6 +24,7 @@ from torchelastic.contract import (
     PastEpoch,
     RunState,
     TimeSplit,
+    missing_between,
     shorten,
 )
 
@@ -237,9 +237,7 @@ class Chronicle:
     def history(self) -> HistoryRecord:
         """The epochs of the run."""
         epochs = tuple(self._epochs.values())
-        # Epochs are numbered without gaps, so it shows how many are missing between two that are there.
-        omitted = sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(epochs))
-        return HistoryRecord(created=self.created, epochs=epochs, omitted=min(omitted, COUNT_LIMIT))
+        return HistoryRecord(created=self.created, epochs=epochs, omitted=missing_between(epochs))
 
     # -- below
 
@@ -250,13 +248,20 @@ class Chronicle:
 
     def _step_from(self, at: float) -> None:
         """The workers of this epoch train since that time; until then, from when they were started, they restored."""
-        index = max((i for i, mark in enumerate(self._marks) if mark.state in _AT_WORK), default=None)
-        if index is None or self._marks[index].at < self._since:
+        seen = self._seen(*_AT_WORK)
+        if seen is None:
             return  # those of this node are not started yet
-        began = self._marks[index].at
-        until = self._marks[index + 1].at if index + 1 < len(self._marks) else self._now()
+        index, began, until = seen
         at = min(max(at, began), until)
         self._marks[index : index + 1] = [_Mark(began, RunState.RESTORING), _Mark(at, RunState.TRAINING)]
+
+    def _seen(self, *states: RunState) -> tuple[int, float, float] | None:
+        """When the epoch that stands was last seen here in one of these states: the mark's place, from when, until."""
+        for index in range(len(self._marks) - 1, -1, -1):
+            began, state = self._marks[index]
+            if state in states and began >= self._since:
+                return index, began, self._marks[index + 1].at if index + 1 < len(self._marks) else self._now()
+        return None
 
     def _lost_now(self) -> float | None:
         """What has been lost in the run if the epoch that stands ends now; None where no checkpoint was told of."""
@@ -269,18 +274,13 @@ class Chronicle:
 
     def _trained(self) -> tuple[float, float]:
         """From when until when the epoch that stands has trained, as far as it was seen here or told of."""
-        for index in range(len(self._marks) - 1, -1, -1):
-            began, state = self._marks[index]
-            if state is RunState.TRAINING and began >= self._since:
-                return began, self._marks[index + 1].at if index + 1 < len(self._marks) else self._now()
+        if (seen := self._seen(RunState.TRAINING)) is not None:
+            _, began, ended = seen
+            return began, ended
         before = self._before
-        if (
-            before.epoch == self._number
-            and before.state is RunState.TRAINING
-            and (began := before.stepped or before.kept)
-        ):
-            return began, before.until
-        return 0.0, 0.0
+        began = before.stepped or before.kept
+        known = began and before.epoch == self._number and before.state is RunState.TRAINING
+        return (began, before.until) if known else (0.0, 0.0)
 
     def _ended(self) -> float:
         """When the workers of the epoch that stands ran no more, as far as was seen here or told of; 0 for unknown."""
@@ -288,13 +288,11 @@ class Chronicle:
         last_word = before.until if before.epoch == self._number and before.state in _AT_WORK else 0.0
         if epoch is None or last_word <= epoch.began:  # that of its own record, which is of the time before it
             last_word = 0.0
-        for index in range(len(self._marks) - 1, -1, -1):
-            began, state = self._marks[index]
-            if state in _AT_WORK and began >= self._since:
-                if 0 < last_word < began:  # this node has come since, and only heard of the epoch
-                    break
-                return self._marks[index + 1].at if index + 1 < len(self._marks) else self._now()
-        return last_word
+        if (seen := self._seen(*_AT_WORK)) is None:
+            return last_word
+        _, began, ended = seen
+        has_come_since = 0 < last_word < began  # and only heard of the epoch
+        return last_word if has_come_since else ended
 
     def _forget_epochs(self) -> None:
         while len(self._epochs) > HISTORY_LIMIT:

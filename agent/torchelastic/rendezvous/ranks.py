@@ -27,7 +27,7 @@ def worker_environments(
         ValueError: the node is no member of the epoch.
     """
     group_rank = epoch.nodes.index(node)
-    first = sum(member.workers for member in epoch.members[:group_rank])
+    first = epoch.first_rank(node)
     workers = epoch.members[group_rank].workers
     host, _, port = epoch.store.rpartition(":")
     shared = {

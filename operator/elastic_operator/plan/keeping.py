@@ -42,7 +42,6 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
     It is the same one for the same end, however often it is asked for, also once the status has been read again.
     """
     history = observed.history or HistoryRecord()
-    rests = status.state is JobState.SUSPENDED and status.split is not None
     completed = status.completed
     if completed is not None:
         completed = status.split.until if status.split is not None else float(math.floor(completed))
@@ -58,5 +57,5 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
         split=status.split,
         history=HistoryRecord(created=job.created, epochs=history.epochs, omitted=history.omitted),
         outcome=observed.outcome,
-        rested=(round(status.split.until, 3),) if rests and status.split is not None else (),
+        rested=(round(status.split.until, 3),) if status.state is JobState.SUSPENDED and status.split else (),
     )
