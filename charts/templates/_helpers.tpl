@@ -75,8 +75,8 @@ What the operator does with the objects of the namespaces that it looks after, a
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, create, patch]
-# What `kubectl describe` tells of a job.
+# What `kubectl describe` tells of a job; and what is told there of a pod that does not start.
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [list, create]
 {{- end -}}

@@ -518,7 +518,7 @@ def jobs_rights() -> set[Right]:
             for verb in ("list", "create", "patch", "delete")
         ),
         *(("", "configmaps", verb, "") for verb in ("get", "create", "patch")),
-        ("", "events", "create", ""),
+        *(("", "events", verb, "") for verb in ("list", "create")),
     }
 
 
@@ -594,6 +594,7 @@ async def test_these_rights_are_all_that_the_operator_needs_and_none_is_too_many
         await a_gang(helm, "Volcano", VOLCANO_GROUPS, etcd)
         await a_job_that_rests(helm, etcd)
         await a_job_that_needs_a_secret_and_goes_by_itself(helm, etcd)
+        await a_job_whose_pod_does_not_start(helm, etcd)
     assert "forbidden" not in log.read_text().lower()
     assert helm.audit.refused(helm.namespace, RELEASE) == set()
     assert helm.audit.used(helm.namespace, RELEASE) == {right[:3] for right in granted}
@@ -697,6 +698,33 @@ async def a_job_that_needs_a_secret_and_goes_by_itself(helm: Helm, etcd: EtcdSer
     await helm.kubectl("wait", f"pod/{pod}", "--for=create", "--timeout=50s")
     await succeeds(helm, pod)
     await helm.kubectl("wait", "elasticjob/brief", "--for=delete", "--timeout=50s")
+
+
+async def a_job_whose_pod_does_not_start(helm: Helm, etcd: EtcdServer) -> None:
+    """A job whose pod has a node that says in an event alone what is missing."""
+    bound = {"spec": {"nodeName": "away"}}
+    stuck = job("stuck", etcd={"endpoint": etcd.endpoint}, template=bound, replicas=1)
+    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(stuck))
+    pod = pod_name("stuck", (await helm.get("elasticjob/stuck"))["metadata"]["uid"], 0, "")
+    await helm.kubectl("wait", f"pod/{pod}", "--for=create", "--timeout=60s")
+    uid = (await helm.get(f"pod/{pod}"))["metadata"]["uid"]
+    event = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": pod, "namespace": helm.namespace},
+        "involvedObject": {"kind": "Pod", "namespace": helm.namespace, "name": pod, "uid": uid},
+        "type": "Warning",
+        "reason": "FailedMount",
+        "message": 'MountVolume.SetUp failed for volume "data" : secret "tea" not found',
+        "source": {"component": "kubelet"},
+        "lastTimestamp": "2026-01-01T00:00:00Z",
+    }
+    await helm.kubectl("create", "-f", "-", stdin=json.dumps(event))
+    why = f"{event['message']}; create it, or name another one in spec.template"
+    told = f"0 of at least 1 pod are ready; {pod} is not ready yet: {why}"
+    waits = f'jsonpath={{.status.conditions[?(@.type=="Waiting")].message}}={told}'
+    await helm.kubectl("wait", "elasticjob/stuck", f"--for={waits}", "--timeout=60s")
+    await helm.kubectl("delete", "elasticjob/stuck")
 
 
 async def runs(helm: Helm, pod: str) -> None:

@@ -195,6 +195,22 @@ async def test_an_image_that_is_not_there_is_waited_for_in_words_and_nobody_is_c
         assert await user.delete("late") == []
 
 
+async def test_a_volume_whose_secret_is_not_there_is_waited_for_in_words_and_nobody_is_charged(user: User) -> None:
+    keyed = a_job(
+        "keyed",
+        pod={"volumes": [{"name": "key", "secret": {"secretName": "late-key"}}]},
+        worker={"volumeMounts": [{"name": "key", "mountPath": "/key"}]},
+        replicas=1,
+    )
+    await user.apply(keyed)
+    missing = 'MountVolume.SetUp failed for volume "key" : secret "late-key" not found; create it'
+    await user.sees("keyed", lambda status: missing in said(status, "Waiting"))
+    await user.kubectl("create", "secret", "generic", "late-key", "--from-literal=key=1")
+    await serves(user, "keyed", 1)
+    status = (await user.sees("keyed", lambda status: not said(status, "Waiting")))["status"]
+    assert nobody_is_charged(status)
+
+
 async def test_an_etcd_whose_image_is_not_there_is_told_too(user: User) -> None:
     await user.apply(a_job("storeless", etcd={"image": "localhost/no-etcd:1"}, replicas=1))
     await user.sees(

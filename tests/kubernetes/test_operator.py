@@ -93,7 +93,7 @@ def rights(namespace: str) -> Json:
         ("apps", "deployments", ["list", "watch", "create", "delete"]),
         ("policy", "poddisruptionbudgets", ["list", "watch", "create", "patch", "delete"]),
         ("", "configmaps", ["get", "create", "patch"]),
-        ("", "events", ["create"]),
+        ("", "events", ["list", "create"]),
         ("coordination.k8s.io", "leases", ["get", "create", "update"]),
     ]
     about = {"name": "operator", "namespace": namespace}

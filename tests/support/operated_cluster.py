@@ -17,6 +17,8 @@ from elastic_operator.kube.events import Events
 from elastic_operator.kube.kept import Kept
 from elastic_operator.kube.ledger import Ledger
 from elastic_operator.kube.managed_etcd import ManagedEtcd
+from elastic_operator.kube.observing import Observing
+from elastic_operator.kube.pod_starts import PodStarts
 from elastic_operator.kube.reports import Reports
 from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS
 from elastic_operator.kube.settings import PodSettings
@@ -69,17 +71,28 @@ class OperatedCluster:
             stores = Stores(self.queue.put, secrets=secrets, patience=self._away, own_patience=self._away)
             await stack.enter_async_context(stores)
             writer = Writer(api, self.cache)
+            etcd = ManagedEtcd(api, self.cache, writer, settings)
+            ledger = Ledger(lasting=self._lasting)
+            observing = Observing(
+                cache=self.cache,
+                etcd=etcd,
+                starts=PodStarts(api),
+                stores=stores,
+                ledger=ledger,
+                departed=Departed(),
+                secrets=secrets,
+                wake=self.queue.put,
+            )
             cluster = KubernetesCluster(
+                observing=observing,
                 cache=self.cache,
                 writer=writer,
-                etcd=ManagedEtcd(api, self.cache, writer, settings),
+                etcd=etcd,
                 reports=Reports(api),
                 kept=Kept(self.cache, writer),
                 stores=stores,
                 events=self.events,
-                ledger=Ledger(lasting=self._lasting),
-                departed=Departed(),
-                secrets=secrets,
+                ledger=ledger,
                 settings=settings,
                 wake=self.queue.put,
             )

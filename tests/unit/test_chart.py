@@ -201,7 +201,7 @@ def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:
         ("scheduling.x-k8s.io", "podgroups"): {"list", "create", "patch", "delete"},
         ("scheduling.volcano.sh", "podgroups"): {"list", "create", "patch", "delete"},
         ("", "configmaps"): {"get", "create", "patch"},
-        ("", "events"): {"create"},
+        ("", "events"): {"list", "create"},
     }
 
 

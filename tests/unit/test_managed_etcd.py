@@ -29,8 +29,12 @@ class Server:
         self.state: dict[str, Any] = NO_IMAGE
         self.status = 200
         self.asked: list[str] = []
+        self.told: list[dict[str, Any]] = []
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path.endswith("/events"):
+            told = self.told if request.query["fieldSelector"] == "involvedObject.uid=u" else []
+            return web.json_response({"metadata": {"resourceVersion": "9"}, "items": told})
         self.asked.append(f"{request.path}?{request.query.get('labelSelector')}")
         pod = {
             "metadata": {"name": "digits-etcd-x", "uid": "u"},
@@ -67,6 +71,15 @@ async def test_why_an_etcd_does_not_serve_is_told_as_long_as_it_does_not(server:
     assert await etcd.complaint(job, EtcdState.READY) is None
     server.status, server.state = 200, {"running": {}}
     assert await etcd.complaint(job, EtcdState.STARTING) is None
+
+
+async def test_why_the_volume_of_an_etcd_is_not_there_stands_in_the_events_of_its_pod(server: Server, api: Api) -> None:
+    etcd, job = an_etcd(api, patience=0.0), a_job()
+    server.state = {"waiting": {"reason": "ContainerCreating"}}
+    assert await etcd.complaint(job, EtcdState.STARTING) is None
+    attach = "AttachVolume.Attach failed for volume pvc-1: the disk is in another zone"
+    server.told = [{"type": "Warning", "message": attach, "source": {"component": "attachdetach-controller"}}]
+    assert await etcd.complaint(job, EtcdState.STARTING) == f"its etcd does not serve yet: {attach}"
 
 
 async def test_an_etcd_that_starts_is_not_looked_at(server: Server, api: Api) -> None:

@@ -318,7 +318,7 @@ PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not 
         ),
         (
             an_object("Pending", worker(waiting("CreateContainerConfigError", 'secret "hub" not found'))),
-            'its container cannot be started: secret "hub" not found',
+            'its container cannot be started: secret "hub" not found; create it, or name another one in spec.template',
         ),
         (an_object("Pending", worker(waiting("NewerThanUs", "who knows"))), "NewerThanUs: who knows"),
         (an_object("Pending", worker(waiting("NewerThanUs"))), "NewerThanUs"),

@@ -26,6 +26,7 @@ _ADVICE: Final = tuple(
             r"failed quota: .* must specify ",
             "say so in spec.template.spec.containers, and for the job's etcd in spec.etcd.resources",
         ),
+        (r"(secret|configmap) \"[^\"]*\" not found", "create it, or name another one in spec.template"),
         (r"violates PodSecurity ", "say so in spec.template.spec, or have the namespace admit such pods"),
     )
 )

@@ -16,15 +16,13 @@ from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kube.api import ApiError
 from elastic_operator.kube.kept import Unguarded, unguarded_before
 from elastic_operator.kube.ledger import Ledger
-from elastic_operator.kube.managed_etcd import PATIENCE as ETCD_PATIENCE
 from elastic_operator.kube.misread import called_invalid
 from elastic_operator.kube.observation import job_of
-from elastic_operator.kube.readiness import explained, if_serving, serving
 from elastic_operator.kube.resources import PODS
 from elastic_operator.kube.scraping import FoundPorts
 from elastic_operator.kube.worker_pod import worker_pod
 from elastic_operator.kube.writer import Hindered, Refused, Unmade, raise_first
-from elastic_operator.model import EtcdState, JobEvent, JobState, Observed
+from elastic_operator.model import EtcdState, JobEvent, Observed
 from elastic_operator.names import EventReason
 from elastic_operator.pinned import as_pinned
 from elastic_operator.plan import words
@@ -36,19 +34,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from elastic_operator.kube.cache import Cache
-    from elastic_operator.kube.departed import Departed
-    from elastic_operator.kube.etcd_secrets import EtcdSecrets
     from elastic_operator.kube.events import Events
     from elastic_operator.kube.kept import Kept
-    from elastic_operator.kube.managed_etcd import EtcdSeen, ManagedEtcd
+    from elastic_operator.kube.managed_etcd import ManagedEtcd
+    from elastic_operator.kube.observing import Observing
     from elastic_operator.kube.reports import Reports
     from elastic_operator.kube.settings import PodSettings
     from elastic_operator.kube.stores import Stores
     from elastic_operator.kube.writer import Writer
-    from elastic_operator.model import Job, NewPod, Plan, Pod, Removal
+    from elastic_operator.model import Job, NewPod, Plan, Removal
     from elastic_operator.report import Report
     from elastic_operator.spec import Json
-    from elastic_operator.store_mirror import StoreMirror
     from torchelastic.contract import NodeRecord
 
 _log: Final = logging.getLogger(__name__)
@@ -60,6 +56,7 @@ class KubernetesCluster:
     """The cluster of all jobs that the operator looks after.
 
     Args:
+        observing: looks at jobs.
         cache: what the API server has.
         writer: writes to it.
         etcd: the jobs' own etcds.
@@ -68,8 +65,6 @@ class KubernetesCluster:
         stores: what the agents say.
         events: tells what a person would want to know.
         ledger: remembers what could not be made.
-        departed: remembers pods that are gone.
-        secrets: the credentials for etcds that are not of our making.
         settings: what pods are made with where the job does not say.
         wake: called with a job's key, and the seconds after which it is to be looked at once more.
         written: called when a job's status was written, with the job as it was before and the plan that was its reason.
@@ -78,6 +73,7 @@ class KubernetesCluster:
     def __init__(
         self,
         *,
+        observing: Observing,
         cache: Cache,
         writer: Writer,
         etcd: ManagedEtcd,
@@ -86,12 +82,11 @@ class KubernetesCluster:
         stores: Stores,
         events: Events,
         ledger: Ledger,
-        departed: Departed,
-        secrets: EtcdSecrets,
         settings: PodSettings,
         wake: Callable[[str, float], None],
         written: Callable[[Job, Plan], None] = lambda _job, _plan: None,
     ) -> None:
+        self._observing = observing
         self._cache = cache
         self._writer = writer
         self._etcd = etcd
@@ -100,8 +95,6 @@ class KubernetesCluster:
         self._stores = stores
         self._events = events
         self._ledger = ledger
-        self._departed = departed
-        self._secrets = secrets
         self._settings = settings
         self._wake = wake
         self._written = written
@@ -129,38 +122,9 @@ class KubernetesCluster:
                 except ClusterError as failure:
                     _log.warning("%s: its status does not say that it cannot be read: %s", key, failure)
             raise
-        held = as_pinned(job)
         self._observed[key] = body
-        pods = self._cache.pods(job.uid)
-        managed = self._etcd.seen(job) if held.spec.etcd.endpoint is None else None
-        state = managed.state if managed is not None else EtcdState.READY
-        closed = self._closed_store(held)
-        mirror = self._mirror(held, key, pods, managed) if closed is None else None
-        names = serving(job, mirror) if closed is None else None
-        trouble = self._trouble(held)
-        unready = trouble
-        if managed is not None:
-            unready = await self._etcd.complaint(job, managed.state) or trouble
-            if managed.state is EtcdState.STARTING:
-                self._wake(key, ETCD_PATIENCE)
-        hindrance = self._ledger.hindrance(job) or (managed.hindrance if managed is not None else None)
-        ready = (if_serving(pod, names) for pod in pods)
-        return job, Observed(
-            pods=(*(explained(pod, unready) for pod in ready), *self._departed.of(job.uid, pods)),
-            etcd=state,
-            store_read=mirror is not None and mirror.readable,
-            epoch=mirror.epoch if mirror is not None else None,
-            outcome=mirror.outcome if mirror is not None else None,
-            size=mirror.size if mirror is not None else None,
-            split=mirror.split if mirror is not None else None,
-            history=mirror.history if mirror is not None else None,
-            refusal=self._ledger.refusal(job),
-            hindrance=hindrance,
-            etcd_hindered=managed is not None and managed.hindrance is not None,
-            store_trouble=closed or self._told(held),
-            store_closed=closed is not None,
-            unguarded=self._unguarded.setdefault(job.uid, unguarded_before(job)),
-        )
+        unguarded = self._unguarded.setdefault(job.uid, unguarded_before(job))
+        return job, await self._observing.observe(key, job, as_pinned(job), unguarded=unguarded)
 
     async def apply(self, job: Job, plan: Plan) -> None:
         """Do what the plan says, in its order.
@@ -262,8 +226,7 @@ class KubernetesCluster:
             self._ledger.forget(former["metadata"]["uid"])
             self._found.forget(former["metadata"]["uid"])
             self._guards.forget(former["metadata"]["uid"])
-            self._departed.forget(former["metadata"]["uid"])
-            self._etcd.forget(former["metadata"]["uid"])
+            self._observing.forget(former["metadata"]["uid"])
             self._unguarded.pop(former["metadata"]["uid"], None)
             self._reports.forget(former["metadata"]["uid"])
 
@@ -271,39 +234,6 @@ class KubernetesCluster:
         """What the job's agents say of themselves."""
         mirror = self._stores.of(job.uid)
         return () if mirror is None else mirror.nodes.values()
-
-    def _told(self, job: Job) -> str | None:
-        """Why a store cannot be used that should be there; None where it can, or where nobody needs to know."""
-        trouble = self._stores.trouble(job.uid)
-        if trouble is None or job.spec.etcd.endpoint is not None:
-            return trouble
-        return (
-            f"the job's etcd is ready, but the operator cannot reach it, as if a NetworkPolicy kept it from "
-            f"there, or the node of etcd's pod had just died ({trouble})"
-        )
-
-    def _trouble(self, job: Job) -> str | None:
-        """The same as what keeps pods from being ready, or from being made."""
-        trouble = self._told(job)
-        return None if trouble is None else f"the operator cannot read the job's store: {trouble}"
-
-    def _closed_store(self, job: Job) -> str | None:
-        """Why the operator will not even try to read the job's store, in words; None where it does."""
-        secret = job.spec.etcd.tls_secret
-        return self._secrets.closed(job.namespace, secret) if secret is not None else None
-
-    def _mirror(self, job: Job, key: str, pods: Sequence[Pod], managed: EtcdSeen | None) -> StoreMirror | None:
-        """What stands in the job's store, which is followed as long as anything can happen there."""
-        # As long as something is pinned, its store is needed, or has still to say whether the run has ended.
-        resting = job.status.state is JobState.SUSPENDED and job.spec.suspend and job.status.pinned is None
-        over = (job.status.state.finished or resting) and all(pod.phase.ended for pod in pods)
-        if managed is not None:
-            if managed.endpoint is not None and not over:
-                up = managed.state is EtcdState.READY
-                return self._stores.follow(job.uid, key, managed.endpoint, lasts=False, up=up)
-        elif (endpoint := job.spec.etcd.endpoint) is not None and not over:
-            return self._stores.follow(job.uid, key, endpoint, lasts=True, up=True, secret=job.spec.etcd.tls_secret)
-        return self._stores.of(job.uid)
 
     async def _provide_store(self, job: Job, plan: Plan) -> str | None:
         """Have the job's own etcd there, or gone, as the plan wants it; gives back where pods find the store."""

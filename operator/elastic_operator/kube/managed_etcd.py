@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.errors import ClusterError
+from elastic_operator.kube.container_state import container_states
 from elastic_operator.kube.etcd_objects import ETCD, etcd_deployment, etcd_endpoint, etcd_name, etcd_service
 from elastic_operator.kube.observation import etcd_hindrance, etcd_state, told_cluster_ip
+from elastic_operator.kube.pod_starts import why_not_started
 from elastic_operator.kube.pod_words import why_waiting
 from elastic_operator.kube.resources import DEPLOYMENTS, PODS, SERVICES
 from elastic_operator.kube.writer import Hindered, Refused, raise_first
@@ -105,11 +107,20 @@ class ManagedEtcd:
             start.due = now + self._patience
             try:
                 pods, _ = await self._api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
+                complaints = [await self._why_waiting(job, pod) for pod in pods]
             except ClusterError as error:
                 _log.debug("%s/%s: its etcd's pod cannot be looked at: %s", job.namespace, job.name, error)
             else:
-                start.complaint = next(filter(None, (why_waiting(pod, ETCD) for pod in pods)), "")
+                start.complaint = next(filter(None, complaints), "")
         return f"its etcd does not serve yet: {start.complaint}" if start.complaint else None
+
+    async def _why_waiting(self, job: Job, pod: Json) -> str:
+        """What keeps the etcd's pod from serving, as a clause; empty where nothing is known to."""
+        if (why := why_waiting(pod, ETCD)) or not text(pod, "spec", "nodeName"):
+            return why
+        if any(container.running is not None for container in container_states(pod)):
+            return ""
+        return await why_not_started(self._api, job.namespace, text(pod, "metadata", "uid"))
 
     def forget(self, uid: str) -> None:
         """The job is gone."""

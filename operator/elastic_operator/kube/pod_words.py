@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from elastic_operator.kube.advice import with_advice
 from elastic_operator.kube.container_state import ContainerState, container_states, is_over
 from elastic_operator.kube.pod_fate import DISRUPTION, OUT_OF_MEMORY, is_over_its_limit, node_is_silent
 from elastic_operator.model import Misfit, Unfit
@@ -113,6 +114,11 @@ def why_unfit(pod: Json, worker: ContainerState) -> Unfit | None:
     return None
 
 
+def in_a_line(message: str) -> str:
+    """A message of the cluster in one line, without what only programmers need, and not longer than anybody reads."""
+    return shorten(" ".join(_REMOTE.sub("", message).split()), _LIMIT)
+
+
 def _why_not_scheduled(pod: Json) -> str:
     """Why a pod has no node yet; empty where that is a matter of a moment."""
     gates = tuple(text(gate, "name") for gate in mappings(pod, "spec", "schedulingGates"))
@@ -120,7 +126,7 @@ def _why_not_scheduled(pod: Json) -> str:
         return f"it may not be given to a node before its scheduling gates are lifted: {', '.join(gates)}"
     for condition in mappings(pod, "status", "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            said = _clean(_PREEMPTION.sub("", text(condition, "message"))) or text(condition, "reason")
+            said = in_a_line(_PREEMPTION.sub("", text(condition, "message"))) or text(condition, "reason")
             return f"no node takes it{f': {said}' if said else ''}"
     scheduler = text(pod, "spec", "schedulerName")
     if scheduler not in ("", _DEFAULT_SCHEDULER) and not text(pod, "spec", "nodeName"):
@@ -149,7 +155,7 @@ def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
     if container.waiting is None or (reason := text(container.waiting, "reason")) in _UNDERWAY:
         return None
     image = _image(pod, container.name, kind)
-    said = _clean(text(container.waiting, "message"))
+    said = in_a_line(text(container.waiting, "message"))
     if reason in _PULL:
         # Pulling and backing off take turns; what is said of both is the same.
         cause = _BACK_OFF.sub("", said)
@@ -161,7 +167,7 @@ def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
     if reason == "ErrImageNeverPull":
         return f"the image {image} is not on its node, and imagePullPolicy is Never"
     if reason.startswith(("CreateContainer", "RunContainer", "PreCreateHook", "PreStartHook", "PostStartHook")):
-        return f"its container cannot be started: {said or reason}"
+        return f"its container cannot be started: {with_advice(said or reason)}"
     return f"{reason}: {said}" if said else reason
 
 
@@ -191,7 +197,7 @@ def _failed_init_container(pod: Json) -> str:
         return ""
     lines = text(container.terminated, "message").strip().splitlines()
     code = "came to an unknown end" if container.exit_code is None else f"exited with code {container.exit_code}"
-    return f"its init container {container.name} {code}{f': {_clean(lines[-1])}' if lines else ''}"
+    return f"its init container {container.name} {code}{f': {in_a_line(lines[-1])}' if lines else ''}"
 
 
 def _first_that_failed(pod: Json) -> ContainerState | None:
@@ -200,12 +206,7 @@ def _first_that_failed(pod: Json) -> ContainerState | None:
 
 
 def _joined(reason: str, message: str) -> str:
-    return ": ".join(part for part in (reason, _clean(message)) if part)
-
-
-def _clean(message: str) -> str:
-    """A message in one line, without what only programmers need, and not longer than anybody reads."""
-    return shorten(" ".join(_REMOTE.sub("", message).split()), _LIMIT)
+    return ": ".join(part for part in (reason, in_a_line(message)) if part)
 
 
 def _image(pod: Json, name: str, kind: str) -> str:

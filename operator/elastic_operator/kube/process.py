@@ -24,6 +24,8 @@ from elastic_operator.kube.ledger import Ledger
 from elastic_operator.kube.listing import Listings
 from elastic_operator.kube.managed_etcd import ManagedEtcd
 from elastic_operator.kube.metrics import OperatorMetrics
+from elastic_operator.kube.observing import Observing
+from elastic_operator.kube.pod_starts import PodStarts
 from elastic_operator.kube.reports import Reports
 from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
 from elastic_operator.kube.stores import Stores
@@ -125,17 +127,28 @@ class Operator:
         ):
             writer = Writer(self._api, self._cache, self._metrics.made)
             departed = Departed()
+            etcd = ManagedEtcd(self._api, self._cache, writer, settings.pods)
+            ledger = Ledger()
+            observing = Observing(
+                cache=self._cache,
+                etcd=etcd,
+                starts=PodStarts(self._api),
+                stores=stores,
+                ledger=ledger,
+                departed=departed,
+                secrets=secrets,
+                wake=self._queue.put,
+            )
             cluster = KubernetesCluster(
+                observing=observing,
                 cache=self._cache,
                 writer=writer,
-                etcd=ManagedEtcd(self._api, self._cache, writer, settings.pods),
+                etcd=etcd,
                 kept=Kept(self._cache, writer),
                 reports=Reports(self._api),
                 stores=stores,
                 events=events,
-                ledger=Ledger(),
-                departed=departed,
-                secrets=secrets,
+                ledger=ledger,
                 settings=settings.pods,
                 wake=self._queue.put,
                 written=lambda job, plan: self._metrics.written(job, plan, self._pods(job, departed), time.time()),
