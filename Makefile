@@ -38,7 +38,7 @@ testbed: ## build the Kubernetes and the images that the tests run on, once, int
 	$(python) -m tests.support.testbed prepare
 
 check: lint ## format, lint, types, layers and unit tests (under two minutes)
-	$(python) -m pytest tests/unit $(ARGS)
+	$(python) -m pytest tests/unit --numprocesses=auto --maxprocesses=4 $(ARGS)
 
 lint: ## format, lint, types and layers only
 	@scripts/bootstrap.sh dev

@@ -7,6 +7,7 @@ which ones there are, to see what a manifest says twice.
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,12 @@ _LAUNCHERS: Final = frozenset({"torchrun", "torchelastic-run"})
 _LAUNCHER_MODULES: Final = frozenset(
     {"torch.distributed.launch", "torch.distributed.run", "torchelastic.distributed.launch", "torchelastic.run"}
 )
+_SHELLS: Final = frozenset({"ash", "bash", "dash", "ksh", "sh", "zsh"})
+_SCRIPT_FLAG: Final = re.compile(r"-[A-Za-z]*c")
+"""A shell's flags in one word, of which the last says that a script follows."""
+_BETWEEN_COMMANDS: Final = "();<>|&\n"
+_BEFORE_COMMANDS: Final = frozenset({"!", "do", "else", "exec", "if", "nohup", "then", "time", "while", "{"})
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PYTHON: Final = re.compile(r"python[0-9.]*")
 _PYTHON_FLAGS: Final = re.compile(r"-(?=[^-])[^cmWX]*(?P<taking>[cmWX]?)(?P<value>.*)", re.DOTALL)
 """Python's own flags in one word; the last of them may take a value, which may be a word of its own."""
@@ -69,15 +76,62 @@ def after_launcher(command: Sequence[str]) -> tuple[str, ...] | None:
     return after if module in _LAUNCHER_MODULES else None
 
 
+def starts_launcher(command: Sequence[str]) -> bool:
+    """Whether a command is a launcher, or starts one by ``env`` or in the script of a shell."""
+    words = list(command)
+    if words and words[0].rpartition("/")[2] == "env":
+        words = _after_environment(words[1:])
+    name = words[0].rpartition("/")[2] if words else ""
+    if name in _SHELLS:
+        return any(after_launcher(each) is not None for each in _commands_of(_script_of(words[1:])))
+    return after_launcher(words) is not None
+
+
 def program_is_launcher(args: Sequence[str]) -> bool:
-    """Whether what a launcher with these arguments starts is a launcher once more."""
+    """Whether what a launcher with these arguments starts is, or starts, a launcher once more."""
     flags = list(launcher_flags(args))
     program = list(args[sum(len(flag.words) for flag in flags) :])
     if program[:1] == ["--"]:
         program.pop(0)
     if any(flag.name in ("m", "module") for flag in flags):
         return bool(program) and program[0] in _LAUNCHER_MODULES
-    return after_launcher(program) is not None
+    return starts_launcher(program)
+
+
+def _after_environment(words: Sequence[str]) -> list[str]:
+    """The command that ``env`` runs with these arguments."""
+    left = list(words)
+    while left and (left[0].startswith("-") or _ASSIGNMENT.fullmatch(left[0])):
+        if left.pop(0) in ("-u", "-C"):
+            del left[:1]
+    return left
+
+
+def _script_of(words: Sequence[str]) -> str:
+    """The script that a shell with these arguments was given; empty where it was given none, or a file."""
+    for position, word in enumerate(words):
+        if _SCRIPT_FLAG.fullmatch(word):
+            return next(iter(words[position + 1 :]), "")
+        if not word.startswith(("-", "+")):
+            break
+    return ""
+
+
+def _commands_of(script: str) -> Iterator[list[str]]:
+    """The commands of a shell's script, as far as that can be told without being a shell."""
+    lexer = shlex.shlex(script.replace("\\\n", " "), posix=True, punctuation_chars=_BETWEEN_COMMANDS)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    command: list[str] = []
+    try:
+        for word in lexer:
+            if set(word) <= set(_BETWEEN_COMMANDS):
+                yield command
+                command = []
+            elif command or not (word in _BEFORE_COMMANDS or _ASSIGNMENT.fullmatch(word)):
+                command.append(word)
+    except ValueError:  # a quote without an end
+        return
+    yield command
 
 
 def _module_of(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:

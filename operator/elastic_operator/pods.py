@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.launcher_words import after_launcher, launcher_flags, program_is_launcher
+from elastic_operator.launcher_words import launcher_flags, program_is_launcher, starts_launcher
 from elastic_operator.names import ETCD_TLS_FOLDER
 from elastic_operator.pod_ending import PodEnding, pod_ending
 from elastic_operator.problem import shown
@@ -244,14 +244,14 @@ def problem_of(spec: ElasticJobSpec) -> str | None:
         if value and container.get(name):
             return f"spec.{name} and {name} of the template's container {WORKER} are both given; remove one of the two"
     command, args = program_of(spec)
-    if command and after_launcher(command) is not None:
+    if command and starts_launcher((*command, *args)):
         return (
-            f"the command begins with {shown(command[0])}, but each pod is the launcher itself, and the command is "
-            "what each worker is; remove it, and give the launcher's flags and the program in args"
+            f"the command {shown(command[0])} starts a launcher such as torchrun, but each pod is the launcher itself, "
+            "and the command is what each worker is; remove it, and give the launcher's flags and the program in args"
         )
     if not command and program_is_launcher(args):
         return (
-            "the program in args is the launcher, but each pod is the launcher itself; name the program alone, and "
+            "the program in args starts a launcher, but each pod is the launcher itself; name the program alone, and "
             "before it the launcher's flags"
         )
     seen: set[str] = set()

@@ -27,7 +27,7 @@ class TestMemoryStore(StoreBehaviour):
 
     @pytest.fixture
     def second(self) -> float:
-        return 0.05
+        return 0.15
 
     @pytest.fixture
     def compact(self, store: MemoryStore) -> Callable[[int], Awaitable[None]]:

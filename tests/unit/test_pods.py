@@ -89,6 +89,22 @@ def test_with_a_command_nothing_of_it_is_read_as_a_flag(command: tuple[str, ...]
     assert settings.workers == 1
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bash", "-c", "python train.py  # not torchrun\n# torchrun x.py"),
+        ("bash", "-c", "echo torchrun; python -m train torchrun"),
+        ("sh", "run.sh", "-c", "torchrun"),
+        ("sh", "-c", "echo 'no end; torchrun"),
+        ("sh", "-c"),
+        ("env", "A=torchrun"),
+        ("python", "torchrun.py"),
+    ],
+)
+def test_a_command_that_speaks_of_a_launcher_is_none(command: tuple[str, ...]) -> None:
+    assert problem_of(a_job(image="i", command=command).spec) is None
+
+
 def test_the_size_travels_as_the_record_that_the_store_would_have() -> None:
     env = agent_command(a_job(), POD, HERE).env
 
@@ -288,8 +304,9 @@ def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
                 if fields == "command"
                 else {"template": template(image="i", command=[*command])},
                 (
-                    f'the command begins with "{command[0]}", but each pod is the launcher itself, and the command is '
-                    "what each worker is; remove it, and give the launcher's flags and the program in args"
+                    f'the command "{command[0]}" starts a launcher such as torchrun, but each pod is the launcher '
+                    "itself, and the command is what each worker is; remove it, and give the launcher's flags and the "
+                    "program in args"
                 ),
             )
             for fields, command in (
@@ -299,20 +316,25 @@ def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
                 ("command", ("python", "-mtorch.distributed.run", "x.py")),
                 ("command", ("python", "-um", "torch.distributed.launch", "x.py")),
                 ("command", ("python", "-W", "ignore", "-X", "dev", "-m", "torch.distributed.run", "x.py")),
+                ("command", ("/usr/bin/env", "-i", "-u", "HOME", "A=1", "torchrun", "x.py")),
+                ("command", ("bash", "-c", "torchrun --nproc_per_node=4 x.py")),
+                ("command", ("/bin/sh", "-e", "-xc", "cd /data && exec python -m torch.distributed.run x.py")),
+                ("template", ("env", "A=1", "bash", "-lc", "pip install a;\nif true; then A=2 torchrun \\\n x.py; fi")),
             )
         ),
         *(
             (
                 {"args": args},
                 (
-                    "the program in args is the launcher, but each pod is the launcher itself; name the program alone, "
-                    "and before it the launcher's flags"
+                    "the program in args starts a launcher, but each pod is the launcher itself; name the program "
+                    "alone, and before it the launcher's flags"
                 ),
             )
             for args in (
                 ("torchrun", "--nproc_per_node=4", "x.py"),
                 ("--tee=3", "--no-python", "--", "python", "-mtorch.distributed.run", "x.py"),
                 ("-m", "torch.distributed.run", "x.py"),
+                ("--no-python", "bash", "-c", "torchrun x.py"),
             )
         ),
         (
