@@ -114,8 +114,8 @@ class Pod:
         exit_code: of the agent; 128 + n for a signal; None while it runs or where it is not known.
         init_exit_code: of the init container whose failure kept the agent from starting; None where none did.
         message: the agent's last words; a plain text where they were not ours, None where there are none.
-        failures: how many pods of this index failed in a row before it.
-        failed: when the last of them failed; None where none did, or where it is not known.
+        failures: how many pods of this index came to nothing in a row before it.
+        failed: when the last of them did; None where none did, or where it is not known.
         size: the wanted size that it was started with; None where it is not known.
         waiting: why its worker container has not started yet, or why one that runs is not ready, in words; empty where
             nobody says.
@@ -331,8 +331,8 @@ class NewPod:
         name: ``<job>-<index>-<suffix>``.
         index: which of the job's places it fills.
         size: the wanted size that it is started with.
-        failures: how many pods of this index failed in a row before it.
-        failed: when the last of them failed; None where none did.
+        failures: how many pods of this index came to nothing in a row before it.
+        failed: when the last of them did; None where none did.
         resume: what its agent knows of the run from the start; None where there is nothing to know.
         excluded: nodes that it keeps away from.
     """

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_operator.crd import apply_defaults
 from elastic_operator.errors import BadInput
+from elastic_operator.kube.container_state import seconds
 from elastic_operator.kube.observation import (
     etcd_hindrance,
     etcd_state,
@@ -116,6 +117,14 @@ def test_a_pod_that_is_being_deleted_is_terminating() -> None:
     going = an_object("Running", worker(RUNNING))
     going["metadata"]["deletionTimestamp"] = ENDED
     assert pod_of(going).terminating
+
+
+def test_a_pod_that_is_being_deleted_before_it_had_a_node_never_runs() -> None:
+    held = nowhere(an_object("Pending"))
+    held["metadata"] |= {"deletionTimestamp": ENDED, "finalizers": ["queue.example.org/managed"]}
+    gone = pod_of(held)
+    assert (gone.phase, gone.terminating, gone.ended) == (PodPhase.FAILED, True, seconds(ENDED))
+    assert (gone.started, gone.exit_code) == (None, None)
 
 
 def test_a_pod_ends_with_its_worker_whatever_its_sidecars_do() -> None:

@@ -394,6 +394,32 @@ def test_a_place_keeps_waiting_though_somebody_deletes_the_remains_of_what_faile
     assert [pod.failures for pod in plan(job, a_world(running(0), asked), NOW).create] == [4]
 
 
+def test_a_place_whose_pods_are_deleted_before_they_run_waits_longer_and_longer_and_says_so() -> None:
+    job = that_trained(a_job(replicas=2, minimum=2))
+    first = pending(1, terminating=True, created=NOW - 0.5)
+    [second] = plan(job, a_world(running(0), first), NOW).create
+    assert (second.failures, second.failed) == (1, NOW - 0.5), "the first is made good at once"
+
+    again = pending(1, terminating=True, created=NOW - 0.25, failures=2, failed=NOW - 2)
+    made = plan(job, a_world(running(0), again), NOW)
+    assert (made.create, made.wake_at) == ((), NOW - 0.25 + back_off(3))
+    assert "digits-1 was deleted 3 times in a row before it ran and is started again at" in (
+        condition(made.status, ConditionType.WAITING).message
+    )
+    assert made.status is not None
+    assert made.status.pod_failures == 0, "nobody is charged"
+    [ran] = plan(job, a_world(running(0), going(1, started=NOW - 1, failures=2, failed=NOW - 4)), NOW).create
+    assert ran.failures == 2, "one that ran is made good at once"
+
+
+def test_what_was_deleted_when_it_was_not_wanted_keeps_no_place_waiting() -> None:
+    job = that_trained(a_job(replicas=3), desired=1)
+    gone = [pending(index, terminating=True, created=NOW - 0.5, failures=5, failed=NOW - 1) for index in (1, 2)]
+    assert [pod.failures for pod in plan(job, a_world(running(0), *gone), NOW).create] == [5, 5]
+    lost = [pending(index, terminating=True, created=NOW - 0.5) for index in (0, 1, 2)]
+    assert [pod.failures for pod in plan(job, a_world(*lost), NOW).create] == [1, 0, 0]
+
+
 def test_back_off_doubles_from_nothing_to_a_minute() -> None:
     assert [back_off(failures) for failures in range(1, 10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert back_off(10**6) == LONGEST_BACK_OFF

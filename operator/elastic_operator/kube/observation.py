@@ -1,8 +1,8 @@
 """What the objects of the API server say, in the words of the plan.
 
 The state of the container ``worker`` decides where a pod stands, not the phase of the pod: a sidecar may go on running.
-Only where a pod is over as a whole (evicted, refused by its node, its node lost) it has ended, whatever is said of
-``worker``.
+Only where a pod is over as a whole (evicted, refused by its node, its node lost, deleted before it had one) it has
+ended, whatever is said of ``worker``.
 """
 
 from __future__ import annotations
@@ -200,16 +200,23 @@ def _worker(obj: Json) -> ContainerState:
 def _phase(obj: Json, worker: ContainerState) -> PodPhase:
     if worker.terminated is not None:
         return PodPhase.SUCCEEDED if worker.exit_code == 0 else PodPhase.FAILED
-    if is_over(obj):
+    if is_over(obj) or _never_runs(obj):
         # Also where the pod is called succeeded: that the run has succeeded is for its agent to say.
         return PodPhase.FAILED
     return PodPhase.PENDING if worker.running is None else PodPhase.RUNNING
+
+
+def _never_runs(obj: Json) -> bool:
+    """Whether the pod is being deleted and has no node, which it gets no more; a finalizer may hold it for long."""
+    return bool(text(obj, "metadata", "deletionTimestamp")) and not text(obj, "spec", "nodeName")
 
 
 def _ended(obj: Json, worker: ContainerState) -> float | None:
     """When the worker container ended; where it doesn't say, when the pod's conditions last changed."""
     if worker.ended is not None:
         return worker.ended
+    if _never_runs(obj):
+        return seconds(mapping(obj, "metadata").get("deletionTimestamp"))
     changes = (seconds(entry.get("lastTransitionTime")) for entry in mappings(obj, "status", "conditions"))
     return max((time for time in changes if time is not None), default=None)
 

@@ -155,7 +155,8 @@ def _go_on(
     going = sizing.going + yielding
     staying = _without(roster.live, going)
     last = roster.last_of_each_place(job, going)
-    vacancies = find_vacancies(staying, job.spec.desired, last, now)
+    grown = max(job.spec.desired - job.status.desired, 0)
+    vacancies = find_vacancies(staying, job.spec.desired, last, now, grown=grown)
     refused = observed.refusal is not None
     held = (in_doubt or toll.may_be_the_end) and not refused
     fillable = () if refused or store_comes_first(observed) else vacancies

@@ -205,8 +205,7 @@ def _missing(job: Job, observed: Observed, scene: Scene) -> str:
         parts.append(
             words.listed(
                 [
-                    f"{hostname(job.name, place.index)} failed {words.count(place.failures, 'time')} in a row and is "
-                    f"started again at {rfc3339(place.due)}"
+                    f"{hostname(job.name, place.index)} {place.story} and is started again at {rfc3339(place.due)}"
                     for place in scene.backing_off
                 ]
             )

@@ -1,8 +1,9 @@
 """Which places are empty, who fills them and when, and whose remains are kept.
 
-A pod that left or was deleted is replaced at once. One that ended by itself (it died, was evicted, or its node had no
-room) is, too, the first time; then its place waits longer and longer, and starts over after a healthy time. The count
-and the time of the last failure travel with the pods, so nobody has to remember them.
+A pod that left or was deleted is replaced at once. One that came to nothing is, too, the first time: it ended by itself
+(it died, was evicted, or its node had no room), or it was deleted before it ever ran. Then its place waits longer and
+longer, and starts over after a healthy time. The count and the time of the last failure travel with the pods, so nobody
+has to remember them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_operator.model import NewPod
 from elastic_operator.names import pod_name
+from elastic_operator.plan import words
 from elastic_operator.plan.roster import Verdict, verdict
 from torchelastic.contract import ExitCode
 
@@ -38,7 +40,7 @@ class Vacancy:
 
     Attributes:
         index: which place.
-        failures: how many of its pods ended by themselves in a row.
+        failures: how many of its pods came to nothing in a row.
         failed: when the last of them did; None where none has.
         due: when it may be filled; seconds since the Unix epoch.
         replaces: the pod that was there last, if it still can be seen.
@@ -49,6 +51,14 @@ class Vacancy:
     failed: float | None = None
     due: float = 0.0
     replaces: Pod | None = None
+
+    @property
+    def story(self) -> str:
+        """What became of its pods, to be read behind its name: "failed 3 times in a row"."""
+        often = f"{words.count(self.failures, 'time')} in a row"
+        if self.replaces is not None and _was_deleted(self.replaces):
+            return f"was deleted {often} before it ran"
+        return f"failed {often}"
 
     def filled(
         self,
@@ -85,7 +95,9 @@ class Vacancy:
         )
 
 
-def find_vacancies(staying: Sequence[Pod], desired: int, last: Mapping[int, Pod], now: float) -> tuple[Vacancy, ...]:
+def find_vacancies(
+    staying: Sequence[Pod], desired: int, last: Mapping[int, Pod], now: float, *, grown: int = 0
+) -> tuple[Vacancy, ...]:
     """As many of the lowest empty places as pods are missing.
 
     Args:
@@ -93,14 +105,17 @@ def find_vacancies(staying: Sequence[Pod], desired: int, last: Mapping[int, Pod]
         desired: how many there should be.
         last: by index, the pod that was there last.
         now: seconds since the Unix epoch.
+        grown: how many more are wanted than before: what was deleted in their places was not wanted then.
     """
     taken = {pod.index for pod in staying}
-    empty = (index for index in itertools.count() if index not in taken)
     missing = max(desired - len(staying), 0)
-    return tuple(_vacancy(index, last.get(index), now) for index in itertools.islice(empty, missing))
+    empty = itertools.islice((index for index in itertools.count() if index not in taken), missing)
+    return tuple(
+        _vacancy(index, last.get(index), now, wanted=position < missing - grown) for position, index in enumerate(empty)
+    )
 
 
-def _vacancy(index: int, last: Pod | None, now: float) -> Vacancy:
+def _vacancy(index: int, last: Pod | None, now: float, *, wanted: bool) -> Vacancy:
     if last is None:
         return Vacancy(index)
     began = last.created if last.started is None else last.started
@@ -108,11 +123,21 @@ def _vacancy(index: int, last: Pod | None, now: float) -> Vacancy:
     healthy_since = began if last.failed is None else min(began, last.failed + back_off(last.failures))
     was_healthy = (now if ended is None else ended) - healthy_since >= HEALTHY_TIME
     before = 0 if was_healthy else max(last.failures, 0)
-    if verdict(last) is Verdict.LEFT and not _ended_by_itself(last):
+    if _was_deleted(last) and (_has_run(last) or not wanted):
         return Vacancy(index, before, last.failed if before else None, replaces=last)
     failures = before + 1
     failed = min(began if ended is None else ended, now)  # by the clock of its node, which may be ahead of ours
     return Vacancy(index, failures, failed, failed + back_off(failures), last)
+
+
+def _was_deleted(pod: Pod) -> bool:
+    """Whether it left or was deleted, and did not end by itself."""
+    return verdict(pod) is Verdict.LEFT and not _ended_by_itself(pod)
+
+
+def _has_run(pod: Pod) -> bool:
+    """Whether it ever ran, as far as is known."""
+    return pod.started is not None or pod.exit_code is not None
 
 
 def _ended_by_itself(pod: Pod) -> bool:

@@ -47,7 +47,7 @@ class Scene:
         staying: live pods that stay.
         gone: pods that have ended, are going, or go now.
         created: pods that are made now.
-        backing_off: places that stay empty for a while after a failure.
+        backing_off: places that stay empty for a while, since their pods came to nothing.
         held: whether no pod is made because the store can't say whether the run has ended.
         refused: whether no pod is made because the cluster would not take it.
         invalid: what is wrong with the spec; None where nothing is.

@@ -1,0 +1,108 @@
+"""Pods that somebody else lets in: they wait behind a gate, are held by a finalizer, and may be sent away.
+
+So do those that queue jobs by their pods. The test plays their part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from elastic_operator.kube.container_state import seconds
+from elastic_operator.kube.resources import PODS
+from elastic_operator.kube.user_api import UserApi
+from elastic_operator.names import worker_selector
+from tests.support.operator_place import Place, conditions, holds, index_of, live
+from tests.support.operator_process import OperatorProcess
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from tests.support.operator_place import Json, Objects
+    from tests.support.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+
+GATE = "queue.example.org/admission"
+HELD = "queue.example.org/managed"
+GATED = {"spec": {"schedulerName": "nobody", "schedulingGates": [{"name": GATE}]}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
+    async with await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+        yield api
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def place(api: UserApi, cluster_with_crd: Cluster, tmp_path: Path) -> AsyncIterator[Place]:
+    """A namespace of the test's own, with an operator."""
+    async with cluster_with_crd.namespace() as namespace:
+        only_here = (f"--namespace={namespace}", f"--lease-namespace={namespace}")
+        async with OperatorProcess(tmp_path, cluster_with_crd.kubeconfig, *only_here):
+            yield Place(api, cluster_with_crd, namespace)
+
+
+async def hold(place: Place, pod: str, *finalizers: str) -> None:
+    await place.api.patch(PODS, place.namespace, pod, {"metadata": {"finalizers": list(finalizers)}})
+
+
+async def workers(place: Place, true: Callable[[Objects], bool]) -> Objects:
+    """The worker pods, as soon as they are as wanted."""
+    return await place.until(PODS, true, labels=worker_selector("digits"))
+
+
+def says_the_gate(status: Json) -> bool:
+    return holds(status, "Waiting") and GATE in conditions(status)["Waiting"]["message"]
+
+
+async def test_pods_wait_behind_their_gate_and_one_that_is_sent_away_is_replaced_and_charged_to_nobody(
+    place: Place,
+) -> None:
+    await place.apply(template=GATED, replicas=2, backoffLimit=0)
+    before = await place.pods(2)
+    await place.job(says_the_gate)
+    gone = min(before)
+    await hold(place, gone, HELD)
+    await place.api.delete(PODS, place.namespace, gone)
+    found = await workers(place, lambda pods: len(live(pods)) == 2 and live(pods).keys() != before.keys())
+    assert gone in found, "it is still held"
+    assert max(before) in live(found), "the other one stays"
+    assert (await place.job(says_the_gate))["status"]["podFailures"] == 0
+    await hold(place, gone)
+
+    for pod in live(found):
+        await place.api.patch(PODS, place.namespace, pod, {"spec": {"schedulingGates": []}})
+    await place.job(lambda status: not says_the_gate(status))
+
+
+async def test_pods_that_are_deleted_again_and_again_before_they_ran_are_replaced_later_each_time(place: Place) -> None:
+    await place.apply(template=GATED, replicas=2)
+    await place.pods(2)
+    made: list[Json] = []
+    for _ in range(5):
+        names = {pod["metadata"]["name"] for pod in made}
+
+        def another(pods: Objects, names: set[str] = names) -> list[Json]:
+            return [pod for name, pod in live(pods).items() if index_of(pod) == 1 and name not in names]
+
+        found = await workers(place, lambda pods: bool(another(pods)))
+        made += another(found)
+        await place.api.delete(PODS, place.namespace, made[-1]["metadata"]["name"])
+    times = [seconds(pod["metadata"]["creationTimestamp"]) or 0.0 for pod in made]
+    assert times[-1] - times[0] >= 5, "0, 1, 2 and 4 seconds, and these times are in whole seconds"
+    await place.job(lambda status: "was deleted 5 times in a row before it ran" in str(status))
+
+
+async def test_a_suspended_job_comes_to_rest_though_pods_without_a_node_are_held(place: Place) -> None:
+    await place.apply(template=GATED, replicas=2)
+    first, second = await place.pods(2)
+    await hold(place, first, HELD)
+    await place.change(suspend=True)
+    await place.job(lambda status: holds(status, "Suspended"))
+    found = await workers(place, lambda pods: second not in pods)
+    assert "deletionTimestamp" in found[first]["metadata"]
+    await hold(place, first)
