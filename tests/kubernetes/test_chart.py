@@ -702,7 +702,7 @@ async def a_job_that_needs_a_secret_and_goes_by_itself(helm: Helm, etcd: EtcdSer
 
 async def a_job_whose_pod_does_not_start(helm: Helm, etcd: EtcdServer) -> None:
     """A job whose pod has a node that says in an event alone what is missing."""
-    bound = {"spec": {"nodeName": "away"}}
+    bound = {"spec": {"nodeName": "away", "securityContext": {"runAsNonRoot": True}}}
     stuck = job("stuck", etcd={"endpoint": etcd.endpoint}, template=bound, replicas=1)
     await helm.kubectl("apply", "-f", "-", stdin=json.dumps(stuck))
     pod = pod_name("stuck", (await helm.get("elasticjob/stuck"))["metadata"]["uid"], 0, "")
