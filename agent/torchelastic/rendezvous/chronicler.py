@@ -80,7 +80,7 @@ class Chronicler:
         tries = refused = 0
         while not self.has_read:
             try:
-                await self._read()
+                await self.read()
             except StoreUnavailable as error:
                 await asyncio.sleep(retry_delay(tries))
                 tries += 1
@@ -93,7 +93,7 @@ class Chronicler:
         while True:
             seen = self._news.count
             try:
-                await self._write()
+                await self.write()
             except StoreUnavailable:  # said already by whoever watches the run's keys
                 await asyncio.sleep(retry_delay(tries))
                 tries += 1
@@ -102,17 +102,25 @@ class Chronicler:
             await asyncio.sleep(REST)
             await self._news.after(seen, timeout=INTERVAL)
 
-    async def finish(self, last_word: TimeSplit) -> None:
-        """Write the last word on the run; from then on no other one is written.
+    async def read(self) -> None:
+        """Take over what the leader before has written.
 
         Raises:
             StoreUnavailable: as the store does.
         """
-        self._last_word = last_word
-        await self._write()
+        split, history = await asyncio.gather(self._store.get(self._keys.split), self._store.get(self._keys.history))
+        if (known := _record(split, TimeSplit)) is not None:
+            self._chronicle.adopt(known)
+        if (past := _record(history, HistoryRecord)) is not None:
+            self._chronicle.adopt_history(past)
+        self.has_read = True
 
-    async def _write(self) -> None:
-        """Write where the time went, and the epochs where there are new ones."""
+    async def write(self) -> None:
+        """Write where the time went, and the epochs where there are new ones.
+
+        Raises:
+            StoreUnavailable: as the store does.
+        """
         async with self._writing:
             split = self._last_word or self._chronicle.split()
             history = encode_history(self._chronicle.history())
@@ -122,13 +130,14 @@ class Chronicler:
             await asyncio.gather(*writes)
             self._history = history
 
-    async def _read(self) -> None:
-        split, history = await asyncio.gather(self._store.get(self._keys.split), self._store.get(self._keys.history))
-        if (known := _record(split, TimeSplit)) is not None:
-            self._chronicle.adopt(known)
-        if (past := _record(history, HistoryRecord)) is not None:
-            self._chronicle.adopt_history(past)
-        self.has_read = True
+    async def finish(self, last_word: TimeSplit) -> None:
+        """Write the last word on the run; from then on no other one is written.
+
+        Raises:
+            StoreUnavailable: as the store does.
+        """
+        self._last_word = last_word
+        await self.write()
 
 
 def _record(entry: Entry | None, kind: type[Record]) -> Record | None:

@@ -70,6 +70,8 @@ class Control:
         """Since when the store is not reached, by the loop's clock; None while it is."""
         self.back_at: float | None = None
         """When the store last came back after having been away, by the loop's clock; None where it never was."""
+        self.led_last = ""
+        """The node that leads, or led last where nobody does; empty where none is known to have led."""
         self._store = store
         self._keys = keys
         self._warned: set[str] = set()
@@ -124,8 +126,13 @@ class Control:
     def set_leader(self, record: LeaderRecord, revision: int) -> None:
         """Take note of a leader that this node has just made itself, ahead of the watch."""
         if revision > self.leader.modified:
-            self.leader = Standing(record, revision)
+            self._take_note(Standing(record, revision))
             self.changed.send()
+
+    def _take_note(self, leader: Standing[LeaderRecord]) -> None:
+        self.leader = leader
+        if leader.record is not None and leader.record.node:
+            self.led_last = leader.record.node
 
     def _lose(self, error: StoreUnavailable) -> None:
         if self.away_since is None:
@@ -154,7 +161,7 @@ class Control:
 
     def _set(self, key: str, entry: Entry | None) -> None:
         if key == self._keys.leader:
-            self.leader = self._standing(entry, _leader)
+            self._take_note(self._standing(entry, _leader))
         elif key == self._keys.epoch:
             self.epoch = self._standing(entry, decode_epoch)
         elif key == self._keys.notice:

@@ -120,6 +120,15 @@ class Leadership:
         """Whether what the leader before has written is known."""
         return self._chronicler.has_read
 
+    async def hand_over(self) -> None:
+        """Write what is known of the run's past, before another node leads; nothing, where not all of it was read.
+
+        Raises:
+            StoreUnavailable: as the store does.
+        """
+        if self.knows_the_past:
+            await self._chronicler.write()
+
     def link_came(self, node: str) -> None:
         """A node holds a link: it is alive, whatever was thought of it."""
         self._looks.link_came(node)

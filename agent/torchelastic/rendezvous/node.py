@@ -129,7 +129,6 @@ class RendezvousNode:
         self._told = settings.resume.epoch
         self._noticed: NoticeRecord | None = None
         self._leaving = False
-        self._led_last = False
         self._running: asyncio.Task[None] | None = None
 
     # -- what the agent does
@@ -162,9 +161,7 @@ class RendezvousNode:
 
     async def _say_last_word(self) -> None:
         """Write where the time went, where this node led last and nobody leads after it: all nodes leave at once."""
-        leader = self._control.leader.record
-        nobody_leads = leader is None or leader.node in ("", self.node)
-        if not (self._led_last and nobody_leads) or self._control.outcome.record is not None:
+        if self._control.led_last != self.node or self._control.outcome.record is not None:
             return
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(GOODBYE_LIMIT / 2):
@@ -174,6 +171,7 @@ class RendezvousNode:
                         self.chronicle.hear(decode(entry.value, NodeRecord))
                 self.chronicle.hear(self._session.record)
                 chronicler = Chronicler(self.chronicle, self._store, self.keys, self._lasting)
+                await chronicler.read()  # of one that left just before, this node had perhaps not heard all
                 await chronicler.finish(self.chronicle.last_word(succeeded=False))
 
     async def _close_sockets(self) -> None:
@@ -253,12 +251,14 @@ class RendezvousNode:
             timeout: seconds to wait for the store to take it.
         """
         self._leaving = True
+        leadership = self._leadership
         self._succession.stop_leading()
         if self._session.record.phase is not NodePhase.DONE:
             self._session.update(phase=NodePhase.LEAVING)
         try:
             async with asyncio.timeout(timeout):
-                await self._session.flush()
+                led = () if leadership is None else (leadership.hand_over(),)
+                await asyncio.gather(self._session.flush(), *led)
                 # Where all leave at once, one of them has to tell the others when the last worker has saved.
                 await self._succession.leave(stand_by=self._session.record.notice > 0)
         except (StoreError, TimeoutError):
@@ -325,9 +325,6 @@ class RendezvousNode:
         changed = self._control.changed
         while not self._ended:
             seen = changed.count
-            leader = self._control.leader.record
-            if leader is not None and leader.node not in ("", self.node):
-                self._led_last = False
             epoch, before = self._control.epoch.record, self._succession.epoch
             # The same number with other members: a store that had lost it, and a leader that did not know of it.
             if epoch is not None and (before is None or (epoch.number >= before.number and epoch != before)):
@@ -418,7 +415,6 @@ class RendezvousNode:
                 if leading.done():
                     await leading
             finally:
-                self._led_last = self._leadership.knows_the_past
                 self._leadership = None
                 leading.cancel()
                 over.cancel()

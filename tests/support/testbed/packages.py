@@ -59,6 +59,9 @@ _ALTERNATIVES: Final = {
 }
 """Names below usr/sbin that an installation would have made, by the program that they stand for."""
 
+_PRIVATE: Final = ("pulseaudio",)
+"""Folders below those of libraries, in which others look by an absolute path, which is that of an installation."""
+
 _LAYOUT: Final = 2
 """Raised when a set of the same packages comes to be unpacked in another way."""
 
@@ -88,9 +91,10 @@ def environment(root: Path) -> dict[str, str]:
     """What a process needs in its environment so that it uses the programs and libraries of a set before all others."""
     programs = [root / "usr" / folder for folder in ("sbin", "bin")]
     libraries = list((root / "usr/lib").glob("*-linux-gnu*"))
+    private = [folder for library in libraries for name in _PRIVATE if (folder := library / name).is_dir()]
     return {
         "PATH": os.pathsep.join([*map(str, programs), "/usr/sbin", "/usr/bin", "/sbin", "/bin"]),
-        "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
+        "LD_LIBRARY_PATH": os.pathsep.join(map(str, [*libraries, *private])),
         "XTABLES_LIBDIR": os.pathsep.join(str(library / "xtables") for library in libraries),
     }
 
