@@ -6,6 +6,7 @@ which ones there are, to see what a manifest says twice.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _LAUNCHERS: Final = frozenset({"torchrun", "torchelastic-run"})
 _LAUNCHER_MODULES: Final = frozenset(
     {"torch.distributed.launch", "torch.distributed.run", "torchelastic.distributed.launch", "torchelastic.run"}
 )
+_SPEAKS_OF_LAUNCHER: Final = "torch"
 _SHELLS: Final = frozenset({"ash", "bash", "dash", "ksh", "sh", "zsh"})
 _SCRIPT_FLAG: Final = re.compile(r"-[A-Za-z]*c")
 """A shell's flags in one word, of which the last says that a script follows."""
@@ -76,14 +78,17 @@ def after_launcher(command: Sequence[str]) -> tuple[str, ...] | None:
     return after if module in _LAUNCHER_MODULES else None
 
 
-def starts_launcher(command: Sequence[str]) -> bool:
+@functools.lru_cache(maxsize=256)
+def starts_launcher(command: tuple[str, ...]) -> bool:
     """Whether a command is a launcher, or starts one by ``env`` or in the script of a shell."""
     words = list(command)
     if words and words[0].rpartition("/")[2] == "env":
         words = _after_environment(words[1:])
     name = words[0].rpartition("/")[2] if words else ""
     if name in _SHELLS:
-        return any(after_launcher(each) is not None for each in _commands_of(_script_of(words[1:])))
+        script = _script_of(words[1:])
+        # Most scripts start none, and to read one takes its time.
+        return _SPEAKS_OF_LAUNCHER in script and any(after_launcher(each) is not None for each in _commands_of(script))
     return after_launcher(words) is not None
 
 
@@ -95,7 +100,7 @@ def program_is_launcher(args: Sequence[str]) -> bool:
         program.pop(0)
     if any(flag.name in ("m", "module") for flag in flags):
         return bool(program) and program[0] in _LAUNCHER_MODULES
-    return starts_launcher(program)
+    return starts_launcher(tuple(program))
 
 
 def _after_environment(words: Sequence[str]) -> list[str]:
@@ -122,13 +127,16 @@ def _commands_of(script: str) -> Iterator[list[str]]:
     lexer = shlex.shlex(script.replace("\\\n", " "), posix=True, punctuation_chars=_BETWEEN_COMMANDS)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     command: list[str] = []
+    before = ""
     try:
         for word in lexer:
             if set(word) <= set(_BETWEEN_COMMANDS):
                 yield command
-                command = []
+                # What a command in $( ) prints is asked for, and nothing trains in it.
+                command = ["$("] if before.endswith("$") and word.startswith("(") else []
             elif command or not (word in _BEFORE_COMMANDS or _ASSIGNMENT.fullmatch(word)):
                 command.append(word)
+            before = word
     except ValueError:  # a quote without an end
         return
     yield command

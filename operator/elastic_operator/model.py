@@ -183,6 +183,7 @@ class Observed:
         store_trouble: why a store that should be there cannot be used by us, in words; None where it can, or where it
             was not tried.
         store_closed: whether that is for want of a right, so that it makes no sense to wait until it can be read.
+        etcd_trouble: what keeps the store that is made for the job from serving, in words; None where nothing is known.
         unguarded: why the disruption budget could not be made when it was tried last, in words; None where it could, or
             where there is to be none.
     """
@@ -200,6 +201,7 @@ class Observed:
     etcd_hindered: bool = False
     store_trouble: str | None = None
     store_closed: bool = False
+    etcd_trouble: str | None = None
     unguarded: str | None = None
 
 

@@ -7,6 +7,7 @@ the container ``worker`` of the template.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -107,6 +108,8 @@ _FLAGS_OF_OPERATOR: Final = {
 }
 """Flags that say the same, with their variables. How many workers there are in a pod may be said in a flag instead."""
 
+_INSTEAD_OF_TRAINING: Final = frozenset({"h", "help", "version"})
+
 _ONE_WORKER: Final = 1
 """What stands in spec.nprocPerNode where nobody says anything."""
 
@@ -116,6 +119,10 @@ _ALL_CODES: Final = range(1, 256)
 _LONGEST: Final = 131_071
 """Bytes that Linux takes of one argument, or of one variable with its name and the equals sign."""
 _TOO_LONG: Final = f"each may have {_LONGEST} bytes, its name included: put it into a file"
+
+_LARGEST: Final = 512 << 10
+"""Bytes of a spec. etcd takes 1.5 MiB in one request, which has the spec and what is pinned of it."""
+_NUL: Final = "\0"
 
 _REFERENCE: Final = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
@@ -262,18 +269,35 @@ def problem_of(spec: ElasticJobSpec) -> str | None:
         if name in seen:
             return f"the environment variable {name} is given twice; remove one of the two"
         seen.add(name)
-    return next(_said_twice(spec, seen), None) or next(_too_long(spec), None) or template_problem(spec)
+    return next(_said_twice(spec, seen), None) or next(_unstartable(spec), None) or template_problem(spec)
 
 
-def _too_long(spec: ElasticJobSpec) -> Iterator[str]:
-    """What Linux refuses to start a program with."""
+def _unstartable(spec: ElasticJobSpec) -> Iterator[str]:
+    """What Linux, or an API server, refuses to take."""
     for entry in user_env(spec):
-        name = str(entry.get("name"))
-        if _is_too_long(f"{name}={entry.get('value') or ''}"):
+        name = entry.get("name")
+        if not isinstance(name, str) or not name or "=" in name:
+            yield f"{shown(name)} is no name of an environment variable: that is a text without an equals sign"
+        elif _NUL in f"{name}{entry.get('value') or ''}":
+            yield f"the environment variable {shown(name)} has a NUL in it, which no program can be given"
+        elif _is_too_long(f"{name}={entry.get('value') or ''}"):
             yield f"the environment variable {name} is too long to start a program with; {_TOO_LONG}"
     command, args = program_of(spec)
+    if any(_NUL in word for word in (*command, *args)):
+        yield "one of the arguments has a NUL in it, which no program can be given"
     if any(map(_is_too_long, (*command, *args))):
         yield f"one of the arguments is too long to start a program with; {_TOO_LONG}"
+    if _size(spec) > _LARGEST:
+        yield (
+            f"the spec has more than {_LARGEST >> 10} KiB, and what the status repeats of it would not fit into the "
+            "cluster's etcd: put what is long into a ConfigMap, or into the image"
+        )
+
+
+def _size(spec: ElasticJobSpec) -> int:
+    """How many bytes that may be long has the spec, about."""
+    long = (spec.command, spec.args, spec.env, spec.template, spec.checkpoint_volume)
+    return sum(len(part) for each in long for part in json.JSONEncoder(default=str).iterencode(each))
 
 
 def _is_too_long(text: str) -> bool:
@@ -286,6 +310,8 @@ def _said_twice(spec: ElasticJobSpec, variables: Collection[str]) -> Iterator[st
     command, args = program_of(spec)
     flags = {} if command else {flag.name: flag.words[0].partition("=")[0] for flag in launcher_flags(args)}
     for flag, written in flags.items():
+        if flag in _INSTEAD_OF_TRAINING:
+            yield f"the flag {written} in args has the agent say something and end, as if it had trained; remove it"
         if flag in _FLAGS_OF_OPERATOR:
             yield f"the flag {written} in args is the operator's to set; {_instead(_FLAGS_OF_OPERATOR[flag])}"
     for variable, field_name in _given_fields(spec).items():
@@ -310,6 +336,8 @@ def _given_fields(spec: ElasticJobSpec) -> dict[str, str]:
         Pet.RDZV_CONF: "spec.etcd.tlsSecret" if spec.etcd.tls_secret is not None else "spec.rendezvous",
     }
     given = {variable: fields[variable] for variable in _asked_for(spec)}
+    if any(rule.exit_codes is not None for rule in spec.failure_rules):
+        given |= {variable: fields[variable] for variable in (Pet.FINAL_EXIT_CODES, Pet.FREE_EXIT_CODES)}
     if spec.grace_period is not None:
         given[Pet.STOP_GRACE] = "spec.gracePeriodSeconds"
     if spec.nproc_per_node != _ONE_WORKER:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
+_SPARE: Final = 64
+"""So many entries of the queue may be out of date, beside as many as there are keys."""
 _RESTLESS: Final = 600
 """So often in a row must a job have been made to rest before that is told."""
 
@@ -117,6 +119,9 @@ class WorkQueue:
     def _schedule(self, key: str, due: float) -> None:
         self._due[key] = due
         heapq.heappush(self._heap, (due, next(self._order), key))
+        if len(self._heap) > 2 * len(self._due) + _SPARE:  # what was brought forward stands there twice
+            self._heap = [(due, next(self._order), key) for key, due in self._due.items()]
+            heapq.heapify(self._heap)
         self._changed.set()
 
     def _next_wait(self) -> float | None:

@@ -48,6 +48,12 @@ def mounted_folders(container: Json) -> frozenset[str]:
 
 def template_problem(spec: ElasticJobSpec) -> str | None:
     """What the template must not say, or lacks, in a sentence; None where all is well."""
+    for source, said in (spec.checkpoint_volume or {}).items():
+        if source == "name" or not isinstance(said, dict):
+            return (
+                f"spec.checkpoint.volume has {shown(source)} with {shown(said)}, which is no source of a volume, such "
+                "as persistentVolumeClaim with its claimName"
+            )
     if not spec.template:
         return None
     return next(_problems(spec, worker_container(spec)), None)
@@ -57,12 +63,7 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     yield from _shapes(spec, worker)
     yield from _of_metadata(mapping(spec.template, "metadata"))
     pod = mapping(spec.template, "spec")
-    for where, restarts in (("template", pod), (f"template's container {WORKER}", worker)):
-        if restarts.get("restartPolicy") not in (None, NEVER):
-            yield (
-                f"restartPolicy of the {where} is {shown(restarts['restartPolicy'])}, but pods are replaced and never "
-                "restarted; remove it"
-            )
+    yield from _of_restarts(pod, worker)
     if pod.get("hostname") is not None:
         yield "hostname of the template is given, but each pod has one of its own, <job>-<index>; remove it"
     period = integer(pod, "terminationGracePeriodSeconds")
@@ -96,6 +97,20 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
         yield f"neither spec.image nor the template's container {WORKER} names an image; give one of the two"
     if not (spec.command or spec.args or worker.get("command") or worker.get("args")):
         yield f"neither spec.args nor the template's container {WORKER} names a program; give args in one of the two"
+
+
+def _of_restarts(pod: Json, worker: Json) -> Iterator[str]:
+    for where, restarts in (("template", pod), (f"template's container {WORKER}", worker)):
+        if restarts.get("restartPolicy") not in (None, NEVER):
+            yield (
+                f"restartPolicy of the {where} is {shown(restarts['restartPolicy'])}, but pods are replaced and never "
+                "restarted; remove it"
+            )
+    if worker.get("restartPolicyRules"):
+        yield (
+            f"restartPolicyRules of the template's container {WORKER} are given, but pods are replaced and never "
+            "restarted; remove them"
+        )
 
 
 def _shapes(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:

@@ -256,6 +256,52 @@ async def test_values_that_make_no_sense_are_refused_in_words(helm: Helm, settin
     assert (await helm("list", "--short")).stdout == ""
 
 
+def paths(values: dict[str, Any], *parents: str) -> list[tuple[str, ...]]:
+    """The way to every value of the chart that has one, and to what holds some."""
+    found = []
+    for name, value in values.items():
+        place = (*parents, name)
+        found.append(place)
+        if isinstance(value, dict) and name != "resources":
+            found += paths(value, *place)
+    return found
+
+
+async def test_a_default_that_a_null_would_take_away_is_missed_in_words(helm: Helm, tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    words = ("template", str(CHART), "--kube-version=1.30.0", f"--values={file}")
+    required = {*paths(yaml.safe_load((CHART / "values.yaml").read_text()))} - {("runAsUser",)}
+    assert {("replicas",), ("crds", "keep"), ("monitoring", "rules", "labels")} < required
+    for path in required:
+        file.write_text("".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(path)))
+        told = await helm(*words, check=False)
+        assert told.returncode != 0, path
+        above = "".join(f"/{name}" for name in path[:-1])
+        assert f"- at '{above}': missing property '{path[-1]}'" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "apart"),
+    [
+        ("replicas=1", False),
+        ("replicas=2", True),
+        ("replicas=2,affinity.podAffinity.preferredDuringSchedulingIgnoredDuringExecution=[]", False),
+    ],
+)
+async def test_copies_would_rather_run_on_different_nodes(helm: Helm, setting: str, apart: bool) -> None:
+    [deployment] = of_kind(await rendered(helm, f"--set-json={setting}"), "Deployment")
+    affinity = deployment["spec"]["template"]["spec"].get("affinity", {})
+    assert ("podAntiAffinity" in affinity) == apart
+    if apart:
+        [rule] = affinity["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert rule["podAffinityTerm"] == {
+            "topologyKey": "kubernetes.io/hostname",
+            "labelSelector": {"matchLabels": deployment["spec"]["selector"]["matchLabels"]},
+        }
+        # Nothing that is unknown to the API server.
+        await helm.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(deployment))
+
+
 async def test_every_value_is_where_it_belongs(helm: Helm) -> None:
     words = (
         "image.repository=registry.example.org/operator,image.tag=1.2,image.pullPolicy=Always,imagePullSecrets[0].name=key,"

@@ -53,14 +53,26 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield place
 
 
-def refusal(path: str, value: object) -> str:
-    """What the schema says to the default values with this one changed."""
+TAKEN_AWAY = object()
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    """The default values with this one changed."""
     values = copy.deepcopy(VALUES)
     *parents, name = path.split(".")
     place = values
     for parent in parents:
         place = place[parent]
-    place[name] = value
+    if value is TAKEN_AWAY:
+        del place[name]
+    else:
+        place[name] = value
+    return values
+
+
+def refusal(path: str, value: object) -> str:
+    """What the schema says to the default values with this one changed."""
+    values = changed(path, value)
     with pytest.raises(jsonschema.ValidationError) as refused:
         jsonschema.validate(values, SCHEMA)
     message: str = refused.value.message
@@ -129,16 +141,22 @@ def test_values_that_make_no_sense_are_refused(path: str, value: object, words: 
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("runAsUser", None), ("replicas", 0), ("image.tag", "1@sha256:00"), ("namespaces", ["a", "b-2"])],
+    [
+        ("runAsUser", None),
+        ("runAsUser", TAKEN_AWAY),
+        ("replicas", 0),
+        ("image.tag", "1@sha256:00"),
+        ("namespaces", ["a", "b-2"]),
+    ],
 )
 def test_values_that_make_sense_are_taken(path: str, value: object) -> None:
-    values = copy.deepcopy(VALUES)
-    *parents, name = path.split(".")
-    place = values
-    for parent in parents:
-        place = place[parent]
-    place[name] = value
-    jsonschema.validate(values, SCHEMA)
+    jsonschema.validate(changed(path, value), SCHEMA)
+
+
+@pytest.mark.parametrize("path", sorted(path for path, _ in objects(SCHEMA) if path not in ("global", "runAsUser")))
+def test_no_default_can_be_taken_away(path: str) -> None:
+    """Helm does so with a null, or nothing, in the place of a value, before it asks the schema."""
+    assert refusal(path, TAKEN_AWAY) == f"{path.rpartition('.')[2]!r} is a required property"
 
 
 def arguments(values: Mapping[str, str]) -> list[str]:

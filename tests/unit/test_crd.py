@@ -678,6 +678,18 @@ def test_what_no_pod_was_made_of_yet_can_be_mended(
         ({}, {"etcd": {}}),
         ({}, {"managedBy": "elastic.pytorch.org/elastic-operator"}),
         ({}, {"nprocPerNode": 1, "nodeLossSeconds": 15, "disruptionBudget": True, "cleanPodPolicy": "All"}),
+        *[
+            (
+                {
+                    "metricsPort": 9000,
+                    "gracePeriodSeconds": 3,
+                    "rendezvous": {"leaseSeconds": 5},
+                    "schedulingPolicy": {"gang": "Volcano"},
+                    "failurePolicy": {"rules": [{"action": "Ignore", "onPodReasons": ["Evicted"]}]},
+                },
+            )
+            * 2
+        ],
         ({"args": ["a"]}, {"args": ["b"]}),  # a list: it waits, and the operator says so
         ({}, {"suspend": True, "backoffLimit": 1, "activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60}),
     ],

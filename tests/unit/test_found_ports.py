@@ -51,7 +51,7 @@ class Place:
             NodeRecord(name=name, address="10.0.0.1", workers=1, size=SizeRecord(min=1, max=2), metrics=port)
             for name, port in ports.items()
         ]
-        await self._found.note(job or the_job(), self.cache.pods(UID), nodes)
+        await self._found.note(job or the_job(), self.cache.pods(NAMESPACE, UID), nodes)
 
     def noted(self, name: str) -> dict[str, str]:
         """What stands on a pod."""
@@ -138,7 +138,7 @@ async def test_a_pod_that_is_gone_is_no_trouble(place: Place, caplog: pytest.Log
     place.pod("a")
     place.server.pop(PODS, "a")
     await place.note(a=40123)
-    assert (place.woken, caplog.messages, place.cache.pods(UID)) == ([], [], ())
+    assert (place.woken, caplog.messages, place.cache.pods(NAMESPACE, UID)) == ([], [], ())
 
 
 async def test_another_pod_of_that_name_is_left_alone(place: Place) -> None:
@@ -148,4 +148,4 @@ async def test_another_pod_of_that_name_is_left_alone(place: Place) -> None:
     place.server.put(PODS, "a", metadata={"annotations": {}, "ownerReferences": [another]})
     await place.note(a=40123)
     assert place.noted("a") == {}
-    assert place.cache.pods(UID) == ()
+    assert place.cache.pods(NAMESPACE, UID) == ()

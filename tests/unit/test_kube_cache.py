@@ -45,7 +45,7 @@ class Ears:
 
     def pods(self) -> dict[str, int]:
         """The pods of the job by UID, with their versions."""
-        found = self.cache.belongings(PODS, cluster_objects.JOB_UID)
+        found = self.cache.belongings(PODS, cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
         return {pod["metadata"]["uid"]: version_of(pod) for pod in found}
 
 
@@ -69,15 +69,15 @@ def test_a_job_is_found_by_its_key_and_its_pods_by_its_uid(ears: Ears) -> None:
 
 def test_each_state_of_a_pod_is_put_into_words_once(ears: Ears) -> None:
     ears.cache.put(PODS, a_pod(0))
-    (pending,) = ears.cache.pods(cluster_objects.JOB_UID)
-    assert ears.cache.pods(cluster_objects.JOB_UID)[0] is pending
+    (pending,) = ears.cache.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
+    assert ears.cache.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)[0] is pending
 
     ears.cache.put(PODS, a_pod(0, 2, deletionTimestamp=cluster_objects.at(5)))
-    (going,) = ears.cache.pods(cluster_objects.JOB_UID)
+    (going,) = ears.cache.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
     assert (pending.terminating, going.terminating) == (False, True)
 
     ears.cache.remove(PODS, a_pod(0, 3))
-    assert ears.cache.pods(cluster_objects.JOB_UID) == ()
+    assert ears.cache.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID) == ()
 
 
 def test_an_older_version_overwrites_nothing_and_the_same_one_is_no_news(ears: Ears) -> None:
@@ -204,7 +204,7 @@ def test_what_nobody_reads_is_not_kept(ears: Ears) -> None:
     assert job["metadata"]["annotations"] == {"mine": "kept"}
 
     ears.cache.put(DEPLOYMENTS, a_pod(managedFields=[{}]))
-    (deployment,) = ears.cache.belongings(DEPLOYMENTS, cluster_objects.JOB_UID)
+    (deployment,) = ears.cache.belongings(DEPLOYMENTS, cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
     assert "managedFields" not in deployment["metadata"]
 
 

@@ -70,6 +70,7 @@ async def test_many_pods_are_removed_some_at_a_time(cluster: OperatedCluster) ->
     assert cluster.server.times("DELETE", PODS) <= 200, "who asks for something meanwhile waits for all of them"
     await cluster.have_pods(0)
     assert cluster.server.most["DELETE"] >= 32
+    assert cluster.server.most["POST"] >= 32, "they were made in batches that grow"
 
 
 async def test_a_pod_that_may_not_be_removed_keeps_none_of_the_others(cluster: OperatedCluster) -> None:
@@ -131,6 +132,39 @@ async def test_a_pod_that_may_not_be_removed_hides_no_hindrance_until_that_is_go
     removals = cluster.server.times("DELETE", PODS)
     await cluster.look()
     assert cluster.server.times("DELETE", PODS) > removals
+
+
+async def test_that_a_quota_is_full_is_told_once_however_often_the_size_changes(cluster: OperatedCluster) -> None:
+    def fault(method: str, path: str) -> Fault | None:
+        full = method == "POST" and path == PODS.path(NAMESPACE)
+        return (403, "Forbidden", "exceeded quota: few") if full else None
+
+    cluster.server.fault = fault
+    for replicas in (2, 3, 4, 2):
+        cluster.add_job(minReplicas=1, maxReplicas=4, replicas=replicas)
+        tries = cluster.server.times("POST", PODS)
+        await cluster.until(lambda tries=tries: cluster.server.times("POST", PODS) > tries)  # type: ignore[misc]
+        await cluster.look()
+        assert "exceeded quota: few" in (cluster.message("Hindered") or "")
+    assert len(cluster.told("Hindered")) == 1
+
+
+async def test_what_was_pinned_for_a_former_life_binds_none_of_whose_pods_was_taken(cluster: OperatedCluster) -> None:
+    rests = {"type": "Suspended", "status": "True", "reason": "Suspended", "message": "", "lastTransitionTime": MADE}
+    before = {"state": "Suspended", "startTime": MADE, "epoch": 3, "conditions": [rests]}
+    cluster.server.put(ELASTIC_JOBS, NAME, status=before)
+
+    def fault(method: str, path: str) -> Fault | None:
+        return (422, "Invalid", "no such label") if method == "POST" and path == PODS.path(NAMESPACE) else None
+
+    cluster.server.fault = fault
+    cluster.add_job(template={"spec": {"nodeSelector": {"a": "wrong"}}})
+    await cluster.until(lambda: cluster.holds("Invalid"))
+    cluster.server.fault = lambda _method, _path: None
+    cluster.add_job(template={"spec": {"nodeSelector": {"a": "right"}}})
+    await cluster.have_pods(2)
+    assert {pod["spec"]["nodeSelector"]["a"] for pod in cluster.server.of_kind(PODS)} == {"right"}
+    assert not cluster.holds("ChangesWaiting")
 
 
 async def test_what_hinders_etcd_is_told_though_all_workers_are_there(cluster: OperatedCluster) -> None:

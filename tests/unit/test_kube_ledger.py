@@ -31,6 +31,16 @@ def test_a_refusal_holds_for_the_spec_that_was_refused_and_no_other() -> None:
     assert ledger.refusal(replace(a_job(generation=2), uid="another")) is None
 
 
+def test_a_hindrance_outlives_an_edit_which_is_tried_at_once() -> None:
+    ledger = Ledger()
+    ledger.hinder(a_job(generation=2), "exceeded quota")
+
+    edited = a_job(generation=3)
+    assert (ledger.hindrance(edited), ledger.wait(edited)) == ("exceeded quota", 0)
+    assert ledger.clear(edited)
+    assert ledger.hindrance(edited) is None
+
+
 def test_a_hindrance_is_tried_again_later_and_later_until_it_is_gone() -> None:
     clock = Clock()
     ledger, job = Ledger(clock), a_job()

@@ -69,6 +69,29 @@ async def test_the_series_tell_of_reconciles_requests_and_what_is_asked_for(sess
     assert "process_resident_memory_bytes" in text
 
 
+def loopbacks() -> list[str]:
+    """The addresses of this machine that lead to itself alone, in IPv4 and, where it has that, IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return ["127.0.0.1"]
+    return ["127.0.0.1", "[::1]"]
+
+
+@pytest.mark.parametrize("host", loopbacks())
+async def test_without_a_host_it_answers_in_ipv4_and_in_ipv6(session: aiohttp.ClientSession, host: str) -> None:
+    web = Web(Address("", 0), metrics=OperatorMetrics().page, ill=str, unready=str)
+    async with web, session.get(f"http://{host}:{web.port}/healthz") as response:
+        assert response.status == 200
+
+
+async def test_without_ipv6_it_answers_in_ipv4(session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    web = Web(Address("", 0), metrics=OperatorMetrics().page, ill=str, unready=str)
+    async with web, session.get(f"http://127.0.0.1:{web.port}/healthz") as response:
+        assert response.status == 200
+
+
 async def test_an_address_that_cannot_be_had_is_told_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -77,11 +77,11 @@ async def test_an_object_whose_removal_was_answered_with_a_conflict_is_not_taken
     writer = Writer(api, cache)
     with pytest.raises(ApiError, match="has been modified"):
         await writer.remove(resource, NAMESPACE, "digits", UID)
-    assert len(cache.belongings(resource, UID)) == 1
+    assert len(cache.belongings(resource, NAMESPACE, UID)) == 1
 
     server.has = "a successor's"
     await writer.remove(resource, NAMESPACE, "digits", UID)
-    assert cache.belongings(resource, UID) == ()
+    assert cache.belongings(resource, NAMESPACE, UID) == ()
     assert server.asked == {"DELETE": 2, "GET": 2}
 
 

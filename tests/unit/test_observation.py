@@ -25,6 +25,7 @@ from elastic_operator.kube.observation import (
 from elastic_operator.kube.settings import AGENT_METRICS_PORT, PodSettings
 from elastic_operator.kube.worker_pod import worker_pod
 from elastic_operator.model import EtcdState, JobStatus, Misfit, NewPod, Pod, PodPhase
+from elastic_operator.plan import words
 from elastic_operator.status_json import status_to_json
 from tests.support.builders import UID, a_job, says, size
 from torchelastic.contract import (
@@ -245,10 +246,15 @@ def test_the_exit_code_of_an_init_container_is_told_apart_from_that_of_the_agent
     assert (pod.init_exit_code, pod.exit_code) == (None, 1)
 
 
-def test_the_agents_words_count_more_than_what_the_cluster_says() -> None:
+def test_the_agents_words_count_more_than_what_the_cluster_says_but_why_it_had_to_leave_it_does_not_know() -> None:
+    failed = encode_termination_message(says("rank 0 failed", "WorkerFailed")).decode()
+    pod = pod_of(an_object("Failed", worker(ended(1, failed)), reason="Evicted", message="memory"))
+    assert pod.message == says("rank 0 failed", "WorkerFailed")
     left = encode_termination_message(says("left on SIGTERM", "Left")).decode()
-    pod = pod_of(an_object("Failed", worker(ended(143, left)), reason="Evicted", message="memory"))
-    assert pod.message == says("left on SIGTERM", "Left")
+    assert pod_of(an_object("Failed", worker(ended(143, left)))).message == says("left on SIGTERM", "Left")
+    evicted = pod_of(an_object("Failed", worker(ended(143, left)), reason="Evicted", message="memory"))
+    assert evicted.message == "Evicted: memory"
+    assert words.fate(evicted) == "was evicted: memory"
 
 
 def test_a_pod_that_is_called_succeeded_has_not_unless_its_worker_has() -> None:

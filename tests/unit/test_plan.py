@@ -14,6 +14,7 @@ from elastic_operator.plan import plan
 from elastic_operator.plan.clearing import FAREWELL
 from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
 from elastic_operator.plan.words import MESSAGE_LIMIT
+from elastic_operator.spec import FailureAction
 from tests.support.builders import (
     NAME,
     NOW,
@@ -24,9 +25,12 @@ from tests.support.builders import (
     an_epoch,
     condition,
     died,
+    evicted,
     failure,
     going,
     left,
+    lost,
+    on_reasons,
     pending,
     running,
     says,
@@ -38,7 +42,7 @@ from tests.support.builders import (
     unready,
     with_status,
 )
-from torchelastic.contract import EpochReason, FailureRecord
+from torchelastic.contract import EpochReason, FailureRecord, ResumeRecord
 
 if TYPE_CHECKING:
     from elastic_operator.model import Job, Observed, SizeRecord
@@ -106,7 +110,10 @@ CASES = {
         TRAINED, a_world(running(0), died(1, failures=9)), wakes_in=60, state=JobState.RUNNING
     ),
     "after a healthy time it starts over": Case(
-        TRAINED, a_world(running(0), died(1, failures=9, started=NOW - 61)), creates=[1], state=JobState.RUNNING
+        TRAINED,
+        a_world(running(0), died(1, failures=9, created=NOW - 62, started=NOW - 61)),
+        creates=[1],
+        state=JobState.RUNNING,
     ),
     "below the minimum the job waits": Case(
         that_trained(a_job(replicas=2, minimum=2)),
@@ -363,7 +370,7 @@ def test_a_deleted_pod_of_a_place_that_failed_before_passes_the_count_on_and_add
 
 def test_a_place_without_a_failure_for_a_while_starts_over_however_often_its_pods_were_deleted() -> None:
     job = that_trained(a_job(replicas=2))
-    earlier = died(1, failures=3, ended=NOW - 80)
+    earlier = died(1, failures=3, created=NOW - 100, ended=NOW - 80)
     [second] = plan(job, a_world(running(0), earlier), NOW - 72).create
     assert (second.failures, second.failed) == (4, NOW - 80)
 
@@ -390,8 +397,69 @@ def test_a_place_keeps_waiting_though_somebody_deletes_the_remains_of_what_faile
     made = plan(job, a_world(running(0), dead), NOW)
     assert (made.create, made.wake_at) == ((), NOW - 1 + back_off(5))
 
-    asked = left(1, failures=4, terminating=terminating)
-    assert [pod.failures for pod in plan(job, a_world(running(0), asked), NOW).create] == [4]
+    deleted = left(1, failures=4, terminating=True)
+    assert [pod.failures for pod in plan(job, a_world(running(0), deleted), NOW).create] == [4]
+
+
+def test_a_place_whose_pods_are_asked_to_leave_by_nobody_knows_whom_waits_longer_each_time_and_nobody_is_charged() -> (
+    None
+):
+    job = that_trained(a_job(replicas=2, minimum=2))
+    [second] = plan(job, a_world(running(0), left(1)), NOW).create
+    assert (second.failures, second.failed) == (1, NOW)
+    made = plan(job, a_world(running(0), left(1, failures=2, failed=NOW - 3)), NOW)
+    assert (made.create, made.wake_at) == ((), NOW + back_off(3))
+    assert (
+        "digits-1 was asked to leave 3 times in a row and is" in condition(made.status, ConditionType.WAITING).message
+    )
+    assert made.status is not None
+    assert made.status.pod_failures == 0
+
+    [after] = plan(job, a_world(running(0), evicted(1, exit_code=143, failures=2, failed=NOW - 90)), NOW).create
+    assert after.failures <= 3
+
+
+@pytest.mark.parametrize("ended", [NOW + 3600, NOW - 3600])
+def test_a_clock_of_a_node_that_is_wrong_keeps_no_place_empty_and_takes_no_patience(ended: float) -> None:
+    job = that_trained(a_job(replicas=2))
+    dead = died(1, failures=4, failed=NOW - 40, created=NOW - 5, started=ended - 3, ended=ended)
+    waits = plan(job, a_world(running(0), dead), NOW)
+    assert (waits.create, waits.wake_at) == ((), NOW - 5 + back_off(5))
+    assert waits.status is not None
+    later = replace(job, status=waits.status)
+    assert plan(later, a_world(running(0), dead), NOW + 1).status is None, "nothing is said anew as time goes by"
+    assert [pod.index for pod in plan(later, a_world(running(0), dead), NOW + 20).create] == [1]
+
+
+def test_where_the_own_clock_was_set_back_a_place_is_filled_at_once() -> None:
+    dead = died(1, failures=4, created=NOW + 3600, started=NOW + 3600, ended=NOW + 3605)
+    [another] = plan(that_trained(a_job(replicas=2)), a_world(running(0), dead), NOW).create
+    assert (another.failures, another.failed) == (5, NOW)
+
+
+def test_a_pod_that_its_own_deadline_ended_has_died() -> None:
+    late = left(1, reasons=frozenset({"DeadlineExceeded", "Error"}))
+    status = plan(that_trained(a_job(replicas=2)), a_world(running(0), late), NOW).status
+    assert status is not None
+    assert status.pod_failures == 1
+    rules = (on_reasons(FailureAction.FAIL_JOB, "DeadlineExceeded"),)
+    failed = plan(that_trained(a_job(replicas=2, failure_rules=rules)), a_world(running(0), late), NOW).status
+    assert failed is not None
+    assert failed.state is JobState.FAILED
+
+
+def test_where_no_pod_is_left_that_remembers_the_run_new_ones_are_told_of_it() -> None:
+    job = that_trained(a_job(replicas=2), epoch=7, restarts=3, free_restarts=1)
+    told_them = [pod.resume for pod in plan(job, a_world(lost(0), lost(1)), NOW).create]
+    assert told_them == [ResumeRecord(epoch=7, restarts=3, free=1)] * 2
+    assert [pod.resume for pod in plan(job, a_world(running(0), lost(1)), NOW).create] == [None]
+
+
+def test_what_keeps_etcd_from_serving_is_told_where_nothing_else_is_left() -> None:
+    job = that_trained(a_job(replicas=1))
+    world = a_world(store_read=False, etcd_trouble="its etcd does not serve yet: no node takes it")
+    waiting = condition(plan(job, world, NOW).status, ConditionType.WAITING)
+    assert waiting.message.endswith("its etcd does not serve yet: no node takes it")
 
 
 def test_a_place_whose_pods_are_deleted_before_they_run_waits_longer_and_longer_and_says_so() -> None:

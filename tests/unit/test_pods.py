@@ -96,6 +96,7 @@ def test_with_a_command_nothing_of_it_is_read_as_a_flag(command: tuple[str, ...]
         ("bash", "-c", "echo torchrun; python -m train torchrun"),
         ("sh", "run.sh", "-c", "torchrun"),
         ("sh", "-c", "echo 'no end; torchrun"),
+        ("bash", "-c", "version=$(torchrun --version); python train.py"),
         ("sh", "-c"),
         ("env", "A=torchrun"),
         ("python", "torchrun.py"),
@@ -603,3 +604,43 @@ def test_what_is_too_long_to_start_a_program_with_is_named_before_a_pod_is_made(
     assert "variable DATA is too long" in problem(env=({"name": "DATA", "value": "ü" * 70_000},))
     assert not problem(args=("x.py", "y" * longest))
     assert problem(args=("x.py", "ü" * longest)).startswith("one of the arguments is too long to start a program with;")
+
+
+COUNTS_4 = FailureRule(FailureAction.COUNT, exit_codes=ExitCodes(frozenset({4})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        *(
+            (
+                {"args": (flag, "x.py")},
+                f"the flag {flag} in args has the agent say something and end, as if it had trained",
+            )
+            for flag in ("--help", "--version", "-h")
+        ),
+        ({"args": ("x.py", "a\0b")}, "one of the arguments has a NUL in it, which no program can be given"),
+        ({"env": ({"name": "A", "value": "\0"},)}, 'the environment variable "A" has a NUL in it'),
+        *(
+            ({"template": template(env=[entry])}, "is no name of an environment variable")
+            for entry in ({"name": "A=B"}, {"name": 5}, {"value": "x"}, {"name": ""})
+        ),
+        ({"args": tuple(["x" * 100_000] * 6)}, "the spec has more than 512 KiB"),
+        (
+            {"template": template(restartPolicyRules=[{"action": "Restart"}])},
+            "restartPolicyRules of the template's container worker are given, but pods are replaced and never",
+        ),
+        *(
+            ({"checkpoint_volume": volume}, "which is no source of a volume")
+            for volume in ({"persistentVolumeClaim": None}, {"name": "x"}, {"hostPath": "/x"})
+        ),
+        (
+            {"args": ("--final-exit-codes=4", "x.py"), "failure_rules": (COUNTS_4,)},
+            "spec.failurePolicy and --final-exit-codes in args are both given; remove one of the two",
+        ),
+    ],
+)
+def test_what_could_not_be_started_or_would_not_train_is_a_problem(fields: dict[str, object], words: str) -> None:
+    problem = problem_of(a_job(**{"image": "i", "args": ("x.py",), **fields}).spec)  # type: ignore[arg-type]
+    assert problem is not None
+    assert words in problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -351,6 +352,22 @@ async def test_a_key_can_be_brought_forward_but_not_put_off() -> None:
 
     async with asyncio.timeout(PATIENCE):
         assert [await queue.take(), await queue.take()] == ["now", "later"]
+
+
+async def test_a_queue_does_not_grow_while_the_same_keys_wait_for_times_far_ahead() -> None:
+    queue = WorkQueue()
+    tracemalloc.start()
+    try:
+        for turn in range(20_000):
+            queue.put("a", 1e6 - turn)
+            queue.put("b", 1e6 - turn)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 200_000
+    queue.put("b")
+    async with asyncio.timeout(PATIENCE):
+        assert await queue.take() == "b"
 
 
 async def test_a_key_that_is_out_comes_back_only_when_it_is_done() -> None:

@@ -64,7 +64,7 @@ class _Kind:
     """The objects of one kind."""
 
     objects: dict[str, Json] = field(default_factory=dict)
-    by_owner: dict[str, dict[str, Json]] = field(default_factory=dict)
+    by_owner: dict[tuple[str, str], dict[str, Json]] = field(default_factory=dict)
 
 
 class Cache:
@@ -95,15 +95,18 @@ class Cache:
         uid = self._uids.get(key)
         return None if uid is None else self._kinds[ELASTIC_JOBS].objects[uid]
 
-    def belongings(self, resource: Resource, job_uid: str) -> tuple[Json, ...]:
-        """The objects of a kind that belong to a job."""
-        kind = self._kinds.get(resource)
-        return () if kind is None else tuple(kind.by_owner.get(job_uid, {}).values())
+    def belongings(self, resource: Resource, namespace: str, job_uid: str) -> tuple[Json, ...]:
+        """The objects of a kind that belong to a job.
 
-    def pods(self, job_uid: str) -> tuple[Pod, ...]:
+        Only those in its own namespace: anybody can write another's UID into an object of theirs.
+        """
+        kind = self._kinds.get(resource)
+        return () if kind is None else tuple(kind.by_owner.get((namespace, job_uid), {}).values())
+
+    def pods(self, namespace: str, job_uid: str) -> tuple[Pod, ...]:
         """The worker pods of a job in the words of the plan; each state of a pod is put into these words once."""
         kind = self._kinds.get(PODS)
-        return () if kind is None else tuple(map(self._pod, kind.by_owner.get(job_uid, {}).items()))
+        return () if kind is None else tuple(map(self._pod, kind.by_owner.get((namespace, job_uid), {}).items()))
 
     def _pod(self, there: tuple[str, Json]) -> Pod:
         uid, body = there
@@ -134,9 +137,9 @@ class Cache:
         self._understood.pop(uid, None)
         owner = owner_of(after)
         if before is not None and (former := owner_of(before)) is not None and former != owner:
-            self._disown(kind, former, uid)
+            self._disown(kind, _home(before, former), uid)
         if owner is not None:
-            kind.by_owner.setdefault(owner.uid, {})[uid] = after
+            kind.by_owner.setdefault(_home(after, owner), {})[uid] = after
         if resource == ELASTIC_JOBS:
             self._name(key_of(after), uid)
         self._tell(resource, after)
@@ -164,7 +167,7 @@ class Cache:
         del kind.objects[uid]
         self._understood.pop(uid, None)
         if (owner := owner_of(before)) is not None:
-            self._disown(kind, owner, uid)
+            self._disown(kind, _home(before, owner), uid)
         if resource == ELASTIC_JOBS:
             self._unname(key_of(before), uid)
         last = _trimmed(resource, body) if "spec" in body and version_of(body) > version_of(before) else before
@@ -204,11 +207,11 @@ class Cache:
                 self._name(key, other)
 
     @staticmethod
-    def _disown(kind: _Kind, owner: Owner, uid: str) -> None:
-        owned = kind.by_owner.get(owner.uid, {})
+    def _disown(kind: _Kind, home: tuple[str, str], uid: str) -> None:
+        owned = kind.by_owner.get(home, {})
         owned.pop(uid, None)
         if not owned:
-            kind.by_owner.pop(owner.uid, None)
+            kind.by_owner.pop(home, None)
 
     def _tell(self, resource: Resource, body: Json) -> None:
         if resource == ELASTIC_JOBS:
@@ -235,6 +238,11 @@ def owner_of(body: Json) -> Owner | None:
         if ours and reference.get("controller"):
             return Owner(uid=reference["uid"], name=reference["name"])
     return None
+
+
+def _home(body: Json, owner: Owner) -> tuple[str, str]:
+    """The namespace in which an object is, and the UID of the job that it says it belongs to."""
+    return body["metadata"].get("namespace", ""), owner.uid
 
 
 def _trimmed(resource: Resource, body: Json) -> Json:

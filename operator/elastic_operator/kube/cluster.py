@@ -51,6 +51,9 @@ _log: Final = logging.getLogger(__name__)
 
 _LARGEST_BATCH: Final = 64
 
+_LONGEST_TURN: Final = 10.0
+"""Seconds for which pods of a job are made without looking at it again."""
+
 
 class KubernetesCluster:
     """The cluster of all jobs that the operator looks after.
@@ -209,7 +212,7 @@ class KubernetesCluster:
                 troubles.append(error)
         elif not unmade and not waits and self._ledger.refusal(job) is None:
             self._clear(job)
-        await self._found.note(job, self._cache.pods(job.uid), self._nodes(job))
+        await self._found.note(job, self._cache.pods(job.namespace, job.uid), self._nodes(job))
         raise_first(troubles)
         if plan.delete_job:
             await self._writer.remove_job(job)
@@ -218,7 +221,7 @@ class KubernetesCluster:
         """Forget the former jobs of this key, and their runs as soon as none of their pods is left."""
         current = body["metadata"]["uid"] if body is not None else None
         for uid in self._stores.runs_of(key):
-            if uid != current and not self._cache.belongings(PODS, uid):
+            if uid != current and not self._cache.belongings(PODS, key.partition("/")[0], uid):
                 self._stores.leave(uid)
         former = self._observed.get(key)
         if former is not None and former["metadata"]["uid"] != current:
@@ -242,7 +245,7 @@ class KubernetesCluster:
             pending = self._reports.pending(job) if plan.report is not None else None
             if pending is not None:
                 raise ClusterError(f"what is known of its run could not be kept yet, so its store stays: {pending}")
-            if external is None or all(pod.phase.ended for pod in self._cache.pods(job.uid)):
+            if external is None or all(pod.phase.ended for pod in self._cache.pods(job.namespace, job.uid)):
                 self._stores.leave(job.uid)
             await self._etcd.remove(job)
             return None
@@ -324,8 +327,12 @@ class KubernetesCluster:
         raise_first(results)
 
     async def _create(self, job: Job, pods: Sequence[NewPod], store: str) -> None:
-        """Make pods in batches that grow: where the first is not taken, none of the others is tried."""
+        """Make pods in batches that grow: where the first is not taken, none of the others is tried.
+
+        Where that takes its time, the job is looked at anew before it goes on: by then it may want something else.
+        """
         done, batch = 0, 1
+        begun = time.monotonic()
         while done < len(pods):
             results = await asyncio.gather(
                 *(
@@ -339,6 +346,9 @@ class KubernetesCluster:
             raise_first(results)
             done += batch
             batch = min(batch * 2, _LARGEST_BATCH)
+            if done < len(pods) and time.monotonic() - begun > _LONGEST_TURN:
+                self._wake(_key(job), 0.0)
+                return
         self._clear(job)
 
 

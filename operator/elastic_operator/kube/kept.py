@@ -74,7 +74,7 @@ class Kept:
     def has_gang(self, job: Job) -> bool:
         """Whether the PodGroup that the job's pods name is there."""
         gang = job.spec.scheduling.gang
-        return gang is None or bool(self._cache.belongings(POD_GROUPS[gang], job.uid))
+        return gang is None or bool(self._cache.belongings(POD_GROUPS[gang], job.namespace, job.uid))
 
     async def guard(self, job: Job, guarded: int | None) -> None:
         """Have the job's disruption budget there, or gone.
@@ -98,7 +98,7 @@ class Kept:
             raise ClusterError(f"the disruption budget of the job could not be made: {error}") from None
 
     async def _ensure(self, resource: Resource, job: Job, wanted: Json) -> None:
-        there = self._cache.belongings(resource, job.uid)
+        there = self._cache.belongings(resource, job.namespace, job.uid)
         if not there:
             await self._writer.create(resource, job, wanted)
             return
@@ -108,7 +108,7 @@ class Kept:
             await self._writer.create(resource, job, wanted)  # somebody else has removed it
 
     async def _remove(self, resource: Resource, job: Job) -> None:
-        for body in self._cache.belongings(resource, job.uid):
+        for body in self._cache.belongings(resource, job.namespace, job.uid):
             about = mapping(body, "metadata")
             if not about.get("deletionTimestamp"):
                 await self._writer.remove(resource, about["namespace"], about["name"], about["uid"])

@@ -108,5 +108,8 @@ class Ledger:
         self._entries.pop(uid, None)
 
     def _entry(self, job: Job) -> _Entry:
+        """What is known of the spec as it is. What hindered an earlier one holds until this one was tried."""
         entry = self._entries.get(job.uid)
-        return entry if entry is not None and entry.generation == job.generation else _Entry(job.generation)
+        if entry is None or entry.generation == job.generation:
+            return entry or _Entry(job.generation)
+        return _Entry(job.generation, hindrance=entry.hindrance)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.errors import ClusterError
-from elastic_operator.kube.container_state import container_states
+from elastic_operator.kube.container_state import container_states, is_over
 from elastic_operator.kube.etcd_objects import ETCD, etcd_deployment, etcd_endpoint, etcd_name, etcd_service
 from elastic_operator.kube.observation import etcd_hindrance, etcd_state, told_cluster_ip
 from elastic_operator.kube.pod_starts import why_not_started
@@ -167,7 +167,8 @@ class ManagedEtcd:
 
     async def _make_service(self, job: Job) -> Json:
         """Make the service, under the address that living pods know."""
-        told = next(filter(None, map(told_cluster_ip, self._cache.belongings(PODS, job.uid))), None)
+        pods = (pod for pod in self._cache.belongings(PODS, job.namespace, job.uid) if not _goes(pod))
+        told = next(filter(None, map(told_cluster_ip, pods)), None)
         try:
             return await self._writer.create(SERVICES, job, etcd_service(job, cluster_ip=told))
         except Refused as refusal:
@@ -186,10 +187,15 @@ class ManagedEtcd:
 
     def _object(self, resource: Resource, job: Job) -> Json | None:
         name = etcd_name(job.name)
-        for body in self._cache.belongings(resource, job.uid):
+        for body in self._cache.belongings(resource, job.namespace, job.uid):
             if text(body, "metadata", "name") == name:
                 return body
         return None
+
+
+def _goes(pod: Json) -> bool:
+    """Whether a pod has ended, or is about to."""
+    return is_over(pod) or bool(mapping(pod, "metadata").get("deletionTimestamp"))
 
 
 def _endpoint(service: Json | None) -> str | None:

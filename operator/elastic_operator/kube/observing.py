@@ -69,13 +69,13 @@ class Observing:
             held: the job with the spec that its pods are made from.
             unguarded: why it has not the disruption budget that it asks for; None where it has.
         """
-        if (wait := await self._starts.look(job, self._cache.pods(job.uid))) is not None:
+        if (wait := await self._starts.look(job, self._cache.pods(job.namespace, job.uid))) is not None:
             self._wake(key, wait)
         managed = self._etcd.seen(job) if held.spec.etcd.endpoint is None else None
         complaint = await self._etcd.complaint(job, managed.state) if managed is not None else None
         # From here on nothing is waited for: all that is told is of one moment.
         managed = self._etcd.seen(job) if managed is not None else None
-        pods = [self._starts.explained(job, pod) for pod in self._cache.pods(job.uid)]
+        pods = [self._starts.explained(job, pod) for pod in self._cache.pods(job.namespace, job.uid)]
         closed = self._closed_store(held)
         mirror = self._mirror(held, key, pods, managed) if closed is None else None
         names = serving(job, mirror) if closed is None else None
@@ -98,6 +98,7 @@ class Observing:
             etcd_hindered=managed is not None and managed.hindrance is not None,
             store_trouble=closed or told,
             store_closed=closed is not None,
+            etcd_trouble=complaint,
             unguarded=unguarded,
         )
 

@@ -14,7 +14,7 @@ from elastic_operator.model import Misfit, Unfit
 from elastic_operator.pods import LAUNCHER
 from elastic_operator.template import WORKER
 from elastic_operator.unchecked import mapping, mappings, text
-from torchelastic.contract import CONTRACT_VERSION, TerminationMessage, decode, shorten
+from torchelastic.contract import CONTRACT_VERSION, ExitCode, TerminationMessage, decode, shorten
 from torchelastic.errors import MalformedRecord
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
         pod: a pod whose worker container has ended.
         worker: this container.
     """
-    if is_over_its_limit(pod) and worker.exit_code != 0:
-        return _end_of_pod(pod)  # the agent knows only that it was asked to leave
+    # An agent that was asked to leave does not know why.
+    if (is_over_its_limit(pod) and worker.exit_code != 0) or (worker.exit_code == ExitCode.LEFT and _end_of_pod(pod)):
+        return _end_of_pod(pod)
     said = text(worker.terminated, "message").strip()
     try:
         return decode(said.encode(errors="replace"), TerminationMessage)

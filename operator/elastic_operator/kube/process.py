@@ -165,7 +165,7 @@ class Operator:
 
     def _pods(self, job: Job, departed: Departed) -> Iterator[Pod]:
         """All pods of a job that there are, or were just now."""
-        there = self._cache.pods(job.uid)
+        there = self._cache.pods(job.namespace, job.uid)
         yield from there
         yield from departed.of(job.uid, there)
 

@@ -28,7 +28,7 @@ class Web:
     """Serves as long as its block lasts.
 
     Args:
-        listen: where.
+        listen: where; without a host on all addresses of the machine, IPv4 and IPv6.
         metrics: gives what /metrics shows and its type, for the types that are understood.
         ill: gives what is wrong with the process, as a sentence; empty where nothing is.
         unready: gives what the operator waits for before it could act; empty where for nothing.
@@ -82,9 +82,11 @@ def _probe(complaint: Complaint) -> Callable[[web.Request], Awaitable[web.Respon
 
 def _socket(listen: Address) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            listen.host or None, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        if not listen.host:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(("", listen.port), family=family, dualstack_ipv6=both)
+        family, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise BadInput(

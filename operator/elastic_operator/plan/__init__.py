@@ -164,7 +164,7 @@ def _go_on(
     later = tuple(vacancy for vacancy in fillable if vacancy.due > now)
     taken = {pod.name for pod in observed.pods}.union(observed.size.going if observed.size is not None else ())
     split = _split(job, observed, now)
-    resume = _resume_record(replace(job.status, split=split))
+    resume = _resume_record(replace(job.status, split=split), remembered=bool(staying))
     created = tuple(
         vacancy.filled(job, sizing.record, taken, resume=resume, life=_life(job.status, now), excluded=toll.excluded)
         for vacancy in due
@@ -217,10 +217,15 @@ def _refusal(job: Job, observed: Observed, vacancies: Sequence[Vacancy]) -> Inva
     return None
 
 
-def _resume_record(status: JobStatus) -> ResumeRecord | None:
-    """What agents have to know that were not there before the job was suspended, when its store was taken down."""
+def _resume_record(status: JobStatus, *, remembered: bool) -> ResumeRecord | None:
+    """What agents have to know of the run so far: their store may be a new one, as after a suspension.
+
+    Args:
+        status: of the job.
+        remembered: whether there are pods that know it, and could give it back to a store that lost it.
+    """
     known = ResumeRecord(epoch=status.epoch, restarts=status.restarts, free=status.free_restarts, split=status.split)
-    return known if _was_suspended(status) and known != ResumeRecord() else None
+    return known if (_was_suspended(status) or not remembered) and known != ResumeRecord() else None
 
 
 def _split(job: Job, observed: Observed, now: float) -> TimeSplit | None:

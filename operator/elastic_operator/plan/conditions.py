@@ -182,7 +182,7 @@ def _said(why: str | None, reason: Reason) -> Verdict | None:
 
 def _why_unread(observed: Observed) -> str:
     """Why the store can't be read: perhaps it is the store itself that cannot be made."""
-    return words.clause(observed.hindrance or observed.store_trouble or "")
+    return words.clause(observed.hindrance or observed.store_trouble or observed.etcd_trouble or "")
 
 
 def _sentence(*parts: str) -> str:

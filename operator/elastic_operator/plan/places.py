@@ -1,7 +1,8 @@
 """Which places are empty, who fills them and when, and whose remains are kept.
 
-A pod that left or was deleted is replaced at once. One that came to nothing is, too, the first time: it ended by itself
-(it died, was evicted, or its node had no room), or it was deleted before it ever ran. Then its place waits longer and
+A pod that was deleted is replaced at once. One that came to nothing is, too, the first time: it ended by itself (it
+died, was evicted, or its node had no room), was deleted before it ever ran, or was asked to leave by nobody knows whom,
+such as a kubelet whose probe failed. Then its place waits longer and
 longer, and starts over after a healthy time. The count and the time of the last failure travel with the pods, so nobody
 has to remember them.
 """
@@ -56,9 +57,9 @@ class Vacancy:
     def story(self) -> str:
         """What became of its pods, to be read behind its name: "failed 3 times in a row"."""
         often = f"{words.count(self.failures, 'time')} in a row"
-        if self.replaces is not None and _was_deleted(self.replaces):
-            return f"was deleted {often} before it ran"
-        return f"failed {often}"
+        if self.replaces is None or not _left(self.replaces):
+            return f"failed {often}"
+        return f"was deleted {often} before it ran" if self.replaces.terminating else f"was asked to leave {often}"
 
     def filled(
         self,
@@ -118,26 +119,33 @@ def find_vacancies(
 def _vacancy(index: int, last: Pod | None, now: float, *, wanted: bool) -> Vacancy:
     if last is None:
         return Vacancy(index)
-    began = last.created if last.started is None else last.started
-    ended = last.ended
+    began, ended = (_by_our_clock(time, last, now) for time in (last.started, last.ended))
     healthy_since = began if last.failed is None else min(began, last.failed + back_off(last.failures))
-    was_healthy = (now if ended is None else ended) - healthy_since >= HEALTHY_TIME
+    was_healthy = (now if last.ended is None else ended) - healthy_since >= HEALTHY_TIME
     before = 0 if was_healthy else max(last.failures, 0)
-    if _was_deleted(last) and (_has_run(last) or not wanted):
+    if _left(last) and (_gave_its_place(last) or not wanted):
         return Vacancy(index, before, last.failed if before else None, replaces=last)
     failures = before + 1
-    failed = min(began if ended is None else ended, now)  # by the clock of its node, which may be ahead of ours
+    failed = began if last.ended is None else ended
+    if failed > now:  # then it is this clock that is wrong
+        return Vacancy(index, failures, now, now, last)
     return Vacancy(index, failures, failed, failed + back_off(failures), last)
 
 
-def _was_deleted(pod: Pod) -> bool:
+def _by_our_clock(time: float | None, pod: Pod, now: float) -> float:
+    """A time that its node told, where that can be; else when the pod was made, by the clock of the API server."""
+    return time if time is not None and pod.created <= time <= now else pod.created
+
+
+def _left(pod: Pod) -> bool:
     """Whether it left or was deleted, and did not end by itself."""
     return verdict(pod) is Verdict.LEFT and not _ended_by_itself(pod)
 
 
-def _has_run(pod: Pod) -> bool:
-    """Whether it ever ran, as far as is known."""
-    return pod.started is not None or pod.exit_code is not None
+def _gave_its_place(pod: Pod) -> bool:
+    """Whether one that left ran until somebody deleted it, or had another use for its place."""
+    has_run = pod.started is not None or pod.exit_code is not None
+    return has_run and (pod.terminating or pod.fate is not None)
 
 
 def _ended_by_itself(pod: Pod) -> bool:

@@ -36,6 +36,8 @@ class Verdict(enum.Enum):
     """It ended by itself, and the run has not."""
 
 
+_OVERDUE: Final = "DeadlineExceeded"
+"""Why a kubelet ends a pod whose template has activeDeadlineSeconds."""
 _NO_FAULT: Final = (Fate.DISRUPTED, Fate.NODE_LOST, Fate.NOT_ADMITTED)
 
 
@@ -52,6 +54,8 @@ def verdict(pod: Pod) -> Verdict:
         return Verdict.RUN_FAILED
     if pod.fate is Fate.OVER_LIMIT and not pod.terminating:
         return Verdict.DIED  # its agent was asked to leave, as others are whose place somebody else needs
+    if _OVERDUE in pod.reasons and not pod.terminating:
+        return Verdict.DIED  # its agent was asked to leave, since the pod itself has taken too long
     if pod.terminating or code in (ExitCode.LEFT, ExitCode.INTERRUPTED):
         return Verdict.LEFT
     if pod.fate in _NO_FAULT or (pod.fate is None and code == ExitCode.STORE):

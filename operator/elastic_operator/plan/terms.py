@@ -69,7 +69,7 @@ def _binds(job: Job, roster: Roster) -> bool:
     """
     if is_resumed(job):
         return bool(roster.live)
-    return bool(roster.live or roster.past) or job.status.started is not None or job.status.epoch > 0
+    return bool(roster.live or roster.past) or job.status.size_generation > 0
 
 
 def has_to_rest(job: Job, roster: Roster, *, in_doubt: bool) -> bool:

@@ -27,8 +27,6 @@ _SAID_LIMIT: Final = 2048
 
 def death(pod: Pod) -> str:
     """How a pod came to its end, to be read behind its name: "was killed by SIGKILL"."""
-    if pod.fate is Fate.OUT_OF_MEMORY:
-        return "ran out of memory"
     if pod.fate is not None:
         return fate(pod)
     if (name := signal_name(pod.exit_code)) is not None:
@@ -47,7 +45,11 @@ def fate(pod: Pod) -> str:
     """What became of a pod by no fault of its own, to be read behind its name: "was evicted: …"."""
     if pod.fate is Fate.NODE_LOST:
         return f"was lost with its node{f' {pod.node}' if pod.node else ''}"
+    if pod.fate is Fate.OUT_OF_MEMORY:
+        return "ran out of memory"
     said = last_words(pod)
+    for reason in pod.reasons:  # in which the cluster says the same in one word
+        said = said.removeprefix(f"{reason}: ")
     because = f": {clause(said)}" if said else ""
     if pod.fate is Fate.NOT_ADMITTED:
         return f"was turned away by its node{f' {pod.node}' if pod.node else ''}{because}"
