@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -327,6 +327,30 @@ async def test_events_are_told_again_until_they_are_there(cluster: OperatedClust
     cluster.add_job(suspend=True)
     await cluster.until(lambda: cluster.told("Suspended") == ["suspended"])
     assert cluster.server.times("POST", EVENTS) == 4
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["taken", "not taken"])
+async def test_an_event_is_told_once_though_nobody_said_whether_the_status_was_taken(
+    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch, *, written: bool
+) -> None:
+    whole = Api.replace
+    lost = iter([True])
+
+    async def replace(self: Api, *args: Any) -> Any:
+        loses = args[-1] == "status" and next(lost, False)
+        if loses and not written:
+            raise ClusterError("no answer")
+        answer = await whole(self, *args)
+        if loses:
+            cluster.cache.put(ELASTIC_JOBS, answer)  # as the watch will tell
+            raise ClusterError("no answer")
+        return answer
+
+    monkeypatch.setattr(Api, "replace", replace)
+    cluster.add_job(suspend=True)
+    await cluster.until(lambda: cluster.told("Suspended") == ["suspended"] and cluster.holds("Suspended"))
+    await cluster.look()
+    assert cluster.told("Suspended") == ["suspended"]
 
 
 async def test_an_event_that_is_forbidden_is_told_once() -> None:

@@ -208,5 +208,20 @@ async def test_a_connection_that_was_closed_opens_again_when_it_is_used() -> Non
             assert not session.closed
 
 
+async def test_what_ends_watches_at_once_is_not_asked_without_end() -> None:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        return web.json_response(request.path)
+
+    now = asyncio.get_running_loop().time
+    async with answering(answer) as configuration, Sessions(nobody_lists) as sessions:
+        session = (await sessions.over(Access(configuration.host))).aiohttp_session
+        begun = now()
+        for path in ("pods?watch=true", "pods?watch=true&resourceVersion=5"):
+            async with await session.request(method="get", url=f"{configuration.host}/api/v1/{path}") as response:
+                assert await response.json() == "/api/v1/pods"
+        assert now() - begun >= 0.4
+        await session.close()
+
+
 async def nobody_lists(_resource: Resource, _page: Page) -> None:
     raise AssertionError("nothing was asked for")

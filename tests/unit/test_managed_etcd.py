@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,11 +11,13 @@ from aiohttp import web
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.cache import Cache
 from elastic_operator.kube.managed_etcd import ManagedEtcd
+from elastic_operator.kube.resources import DEPLOYMENTS
 from elastic_operator.kube.settings import PodSettings
 from elastic_operator.kube.writer import Writer
 from elastic_operator.model import EtcdState
 from tests.support.answering import answering
 from tests.support.builders import UID, a_job
+from tests.support.object_server import NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -80,6 +83,29 @@ async def test_why_the_volume_of_an_etcd_is_not_there_stands_in_the_events_of_it
     attach = "AttachVolume.Attach failed for volume pvc-1: the disk is in another zone"
     server.told = [{"type": "Warning", "message": attach, "source": {"component": "attachdetach-controller"}}]
     assert await etcd.complaint(job, EtcdState.STARTING) == f"its etcd does not serve yet: {attach}"
+
+
+async def test_an_etcd_whose_pod_could_not_be_made_for_a_while_is_made_anew() -> None:
+    job = replace(a_job(image="i", args=("x",)), namespace=NAMESPACE)
+    async with ObjectServer() as server, Api(server.configuration) as api:
+        cache = Cache(changed=lambda _key: None)
+        writer = Writer(api, cache)
+        etcd = ManagedEtcd(api, cache, writer, PodSettings(), anew_after=0.0)
+        patient = ManagedEtcd(api, cache, writer, PodSettings())
+        await etcd.ensure(job)
+        (first,) = server.of_kind(DEPLOYMENTS)
+        full = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: few"}
+        name = first["metadata"]["name"]
+        cache.put(DEPLOYMENTS, server.put(DEPLOYMENTS, name, status={"conditions": [full]}))
+        assert etcd.seen(job).hindrance is not None
+        await patient.ensure(job)
+        assert server.times("DELETE", DEPLOYMENTS) == 0
+        await etcd.ensure(job)
+        await etcd.ensure(job)
+        (second,) = server.of_kind(DEPLOYMENTS)
+        assert second["metadata"]["uid"] != first["metadata"]["uid"]
+        assert server.times("DELETE", DEPLOYMENTS) == 1
+        assert etcd.seen(job).hindrance is None
 
 
 async def test_an_etcd_that_starts_is_not_looked_at(server: Server, api: Api) -> None:

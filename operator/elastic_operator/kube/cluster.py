@@ -145,10 +145,14 @@ class KubernetesCluster:
             body = await self._writer.write_replicas(body, plan.replicas)
             job = replace(job, generation=body["metadata"]["generation"])  # what is refused now is refused of this one
         if plan.status is not None:
-            body = await self._writer.write_status(body, plan.status)
+            try:
+                await self._writer.write_status(body, plan.status)
+            except ClusterError as error:
+                if not isinstance(error, ApiError) or error.passes:
+                    self._tell(body, plan)  # it may be written, and then this is no news the next time
+                raise
             self._written(job, plan)
-        for event in plan.events:
-            self._events.tell(body, event)
+        self._tell(body, plan)
         try:
             await self._apply_below(as_pinned(job, plan), plan)
         except Refused as refusal:
@@ -161,6 +165,11 @@ class KubernetesCluster:
             if not self._ledger.fails(job):
                 raise
             self._hinder(job, failure.words)
+
+    def _tell(self, body: Json, plan: Plan) -> None:
+        """Tell of the job as it was before: whatever has to be told twice of that is there once."""
+        for event in plan.events:
+            self._events.tell(body, event)
 
     async def _keep(self, job: Job, body: Json, report: Report) -> None:
         """Keep what is known of the job's run; that this can't be done keeps nothing else from being done."""

@@ -40,6 +40,10 @@ PATIENCE: Final = 15.0
 """Seconds that an etcd may take to serve before it is seen to what keeps it; and again so many later."""
 
 
+_ANEW_AFTER: Final = 30.0
+_LONGEST_ANEW: Final = 240.0
+
+
 @dataclass(slots=True)
 class _Start:
     """An etcd that does not serve yet.
@@ -51,6 +55,19 @@ class _Start:
 
     due: float
     complaint: str = ""
+
+
+@dataclass(slots=True)
+class _Anew:
+    """An etcd whose pod cannot be made.
+
+    Attributes:
+        due: when its Deployment is made anew; a monotonic time.
+        wait: seconds from the last time to that.
+    """
+
+    due: float
+    wait: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +94,23 @@ class ManagedEtcd:
         writer: makes and removes.
         settings: what pods are made with where the job does not say.
         patience: seconds after which it is asked, and asked again.
+        anew_after: seconds after which a Deployment is made anew whose pod cannot be made; then later each time.
     """
 
     def __init__(
-        self, api: Api, cache: Cache, writer: Writer, settings: PodSettings, *, patience: float = PATIENCE
+        self,
+        api: Api,
+        cache: Cache,
+        writer: Writer,
+        settings: PodSettings,
+        *,
+        patience: float = PATIENCE,
+        anew_after: float = _ANEW_AFTER,
     ) -> None:
         self._api = api
         self._patience = patience
+        self._anew_after = anew_after
+        self._anew: dict[str, _Anew] = {}
         self._starts: dict[str, _Start] = {}
         self._cache = cache
         self._writer = writer
@@ -125,6 +152,7 @@ class ManagedEtcd:
     def forget(self, uid: str) -> None:
         """The job is gone."""
         self._starts.pop(uid, None)
+        self._anew.pop(uid, None)
 
     async def ensure(self, job: Job) -> str:
         """Have it there.
@@ -139,6 +167,7 @@ class ManagedEtcd:
         """
         service = self._service(job)
         missing = []
+        await self._begin_anew(job)
         if self._deployment(job) is None:
             missing.append(self._writer.create(DEPLOYMENTS, job, etcd_deployment(job, self._settings)))
         if service is None:
@@ -149,6 +178,20 @@ class ManagedEtcd:
         if endpoint is None:
             raise ClusterError(f"the Service {etcd_name(job.name)} has no address yet")
         return endpoint
+
+    async def _begin_anew(self, job: Job) -> None:
+        """Remove a Deployment whose pod could not be made for a while: by itself it is tried ever less often."""
+        deployment = self._deployment(job)
+        if deployment is None or etcd_hindrance(deployment) is None:
+            self._anew.pop(job.uid, None)
+            return
+        now = time.monotonic()
+        anew = self._anew.setdefault(job.uid, _Anew(now + self._anew_after, self._anew_after))
+        if anew.due <= now:
+            anew.wait = min(anew.wait * 2, _LONGEST_ANEW)
+            anew.due = now + anew.wait
+            about = deployment["metadata"]
+            await self._writer.remove(DEPLOYMENTS, about["namespace"], about["name"], about["uid"])
 
     async def remove(self, job: Job) -> None:
         """Have it gone.

@@ -7,7 +7,10 @@ What kopf has to know of a listing is its version, with which the watch begins. 
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 import kopf
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     """Gets a page that was listed, and of what; the next one is asked for when it returns."""
 
 _USER_AGENT: Final = "elastic-operator"
+_BETWEEN_WATCHES: Final = 0.5
+"""Seconds that lie at least between the beginnings of two watches of the same."""
 _BY_PATH: Final = {resource.plural: resource for resource in LOOKED_AT}
 """What is listed, by the last part of the path under which the API server has it."""
 
@@ -102,10 +107,14 @@ class _Session:
         self._way = way
         self._answers = answers
         self._open: aiohttp.ClientSession | None = None
+        self._watched: dict[str, float] = {}
         self.headers = {**way.as_http_headers(), "User-Agent": _USER_AGENT}
 
-    async def request(self, **how: Any) -> aiohttp.ClientResponse:  # noqa: ANN401 - as aiohttp has it
-        """Send a request."""
+    async def request(self, *, url: str, **how: Any) -> aiohttp.ClientResponse:  # noqa: ANN401 - as aiohttp has it
+        """Send a request; a watch not sooner than a moment after the last one of the same."""
+        where = urlsplit(url)
+        if "watch=" in where.query:
+            await self._pause(where.path)
         if self._open is None:
             self._open = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, ssl=self._way.as_ssl_context()),
@@ -113,7 +122,14 @@ class _Session:
                 proxy=self._way.proxy_url,
                 response_class=self._answers,
             )
-        return await self._open.request(**how)
+        return await self._open.request(url=url, **how)
+
+    async def _pause(self, path: str) -> None:
+        """Wait until it may be watched again: what ends watches at once, a proxy perhaps, is not asked without end."""
+        now = time.monotonic()
+        begins = max(now, self._watched.get(path, 0.0) + _BETWEEN_WATCHES)
+        self._watched[path] = begins
+        await asyncio.sleep(begins - now)
 
     async def close(self) -> None:
         """Close all connections, until there is another request."""
