@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["APPLY_PATCH", "MERGE_PATCH", "Access", "Api", "ApiError"]
 
 _TIMEOUT: Final = 30.0
+_WATCHED: Final = 300
+"""Seconds after which the server is to end a watch."""
 _CONNECTIONS: Final = 64
 _LONGEST_REFUSAL: Final = 1 << 20
 """Bytes that are read of why not; a pod that is asked through the API server may write for ever."""
@@ -266,8 +268,10 @@ class Api:
         Raises:
             ApiError: the resource version is no longer kept (410): list again.
         """
-        query = {**_selection(labels, name), "watch": "true", "resourceVersion": start, "timeoutSeconds": "300"}
-        pieces = self._stream(resource.path(namespace), query, verb="WATCH")
+        query = {**_selection(labels, name), "watch": "true", "resourceVersion": start}
+        query["timeoutSeconds"] = str(_WATCHED)
+        # The server ends it by then: where not even that is heard, the connection is dead.
+        pieces = self._stream(resource.path(namespace), query, verb="WATCH", silence=_WATCHED + _TIMEOUT)
         async with contextlib.aclosing(pieces):
             async for line in _lines(pieces):
                 change = json.loads(line)
