@@ -108,6 +108,7 @@ class Pod:
         phase: where its worker container stands.
         ready: whether its agent serves.
         terminating: whether its deletion has begun.
+        due_to_go: when it is to be gone, by then; None where that is not known, or it is not being deleted.
         created: when it was made.
         started: when its worker container started; None where it has not, or where it is not known.
         ended: when its worker container ended; None while it has not.
@@ -134,6 +135,7 @@ class Pod:
     phase: PodPhase
     ready: bool = False
     terminating: bool = False
+    due_to_go: float | None = None
     created: float = 0.0
     started: float | None = None
     ended: float | None = None

@@ -167,6 +167,23 @@ async def test_what_was_pinned_for_a_former_life_binds_none_of_whose_pods_was_ta
     assert not cluster.holds("ChangesWaiting")
 
 
+@pytest.mark.parametrize(("due", "rests"), [("2026-01-01T00:00:00Z", True), ("2999-01-01T00:00:00Z", False)])
+async def test_pods_that_never_ran_and_should_be_gone_keep_no_job_from_its_rest(
+    cluster: OperatedCluster, due: str, *, rests: bool
+) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    for pod in cluster.server.of_kind(PODS):
+        name = pod["metadata"]["name"]
+        cluster.change(PODS, name, metadata={**pod["metadata"], "deletionTimestamp": due}, spec={"nodeName": "silent"})
+    cluster.add_job(suspend=True)
+    await cluster.until(lambda: cluster.status.get("state") == "Suspended")
+    await cluster.look()
+    await cluster.look()
+    assert cluster.holds("Suspended") is rests
+    assert cluster.server.times("DELETE", PODS) == 0, "their deletion had begun"
+
+
 async def test_what_hinders_etcd_is_told_though_all_workers_are_there(cluster: OperatedCluster) -> None:
     cluster.add_job()
     await cluster.have_pods(2)

@@ -66,6 +66,7 @@ def pod_of(obj: Json) -> Pod:
         phase=phase,
         ready=worker.ready,
         terminating=bool(text(obj, "metadata", "deletionTimestamp")),
+        due_to_go=seconds(mapping(obj, "metadata").get("deletionTimestamp")),
         created=seconds(mapping(obj, "metadata").get("creationTimestamp")) or 0.0,
         started=worker.started,
         ended=_ended(obj, worker) if phase.ended else None,

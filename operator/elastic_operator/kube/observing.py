@@ -5,11 +5,13 @@ The API server is asked only for what stands nowhere else, where something takes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.kube.managed_etcd import PATIENCE as ETCD_PATIENCE
 from elastic_operator.kube.readiness import explained, if_serving, serving
-from elastic_operator.model import EtcdState, JobState, Observed
+from elastic_operator.model import EtcdState, JobState, Observed, PodPhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from elastic_operator.kube.stores import Stores
     from elastic_operator.model import Job, Pod
     from elastic_operator.store_mirror import StoreMirror
+
+
+_OVERDUE: Final = 60.0
+"""Seconds that a kubelet which lives takes at most, by far, to remove a pod of which nothing runs."""
 
 
 class Observing:
@@ -75,7 +81,8 @@ class Observing:
         complaint = await self._etcd.complaint(job, managed.state) if managed is not None else None
         # From here on nothing is waited for: all that is told is of one moment.
         managed = self._etcd.seen(job) if managed is not None else None
-        pods = [self._starts.explained(job, pod) for pod in self._cache.pods(job.namespace, job.uid)]
+        there = (self._unless_overdue(key, pod) for pod in self._cache.pods(job.namespace, job.uid))
+        pods = [self._starts.explained(job, pod) for pod in there]
         closed = self._closed_store(held)
         mirror = self._mirror(held, key, pods, managed) if closed is None else None
         names = serving(job, mirror) if closed is None else None
@@ -107,6 +114,16 @@ class Observing:
         self._starts.forget(uid)
         self._departed.forget(uid)
         self._etcd.forget(uid)
+
+    def _unless_overdue(self, key: str, pod: Pod) -> Pod:
+        """A pod; one that never ran, and should have been gone for a while, is over: its node is silent."""
+        if pod.due_to_go is None or pod.phase is not PodPhase.PENDING:
+            return pod
+        left = pod.due_to_go + _OVERDUE - time.time()
+        if left > 0:
+            self._wake(key, left)
+            return pod
+        return replace(pod, phase=PodPhase.FAILED, ended=pod.due_to_go)
 
     def _told(self, job: Job) -> str | None:
         """Why a store cannot be used that should be there; None where it can, or where nobody needs to know."""
