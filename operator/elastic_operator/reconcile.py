@@ -2,7 +2,8 @@
 
 Wake-ups are gathered in a queue by job: however many come while a job waits or is worked on, it is looked at once more.
 One job is worked on by one task at a time, several jobs side by side. What fails is tried again, later and later, and
-keeps no other job from its turn. Nor does a job that is woken without end: it has to rest.
+keeps no other job from its turn. Nor does a job that is woken without end: it has to rest. And jobs of one namespace
+leave room for those of others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import heapq
 import itertools
 import logging
 import time
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
@@ -140,6 +142,7 @@ class ReconcileSettings:
 
     Attributes:
         side_by_side: so many jobs are worked on at once.
+        of_one_namespace: of these, so many in one namespace: one where all is slow holds up no other.
         first_retry: seconds after which what failed is tried again; then twice as long, and so on.
         longest_retry: seconds that lie at most between two tries.
         relist_every: seconds after which all jobs are looked at though nothing seems to have happened: watches can fall
@@ -154,6 +157,7 @@ class ReconcileSettings:
     """
 
     side_by_side: int = 64
+    of_one_namespace: int = 48
     first_retry: float = 0.1
     longest_retry: float = 60.0
     relist_every: float = 300.0
@@ -226,6 +230,8 @@ class Reconciler:
         self._failures: dict[str, int] = {}
         self._paces: dict[str, _Pace] = {}
         self._begun: dict[str, float] = {}
+        self._at_work: Counter[str] = Counter()
+        self._held: dict[str, deque[str]] = {}
 
     @property
     def longest(self) -> float:
@@ -238,22 +244,45 @@ class Reconciler:
 
     async def run(self) -> None:
         """Work until cancelled; nothing that was begun outlives this."""
-        async with asyncio.TaskGroup() as tasks:
-            if self._list_keys is not None:
-                tasks.create_task(self._relist(self._list_keys))
-            for _ in range(self._settings.side_by_side):
-                tasks.create_task(self._work())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self._list_keys is not None:
+                    tasks.create_task(self._relist(self._list_keys))
+                for _ in range(self._settings.side_by_side):
+                    tasks.create_task(self._work())
+        finally:
+            for key in itertools.chain(*self._held.values()):
+                self._queue.done(key)
 
     async def _work(self) -> NoReturn:
         while True:
             key = await self._queue.take()
-            begun = self._begun[key] = time.monotonic()
+            namespace = key.partition("/")[0]
+            if self._at_work[namespace] >= self._settings.of_one_namespace:
+                self._held.setdefault(namespace, deque()).append(key)
+                continue
+            self._at_work[namespace] += 1
             try:
-                outcome = await self._reconcile(key)
-                self._reconciled(time.monotonic() - begun, outcome)
+                await self._turn(key)
+                while (held := self._held.get(namespace)) is not None:
+                    key = held.popleft()
+                    if not held:
+                        del self._held[namespace]
+                    await self._turn(key)
             finally:
-                del self._begun[key]
-                self._queue.done(key, self._rest(key))
+                self._at_work[namespace] -= 1
+                if not self._at_work[namespace]:
+                    del self._at_work[namespace]
+
+    async def _turn(self, key: str) -> None:
+        """Look at a job, and do what is to be done."""
+        begun = self._begun[key] = time.monotonic()
+        try:
+            outcome = await self._reconcile(key)
+            self._reconciled(time.monotonic() - begun, outcome)
+        finally:
+            del self._begun[key]
+            self._queue.done(key, self._rest(key))
 
     async def _reconcile(self, key: str) -> Outcome:
         pace = self._paces.setdefault(key, _Pace(self._settings.burst, self._settings.per_second))

@@ -70,7 +70,7 @@ async def test_many_pods_are_removed_some_at_a_time(cluster: OperatedCluster) ->
     assert cluster.server.times("DELETE", PODS) <= 200, "who asks for something meanwhile waits for all of them"
     await cluster.have_pods(0)
     assert cluster.server.most["DELETE"] >= 32
-    assert cluster.server.most["POST"] >= 32, "they were made in batches that grow"
+    assert 32 <= cluster.server.most["POST"] <= 64, "they were made in batches that grow, and leave room for others"
 
 
 async def test_a_pod_that_may_not_be_removed_keeps_none_of_the_others(cluster: OperatedCluster) -> None:

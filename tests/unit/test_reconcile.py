@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import tracemalloc
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -141,6 +142,44 @@ async def test_several_jobs_are_worked_on_side_by_side_but_no_more_than_may_be(c
 
     assert cluster.most_busy == QUICK.side_by_side
     assert sorted(cluster.observed) == [f"job-{number}" for number in range(9)]
+
+
+async def test_a_namespace_in_which_all_takes_its_time_holds_up_no_other(cluster: RecordingCluster) -> None:
+    gate = asyncio.Event()
+    cluster.gate = lambda key: gate if key.startswith("slow/") else None
+    reconciler = a_reconciler(cluster, replace(QUICK, of_one_namespace=3))
+    slow = [f"slow/{number}" for number in range(9)]
+    async with at_work(reconciler):
+        for key in slow:
+            reconciler.wake(key)
+        await cluster.until(lambda: len(cluster.busy) == 3)
+        for number in range(9):
+            reconciler.wake(f"other/{number}")
+        await cluster.until(lambda: sum(key.startswith("other/") for key in cluster.observed) == 9)
+        assert len(cluster.busy) == 3
+        gate.set()
+        await cluster.until(lambda: set(slow) <= set(cluster.observed))
+        reconciler.wake(slow[-1])
+        await cluster.until(lambda: cluster.observed.count(slow[-1]) == 2)
+
+
+async def test_jobs_that_wait_for_others_of_their_namespace_are_looked_at_by_whoever_leads_next(
+    cluster: RecordingCluster,
+) -> None:
+    gate = asyncio.Event()
+    cluster.gate = lambda _key: gate
+    queue = WorkQueue()
+    settings = replace(QUICK, of_one_namespace=1)
+    async with at_work(Reconciler(cluster, lambda: NOW, queue=queue, settings=settings)):
+        for number in range(3):
+            queue.put(f"team/{number}")
+        await cluster.until(lambda: len(cluster.busy) == 1)
+    cluster.gate = lambda _key: None
+    cluster.observed.clear()
+    async with at_work(Reconciler(cluster, lambda: NOW, queue=queue, settings=settings)):
+        for number in range(3):
+            queue.put(f"team/{number}")
+        await cluster.until(lambda: len(cluster.observed) == 3)
 
 
 @pytest.mark.parametrize("trouble", [ClusterError("the server is busy"), StoreUnavailable("the store is away")])

@@ -34,7 +34,7 @@ __all__ = ["APPLY_PATCH", "MERGE_PATCH", "Access", "Api", "ApiError"]
 _TIMEOUT: Final = 30.0
 _WATCHED: Final = 300
 """Seconds after which the server is to end a watch."""
-_CONNECTIONS: Final = 64
+_CONNECTIONS: Final = 96
 _LONGEST_REFUSAL: Final = 1 << 20
 """Bytes that are read of why not; a pod that is asked through the API server may write for ever."""
 _PAGE: Final = 500

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,6 +49,11 @@ class Unmade(ClusterError):  # noqa: N818
         self.words = words or sentence
 
 
+_OF_ONE_NAMESPACE: Final = 64
+"""So many objects of one namespace are made or removed at once: fewer than there are connections, so that a slow
+admission webhook there holds up nobody else."""
+
+
 class Writer:
     """Writes through the cache.
 
@@ -60,6 +67,7 @@ class Writer:
         self._api = api
         self._cache = cache
         self._made = made
+        self._turns = collections.defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_OF_ONE_NAMESPACE))
 
     async def create(self, resource: Resource, job: Job, body: Json) -> Json:
         """Make an object that belongs to a job; one that is there already, and the job's, is as good.
@@ -71,7 +79,8 @@ class Writer:
             ClusterError: trying again may help.
         """
         try:
-            made = await self._api.create(resource, job.namespace, body)
+            async with self._turns[job.namespace]:
+                made = await self._api.create(resource, job.namespace, body)
         except NoAnswer as error:
             raise Unmade(str(error)) from None
         except ApiError as error:
@@ -135,7 +144,8 @@ class Writer:
             ClusterError: trying again may help.
         """
         try:
-            left = await self._api.delete(resource, namespace, name, uid=uid)
+            async with self._turns[namespace]:
+                left = await self._api.delete(resource, namespace, name, uid=uid)
         except ApiError as error:
             if not await self._is_gone(error, resource, namespace, name, uid):
                 raise
