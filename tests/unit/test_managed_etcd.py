@@ -97,7 +97,8 @@ async def test_an_etcd_whose_pod_could_not_be_made_for_a_while_is_made_anew() ->
         full = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: few"}
         name = first["metadata"]["name"]
         cache.put(DEPLOYMENTS, server.put(DEPLOYMENTS, name, status={"conditions": [full]}))
-        assert etcd.seen(job).hindrance is not None
+        first_words = etcd.seen(job).hindrance
+        assert first_words is not None
         await patient.ensure(job)
         assert server.times("DELETE", DEPLOYMENTS) == 0
         await etcd.ensure(job)
@@ -105,6 +106,8 @@ async def test_an_etcd_whose_pod_could_not_be_made_for_a_while_is_made_anew() ->
         (second,) = server.of_kind(DEPLOYMENTS)
         assert second["metadata"]["uid"] != first["metadata"]["uid"]
         assert server.times("DELETE", DEPLOYMENTS) == 1
+        assert etcd.seen(job).hindrance == first_words, "as long as nothing else is known"
+        cache.put(DEPLOYMENTS, server.put(DEPLOYMENTS, name, status={"readyReplicas": 1, "observedGeneration": 9}))
         assert etcd.seen(job).hindrance is None
 
 

@@ -42,6 +42,8 @@ PATIENCE: Final = 15.0
 
 _ANEW_AFTER: Final = 30.0
 _LONGEST_ANEW: Final = 240.0
+_TOLD_WITHIN: Final = 10.0
+"""Seconds within which a Deployment that is made says that its pod cannot be made."""
 
 
 @dataclass(slots=True)
@@ -64,10 +66,14 @@ class _Anew:
     Attributes:
         due: when its Deployment is made anew; a monotonic time.
         wait: seconds from the last time to that.
+        why: why its pod could not be made the last time; empty before that.
+        until: when it is known whether it can be made by now.
     """
 
     due: float
     wait: float
+    why: str = ""
+    until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,12 @@ class ManagedEtcd:
     def seen(self, job: Job) -> EtcdSeen:
         """What is known of it."""
         service, deployment = self._service(job), self._deployment(job)
-        return EtcdSeen(etcd_state(service, deployment), _endpoint(service), etcd_hindrance(deployment))
+        state, hindrance = etcd_state(service, deployment), etcd_hindrance(deployment)
+        if state is EtcdState.READY:
+            self._anew.pop(job.uid, None)
+        elif hindrance is None and (anew := self._anew.get(job.uid)) is not None and time.monotonic() < anew.until:
+            hindrance = anew.why
+        return EtcdSeen(state, _endpoint(service), hindrance)
 
     async def complaint(self, job: Job, state: EtcdState) -> str | None:
         """What keeps a job's etcd from serving, as a clause; None where nothing is known to, or it is too early."""
@@ -182,14 +193,14 @@ class ManagedEtcd:
     async def _begin_anew(self, job: Job) -> None:
         """Remove a Deployment whose pod could not be made for a while: by itself it is tried ever less often."""
         deployment = self._deployment(job)
-        if deployment is None or etcd_hindrance(deployment) is None:
-            self._anew.pop(job.uid, None)
+        if deployment is None or (why := etcd_hindrance(deployment)) is None:
             return
         now = time.monotonic()
         anew = self._anew.setdefault(job.uid, _Anew(now + self._anew_after, self._anew_after))
         if anew.due <= now:
             anew.wait = min(anew.wait * 2, _LONGEST_ANEW)
             anew.due = now + anew.wait
+            anew.why, anew.until = why, now + _TOLD_WITHIN
             about = deployment["metadata"]
             await self._writer.remove(DEPLOYMENTS, about["namespace"], about["name"], about["uid"])
 
