@@ -48,11 +48,11 @@ def fate(pod: Pod) -> str:
     if pod.fate is Fate.OUT_OF_MEMORY:
         return "ran out of memory"
     said = last_words(pod)
+    if pod.fate is Fate.NOT_ADMITTED:
+        return f"was turned away by its node{f' {pod.node}' if pod.node else ''}{f': {clause(said)}' if said else ''}"
     for reason in pod.reasons:  # in which the cluster says the same in one word
         said = said.removeprefix(f"{reason}: ")
     because = f": {clause(said)}" if said else ""
-    if pod.fate is Fate.NOT_ADMITTED:
-        return f"was turned away by its node{f' {pod.node}' if pod.node else ''}{because}"
     preempted = any(reason.startswith("Preempt") for reason in pod.reasons)
     return f"was {'preempted' if preempted else 'evicted'}{because}"
 
