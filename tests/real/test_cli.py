@@ -159,7 +159,19 @@ async def test_an_act_that_fails_fails_the_demo_and_leaves_nothing(home: Path, t
 
 
 async def test_a_job_on_which_an_act_fails_is_ended(home: Path, tmp_path: Path) -> None:
-    hidden = "for line in 1 2 3 4; do echo $line; done; exec > /dev/null; sleep 600"
+    left = tmp_path / "left"
+    left.mkdir()
+    hidden = f"""\
+cd {left}
+if [ $RANK = 0 ]; then
+    until [ $(ls | grep -c "^$WORLD_SIZE-") = $((WORLD_SIZE - 1)) ]; do sleep 0.05; done
+    for line in 1 2 3 4; do echo $line; done
+else
+    exec > /dev/null
+    touch $WORLD_SIZE-$RANK
+fi
+sleep 600
+"""
     code, out, err = await answer(
         home, "demo", "--plain", str(manifest(tmp_path, "digits", command=["sh", "-c", hidden]))
     )

@@ -239,6 +239,8 @@ class Story:
         await self._trains(job, await self._place.pods(1, name), epoch=1)
         await self._until(lambda: self._seen[ELASTIC_JOBS].get(name, {}).get("status", {}).get("state") == "Running")
         await self._until(lambda: [pod["status"]["phase"] for pod in self._live(name).values()] == ["Running"])
+        # Several jobs are worked on side by side, and under load another one's last look may come later than that.
+        await self._until(lambda: all(map(self._is_told, self._seen[ELASTIC_JOBS])))
 
     async def _until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE), self._news:
@@ -279,6 +281,13 @@ class Story:
                 end = self._finished.get(owner["uid"])
                 if end is not None and int(pod["metadata"]["resourceVersion"]) > end:
                     self.wrongs.append(f"{pod['metadata']['name']} was made after the end of its job")
+
+    def _is_told(self, name: str) -> bool:
+        """Whether a job's status is of its present spec, and counts the pods that there are."""
+        job = self._seen[ELASTIC_JOBS][name]
+        status = job.get("status") or {}
+        told = (status.get("observedGeneration"), status.get("replicas"))
+        return told == (job["metadata"]["generation"], len(self._live(name)))
 
     def _owned(self, kind: Resource) -> list[str]:
         """The objects of jobs that there are: to remove those of the others is Kubernetes' work, in its own time."""
