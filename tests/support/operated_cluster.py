@@ -52,6 +52,8 @@ class OperatedCluster:
         api: how.
         cache: what it knows.
         queue: what wants its attention.
+        cluster: what carries out its plans.
+        departed: the pods that are gone.
     """
 
     def __init__(self, *, away: float = 0.5, lasting: float = 0.5) -> None:
@@ -73,17 +75,18 @@ class OperatedCluster:
             writer = Writer(api, self.cache)
             etcd = ManagedEtcd(api, self.cache, writer, settings)
             ledger = Ledger(lasting=self._lasting)
+            self.departed = Departed()
             observing = Observing(
                 cache=self.cache,
                 etcd=etcd,
                 starts=PodStarts(api),
                 stores=stores,
                 ledger=ledger,
-                departed=Departed(),
+                departed=self.departed,
                 secrets=secrets,
                 wake=self.queue.put,
             )
-            cluster = KubernetesCluster(
+            cluster = self.cluster = KubernetesCluster(
                 observing=observing,
                 cache=self.cache,
                 writer=writer,
@@ -116,8 +119,11 @@ class OperatedCluster:
     def run_pods(self) -> None:
         """Have all pods run."""
         for pod in self.server.of_kind(PODS):
-            status = {"phase": "Running", "conditions": _READY, "containerStatuses": [_RUNS]}
-            self.change(PODS, pod["metadata"]["name"], status=status)
+            self.run_pod(pod["metadata"]["name"])
+
+    def run_pod(self, name: str) -> None:
+        """Have a pod run."""
+        self.change(PODS, name, status={"phase": "Running", "conditions": _READY, "containerStatuses": [_RUNS]})
 
     def tell_of_etcd(self, **status: Any) -> None:
         """Have the Deployment of the job's etcd say this of itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from elastic_operator.errors import ClusterError
 from elastic_operator.kube.api import Api
+from elastic_operator.kube.cluster import KubernetesCluster
 from elastic_operator.kube.etcd_objects import etcd_name
 from elastic_operator.kube.resources import (
     DEPLOYMENTS,
@@ -20,8 +22,10 @@ from elastic_operator.kube.resources import (
     SCHEDULER_PLUGINS_GROUPS,
     SERVICES,
 )
+from tests.support.builders import size as a_size
 from tests.support.object_server import MADE, NAMESPACE
 from tests.support.operated_cluster import NAME, OperatedCluster
+from torchelastic.contract import NodeRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -453,3 +457,92 @@ async def test_what_is_wrong_with_a_spec_is_logged_though_the_status_cannot_be_w
     await cluster.look()
     assert any("trying again" in line and "minReplicas" in line for line in caplog.messages)
     assert "no such status" in caplog.text
+
+
+async def test_of_a_job_that_is_gone_while_much_is_wrong_nothing_is_remembered(
+    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(method: str, path: str) -> Fault | None:
+        budget = method == "POST" and path == DISRUPTION_BUDGETS.path(NAMESPACE)
+        last_pod = method == "POST" and path == PODS.path(NAMESPACE) and cluster.server.times("POST", PODS) > 3
+        note = method == "PATCH" and path.startswith(PODS.path(NAMESPACE))
+        return (403, "Forbidden", "exceeded quota: few") if budget or last_pod or note else None
+
+    cluster.server.fault = fault
+    cluster.add_job(minReplicas=1, maxReplicas=4, replicas=4, disruptionBudget=True)
+    await cluster.have_pods(3)
+    await cluster.until(lambda: cluster.message("Waiting") is not None)
+    runs, starts, goes = (pod["metadata"]["name"] for pod in cluster.server.of_kind(PODS))
+    nodes = [NodeRecord(name=runs, address="10.0.0.1", workers=1, size=a_size(1), metrics=9100)]
+    monkeypatch.setattr(KubernetesCluster, "_nodes", lambda _cluster, _job: nodes)
+    cluster.run_pod(runs)
+    cluster.change(PODS, starts, spec={**cluster.server.get(PODS, starts)["spec"], "nodeName": "n"})
+    job = cluster.server.get(ELASTIC_JOBS, NAME)
+    gone = cluster.server.get(PODS, goes)
+    cluster.server.pop(PODS, goes)
+    cluster.cache.remove(PODS, gone)
+    cluster.departed.add(job["metadata"]["uid"], gone)
+    await cluster.look()
+    cluster.tell_of_etcd(conditions=[{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}])
+    await cluster.look()
+    known = {".".join(path[:2]) for path in mentions(cluster, NAME)} | {path[0] for path in mentions(cluster, NAME)}
+    assert known >= {
+        *("_cache", "_observed", "_ledger", "_guards", "_unguarded", "_stores", "_found"),
+        *("_etcd._starts", "_etcd._anew", "_observing._starts", "_observing._departed"),
+    }
+
+    await vanish(cluster, monkeypatch)
+    assert mentions(cluster, NAME) == []
+
+
+async def test_of_a_job_that_ended_and_is_gone_nothing_is_remembered(
+    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    for pod in cluster.server.of_kind(PODS):
+        done = {"name": "worker", "ready": False, "state": {"terminated": {"exitCode": 0, "finishedAt": MADE}}}
+        cluster.change(PODS, pod["metadata"]["name"], status={"phase": "Succeeded", "containerStatuses": [done]})
+    await cluster.until(lambda: cluster.holds("Finished"))
+    await cluster.look()
+    assert "_reports" in {path[0] for path in mentions(cluster, NAME)}
+
+    await vanish(cluster, monkeypatch)
+    assert mentions(cluster, NAME) == []
+
+
+async def vanish(cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job goes with all that belongs to it, and the operator has seen that long ago."""
+    monkeypatch.setattr("elastic_operator.kube.cache._GRAVE", 0.0)
+    for kind in (ELASTIC_JOBS, PODS, SERVICES, DEPLOYMENTS):
+        for body in cluster.server.of_kind(kind):
+            cluster.server.pop(kind, body["metadata"]["name"])
+            cluster.cache.remove(kind, body)
+        cluster.cache.keep_only(kind, (), version=0)
+    await cluster.look()
+
+
+def mentions(cluster: OperatedCluster, word: str) -> list[tuple[str, ...]]:
+    """Where what carries out plans remembers this: the names and keys that lead there."""
+    found: list[tuple[str, ...]] = []
+    seen: set[int] = set()
+    todo: deque[tuple[tuple[str, ...], object]] = deque([((), cluster.cluster)])
+    while todo:
+        path, each = todo.popleft()
+        if isinstance(each, str):
+            found += [path] if word in each else []
+        elif id(each) not in seen:
+            seen.add(id(each))
+            todo += (((*path, name), part) for name, part in parts_of(each))
+    return found
+
+
+def parts_of(each: object) -> list[tuple[str, object]]:
+    if isinstance(each, dict):
+        return [(str(key), part) for key, value in each.items() for part in (key, value)]
+    if isinstance(each, (list, tuple, set, frozenset, deque)):
+        return [("", part) for part in each]
+    if not type(each).__module__.startswith("elastic_operator"):
+        return []
+    slots = (name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()))
+    return [*vars(each).items()] if hasattr(each, "__dict__") else [(name, getattr(each, name)) for name in slots]

@@ -97,6 +97,29 @@ async def test_an_own_store_is_called_away_when_the_api_server_would_know_that_i
             assert stores.trouble("uid") == trouble
 
 
+async def test_that_a_store_is_away_for_another_reason_by_now_is_told_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = SimpleNamespace(time=0.0)
+    monkeypatch.setattr("elastic_operator.kube.stores.StoreMirror", Away)
+    monkeypatch.setattr("elastic_operator.kube.stores.time", SimpleNamespace(monotonic=lambda: now.time))
+    woken: list[str] = []
+    async with asyncio.timeout(PATIENCE), Stores(woken.append, patience=0.0) as stores:
+        mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
+        for now.time, said, told in (
+            (0.0, "no route", "no route"),
+            (1.0, "no answer", "no route"),
+            (29.0, "no answer", "no route"),
+            (30.0, "no route", "no route"),
+            (31.0, "no answer", "no answer"),
+            (60.0, "no route", "no answer"),
+            (61.0, "no route", "no route"),
+        ):
+            mirror._away(said)
+            assert stores.trouble("uid") == told
+        assert len(woken) == 3
+
+
 async def test_a_store_is_not_tried_before_that_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = asyncio.Event()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,8 @@ from elastic_operator.kube.resources import ELASTIC_JOBS, PODS, SERVICES
 from elastic_operator.kube.writer import Writer
 from tests.support.answering import answering
 from tests.support.builders import UID, a_job
+from tests.support.object_server import NAMESPACE as TEAM
+from tests.support.object_server import ObjectServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -92,3 +95,18 @@ async def test_nor_is_a_job(server: Server, api: Api, cache: Cache) -> None:
     server.has = None
     await writer.remove_job(a_job())
     assert server.asked == {"DELETE": 2, "GET": 2}
+
+
+@pytest.mark.parametrize("resource", [PODS, ELASTIC_JOBS], ids=lambda resource: resource.plural)
+async def test_a_successor_of_the_same_name_is_not_removed_in_place_of_what_is_gone(resource: Resource) -> None:
+    async with ObjectServer() as server, Api(server.configuration) as api:
+        cache = Cache(changed=lambda _key: None)
+        writer = Writer(api, cache)
+        server.put(resource, "digits", metadata={"uid": "a successor's"})
+        job = replace(a_job(), namespace=TEAM)
+        if resource is ELASTIC_JOBS:
+            await writer.remove_job(job)
+        else:
+            await writer.remove(resource, TEAM, "digits", UID)
+        assert server.times("DELETE", resource) == 1
+        assert server.get(resource, "digits")["metadata"]["uid"] == "a successor's"

@@ -11,16 +11,19 @@ from aiohttp import web
 from elastic_operator.kube.api import Api
 from elastic_operator.kube.cache import Cache
 from elastic_operator.kube.managed_etcd import ManagedEtcd
-from elastic_operator.kube.resources import DEPLOYMENTS
+from elastic_operator.kube.resources import DEPLOYMENTS, PODS, SERVICES
 from elastic_operator.kube.settings import PodSettings
-from elastic_operator.kube.writer import Writer
-from elastic_operator.model import EtcdState
+from elastic_operator.kube.worker_pod import worker_pod
+from elastic_operator.kube.writer import Hindered, Refused, Writer
+from elastic_operator.model import EtcdState, NewPod
 from tests.support.answering import answering
-from tests.support.builders import UID, a_job
+from tests.support.builders import UID, a_job, size
 from tests.support.object_server import NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from tests.support.object_server import Fault
 
 NO_IMAGE = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}
 
@@ -109,6 +112,29 @@ async def test_an_etcd_whose_pod_could_not_be_made_for_a_while_is_made_anew() ->
         assert etcd.seen(job).hindrance == first_words, "as long as nothing else is known"
         cache.put(DEPLOYMENTS, server.put(DEPLOYMENTS, name, status={"readyReplicas": 1, "observedGeneration": 9}))
         assert etcd.seen(job).hindrance is None
+
+
+async def test_where_somebody_else_has_the_address_that_pods_know_it_is_said_what_to_do() -> None:
+    job = replace(a_job(image="i", args=("x",)), namespace=NAMESPACE)
+    async with ObjectServer() as server, Api(server.configuration) as api:
+        cache = Cache(changed=lambda _key: None)
+        etcd = ManagedEtcd(api, cache, Writer(api, cache), PodSettings())
+        pod = worker_pod(job, NewPod("digits-0-b", 0, size(1)), PodSettings(), store="10.3.0.7:2379")
+        cache.put(PODS, server.put(PODS, "digits-0-b", **pod))
+        why = "10.3.0.7"
+
+        def fault(method: str, path: str) -> Fault | None:
+            taken = (
+                f'spec.clusterIPs: Invalid value: ["{why}"]: failed to allocate IP: provided IP is already allocated'
+            )
+            return (422, "Invalid", taken) if (method, path) == ("POST", SERVICES.path(NAMESPACE)) else None
+
+        server.fault = fault
+        with pytest.raises(Hindered, match=r"address 10\.3\.0\.7, .* belongs to another service .* delete these pods"):
+            await etcd.ensure(job)
+        why = "10.3.0.99"
+        with pytest.raises(Refused, match=r"10\.3\.0\.99"):
+            await etcd.ensure(job)
 
 
 async def test_an_etcd_that_starts_is_not_looked_at(server: Server, api: Api) -> None:
