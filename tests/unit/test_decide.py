@@ -633,6 +633,14 @@ def test_who_failed_is_whoever_reports_it_and_not_whom_the_report_names() -> Non
     assert decision.record.restarts == 1
 
 
+def test_after_an_epoch_that_the_store_has_lost_whoever_knew_it_serves_the_next_one() -> None:
+    here = (peer("a", epoch=1, store=7001), peer("b", epoch=2, store=7002), peer("c", epoch=2, store=7003))
+    decision = decide(view(*here, wanted=3, gave_way=True, epoch=epoch(1, "a", "b", "c")), SETTINGS)
+    assert isinstance(decision, FormEpoch)
+    assert (members(decision), decision.record.number) == (("a", "b", "c"), 3)
+    assert decision.record.store.endswith(":7002"), "a may have been to serve the lost one at 7001, and not know of it"
+
+
 def test_nodes_that_know_of_epochs_by_hearsay_only_can_begin_anew() -> None:
     here = (peer("a"), peer("b", epoch=7, phase=NodePhase.LEAVING))
     decision = decide(view(*here, wanted=1, gave_way=True), SETTINGS)

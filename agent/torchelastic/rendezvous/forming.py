@@ -72,8 +72,10 @@ def form(view: View, before: EpochRecord, them: Candidates, reason: EpochReason,
     """The next epoch with the chosen nodes, its store on the first of them that offers a port that no epoch used."""
     # Who has said that it knows the standing epoch has renewed its offer since.
     standing = 0 if view.epoch is None else view.epoch.number
-    hosts = (peer for peer in them.chosen if peer.record.store and peer.record.epoch >= standing)
-    host = next(hosts, None)
+    hosts = [peer for peer in them.chosen if peer.record.store and peer.record.epoch >= standing]
+    # Of an epoch that the store has lost, one that was never told may have been the host: workers would still look for
+    # that epoch's store at its port. So whoever knows the latest epoch comes first.
+    host = max(hosts, key=lambda peer: min(peer.record.epoch, view.known), default=None)
     if host is None:
         return Hold(why="waiting for a node that can serve the next epoch's store")
     return FormEpoch(
