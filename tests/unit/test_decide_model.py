@@ -535,7 +535,7 @@ class Run(RuleBasedStateMachine):
         told = [node.told for node in self.nodes.values() if node.alive] + [view.epoch]
         known = max((epoch.number for epoch in told if epoch is not None), default=0)
         self.committed = [epoch for epoch in self.committed if epoch.number <= known]  # else nobody knows of it
-        self.check_number(new, view)
+        self.check_number(new)
         assert view.outcome is None
         assert len(set(new.nodes)) == len(new.nodes)
         assert not new.members or view.size.min <= len(new.members) <= view.size.max
@@ -552,7 +552,7 @@ class Run(RuleBasedStateMachine):
                 node for node in here if not view.leaves(node) and view.peers[node].record.name not in view.size.going
             }
             assert staying <= set(new.nodes) or len(new.nodes) == view.size.target, "a member is left out"
-            assert new.store not in {old.store for old in self.committed if self.may_be_sought(old)}
+            assert new.store not in {old.store for old in self.committed}
             assert new.store.rpartition(":")[0] in {member.address for member in new.members}
         if new.reason is EpochReason.NODE_LOST and self.committed and view.epoch is not None:
             assert new.number > view.epoch.number + 1 or any(map(self.may_be_lost, view.ranks))
@@ -583,19 +583,10 @@ class Run(RuleBasedStateMachine):
         node = self.nodes[name]
         return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
 
-    def may_be_sought(self, old: EpochRecord) -> bool:
-        """Whether workers of an epoch may run, on a node that is not about to stop them, and look for its store."""
-        stopping = (NodePhase.LEAVING, NodePhase.CUT_OFF)
-        return any(
-            node.alive and node.told == old and name in old.nodes and node.record.phase not in stopping
-            for name, node in self.nodes.items()
-        )
-
-    def check_number(self, new: EpochRecord, view: View) -> None:
-        """No number stands for two epochs as long as the leader has seen anybody there who knew the first one."""
+    def check_number(self, new: EpochRecord) -> None:
+        """No number stands for two epochs as long as anybody is there who knew the first one."""
         for name, node in self.nodes.items():
-            seen = node.alive and node.key and name in view.peers
-            assert not seen or node.told is None or node.told.number < new.number, name
+            assert not (node.alive and node.key) or node.told is None or node.told.number < new.number, name
 
     def check_neighbours(self, new: EpochRecord, view: View) -> None:
         """A newcomer stands beside one of its own place, where there is any other in the epoch."""

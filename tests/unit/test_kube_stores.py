@@ -84,12 +84,18 @@ async def test_an_own_store_is_not_called_away_before_its_time(monkeypatch: pyte
         assert stores.trouble("uid") is None
 
 
-async def test_an_own_store_is_called_away_when_the_api_server_would_know_that_its_node_has_died(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that it is, for stores that are away when a test wants it."""
     now = SimpleNamespace(time=0.0)
     monkeypatch.setattr("elastic_operator.kube.stores.StoreMirror", Away)
     monkeypatch.setattr("elastic_operator.kube.stores.time", SimpleNamespace(monotonic=lambda: now.time))
+    return now
+
+
+async def test_an_own_store_is_called_away_when_the_api_server_would_know_that_its_node_has_died(
+    now: SimpleNamespace,
+) -> None:
     async with asyncio.timeout(PATIENCE), Stores(lambda _key: None) as stores:
         mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=True)
         for now.time, trouble in ((0.0, None), (50.0, None), (60.0, "no route")):
@@ -98,11 +104,8 @@ async def test_an_own_store_is_called_away_when_the_api_server_would_know_that_i
 
 
 async def test_that_a_store_is_away_for_another_reason_by_now_is_told_now_and_then(
-    monkeypatch: pytest.MonkeyPatch,
+    now: SimpleNamespace,
 ) -> None:
-    now = SimpleNamespace(time=0.0)
-    monkeypatch.setattr("elastic_operator.kube.stores.StoreMirror", Away)
-    monkeypatch.setattr("elastic_operator.kube.stores.time", SimpleNamespace(monotonic=lambda: now.time))
     woken: list[str] = []
     async with asyncio.timeout(PATIENCE), Stores(woken.append, patience=0.0) as stores:
         mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)

@@ -69,7 +69,7 @@ def _starts_anew_for_free(before: EpochRecord, reason: EpochReason) -> bool:
 
 
 def form(view: View, before: EpochRecord, them: Candidates, reason: EpochReason, cause: str) -> Decision:
-    """The next epoch with the chosen nodes, its store on the first of them that offers a port that no epoch used."""
+    """The next epoch with the chosen nodes, its store on one of them whose port no epoch is known to use."""
     # Who has said that it knows the standing epoch has renewed its offer since.
     standing = 0 if view.epoch is None else view.epoch.number
     hosts = [peer for peer in them.chosen if peer.record.store and peer.record.epoch >= standing]
