@@ -10,6 +10,7 @@ ARGS ?=
 export VENV PYTHON
 
 python := $(VENV)/bin/python
+parallel := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help run demo install test test-exhaustive testbed check lint upgrade clean
@@ -27,10 +28,11 @@ install: ## make the virtual environment that `make run` needs, and nothing else
 	@scripts/bootstrap.sh local
 
 test: lint testbed ## everything: the checks, and all tests on real processes and a real Kubernetes
-	$(python) -m pytest tests $(ARGS)
+	$(python) -m pytest tests $(parallel) $(ARGS)
 
+test-exhaustive: export TORCHELASTIC_EXHAUSTIVE = 1
 test-exhaustive: lint testbed ## all tests with far more examples and servers, and a soak of 200 random faults (hours)
-	HYPOTHESIS_PROFILE=exhaustive TORCHELASTIC_EXHAUSTIVE=1 $(python) -m pytest tests --timeout 3600 $(ARGS)
+	HYPOTHESIS_PROFILE=exhaustive $(python) -m pytest tests --timeout 3600 $(ARGS)
 	$(python) -m benchmarks.soak --faults 200 --agents 4
 
 testbed: ## build the Kubernetes and the images that the tests run on, once, into the user's cache folder

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from torchelastic.agent.processes import Child
+    from torchelastic.agent.workers.processes import Child
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class Beat(msgspec.Struct, frozen=True):
     Attributes:
         node: its agent, as the benchmark calls it.
         pid: its process id.
-        epoch: of the run, 0 under a launcher that has none.
+        round: of the run, 0 under a launcher that has none.
         rank: its rank.
         world: how many workers train together.
         began: when the first line of its program ran.
@@ -33,7 +33,7 @@ class Beat(msgspec.Struct, frozen=True):
 
     node: str
     pid: int
-    epoch: int
+    round: int
     rank: int
     world: int
     began: float

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.processes import Household
-    from torchelastic.agent.processes import Child
+    from torchelastic.agent.workers.processes import Child
 
 _START_LIMIT: Final = 30.0
 

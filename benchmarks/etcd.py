@@ -14,8 +14,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.local.etcd_binary import find_etcd
-from elastic_operator.local.etcd_process import EtcdProcess, EtcdSettings
+from elastic_operator.local.etcd import EtcdProcess, EtcdSettings, find_etcd
 from torchelastic.store import StoreSettings, connect, follow
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ async def wake(endpoint: str) -> None:
             async with aclosing(follow(store, _KEYS)) as news:
                 await anext(news)
                 revision = await store.put(f"{_KEYS}a", b"a", lease=lease)
-                await store.swap(f"{_KEYS}a", b"b", expected=revision, lease=lease)
+                await store.compare_and_swap(f"{_KEYS}a", b"b", expected=revision, lease=lease)
                 while not await anext(news):
                     pass
             await store.keep_alive(lease)

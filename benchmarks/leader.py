@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from torchelastic.contract import LeaderRecord, RunKeys, decode
+from torchelastic.protocol import LeaderRecord, RunKeys, decode
 from torchelastic.store import StoreSettings, connect
 
 

@@ -32,10 +32,10 @@ _SYSTEMS: Final[Mapping[str, Sequence[str]]] = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run", *_ALONE),
 }
 _TITLES: Final = {
-    "torchelastic: guard": "guard",
+    "torchelastic: watchdog": "watchdog",
     "torchelastic: fork server": "fork server",
     "torchelastic: spare process": "spare processes",
-    "torchelastic: store of the epoch": "the epoch's store",
+    "torchelastic: store of the round": "the round's store",
 }
 _MEBIBYTE: Final = 1024.0
 """kB, as /proc calls KiB, in one."""
@@ -99,7 +99,7 @@ async def compare(*, repeat: int, settle: float, limit: float) -> Report:
             peer=[sum(each.values()) for each in peer],
             unit="MiB",
             includes="all processes, before the workers allocate anything; ours with its spare processes, the fork "
-            "server, the guard and the process of the epoch's store",
+            "server, the guard and the process of the round's store",
             ratio_at_least=RATIO,
         )
     )

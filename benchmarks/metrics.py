@@ -23,13 +23,13 @@ from benchmarks.processes import Household
 from benchmarks.programs.metrics_worker import FLOOD
 from benchmarks.report import Measurement, Report
 from elastic_operator.errors import BadInput
-from elastic_operator.local.etcd_process import free_ports
+from elastic_operator.local.etcd import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from torchelastic.agent.processes import Child
+    from torchelastic.agent.workers.processes import Child
 
 WORKERS: Final = 10
 NAMES: Final = 1000

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.processes import Household
-    from torchelastic.agent.processes import Child
+    from torchelastic.agent.workers.processes import Child
 
 INTERFACE: Final = "eth0"
 """The interface of each host."""

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from benchmarks.etcd import etcd_serving
 from benchmarks.operator_audit import Audit, writes
 from benchmarks.operator_watch import PodWatch
-from elastic_operator.kube.api import Api
-from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
-from elastic_operator.names import ANNOTATION_SIZE
+from elastic_operator.api.constants import ANNOTATION_SIZE
+from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.testbed.kwok import LINGERS, SimulatedNodes
-from torchelastic.contract import EpochRecord, Member, NodeRecord, RunKeys, SizeRecord, decode, encode
+from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, decode, encode
 from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from benchmarks.operator_watch import SeenPod
-    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kubernetes.kinds import Resource
     from torchelastic.store import Store
 
 OPERATORS_NAMESPACE: Final = "elastic-system"
@@ -218,10 +218,10 @@ class Field:
 
         for uid, pods in runs.items():
             keys = RunKeys.of(uid)
-            epoch = EpochRecord(number=1, members=tuple(Member(pod.name, "10.0.0.1", 1) for pod in pods))
+            round = RoundRecord(number=1, members=tuple(Member(pod.name, "10.0.0.1", 1) for pod in pods))
             records = (NodeRecord(name=pod.name, address="10.0.0.1", workers=1, size=_size(pod)) for pod in pods)
             nodes = [put(keys.node(pod.name), encode(record)) for pod, record in zip(pods, records, strict=True)]
-            await asyncio.gather(*nodes, put(keys.epoch, encode(epoch)))
+            await asyncio.gather(*nodes, put(keys.state, encode(StateRecord(round))))
 
     async def until_states(self, namespace: str, true: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Return when the jobs' statuses are so."""
@@ -259,7 +259,7 @@ class Field:
         await self.operator.stop()
         begun = time.monotonic()
         self.operator.start()
-        await self.operator.counts("elastic_operator_reconciles_total", jobs, result="done")
+        await self.operator.counts("elastic_operator_reconciles_total", jobs, result="success")
         return time.monotonic() - begun
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.operator_audit import writes
 from benchmarks.operator_peer import CREATED_ONCE, ONCE, PEER, REPLACED_ONCE
 from benchmarks.report import Measurement
-from elastic_operator.kube.resources import ELASTIC_JOBS
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS
 from tests.support.testbed.kwok import LINGERS
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ async def large(
         await field.pods.until(lambda: field.pods.count(namespace) >= jobs * pods)
         await field.pods.until_running(namespace, jobs * pods)
         await field.train(namespace)
-        await field.until_states(namespace, lambda found: all(job.get("ready") == pods for job in found))
+        await field.until_states(namespace, lambda found: all(job.get("readyReplicas") == pods for job in found))
         await field.quiet()
         at_rest = await field.writes_within(idle)
         reaction = await _reactions(field, namespace, jobs * pods, changes)

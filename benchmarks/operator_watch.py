@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import aiohttp
 
-from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_ETCD
+from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_ETCD
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection

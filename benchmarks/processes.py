@@ -1,7 +1,7 @@
 """The processes of a benchmark: all of them are known, and none outlives it, however it ends.
 
 Whatever a benchmark starts leads a session of its own. What loses its parent becomes the benchmark's child, so all that
-there is can be found below it. A guard (the agent's, :mod:`torchelastic.agent.guard`) ends everything and removes the
+there is can be found below it. The watchdog of the agent ends everything and removes the
 folder should the benchmark itself be killed.
 """
 
@@ -15,15 +15,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from torchelastic.agent.guarding import Guard
-from torchelastic.agent.process_table import TREE_MARK, ProcessEntry, read_table, with_descendants
-from torchelastic.agent.processes import Reaper, spawn
+from torchelastic.agent.workers.linux import TREE_MARK, ProcessEntry, read_table, with_descendants
+from torchelastic.agent.workers.processes import Reaper, spawn
+from torchelastic.agent.workers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from torchelastic.agent.process_table import Table
-    from torchelastic.agent.processes import Child
+    from torchelastic.agent.workers.linux import Table
+    from torchelastic.agent.workers.processes import Child
 
 
 class Household:
@@ -38,9 +38,9 @@ class Household:
         self.folder: Path
         self.scratch: Path
         self._mark = secrets.token_hex(8)
-        self._reaper = Reaper(alone=True)
+        self._reaper = Reaper(owns_process=True)
         self._stack = AsyncExitStack()
-        self._guard: Guard
+        self._guard: Watchdog
         self._guards: set[int] = set()
 
     async def __aenter__(self) -> Self:
@@ -50,7 +50,7 @@ class Household:
             self.scratch = self.folder / "tmp"
             self.scratch.mkdir()
             stack.enter_context(self._reaper)
-            self._guard = Guard(self._reaper, self._mark, [self.folder])
+            self._guard = Watchdog(self._reaper, self._mark, [self.folder])
             self._guard.start()
             self._guards = {entry.pid for entry in read_table().values() if entry.parent == os.getpid()}
             stack.push_async_callback(self._guard.close)

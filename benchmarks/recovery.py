@@ -22,7 +22,7 @@ from benchmarks.processes import Household
 from benchmarks.report import Measurement, Report
 from benchmarks.runs import GLOO_TIMEOUT, Run, Stage
 from benchmarks.scenarios import SCENARIOS
-from elastic_operator.local.etcd_process import free_ports
+from elastic_operator.local.etcd import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,9 +3,9 @@
 N nodes, in a few processes, run the agent's own protocol code: each has a store, connections, a lease, a watch and a
 link of its own, and decodes every record itself. The size is known (min 1, max 2 N, N wanted). Measured are:
 
-- *first*: all N come at once, with nothing connected, until the last of them knows the epoch with all of them;
-- *a worker fails*: a member reports it, until all N know the next epoch;
-- *one leaves, one comes*: both at once, until all N that are there then know an epoch with the newcomer;
+- *first*: all N come at once, with nothing connected, until the last of them knows the round with all of them;
+- *a worker fails*: a member reports it, until all N know the next round;
+- *one leaves, one comes*: both at once, until all N that are there then know a round with the newcomer;
 - *the leader leaves, one comes*: the same, with the node that led.
 
 The processes are up and have everything imported before the clock starts; what lies between is all that the nodes do,
@@ -37,7 +37,7 @@ from benchmarks.etcd import choose_etcd, cpu_seconds, etcd_serving
 from benchmarks.metering import Meter
 from benchmarks.rendezvous_crew import Change, Crew
 from benchmarks.report import Measurement, Report
-from elastic_operator.local.tether import tethered
+from elastic_operator.local.pdeathsig import with_pdeathsig
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -54,10 +54,10 @@ COMPARED: Final = (FIRST, FAILED)
 """The kinds for which torchrun is measured too."""
 
 INCLUDES: Final = {
-    FIRST: "connecting to etcd, lease, key, watch, link to the leader and the epoch's commit, until the last has it",
-    FAILED: "from the member's report until all nodes know the next epoch",
-    SWAPPED: "from both at once, the newcomer's connecting included, until all nodes know the epoch with it",
-    LED: "from both at once, the succession and the newcomer's connecting included, until all know the epoch with it",
+    FIRST: "connecting to etcd, lease, key, watch, link to the leader and the round's commit, until the last has it",
+    FAILED: "from the member's report until all nodes know the next round",
+    SWAPPED: "from both at once, the newcomer's connecting included, until all nodes know the round with it",
+    LED: "from both at once, the succession and the newcomer's connecting included, until all know the round with it",
 }
 
 AT_MOST: Final = {2: 0.02, 64: 0.1, 1000: 2.0}
@@ -112,10 +112,10 @@ async def counted(etcd: Path, nodes: int, processes: int) -> list[dict[str, Any]
         layout = shares(nodes, processes)
         async with Crew(meter.endpoint, direct=server.endpoint, shares=layout, patience=CALM) as crew:
             for kind in KINDS:
-                before, epoch = meter.copy(), crew.epoch
+                before, round = meter.copy(), crew.round
                 await carry_out(kind, crew)
                 await crew.settle()
-                facts = {"epochs": crew.epoch - epoch, "epoch_bytes": await crew.epoch_bytes()}
+                facts = {"rounds": crew.round - round, "round_bytes": await crew.round_bytes()}
                 rows.append({"kind": kind, "nodes": nodes, **facts, **_count(nodes, before, meter)})
     return rows
 
@@ -149,7 +149,7 @@ async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
 async def torchrun(nodes: int, most: int) -> dict[str, float]:
     """The seconds of torchrun's first and second meeting of so many nodes, and room for so many."""
     process = await asyncio.create_subprocess_exec(
-        *tethered((sys.executable, "-m", "benchmarks.rendezvous_torch", str(nodes), str(most), str(LAST_CALL))),
+        *with_pdeathsig((sys.executable, "-m", "benchmarks.rendezvous_torch", str(nodes), str(most), str(LAST_CALL))),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import msgspec
 
 from benchmarks.etcd import wake
-from elastic_operator.local.tether import tethered
-from torchelastic.contract import LeaderRecord, NodeRecord, RunKeys, decode
+from elastic_operator.local.pdeathsig import with_pdeathsig
+from torchelastic.protocol import LeaderRecord, NodeRecord, RunKeys, decode
 from torchelastic.store import Listing, StoreSettings, connect, follow
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ class Change:
     """What one change of membership took.
 
     Attributes:
-        seconds: from its beginning until the last node knew the epoch that followed.
-        epoch: the number of that epoch.
+        seconds: from its beginning until the last node knew the round that followed.
+        round: the number of that round.
         cpu: seconds of processor time that each process had meanwhile, in their order.
         warnings: how many the nodes have logged since they came.
         warning: the first of them.
     """
 
     seconds: float
-    epoch: int
+    round: int
     cpu: tuple[float, ...]
     warnings: int
     warning: str
@@ -73,14 +73,14 @@ class Crew:
         """The names of the nodes that come, by process."""
         self._processes: list[Process] = []
         self._present: list[set[str]] = [set() for _ in shares]
-        self.epoch = 0
-        """The number of the last epoch that all nodes knew."""
+        self.round = 0
+        """The number of the last round that all nodes knew."""
 
     async def __aenter__(self) -> Self:
         await wake(self._direct)
         for _ in self.names:
             process = await asyncio.create_subprocess_exec(
-                *tethered((sys.executable, "-m", "benchmarks.rendezvous_nodes", *self._arguments)),
+                *with_pdeathsig((sys.executable, "-m", "benchmarks.rendezvous_nodes", *self._arguments)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -127,7 +127,7 @@ class Crew:
     async def _change(
         self, newcomers: Sequence[Sequence[str]], fail: str | None, leave: str | None, joined: str | None
     ) -> Change:
-        until = {"above": self.epoch, "size": self._size, "with": joined}
+        until = {"above": self.round, "size": self._size, "with": joined}
         start = time.monotonic() + _HEAD_START
         orders = [
             {
@@ -147,10 +147,10 @@ class Crew:
         for present, names in zip(self._present, newcomers, strict=True):
             present.update(names)
             present.discard(leave or "")
-        self.epoch = max(int(answer["epoch"]) for answer in answers)
+        self.round = max(int(answer["round"]) for answer in answers)
         return Change(
             seconds=max(answer["last"] for answer in answers) - min(answer["began"] for answer in answers),
-            epoch=self.epoch,
+            round=self.round,
             cpu=tuple(answer["cpu"] for answer in answers),
             warnings=sum(answer["warnings"] for answer in answers),
             warning=next((answer["warning"] for answer in answers if answer["warning"]), ""),
@@ -164,10 +164,10 @@ class Crew:
             raise RuntimeError("nobody leads")
         return decode(entry.value, LeaderRecord).node.rpartition(".")[0]
 
-    async def epoch_bytes(self) -> int:
-        """How long the record of the standing epoch is."""
+    async def round_bytes(self) -> int:
+        """How long the record of the standing round is."""
         async with self._looking() as store:
-            entry = await store.get(self._keys.epoch)
+            entry = await store.get(self._keys.state)
         return len(entry.value) if entry is not None else 0
 
     def others(self, leader: str) -> list[str]:
@@ -175,7 +175,7 @@ class Crew:
         return [name for present in self._present for name in sorted(present) if name != leader]
 
     async def settle(self) -> None:
-        """Wait until every node has said in the store that it knows the last epoch: the last write of a change."""
+        """Wait until every node has said in the store that it knows the last round: the last write of a change."""
         try:
             async with asyncio.timeout(_LIMIT):
                 await self._settled()
@@ -191,10 +191,10 @@ class Crew:
                 for entry in entries:
                     if entry is not None:
                         record = decode(entry.value, NodeRecord)
-                        known[record.name] = record.epoch
+                        known[record.name] = record.round
                 told = {known.get(name, 0) for name in wanted}
-                if len(told) == 1 and min(told) >= self.epoch:
-                    self.epoch = min(told)
+                if len(told) == 1 and min(told) >= self.round:
+                    self.round = min(told)
                     return
 
     @asynccontextmanager

@@ -6,7 +6,7 @@ its workers above all, is not there.
 
 The process is told what to do by lines of JSON on its standard input, and answers each with a line on its standard
 output. ``{"at": T, "come": […], "fail": …, "leave": …, "until": {"above": E, "size": N, "with": …}}`` means: at the
-time T of the monotonic clock have nodes come, fail and leave, then wait until all others of this process know an epoch
+time T of the monotonic clock have nodes come, fail and leave, then wait until all others of this process know a round
 with a number above E that has N members, the node of this name among them. The answer says when it began, when the last
 of them knew, and the processor time that this process had in between. Without "until" nothing is waited for. At the end
 of the input the process is gone, as if it were killed: nobody takes leave.
@@ -26,19 +26,19 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchelastic.contract import FailureRecord, NodeRecord, SizeRecord
-from torchelastic.rendezvous.node import EpochBegan, RendezvousNode
-from torchelastic.settings import RendezvousSettings
+from torchelastic.config.settings import RendezvousSettings
+from torchelastic.protocol import FailureRecord, NodeRecord, SizeRecord
+from torchelastic.rendezvous.node import RendezvousNode, RoundStarted
 from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from torchelastic.contract import EpochRecord
+    from torchelastic.protocol import RoundRecord
 
 
 class Expectation:
-    """Waits until all of some nodes know an epoch.
+    """Waits until all of some nodes know a round.
 
     Args:
         above: its number is larger.
@@ -55,20 +55,20 @@ class Expectation:
         self._met = asyncio.Event()
         self.last = 0.0
         """When the last of them knew."""
-        self.epoch = 0
-        """The epoch that they know."""
+        self.round = 0
+        """The round that they know."""
         if not waiting:
             self._met.set()
 
-    def told(self, name: str, epoch: EpochRecord) -> None:
-        """A node was told of an epoch."""
-        if epoch.number <= self._above or len(epoch.members) != self._size or name not in self._waiting:
+    def told(self, name: str, round: RoundRecord) -> None:
+        """A node was told of a round."""
+        if round.number <= self._above or len(round.members) != self._size or name not in self._waiting:
             return
         # A newcomer is the last in rank, so it is found at once.
-        if self._member is not None and not any(each.node == self._member for each in reversed(epoch.members)):
+        if self._member is not None and not any(each.node == self._member for each in reversed(round.members)):
             return
         self.last = time.monotonic()
-        self.epoch = epoch.number
+        self.round = round.number
         self._waiting.discard(name)
         if not self._waiting:
             self._met.set()
@@ -110,7 +110,7 @@ class Nodes:
         self._rules = rules
         self._nodes: dict[str, RendezvousNode] = {}
         self._present: dict[str, asyncio.Task[None]] = {}
-        self._epochs: dict[str, EpochRecord] = {}
+        self._rounds: dict[str, RoundRecord] = {}
         self._expectation: Expectation | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._complaints = Complaints()
@@ -138,7 +138,7 @@ class Nodes:
         return {
             "began": began,
             "last": expectation.last,
-            "epoch": expectation.epoch,
+            "round": expectation.round,
             "cpu": time.process_time() - had,
             "warnings": self._complaints.count,
             "warning": self._complaints.first,
@@ -164,15 +164,15 @@ class Nodes:
             async with node:
                 while True:
                     event = await node.events.get()
-                    if isinstance(event, EpochBegan):
+                    if isinstance(event, RoundStarted):
                         self._told(name, event)
         finally:
             await store.close()
 
-    def _told(self, name: str, event: EpochBegan) -> None:
+    def _told(self, name: str, event: RoundStarted) -> None:
         if event.store is not None:
             event.store.close()
-        self._epochs[name] = event.record
+        self._rounds[name] = event.record
         if self._expectation is not None:
             self._expectation.told(name, event.record)
 
@@ -183,12 +183,12 @@ class Nodes:
 
     def _fail(self, name: str) -> None:
         """Report a worker that failed long after its start, so that it counts as one of its own."""
-        epoch = self._epochs[name]
-        rank = epoch.nodes.index(node_id(name))
+        round = self._rounds[name]
+        rank = round.nodes.index(node_id(name))
         failure = FailureRecord(
-            epoch=epoch.number, rank=rank, local_rank=0, node=node_id(name), exit_code=1, message="Error", uptime=1e3
+            round=round.number, rank=rank, local_rank=0, node=node_id(name), exit_code=1, message="Error", uptime=1e3
         )
-        self._nodes[name].report(epoch.number, failure=failure)
+        self._nodes[name].report(round.number, failure=failure)
 
 
 def node_id(name: str) -> str:
@@ -211,7 +211,7 @@ async def serve(store: StoreSettings, rules: RendezvousSettings) -> NoReturn:
 def main() -> None:
     """Read how to reach the store and the rules from the command line, and serve."""
     endpoint, run_id, wanted, patience = sys.argv[1:]
-    size = SizeRecord(min=1, max=2 * int(wanted), wanted=int(wanted))
+    size = SizeRecord(min=1, max=2 * int(wanted), desired=int(wanted))
     rules = RendezvousSettings(run_id=run_id, size=size, unique_run=True, lease=float(patience))
     store = StoreSettings(endpoints=(endpoint,), silence_limit=float(patience), request_timeout=float(patience))
     # A full collection goes through all that all nodes of this process have; an agent is alone in its process.

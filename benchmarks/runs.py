@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.launchers import Ours, Spot
 from benchmarks.network import INTERFACE
-from elastic_operator.local.etcd_process import free_ports
+from elastic_operator.local.etcd import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from benchmarks.launchers import System
     from benchmarks.network import Network
     from benchmarks.processes import Household
-    from torchelastic.agent.processes import Child
+    from torchelastic.agent.workers.processes import Child
 
 GLOO_TIMEOUT: Final = 10.0
 """Seconds after which an all-reduce with somebody who is silent fails. Its default is 30 minutes, for which torchrun

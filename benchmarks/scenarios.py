@@ -205,7 +205,7 @@ SCENARIOS: Final = (
         name="third agent joins",
         includes="from the moment at which its agent has torch imported until all three workers are past an all-reduce",
         happen=joined,
-        ours=Ours(conf={"joining_window": 1}),
+        ours=Ours(conf={"last_call_timeout": 1}),
         nnodes="1:3",
         ours_at_most=0.3,
     ),

@@ -24,7 +24,7 @@ from benchmarks.processes import Household
 from benchmarks.report import Measurement, Report
 from benchmarks.soak_faults import KINDS, missing, plan
 from benchmarks.soak_field import Field
-from elastic_operator.local.etcd_process import free_ports
+from elastic_operator.local.etcd import free_ports
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -50,7 +50,7 @@ class Soak:
         seed: by which the faults were chosen.
         history: each strike and what came of it, in words.
         recovered: seconds from each strike's repair until all trained together, by what struck.
-        needless: strikes after which the epoch changed though it should not have, or far more often than it should.
+        needless: strikes after which the round changed though it should not have, or far more often than it should.
         leaked: what is there now and was not before, and how much of it.
         failed: why it ended early; empty where it did not.
     """
@@ -108,7 +108,7 @@ async def soak(
         for slot in range(agents):
             place.start(slot)
         try:
-            epoch = (await place.together(0.0))[0].epoch
+            round = (await place.together(0.0))[0].round
             await asyncio.sleep(REST)
             before = await place.inventory_at_rest(LIMIT_OF_REST)
             if tell:
@@ -118,9 +118,9 @@ async def soak(
                 calm = all(KINDS[fault.kind].calm for fault in strike)
                 if calm and not was_calm:
                     # What was struck before may have consequences for a lease; they are not to be blamed on this.
-                    epoch = (await place.together_for(LEASE))[0].epoch
+                    round = (await place.together_for(LEASE))[0].round
                 was_calm = calm
-                epoch = await _strike(place, strike, epoch, result)
+                round = await _strike(place, strike, round, result)
                 if tell:
                     print(f"{number + 1}: {result.history[-1]}", file=sys.stderr, flush=True)
             result.leaked = await _leaked(place, before)
@@ -134,8 +134,8 @@ async def soak(
     return result
 
 
-async def _strike(place: Field, strike: Sequence[Fault], epoch: int, result: Soak) -> int:
-    """Inflict faults at once, and wait until all is well again; gives back the epoch then."""
+async def _strike(place: Field, strike: Sequence[Fault], round: int, result: Soak) -> int:
+    """Inflict faults at once, and wait until all is well again; gives back the round then."""
     told = " and ".join(map(str, strike))
     result.history.append(f"{told}: not repaired")
     await asyncio.gather(*(KINDS[fault.kind].inflict(place, fault) for fault in strike))
@@ -144,15 +144,15 @@ async def _strike(place: Field, strike: Sequence[Fault], epoch: int, result: Soa
     beats = await place.together(repaired)
     seconds = max(beat.at for beat in beats) - repaired
     at = time.strftime("%H:%M:%S")
-    result.history[-1] = f"{at} {told}: epoch {epoch} to {beats[0].epoch} within {seconds:.2f} s"
+    result.history[-1] = f"{at} {told}: round {round} to {beats[0].round} within {seconds:.2f} s"
     result.recovered.setdefault(" and ".join(fault.kind for fault in strike), []).append(seconds)
-    if beats[0].epoch - epoch > sum(_changes(fault) for fault in strike):
+    if beats[0].round - round > sum(_changes(fault) for fault in strike):
         result.needless.append(result.history[-1])
-    return beats[0].epoch
+    return beats[0].round
 
 
 def _changes(fault: Fault) -> int:
-    """How often the epoch may change through a fault: each agent that was hit may be lost, and join, by itself."""
+    """How often the round may change through a fault: each agent that was hit may be lost, and join, by itself."""
     return 0 if KINDS[fault.kind].calm else 2 + 2 * len(fault.slots)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.beats import Missing
-from torchelastic.contract import ExitCode
+from torchelastic.protocol import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GUARD: Final = "torchelastic: guard"
 FORK_SERVER: Final = "torchelastic: fork server"
-STORE: Final = "torchelastic: store of the epoch"
+STORE: Final = "torchelastic: store of the round"
 
 _DEATH: Final = 5.0
 """Seconds within which nothing is left of what a killed agent has started, on a machine that is busy."""
@@ -57,7 +57,7 @@ class Kind:
         least: seconds until it is repaired, in leases, at least.
         most: the same at most.
         many: to how many agents it may happen at once.
-        calm: whether the epoch has to outlive it.
+        calm: whether the round has to outlive it.
     """
 
     inflict: Callable[[Field, Fault], Awaitable[None]]

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from benchmarks.beats import Beat, Beats
     from benchmarks.breakable_etcd import BreakableEtcd
     from benchmarks.processes import Household
-    from torchelastic.agent.processes import Child
+    from torchelastic.agent.workers.processes import Child
 
 EVERY: Final = 0.1
 """Seconds between two beats of a worker."""
 
 SPARE: Final = "torchelastic: spare process"
 SPARES: Final = 2
-"""So many does an agent of one worker keep: for that worker, and for the store of an epoch."""
+"""So many does an agent of one worker keep: for that worker, and for the store of a round."""
 
 _TIMEOUT: Final = 600.0
 """Seconds for the workers' process group: it is the agents who are to notice."""
@@ -64,7 +64,7 @@ class Field:
 
     def start(self, slot: int) -> None:
         """Start an agent where there is none."""
-        conf = f"lease={self._lease:g},joining_window=2,early_failures={_MANY}"
+        conf = f"lease={self._lease:g},last_call_timeout=2,crash_loop_limit={_MANY}"
         command = [
             *(sys.executable, "-m", "torchelastic.run", f"--nnodes=1:{self.agents}", f"--node-name=agent{slot}"),
             *(f"--rdzv-endpoint={self.etcd.endpoint}", "--rdzv-id=soak", "--local-addr=127.0.0.1"),
@@ -122,12 +122,12 @@ class Field:
         def found() -> Sequence[Beat] | None:
             beats = [self._beats.latest(f"{slot}") for slot in range(self.agents)]
             there = [beat for beat in beats if beat is not None and beat.at > since and beat.world == self.agents]
-            return there if len(there) == self.agents and len({beat.epoch for beat in there}) == 1 else None
+            return there if len(there) == self.agents and len({beat.round for beat in there}) == 1 else None
 
         return await self._beats.until(found, limit=self._limit, agents=self._children.values())
 
     async def together_for(self, seconds: float) -> Sequence[Beat]:
-        """Wait until all agents' workers have trained together for so long in one epoch.
+        """Wait until all agents' workers have trained together for so long in one round.
 
         Raises:
             Missing: they have not.
@@ -136,7 +136,7 @@ class Field:
         while True:
             await asyncio.sleep(seconds)
             before, beats = beats, await self.together(time.monotonic())
-            if before[0].epoch == beats[0].epoch:
+            if before[0].round == beats[0].round:
                 return beats
 
     def state(self) -> str:

@@ -25,7 +25,7 @@ LARGEST: Final = 200_000
 WIDTH: Final = 960
 SHARPNESS: Final = 1.4
 """Pixels of the picture for each of the page."""
-UP_TO: Final = "Epochs"
+UP_TO: Final = "Rounds"
 """The heading before which the picture ends."""
 
 
@@ -49,7 +49,7 @@ def played(folder: Path, manifest: Path) -> Path:
         subprocess.CalledProcessError: it did not go well; what it printed was seen.
     """
     environ = {**os.environ, "ELASTICJOB_HOME": str(folder)}
-    elasticjob = [sys.executable, "-m", "elastic_operator.cli"]
+    elasticjob = [sys.executable, "-m", "elastic_operator.cli.main"]
     subprocess.run([*elasticjob, "demo", "--plain", str(manifest)], env=environ, check=True)
     page = folder / "report.html"
     subprocess.run([*elasticjob, "report", "digits", "-o", str(page)], env=environ, check=True)

@@ -26,14 +26,13 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.text import Text
 
-from elastic_operator.local.act import NOW
 from elastic_operator.local.demo import perform
-from elastic_operator.local.hints import Hints
 from elastic_operator.local.render import render
-from elastic_operator.local.run import RunRequest
-from elastic_operator.local.run_folder import home_folder
+from elastic_operator.local.run_dir import home_dir
+from elastic_operator.local.runner import RunRequest
 from elastic_operator.local.view import LiveView
-from elastic_operator.manifest import load_checked
+from elastic_operator.local.view_text import NOW, Hints
+from elastic_operator.manifest.loader import load_checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.style import Style
 
-    from elastic_operator.local.act import Act
     from elastic_operator.local.demo import Performance
+    from elastic_operator.local.view_text import Step
 
 COLUMNS: Final = 80
 ROWS: Final = 30
@@ -105,19 +104,19 @@ class RecordingView(LiveView):
         super().__init__(self.console, Hints())
         self.frames: list[Frame] = []
         self.snapshot: Mapping[str, Any] | None = None
-        self.acts: Sequence[Act] = ()
+        self.steps: Sequence[Step] = ()
 
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         """Keep the picture of it."""
         self.snapshot = snapshot
         self._keep(snapshot)
 
-    def show_acts(self, acts: Sequence[Act]) -> None:
+    def on_steps(self, steps: Sequence[Step]) -> None:
         """Keep the picture with them, and say on this terminal how far the play is."""
-        self.acts = tuple(acts)
-        act = next((act for act in reversed(self.acts) if act.mark), None)
-        if act is not None:
-            print(f"{time.strftime('%X')}  {act.title} {'…' if act.mark == NOW else act.result}")
+        self.steps = tuple(steps)
+        step = next((step for step in reversed(self.steps) if step.mark), None)
+        if step is not None:
+            print(f"{time.strftime('%X')}  {step.title} {'…' if step.mark == NOW else step.result}")
         if self.snapshot is not None:
             self._keep(self.snapshot)
 
@@ -126,7 +125,7 @@ class RecordingView(LiveView):
         with self:  # a view that is over paints nothing any more
             pass
         super().on_snapshot(self.snapshot or {})
-        super().show_acts(self.acts)
+        super().on_steps(self.steps)
         with self.console.capture() as captured:
             self.say_outcome(performance.run)
             self.console.out("\n".join(performance.lines()))
@@ -135,9 +134,10 @@ class RecordingView(LiveView):
 
     def _keep(self, snapshot: Mapping[str, Any]) -> None:
         now = time.time()
-        lines = lines_of(self.console, render(snapshot, now, COLUMNS, ROWS, hints=Hints(), acts=self.acts))
+        picture = render(snapshot, now, COLUMNS, ROWS, hints=Hints(), steps=self.steps)
+        lines = lines_of(self.console, picture)[:ROWS]
         pods = tuple((pod["name"], pod["phase"], pod["ready"], tuple(pod["ranks"])) for pod in snapshot["pods"])
-        self.frames.append(Frame(now, lines, (self.acts, len(snapshot["events"]), pods, snapshot["status"]["state"])))
+        self.frames.append(Frame(now, lines, (self.steps, len(snapshot["events"]), pods, snapshot["status"]["state"])))
 
 
 def lines_of(console: Console, picture: RenderableType) -> tuple[Line, ...]:
@@ -226,7 +226,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/demo.svg"))
     options = parser.parse_args()
     view = RecordingView()
-    request = RunRequest(manifest=load_checked(options.manifest), home=home_folder(os.environ), environ=os.environ)
+    request = RunRequest(manifest=load_checked(options.manifest), home=home_dir(os.environ), environ=os.environ)
     begun = time.time()
     performance = asyncio.run(perform(request, view))
     view.keep_end(performance)

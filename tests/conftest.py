@@ -17,6 +17,8 @@ from tests.support.testbed.collection import (  # noqa: F401 - hooks, which pyte
     pytest_configure,
     pytest_sessionfinish,
     pytest_terminal_summary,
+    pytest_testnodedown,
+    pytest_xdist_make_scheduler,
 )
 
 if TYPE_CHECKING:
@@ -25,15 +27,9 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("tests.support.store_conformance")  # it asserts too, and is no test module
 
-# How fast examples are made says how busy the machine is, and nothing of what is tested. Where a change is judged, they
-# are the same each time: what chance finds, it finds on a developer's machine, and nobody's change fails for it.
-settings.register_profile(
-    "patient",
-    deadline=None,
-    derandomize=os.environ.get("CI") == "true",
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile("exhaustive", settings.get_profile("patient"), max_examples=10_000, derandomize=False)
+# The time that an example takes depends on the machine's load. Each run draws other examples, also in CI.
+settings.register_profile("patient", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("exhaustive", settings.get_profile("patient"), max_examples=10_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 
 

@@ -1,20 +1,19 @@
 """torchelastic: elastic training for PyTorch.
 
-What a program that runs as a worker uses, all of which does nothing where no agent has started it:
+For training programs (see :mod:`torchelastic.training`); without an agent they do nothing:
 
-* :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`saved`, :func:`epoch_stands` and
-  :class:`NonRetryableException`: see :mod:`torchelastic.worker`;
-* :func:`step` and :func:`checkpoint`, which say how far training is: see :mod:`torchelastic.progress`.
+* :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`saved`, :func:`round_stands`,
+  :class:`NonRetryableException`, :func:`step` and :func:`checkpoint`.
 
-What a launcher in Python uses:
+For launchers in Python:
 
-* :func:`elastic_launch` and :class:`LaunchConfig` launch a function with one call: see :mod:`torchelastic.launcher`.
-* :class:`LocalElasticAgent` runs what a :class:`WorkerSpec` says and gives back a :class:`RunResult`: see
-  :mod:`torchelastic.agent.server`. Its nodes meet through a :class:`RendezvousHandler`: see
+* :func:`elastic_launch` and :class:`LaunchConfig` launch a function with one call, see :mod:`torchelastic.launcher`;
+* :class:`LocalElasticAgent` runs a :class:`WorkerSpec` and returns a :class:`RunResult`, see
+  :mod:`torchelastic.agent.server`; its nodes meet through a :class:`RendezvousHandler`, see
   :mod:`torchelastic.rendezvous`.
 
-:mod:`torchelastic.metrics` is a module of its own. Everything is imported when it is first used: the import of
-``torchelastic`` costs next to nothing, and never imports torch.
+:mod:`torchelastic.metrics` is a module of its own. Everything is imported at its first use: ``import torchelastic`` is
+fast, and never imports torch.
 """
 
 from __future__ import annotations
@@ -26,17 +25,11 @@ if TYPE_CHECKING:
     from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torchelastic.launcher.api import LaunchConfig, elastic_launch
-    from torchelastic.progress import Checkpoint, checkpoint, step
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
-    from torchelastic.worker import (
-        NonRetryableException,
-        Notice,
-        ask_for_notice,
-        epoch_stands,
-        heartbeat,
-        notice,
-        saved,
-    )
+    from torchelastic.training.heartbeat import heartbeat
+    from torchelastic.training.non_retryable import NonRetryableException
+    from torchelastic.training.notice import Notice, ask_for_notice, notice, round_stands, saved
+    from torchelastic.training.progress import Checkpoint, checkpoint, step
 
 __all__ = [
     "Checkpoint",
@@ -53,38 +46,30 @@ __all__ = [
     "ask_for_notice",
     "checkpoint",
     "elastic_launch",
-    "epoch_stands",
     "heartbeat",
     "notice",
+    "round_stands",
     "saved",
     "step",
 ]
 
-_HOMES: Final = {
-    "torchelastic.agent.server.api": ("RunResult", "WorkerSpec", "WorkerState"),
-    "torchelastic.agent.server.local_elastic_agent": ("LocalElasticAgent",),
-    "torchelastic.launcher.api": ("LaunchConfig", "elastic_launch"),
-    "torchelastic.progress": ("Checkpoint", "checkpoint", "step"),
-    "torchelastic.rendezvous.api": ("RendezvousHandler", "RendezvousInfo", "RendezvousParameters"),
-    "torchelastic.worker": (
-        "NonRetryableException",
-        "Notice",
-        "ask_for_notice",
-        "epoch_stands",
-        "heartbeat",
-        "notice",
-        "saved",
-    ),
+_MODULES: Final = {
+    "torchelastic.agent.server.api": "RunResult WorkerSpec WorkerState",
+    "torchelastic.agent.server.local_elastic_agent": "LocalElasticAgent",
+    "torchelastic.launcher.api": "LaunchConfig elastic_launch",
+    "torchelastic.rendezvous.api": "RendezvousHandler RendezvousInfo RendezvousParameters",
+    "torchelastic.training.heartbeat": "heartbeat",
+    "torchelastic.training.non_retryable": "NonRetryableException",
+    "torchelastic.training.notice": "Notice ask_for_notice notice round_stands saved",
+    "torchelastic.training.progress": "Checkpoint checkpoint step",
 }
-_HOME: Final = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(
-        import_module(_HOME[name]), name
-    )  # from then on it is there: some are called often
+    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)  # some are called often
     return found
 
 

@@ -1,19 +1,19 @@
 """The errors of torchelastic, one tree under one root.
 
     TorchElasticError
-    ├── SettingsError            what the user asked for cannot be: the message says what to change
-    ├── StoreError               the store (etcd) did not do what was asked
-    │   ├── StoreUnavailable     not reachable, or not answering: try again later
-    │   ├── StoreRefused         answered with a refusal that trying again does not mend (credentials, version)
-    │   ├── LeaseLost            the lease has ended; what hung on it is gone
-    │   └── HistoryCompacted     the revision to watch from is no longer kept: list again
-    ├── NoPortFree               none of the ports that may be used is free: others may be done with them soon
-    ├── StartError               no process could be started: the machine's limits, or a broken installation
-    ├── MalformedRecord          something in the store is not what the contract says
-    └── RendezvousError          the nodes could not agree
-        └── RendezvousClosedError  the run has ended
+    ├── SettingsError
+    ├── StoreError
+    │   ├── StoreUnavailable
+    │   ├── StoreRefused
+    │   ├── LeaseLost
+    │   └── HistoryCompacted
+    ├── NoPortFree
+    ├── StartError
+    ├── MalformedRecord
+    └── RendezvousError
+        └── RendezvousClosedError
 
-Each message is a sentence for a person, and says what to do where something can be done.
+Each message is a sentence that says what is wrong, and what to do about it if something can be done.
 """
 
 
@@ -22,11 +22,11 @@ class TorchElasticError(Exception):
 
 
 class SettingsError(TorchElasticError):
-    """What was asked for cannot be; the message names the flag or field and what to change."""
+    """What was asked for cannot be done; the message names the flag or field and what to change."""
 
 
 class StoreError(TorchElasticError):
-    """The store did not do what was asked of it."""
+    """The store did not do what was asked."""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818 - named for the state, as in the documentation of etcd
@@ -34,19 +34,19 @@ class StoreUnavailable(StoreError):  # noqa: N818 - named for the state, as in t
 
 
 class StoreRefused(StoreError):  # noqa: N818
-    """The store answered with a refusal that trying again does not mend."""
+    """The store refused a request, and would refuse it again: wrong credentials, for example."""
 
 
 class LeaseLost(StoreError):  # noqa: N818
-    """The lease has ended: the keys that hung on it are gone and must be put again under a new one."""
+    """The lease has ended: its keys are gone and must be written again under a new one."""
 
 
 class HistoryCompacted(StoreError):  # noqa: N818
-    """The revision to watch from is no longer kept; list again and watch from there."""
+    """The revision to watch from has been compacted; list again and watch from there."""
 
 
 class NoPortFree(TorchElasticError):  # noqa: N818
-    """None of the ports on which this node may listen is free; others on its host may be done with them soon."""
+    """No port on which this node may listen is free; another process may release one soon."""
 
 
 class StartError(TorchElasticError):
@@ -54,7 +54,7 @@ class StartError(TorchElasticError):
 
 
 class MalformedRecord(TorchElasticError):  # noqa: N818
-    """A record in the store is not what the contract says."""
+    """A record in the store is not what the protocol says."""
 
 
 class RendezvousError(TorchElasticError):
@@ -62,4 +62,4 @@ class RendezvousError(TorchElasticError):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The run has ended: nobody can join it any more."""
+    """The run has ended: no node can join it."""

@@ -1,15 +1,14 @@
-"""What an agent prints, and in which form: a promise to those who have nothing but its log, as on a cluster.
+"""The format of what an agent prints, on which readers of its log may rely.
 
-Where no folder for logs is given, the workers' output is passed on to the agent's own standard output and standard
-error: line by line, each when it is complete, with whose it is in front. The agent's own words go to standard error,
-with the time and the node in front::
+Without a log folder, the workers' output is passed on to the agent's own streams, line by line, with the rank in front.
+The agent's own messages go to standard error, with the time and the node in front::
 
-    10:15:02 [digits-0-x4k2p] epoch 2: digits-1-9kd7w left
-    10:15:02 [digits-0-x4k2p] epoch 2: started ranks 0, 1 of a world of 2
+    10:15:02 [digits-0-x4k2p] round 2: digits-1-9kd7w left
+    10:15:02 [digits-0-x4k2p] round 2: started ranks 0, 1 of a world of 2
     [rank 0] loss 0.31
     [rank 1] loss 0.33
 
-A role other than the default one is named before the rank: ``[evaluator rank 1] …``.
+A role other than the default one precedes the rank: ``[evaluator rank 1] …``.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ DEFAULT_ROLE: Final = "default"
 TIME_FORMAT: Final = "%H:%M:%S"
 
 WORKER_LINE: Final = re.compile(rb"\[(?:[^\]]* )?rank (?P<rank>[0-9]{1,9})\] ")
-"""The beginning of a line of a worker's."""
+"""The beginning of a worker's line."""
 
-EPOCH_LINE: Final = re.compile(
-    rb"[0-9:]{8} \[[^\]]*\] epoch (?P<epoch>[0-9]{1,15}): (?:started ranks? (?P<ranks>[0-9, ]+) of a world of [0-9]+)?"
+ROUND_LINE: Final = re.compile(
+    rb"[0-9:]{8} \[[^\]]*\] round (?P<round>[0-9]{1,15}): (?:started ranks? (?P<ranks>[0-9, ]+) of a world of [0-9]+)?"
 )
-"""A line in which an agent speaks of an epoch; with ``ranks``, once its workers run: what stands below is theirs."""
+"""A message of an agent about a round; with ``ranks`` when its workers have started, whose output follows."""
 
 
 def worker_prefix(rank: int, role: str = DEFAULT_ROLE) -> str:
-    """What stands before each line of a worker's output."""
+    """The prefix of a worker's lines."""
     return f"[rank {rank}] " if role == DEFAULT_ROLE else f"[{role} rank {rank}] "
 
 
 def log_format(node: str) -> str:
-    """The format, for :mod:`logging`, of the words of an agent on this node."""
+    """The format of an agent's messages for :mod:`logging`."""
     return f"%(asctime)s [{node.replace('%', '%%')}] %(message)s"
 
 
-def started(epoch: int, ranks: Sequence[int], world_size: int) -> str:
-    """That the workers of an epoch run."""
+def started(round: int, ranks: Sequence[int], world_size: int) -> str:
+    """The message that the workers of a round have started."""
     listed = ", ".join(str(rank) for rank in ranks)
-    return f"epoch {epoch}: started rank{'' if len(ranks) == 1 else 's'} {listed} of a world of {world_size}"
+    return f"round {round}: started rank{'' if len(ranks) == 1 else 's'} {listed} of a world of {world_size}"

@@ -11,27 +11,22 @@ import os
 import signal
 import sys
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from torchelastic.arguments import parse
-from torchelastic.contract import (
-    Env,
-    ExitCode,
-    TerminationMessage,
-    encode_termination_message,
-)
+from torchelastic.config.main import parse
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.output import TIME_FORMAT, log_format
+from torchelastic.protocol import Env, ExitCode, TerminationMessage, encode_termination_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
-    from torchelastic.agent.ending import Ending
-    from torchelastic.agent.workers import Workers
+    from torchelastic.agent.exit_status import ExitStatus
+    from torchelastic.agent.workers.pool import Workers
+    from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
-    from torchelastic.metrics.of_workers import WorkerMetrics
-    from torchelastic.settings import AgentSettings
+    from torchelastic.metrics.worker_collector import WorkerMetrics
 
 CHECK_FLAG = "--check"
 
@@ -39,13 +34,10 @@ logger = logging.getLogger("torchelastic")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an agent; with ``--check`` as the first argument, only say whether the rest of the line can be honoured.
+    """Run an agent and return its exit code; with ``--check`` as the first argument, only check the rest of the line.
 
     Args:
-        argv: the arguments; those of the process where None.
-
-    Returns:
-        The exit code, see :class:`~torchelastic.contract.ExitCode`.
+        argv: the arguments; None for those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     check = arguments[:1] == [CHECK_FLAG]
@@ -56,26 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse(arguments[1:] if check else arguments, os.environ)
     except SettingsError as error:
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201 - the user's answer
-        _write_termination_message(
-            _log_path(os.environ.get(Env.TERMINATION_LOG)), TerminationMessage(reason="BadInput", message=str(error))
-        )
+        if path := os.environ.get(Env.TERMINATION_LOG):
+            _write_termination_message(Path(path), TerminationMessage(reason="BadInput", message=str(error)))
         return ExitCode.BAD_INPUT
     if check:
         return ExitCode.SUCCEEDED
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=log_format(settings.node_name),
-        datefmt=TIME_FORMAT,
-    )
+    log = log_format(settings.node_name)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=log, datefmt=TIME_FORMAT)
     try:
         ending = asyncio.run(_run(settings))
-    except KeyboardInterrupt:  # before the agent listened to signals
+    except KeyboardInterrupt:  # before the agent handles signals
         return ExitCode.INTERRUPTED
-    except StartError as error:  # of this node alone: no word on the run
+    except StartError as error:  # of this node; the run may go on
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201
         return ExitCode.FAILED
-    with suppress(OSError):  # nobody reads it; the exit code says the same
+    with suppress(OSError):  # stderr is closed; the exit code says the same
         if ending.code in (ExitCode.FAILED, ExitCode.STORE, ExitCode.BROKEN):
             print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
         elif ending.code in (ExitCode.BAD_INPUT, ExitCode.NO_PORT):
@@ -84,22 +71,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """See that all three are open: what is opened next would take the number of one that is not, and its output."""
+    """Open the standard streams that are closed, or the next file that is opened would get their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
 
 
-async def _run(settings: AgentSettings) -> Ending:
+async def _run(settings: AgentSettings) -> ExitStatus:
     async with AsyncExitStack() as stack:
         ending = await _take_part(stack, settings)
-        # Now, since what workers have printed may be waited for, where somebody reads it slowly.
+        # Before the stack is closed, which may wait for a slow reader of what the workers have printed.
         _write_termination_message(settings.termination_log, ending.message)
     return ending
 
 
-async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> Ending:
-    from torchelastic.agent.workers import workers_of
+async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> ExitStatus:
+    from torchelastic.agent.workers.pool import workers_of
 
     try:
         workers = await stack.enter_async_context(workers_of(settings))
@@ -112,40 +99,34 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> Ending:
             0 if workers.metrics is None else await _serve_metrics(stack, metrics, settings, workers, workers.metrics)
         )
     except SettingsError as error:
-        from torchelastic.agent.ending import Ending
+        from torchelastic.agent.exit_status import ExitStatus
 
-        return Ending.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
+        return ExitStatus.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
     return await Agent(settings, metrics).run(workers, port)
 
 
 async def _serve_metrics(
     stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings, workers: Workers, measured: WorkerMetrics
 ) -> int:
-    """Serve them as long as the stack lasts; returns the port."""
+    """Serve /metrics until the stack is closed; return the port."""
     from prometheus_client import ProcessCollector
 
-    from torchelastic.agent.resident_memory import ResidentMemory
+    from torchelastic.agent.worker_memory import WorkerMemoryCollector
     from torchelastic.metrics.gpus import Gpus
     from torchelastic.metrics.server import MetricsServer
 
     port = settings.metrics_port or 0
-    of_machine = (ResidentMemory(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
+    of_machine = (WorkerMemoryCollector(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
     registry = metrics.registry(measured, *of_machine)
     server = await stack.enter_async_context(MetricsServer(registry, port, host=settings.address))
-    if port == 0:  # nobody else can say which one it is
+    if port == 0:  # which the user cannot know
         logger.info("serving /metrics on port %d", server.port)
     return server.port
 
 
 def _leave(*_: object) -> NoReturn:
-    """Go before the agent listens to signals: as the first process of a container it would not even be ended by one."""
+    """Exit on a signal before the agent handles signals: by default a signal does not end process 1 of a container."""
     raise SystemExit(ExitCode.LEFT)
-
-
-def _log_path(text: str | None) -> Path | None:
-    from pathlib import Path
-
-    return Path(text) if text else None
 
 
 def _write_termination_message(path: Path | None, message: TerminationMessage) -> None:

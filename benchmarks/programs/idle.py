@@ -11,6 +11,6 @@ now = time.monotonic()
 facts = {"node": os.environ["BENCHMARK_NODE"], "pid": os.getpid(), "rank": int(os.environ["RANK"])}
 times = dict.fromkeys(("began", "imported", "met", "reduced", "at"), now)
 pipe = os.open(os.environ["BENCHMARK_BEATS"], os.O_WRONLY)
-os.write(pipe, json.dumps({**facts, **times, "epoch": 0, "world": int(os.environ["WORLD_SIZE"])}).encode() + b"\n")
+os.write(pipe, json.dumps({**facts, **times, "round": 0, "world": int(os.environ["WORLD_SIZE"])}).encode() + b"\n")
 while True:
     signal.pause()

@@ -31,7 +31,7 @@ def main() -> None:
     facts = {
         "node": os.environ["BENCHMARK_NODE"],
         "pid": os.getpid(),
-        "epoch": int(os.environ.get("TORCHELASTIC_EPOCH", "0")),
+        "round": int(os.environ.get("TORCHELASTIC_ROUND", "0")),
         "rank": dist.get_rank(),
         "world": dist.get_world_size(),
         "began": BEGAN,

@@ -1,25 +1,25 @@
-"""The errors of the operator and of ``elasticjob``, one tree under one root.
+"""The errors of the operator and of ``elasticjob``.
 
     ElasticJobError
-    ├── BadInput        what the user gave cannot be: the message names the field, line or value and what to change
+    ├── BadInput        the user's input is wrong: the message names the field, line or value and what to change
     ├── NotFound        there is no such job, pod or rank
-    └── ClusterError    the cluster (Kubernetes, or this machine) did not do what was asked; trying again may help
+    └── ClusterError    the cluster (Kubernetes, or this machine) failed; trying again may help
 
 Each message is a sentence for a person.
 """
 
 
 class ElasticJobError(Exception):
-    """The root of the errors that the operator raises by itself."""
+    """The base class of the operator's errors."""
 
 
 class BadInput(ElasticJobError):  # noqa: N818 - it names the cause, not the mechanism
-    """What the user gave cannot be; exit code 2."""
+    """The user's input is wrong; exit code 2."""
 
 
 class NotFound(ElasticJobError):  # noqa: N818
-    """There is no such thing."""
+    """There is no such job, pod or rank."""
 
 
 class ClusterError(ElasticJobError):
-    """The cluster did not do what was asked; trying again may help."""
+    """The cluster failed; trying again may help."""

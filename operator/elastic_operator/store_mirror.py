@@ -1,7 +1,7 @@
-"""What the agents say in the store, mirrored: listed, then watched; listed again when the store was away.
+"""A copy of a run's keys in the store: listed, then watched, and listed again after the store was unavailable.
 
-The mirror never decides anything. While the store is away it keeps what it knew last and says that it cannot be read.
-As long as it follows a run it also renews the lease on which the run's lasting keys hang, as the leading agent does.
+While the store is unavailable the mirror keeps what it read last, and is not ``readable``. While it follows a run it
+also renews the run's lease, as the leading agent does.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from torchelastic.contract import (
+from torchelastic.errors import HistoryCompacted, LeaseLost, MalformedRecord, SettingsError, StoreError
+from torchelastic.protocol import (
     RUN_LEASE_TTL,
-    EpochRecord,
     HistoryRecord,
     NodeRecord,
     OutcomeRecord,
+    RoundRecord,
     RunKeys,
     SizeRecord,
-    TimeSplit,
+    StateRecord,
+    TimeBreakdown,
     decode,
     encode,
 )
-from torchelastic.endpoints import parse_endpoints
-from torchelastic.errors import HistoryCompacted, LeaseLost, MalformedRecord, SettingsError, StoreError
 from torchelastic.store import Listing, StoreSettings, connect, follow
-from torchelastic.store.lasting import LastingKeys
+from torchelastic.store.endpoints import parse_endpoints
+from torchelastic.store.run_lease import RunLease
 
 if TYPE_CHECKING:
     from torchelastic.store import Entry, Store
@@ -44,17 +45,17 @@ _REMEMBERED: Final = 1000
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 Reach = Callable[[], StoreSettings | Awaitable[StoreSettings]]
-"""Gives how to reach a store; it may have to ask for that first."""
+"""Gives the settings of a store, perhaps asynchronously."""
 
 
 def store_at(endpoint: str) -> StoreSettings:
-    """How to reach the etcd that is written like this; an agent that is told the same reaches the same.
+    """The settings of the etcd at this endpoint, as an agent understands it.
 
     Args:
-        endpoint: ``host[:port]``, several with commas, each perhaps behind ``http://`` or ``https://``.
+        endpoint: ``host[:port]``, several with commas, with or without ``http://`` or ``https://``.
 
     Raises:
-        SettingsError: that can't be read.
+        SettingsError: the endpoint is malformed.
     """
     protocol, endpoints = parse_endpoints(endpoint)
     return StoreSettings(endpoints=endpoints, protocol=protocol or "http")
@@ -63,26 +64,25 @@ def store_at(endpoint: str) -> StoreSettings:
 class StoreMirror:
     """The keys of one run.
 
-    It calls ``changed()`` whenever an attribute has changed, but for what is told of the past and of a program's
-    progress, and ``away(sentence)`` whenever the store could not be reached, the connection broke, or nobody can say
-    where the store is.
+    It calls ``changed()`` when an attribute has changed, except for the history and a program's progress, and
+    ``away(message)`` when the store could not be reached, the connection broke, or its address is unknown.
 
     Args:
         run_id: the run's id.
         changed: see above.
         away: see above.
-        run_lease: seconds after which nothing is left in the store of a run that everybody has abandoned.
-        remembered: of how many nodes that are gone the names are kept at least.
+        run_lease: seconds after which the store deletes a run that no agent and no operator follows.
+        remembered: former nodes whose names are kept at least.
 
     Attributes:
-        readable: whether what follows is what stands in the store now.
-        epoch: the current epoch.
+        readable: whether the following attributes are current.
+        round: the current round.
         outcome: the end of the run.
         size: the wanted size.
-        split: where the run's time went; it is rewritten every few seconds, so nobody is told of that.
-        history: the run's epochs; of a new one ``epoch`` tells.
-        nodes: by node id, the nodes that are there.
-        names: by node id, the pod of every node that is there or in the epoch, and of those that went last.
+        time_breakdown: where the run's time went; it is rewritten every few seconds, so nobody is told of that.
+        history: the run's rounds.
+        nodes: by node id, the registered nodes.
+        names: by node id, the pods of all nodes that are registered or in the round, and of the latest former nodes.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class StoreMirror:
         self._changed = changed
         self._away = away
         self._store: Store | None = None
-        self._lasting: LastingKeys | None = None
+        self._lasting: RunLease | None = None
         self.readable = False
-        self.epoch: EpochRecord | None = None
+        self.round: RoundRecord | None = None
         self.outcome: OutcomeRecord | None = None
         self.size: SizeRecord | None = None
-        self.split: TimeSplit | None = None
+        self.time_breakdown: TimeBreakdown | None = None
         self.history: HistoryRecord | None = None
         self.nodes: dict[str, NodeRecord] = {}
         self.names: dict[str, str] = {}
@@ -115,8 +115,8 @@ class StoreMirror:
         """Follow the store until cancelled.
 
         Args:
-            settings: gives how to reach it, whenever it is tried; may raise SettingsError or StoreError.
-            available: set while it is worth trying; None where nobody knows.
+            settings: called before each attempt; may raise SettingsError or StoreError.
+            available: set while an attempt may succeed; None if that is unknown.
         """
         task = asyncio.current_task()
         delay = _FIRST_DELAY
@@ -129,7 +129,7 @@ class StoreMirror:
                     store = await connect(await how if isinstance(how, Awaitable) else how)
                     stack.push_async_callback(store.close)
                     self._store = store
-                    self._lasting = LastingKeys(store, self._run_id, ttl=self._run_lease)
+                    self._lasting = RunLease(store, self._run_id, ttl=self._run_lease)
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(self._lasting.keep())
                         while True:
@@ -143,41 +143,41 @@ class StoreMirror:
                     self.readable = False
                     self._changed()
             if task is not None and task.cancelling():
-                # Where a connection breaks at the very moment of the cancellation, the task group tells that alone.
+                # If a connection breaks at the moment of the cancellation, the task group reports only that.
                 raise asyncio.CancelledError
             await asyncio.sleep(delay)
             delay = min(delay * 2, _LONGEST_DELAY)
 
     @property
     def connected(self) -> bool:
-        """Whether there is a store that could be asked; it may not answer all the same."""
+        """Whether there is a connection to the store; it may not answer."""
         return self._lasting is not None
 
     async def write_size(self, size: SizeRecord) -> None:
-        """Say how many nodes there should be.
+        """Write the wanted size.
 
         Raises:
-            StoreError: the store is away, or refused.
+            StoreError: the store is unavailable, or refused.
         """
         if self._lasting is None:
             raise StoreError("the store cannot be reached just now")
         await self._lasting.put(self._keys.size, encode(size))
 
     async def forget_run(self) -> None:
-        """Remove the run's keys from a store that outlives it.
+        """Delete the run's keys from a store that outlives it.
 
         Raises:
-            StoreError: the store is away, or refused.
+            StoreError: the store is unavailable, or refused.
         """
         store, lasting = self._store, self._lasting  # it may break, and be none of ours any more, at any await
         if store is None or lasting is None:
             return
-        with contextlib.suppress(LeaseLost):  # then its keys are gone, but not those of the nodes
+        with contextlib.suppress(LeaseLost):  # the run's keys are gone, but not those of the nodes
             await lasting.end()
         await store.delete_prefix(self._keys.root)
 
     async def _follow(self, store: Store) -> None:
-        """Take over what stands in the store, and every change of it; returns where the store forgot the history."""
+        """Copy the keys and every change of them; returns when the store has compacted the changes."""
         with contextlib.suppress(HistoryCompacted):
             async with contextlib.aclosing(follow(store, self._keys.root)) as news:
                 async for each in news:
@@ -190,25 +190,27 @@ class StoreMirror:
                         self._changed()
 
     def _take(self, listing: Listing) -> None:
-        self.epoch = self.outcome = self.size = self.split = self.history = None
+        if not self.nodes or self.outcome is not None:
+            self.round = self.outcome = None
+        # Else a store that has lost the round is about to get it back from the nodes that were there.
+        self.size = self.time_breakdown = self.history = None
         self.nodes = {}
         for entry in listing.entries:
             self._put(entry.key, entry)
         self.readable = True
 
     def _put(self, key: str, entry: Entry | None) -> bool:
-        """Take over what stands under a key; gives back whether somebody should know."""
+        """Copy the value of a key; returns whether ``changed()`` is to be called."""
         keys = self._keys
-        if key == keys.split:
-            self.split = _record(entry, TimeSplit)
+        if key == keys.time_breakdown:
+            self.time_breakdown = _record(entry, TimeBreakdown)
             return False
         if key == keys.history:
             self.history = _record(entry, HistoryRecord)
             return False
-        if key == keys.epoch:
-            self.epoch = _record(entry, EpochRecord)
-        elif key == keys.outcome:
-            self.outcome = _record(entry, OutcomeRecord)
+        if key == keys.state:
+            state = _record(entry, StateRecord) or StateRecord()
+            self.round, self.outcome = state.round, state.outcome
         elif key == keys.size:
             self.size = _record(entry, SizeRecord)
         elif key.startswith(keys.nodes):
@@ -226,8 +228,8 @@ class StoreMirror:
         return True
 
     def _forget_names(self) -> None:
-        """Forget the names of nodes that went long ago; now and then, so that it costs next to nothing."""
-        members = self.epoch.members if self.epoch is not None else ()
+        """Forget the names of nodes that left long ago, from time to time."""
+        members = self.round.members if self.round is not None else ()
         if len(self.names) <= len(self.nodes) + len(members) + 2 * self._remembered:
             return
         in_use = self.nodes.keys() | {member.node for member in members}
@@ -237,12 +239,12 @@ class StoreMirror:
 
 
 def _but_progress(node: NodeRecord) -> NodeRecord:
-    """What a node says of itself, without what its program tells with each checkpoint: that is the leader's to hear."""
-    return msgspec.structs.replace(node, stepped=0.0, kept=0.0)
+    """The node's record without its program's progress, which only the leader needs."""
+    return msgspec.structs.replace(node, first_step_at=0.0, last_checkpoint_at=0.0)
 
 
 def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:
-    """The record in an entry; None where there is none that can be understood."""
+    """The record in an entry; None if there is none, or a malformed one."""
     if entry is None:
         return None
     try:

@@ -74,12 +74,12 @@ _FREE: Final = _restarted('cause="free"')
 _STEPS: Final = 'torchelastic_operation_duration_seconds_count{operation="train_step"}'
 _STEPPING: Final = 'torchelastic_operation_duration_seconds_sum{operation="train_step"}'
 _IDLE: Final = f"{total(WALL, TRAINING, over='10m')} - min by ({JOB}) (min_over_time({WALL}{{{TRAINING}}}[10m])) < 60"
-# In a run's first epoch the counter of training stands still for as long as restoring took.
+# In a run's first round the counter of training stands still for as long as restoring took.
 _MAKES_STEPS: Final = f"max by ({JOB}) (increase({_STEPPING}[10m])) >= 60"
 
 _LOOKS: Final = "elastic_operator_reconciles_total"
-_DONE: Final = f'{_LOOKS}{{result="done"}}'
-_FAILED: Final = f'sum(rate({_LOOKS}{{result!="done"}}[15m]))'
+_DONE: Final = f'{_LOOKS}{{result="success"}}'
+_FAILED: Final = f'sum(rate({_LOOKS}{{result!="success"}}[15m]))'
 _ELASTICJOBS: Final = "max(elastic_operator_elasticjobs)"
 
 JOBS: Final = (
@@ -142,7 +142,7 @@ JOBS: Final = (
     ),
     Alert(
         name="ElasticJobNotScraped",
-        expr=f"{_holds('Running')} unless on ({JOB}) max by ({JOB}) (torchelastic_epoch)",
+        expr=f"{_holds('Running')} unless on ({JOB}) max by ({JOB}) (torchelastic_round)",
         lasting="15m",
         severity=Severity.INFO,
         summary=f"Prometheus sees no agent of ElasticJob {WHICH}.",
@@ -154,7 +154,7 @@ JOBS: Final = (
 OPERATOR: Final = (
     Alert(
         name="ElasticOperatorDown",
-        expr="absent(elastic_operator_queue_depth) or max(elastic_operator_leads) == 0",
+        expr="absent(elastic_operator_queue_depth) or max(elastic_operator_leader) == 0",
         lasting="5m",
         severity=Severity.CRITICAL,
         summary="No operator looks after the ElasticJobs.",

@@ -240,12 +240,12 @@ _OPERATOR: Final = Row(
             look=Look.STEPS,
             width=6,
             queries=(
-                Query(expr="max by (instance) (elastic_operator_leads)", legend="{{instance}}", needs=Needs.OPERATOR),
+                Query(expr="max by (instance) (elastic_operator_leader)", legend="{{instance}}", needs=Needs.OPERATOR),
             ),
         ),
         Panel(
             title="Looks at jobs",
-            about="How many jobs were looked at in a second, by how that went: done, failed (tried again), defect (of "
+            about="How many jobs were looked at in a second, by how that went: success, error (tried again), panic (of "
             "the operator).",
             unit=Unit.PER_SECOND,
             width=6,
@@ -365,7 +365,7 @@ FLEET_PAGE: Final = Page(
             name="job_namespace",
             label="Namespace",
             about="The namespaces whose jobs are shown.",
-            values='label_values({__name__=~"torchelastic_epoch|elastic_operator_job_min_pods"}, job_namespace)',
+            values='label_values({__name__=~"torchelastic_round|elastic_operator_job_min_pods"}, job_namespace)',
             many=True,
         ),
     ),

@@ -50,7 +50,7 @@ def _went_up(series: str, found: str) -> Query:
 
 MARKS: Final = (
     Mark(name="Worker failed", query=_went_up("torchelastic_job_restarts_total", CHARGED), colour="red"),
-    Mark(name="New epoch", query=_went_up("torchelastic_epoch", S), colour="blue"),
+    Mark(name="New round", query=_went_up("torchelastic_round", S), colour="blue"),
     Mark(
         name="Another size is wanted",
         query=Query(
@@ -83,12 +83,12 @@ _AT_A_GLANCE: Final = Row(
             queries=(Query(expr=f"max(torchelastic_world_size{S})"),),
         ),
         Panel(
-            title="Epoch",
+            title="Round",
             about="How often it was agreed on who trains together.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,
             width=3,
-            queries=(Query(expr=f"max(torchelastic_epoch{S})"),),
+            queries=(Query(expr=f"max(torchelastic_round{S})"),),
         ),
         Panel(
             title="Age",
@@ -148,16 +148,16 @@ _MEMBERS: Final = Row(
             ),
         ),
         Panel(
-            title="Epoch",
+            title="Round",
             about="Each step is a new agreement on who trains together. A staircase says that something does not stay.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
             width=6,
-            queries=(Query(expr=f"max(torchelastic_epoch{S})", legend="epoch"),),
+            queries=(Query(expr=f"max(torchelastic_round{S})", legend="round"),),
         ),
         Panel(
             title="Nodes that came and went",
-            about="Since the job was made; those of the first epoch came, too. Died: the node or its connection broke; "
+            about="Since the job was made; those of the first round came, too. Died: the node or its connection broke; "
             "left: it said so before; not needed: the job was made smaller.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
@@ -452,13 +452,13 @@ JOB_PAGE: Final = Page(
             name="job_namespace",
             label="Namespace",
             about="The job's namespace.",
-            values="label_values(torchelastic_epoch, job_namespace)",
+            values="label_values(torchelastic_round, job_namespace)",
         ),
         Variable(
             name="elasticjob",
             label="Job",
             about="The job's name.",
-            values='label_values(torchelastic_epoch{job_namespace="$job_namespace"}, elasticjob)',
+            values='label_values(torchelastic_round{job_namespace="$job_namespace"}, elasticjob)',
         ),
         Variable(
             name="group",

@@ -63,8 +63,8 @@ async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
         except Missing as why:  # only now it is known; then each of its tests is told as skipped
             pytestconfig.stash[MISSING]["node"] = why
             pytest.skip(str(why))
-        for archive in (archive for name in images.IMAGES for archive in images.archives(name)):
-            await cluster.load_image(archive)
+        for name in images.IMAGES:
+            await cluster.load_image(images.archive(name))
         yield cluster
 
 

@@ -15,8 +15,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator.kube.resources import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
-from elastic_operator.names import (
+from elastic_operator.api.constants import (
     LABEL_INDEX,
     LABEL_JOB,
     LABEL_ROLE,
@@ -24,19 +23,21 @@ from elastic_operator.names import (
     pod_name,
     worker_selector,
 )
+from elastic_operator.kubernetes.kinds import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
 from tests.support.audit import AuditLog
 from tests.support.cluster_user import job
 from tests.support.pod_groups import installed
 from tests.support.prometheus import prometheus_command, promtool
 from tests.support.testbed.control_plane import ControlPlane
-from torchelastic.contract import (
-    EpochRecord,
+from torchelastic.protocol import (
     HistoryRecord,
     Member,
     NodeRecord,
-    PastEpoch,
+    PastRound,
+    RoundRecord,
     RunKeys,
     SizeRecord,
+    StateRecord,
     encode,
 )
 from torchelastic.store import connect
@@ -44,7 +45,7 @@ from torchelastic.store import connect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kubernetes.kinds import Resource
     from tests.support.etcd import EtcdServer
     from tests.support.testbed.commands import Result
 
@@ -698,7 +699,7 @@ async def a_gang(helm: Helm, gang: str, groups: Resource, etcd: EtcdServer) -> N
 
 
 async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
-    """A job that is suspended after an epoch, so that what is known of it is kept, and added to at its end.
+    """A job that is suspended after a round, so that what is known of it is kept, and added to at its end.
 
     Its agent has found a port for its metrics itself.
     """
@@ -711,14 +712,16 @@ async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
     keys = RunKeys.of(uid)
     store = await connect(etcd.settings)
     try:
-        past = PastEpoch(number=1, began=1_700_000_000.0, nodes=1)
-        await store.put(keys.history, encode(HistoryRecord(epochs=(past,))))
-        await store.put(keys.epoch, encode(EpochRecord(number=1, members=(Member(f"{pod}.1", "10.0.0.1", 1),))))
+        past = PastRound(number=1, began=1_700_000_000.0, nodes=1)
+        await store.put(keys.history, encode(HistoryRecord(rounds=(past,))))
+        await store.put(
+            keys.state, encode(StateRecord(RoundRecord(number=1, members=(Member(f"{pod}.1", "10.0.0.1", 1),))))
+        )
         node = NodeRecord(name=pod, address="10.0.0.1", workers=1, size=SizeRecord(min=1, max=2), metrics=40123)
         await store.put(keys.node(f"{pod}.1"), encode(node))
     finally:
         await store.close()
-    await helm.kubectl("wait", "elasticjob/rests", "--for=jsonpath={.status.epoch}=1", "--timeout=60s")
+    await helm.kubectl("wait", "elasticjob/rests", "--for=jsonpath={.status.round}=1", "--timeout=60s")
     await runs(helm, pod)
     noted = r"jsonpath={.metadata.annotations.elastic\.pytorch\.org/metrics-port}=40123"
     await helm.kubectl("wait", f"pod/{pod}", f"--for={noted}", "--timeout=60s")
@@ -731,7 +734,7 @@ async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
     await succeeds(helm, pod.removeprefix("pod/"))
     await helm.kubectl("wait", "elasticjob/rests", "--for=condition=Succeeded", "--timeout=60s")
     kept = json.loads((await helm.get("configmap/rests-report"))["data"]["report.json"])
-    assert (kept["job"]["state"], [epoch["number"] for epoch in kept["epochs"]]) == ("Succeeded", [1])
+    assert (kept["job"]["state"], [round["number"] for round in kept["rounds"]]) == ("Succeeded", [1])
     await helm.kubectl("delete", "elasticjob/rests")
 
 

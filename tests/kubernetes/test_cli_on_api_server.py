@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from elastic_operator.kube.api import Api
-from elastic_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
-from elastic_operator.names import ANNOTATION_METRICS_PORT
-from elastic_operator.report_json import encode_report
-from elastic_operator.showing.report_page import page
+from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
+from elastic_operator.api.report import encode_report
+from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.kinds import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from elastic_operator.reports.page import page
 from tests.support.cluster_objects import died, status
 from tests.support.cluster_user import ELASTICJOB
 from tests.support.reports import report
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from elastic_operator.kube.resources import Resource
-    from elastic_operator.spec import Json
+    from elastic_operator.api.spec import Json
+    from elastic_operator.kubernetes.kinds import Resource
     from tests.support.testbed.cluster import Cluster
     from tests.support.testbed.commands import Result
 
@@ -247,7 +247,7 @@ async def test_a_jobs_figures_are_asked_for_through_the_api_server(team: Team) -
         await team.make_pod(job, name, {"running": {}}, ip="127.0.0.1", metrics_port=9464)
     lines = (await team.elasticjob("top", "digits")).stdout.splitlines()
     assert lines[0].startswith("digits  Running  ")
-    assert lines[1] == "epoch 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free"
+    assert lines[1] == "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free"
     assert [line.split(" (")[0] for line in lines[3:]] == [
         "digits-0-aaaaa: its agent does not answer",
         "digits-1-bbbbb: its agent does not answer",

@@ -11,13 +11,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator import crd
-from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
-from elastic_operator.names import ConditionType, Reason
-from elastic_operator.pinned import pin
-from elastic_operator.plan.words import MESSAGE_LIMIT
-from elastic_operator.spec import ElasticJobSpec
-from elastic_operator.status_json import status_to_json
+from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.spec import ElasticJobSpec
+from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_to_json
+from elastic_operator.controller.messages import MESSAGE_LIMIT
+from elastic_operator.manifest import crd
 from tests.support import any_job
 from tests.support.api_server import Answer, ElasticJobs
 
@@ -213,14 +211,14 @@ STATUSES = st.builds(
     state=st.sampled_from(JobState),
     observed_generation=COUNTS,
     replicas=COUNTS,
-    ready=COUNTS,
+    ready_replicas=COUNTS,
     desired=COUNTS,
-    epoch=st.integers(0, 2**53),
+    round=st.integers(0, 2**53),
     world_size=COUNTS,
     restarts=COUNTS,
-    free_restarts=COUNTS,
+    uncharged_restarts=COUNTS,
     pod_failures=COUNTS,
-    accounted=st.frozensets(st.uuids().map(str), max_size=4),
+    counted_pod_uids=st.frozensets(st.uuids().map(str), max_size=4),
     size_generation=st.integers(0, 2**53),
     started=TIMES,
     active=TIMES,
@@ -235,8 +233,8 @@ STATUSES = st.builds(
         signal=st.sampled_from(["", "SIGKILL", "SIGRTMIN+15"]),
         time=st.integers(0, 4_000_000_000).map(float),
     ),
-    excluded=st.lists(st.sampled_from(["node-1", "n" * 253]), max_size=100).map(tuple),
-    pinned=st.none() | st.just(pin(ElasticJobSpec.of({"minReplicas": 1, **any_job.FULL}))),
+    excluded_nodes=st.lists(st.sampled_from(["node-1", "n" * 253]), max_size=100).map(tuple),
+    applied_spec=st.none() | st.just(ElasticJobSpec.of({"minReplicas": 1, **any_job.FULL}).applied),
     conditions=st.lists(
         st.builds(
             Condition,

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator import crd
+from elastic_operator.manifest import crd
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -100,7 +100,7 @@ sys.exit(9 if number < 2 else 7)
     status = (await user.sees("codes", lambda status: bool(said(status, "Failed"))))["status"]
     assert status["lastFailure"]["exitCode"] == 7
     assert status["restarts"] <= 1, "9 is not charged"
-    assert status["freeRestarts"] >= 2
+    assert status["unchargedRestarts"] >= 2
 
 
 async def test_a_program_that_needs_more_memory_than_it_may_have_is_told_so_and_charged(user: User) -> None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.kube.container_state import seconds
-from elastic_operator.kube.resources import PODS
-from elastic_operator.kube.user_api import UserApi
-from elastic_operator.names import worker_selector
+from elastic_operator.api.constants import worker_selector
+from elastic_operator.client.user_api import UserApi
+from elastic_operator.kubernetes.container_state import seconds
+from elastic_operator.kubernetes.kinds import PODS
 from tests.support.operator_place import Place, conditions, holds, index_of, live
 from tests.support.operator_process import OperatorProcess
 

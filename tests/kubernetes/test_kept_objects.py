@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.kube.api import ApiError
-from elastic_operator.kube.resources import (
+from elastic_operator.client.user_api import UserApi
+from elastic_operator.kubernetes.client import ApiError
+from elastic_operator.kubernetes.kinds import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
@@ -20,7 +21,6 @@ from elastic_operator.kube.resources import (
     SCHEDULER_PLUGINS_GROUPS,
     VOLCANO_GROUPS,
 )
-from elastic_operator.kube.user_api import UserApi
 from tests.support.operator_place import Json, Place, conditions, holds, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.pod_groups import installed
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kubernetes.kinds import Resource
     from tests.support.etcd import EtcdServer
     from tests.support.testbed.cluster import Cluster
 
@@ -83,7 +83,7 @@ async def test_a_gang_waits_for_the_kind_of_its_group_and_follows_the_job_from_t
     await place.apply(minReplicas=2, schedulingPolicy={"gang": gang}, template=ASKS_FOR_GPUS, etcd=store)
     job = await place.job(lambda status: "PodGroup" in str(conditions(status).get("Waiting", {}).get("message")))
     assert f"this cluster knows no PodGroup of {resource.group}" in message_of(job, "Waiting")
-    await place.told("Hindered", resource.group, "install")
+    await place.told("ResourcesBlocked", resource.group, "install")
     assert await place.pods(0) == {}
 
     async with installed(place.cluster, resource):
@@ -123,7 +123,7 @@ async def test_a_group_of_that_name_that_is_somebody_elses_is_left_alone_and_tol
         about = {"apiVersion": VOLCANO_GROUPS.api_version, "kind": "PodGroup", "metadata": {"name": "digits"}}
         theirs = await place.api.create(VOLCANO_GROUPS, place.namespace, {**about, "spec": {"minMember": 7}})
         await place.apply(schedulingPolicy={"gang": "Volcano"}, etcd={"endpoint": etcd.endpoint}, template={})
-        await place.told("Hindered", "a PodGroup called digits is there that does not belong to this job")
+        await place.told("ResourcesBlocked", "a PodGroup called digits is there that does not belong to this job")
         assert await place.pods(0) == {}
         now = await place.api.get(VOLCANO_GROUPS, place.namespace, "digits")
         assert now["metadata"]["resourceVersion"] == theirs["metadata"]["resourceVersion"]
@@ -176,7 +176,7 @@ async def test_a_disruption_budget_that_is_somebody_elses_is_told_and_keeps_no_p
     await place.apply(disruptionBudget=True)
     await place.pods(3)
     await place.told(
-        "Hindered", "a PodDisruptionBudget called digits-workers is there that does not belong to this job"
+        "ResourcesBlocked", "a PodDisruptionBudget called digits-workers is there that does not belong to this job"
     )
     await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
     await place.until(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from elastic_operator.kube.user_api import UserApi
+from elastic_operator.client.user_api import UserApi
 from scripts.monitoring.alerts import GROUPS
 from scripts.monitoring.fleet import FLEET_PAGE
 from scripts.monitoring.job import JOB_PAGE
@@ -20,7 +20,7 @@ from tests.support.monitored import complaints, filled_in, queries, unit_of
 from tests.support.operator_place import Place, holds
 from tests.support.operator_process import OperatorProcess
 from tests.support.prometheus import Prometheus, promtool
-from torchelastic.contract import EpochRecord, Member, NodeRecord, RunKeys, SizeRecord, encode
+from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, encode
 from torchelastic.store import connect
 
 if TYPE_CHECKING:
@@ -91,13 +91,13 @@ async def watched(
             served = [(trains, name) for name in pods] + [(lacks, min(await place.pods(2, "lacks")))]
             for keys, name in served:
                 await place.runs(name)
-                size = SizeRecord(min=2, max=3, wanted=2)
+                size = SizeRecord(min=2, max=3, desired=2)
                 await store.put(
                     keys.node(f"{name}.1"), encode(NodeRecord(name=name, address="10.0.0.1", workers=1, size=size))
                 )
             members = tuple(Member(f"{name}.1", "10.0.0.1", 1) for name in pods)
-            await store.put(trains.epoch, encode(EpochRecord(number=1, members=members)))
-            await place.job(lambda status: status.get("ready") == 1, "lacks")
+            await store.put(trains.state, encode(StateRecord(RoundRecord(number=1, members=members))))
+            await place.job(lambda status: status.get("readyReplicas") == 1, "lacks")
             await place.job(lambda status: holds(status, "Running"), "trains")
             await prometheus.until('elastic_operator_job_condition{condition="Running"} == 1')
             await prometheus.until("elastic_operator_apply_to_running_seconds_count offset 2s == 1")
@@ -171,7 +171,7 @@ async def test_an_operator_that_may_list_nothing_is_told_of(cluster_with_crd: Cl
         async with OperatorProcess(tmp_path, kubeconfig, f"--namespace={namespace}", wait=False) as operator:
             await operator.says("what exists cannot be listed: ", f":{namespace}:nobody", 'cannot list resource "')
             prometheus.scrape([operator.address])
-            [sample] = await prometheus.until("max(elastic_operator_leads)")
+            [sample] = await prometheus.until("max(elastic_operator_leader)")
             assert sample.value == 0
             assert await prometheus.query(ALERTS["ElasticOperatorDown"].expr)
             assert (await operator.get("/readyz"))[0] == 503

@@ -125,8 +125,8 @@ async def test_a_job_that_is_scaled_and_loses_a_worker_is_seen_in_every_picture(
         user.kill(next(iter(pods.values())), "my_app")
         await user.wait("elasticjob/measured", "jsonpath={.status.restarts}=1")
         await user.wait("elasticjob/measured", "jsonpath={.status.worldSize}=3")
-        epoch = (await user.get("elasticjob/measured"))["status"]["epoch"]
-        await prometheus.until(f"torchelastic_epoch offset 10s == {epoch}", lambda answer: len(answer) == 3)
+        round = (await user.get("elasticjob/measured"))["status"]["round"]
+        await prometheus.until(f"torchelastic_round offset 10s == {round}", lambda answer: len(answer) == 3)
 
         wrong = {}
         for page in (JOB_PAGE, FLEET_PAGE):
@@ -138,14 +138,14 @@ async def test_a_job_that_is_scaled_and_loses_a_worker_is_seen_in_every_picture(
         assert wrong == {}
 
         assert await one("Workers") == 3
-        assert await one("Epoch", "epoch") == epoch
+        assert await one("Round", "round") == round
         assert await one("Restarts", "charged") == 1
         assert await one("Remaining restarts") == 4
         assert await one("Pods", "ready") == 3
         made = (await user.get("elasticjob/measured"))["metadata"]["creationTimestamp"]
         [age] = await prometheus.query(f"vector(time() - {datetime.fromisoformat(made).timestamp()})")
         assert await one("Age") == pytest.approx(age.value, abs=3, rel=0.01)
-        answer = await prometheus.query('torchelastic_epoch{elasticjob="measured"}')
+        answer = await prometheus.query('torchelastic_round{elasticjob="measured"}')
         assert {sample.labels["pod"] for sample in answer} == pods.keys()
         assert {sample.labels["namespace"] for sample in answer} == {user.namespace}
     assert await user.delete("measured") == []

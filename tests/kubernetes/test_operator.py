@@ -16,27 +16,35 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator.kube.listing import LOOKED_AT, OPTIONAL
-from elastic_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, LEASES, PODS, SERVICES, Resource
-from elastic_operator.kube.user_api import UserApi
-from elastic_operator.names import worker_selector
+from elastic_operator.api.constants import worker_selector
+from elastic_operator.client.user_api import UserApi
+from elastic_operator.kubernetes.kinds import (
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    ELASTIC_JOBS,
+    LEASES,
+    PODS,
+    SERVICES,
+    Resource,
+)
 from tests.support.operator_place import Json, Objects, Place, conditions, holds, index_of, live, uids
 from tests.support.operator_process import PATIENCE, OperatorProcess
-from torchelastic.contract import (
+from torchelastic.protocol import (
     Env,
-    EpochRecord,
     HistoryRecord,
     Member,
     NodeRecord,
     OutcomeRecord,
     OutcomeState,
-    PastEpoch,
+    PastRound,
     ResumeRecord,
+    RoundRecord,
     RunKeys,
     RunState,
     SizeRecord,
+    StateRecord,
     TerminationMessage,
-    TimeSplit,
+    TimeBreakdown,
     decode,
     encode,
     encode_termination_message,
@@ -360,10 +368,10 @@ async def test_a_store_that_cannot_be_reached_is_named_where_the_job_waits(
     await own_etcd.start()
     job = await place.job(lambda status: told not in conditions(status)["Waiting"]["message"])
     store = await connect(own_etcd.settings)
-    node = NodeRecord(name=pod, address="10.0.0.1", workers=1, size=SizeRecord(min=1, max=3, wanted=1))
+    node = NodeRecord(name=pod, address="10.0.0.1", workers=1, size=SizeRecord(min=1, max=3, desired=1))
     await store.put(RunKeys.of(job["metadata"]["uid"]).node(f"{pod}.1"), encode(node))
     await store.close()
-    await place.job(lambda status: status.get("ready") == 1)
+    await place.job(lambda status: status.get("readyReplicas") == 1)
 
 
 async def test_a_service_of_its_name_that_is_not_its_own_is_left_alone_and_named(
@@ -451,13 +459,13 @@ async def test_what_the_agents_say_in_an_external_etcd_is_seen_and_removed_with_
         store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
         stack.push_async_callback(store.close)
         for number, pod in enumerate(pods):
-            size = SizeRecord(min=1, max=3, wanted=2)
+            size = SizeRecord(min=1, max=3, desired=2)
             await store.put(
                 keys.node(f"{pod}.1"), encode(NodeRecord(name=pod, address=f"10.0.0.{number}", workers=1, size=size))
             )
-        await place.job(lambda status: status.get("ready") == 2)
+        await place.job(lambda status: status.get("readyReplicas") == 2)
         members = tuple(Member(node=f"{pod}.1", address="10.0.0.1", workers=1) for pod in pods)
-        await store.put(keys.epoch, encode(EpochRecord(number=1, members=members)))
+        await store.put(keys.state, encode(StateRecord(RoundRecord(number=1, members=members))))
         await place.job(lambda status: status.get("state") == "Running" and status.get("worldSize") == 2)
         await place.told("Started", "training started with 2 pods and world size 2")
 
@@ -481,9 +489,9 @@ async def test_an_outcome_in_an_external_etcd_ends_the_job(
     async with contextlib.AsyncExitStack() as stack:
         store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
         stack.push_async_callback(store.close)
-        outcome = OutcomeRecord(state=OutcomeState.FAILED, epoch=2, restarts=3, message="rank 0 found no data")
+        outcome = OutcomeRecord(state=OutcomeState.FAILED, round=2, restarts=3, message="rank 0 found no data")
         keys = RunKeys.of(job["metadata"]["uid"])
-        await store.put(keys.outcome, encode(outcome))
+        await store.put(keys.state, encode(StateRecord(outcome=outcome)))
         done = await place.job(lambda status: holds(status, "Finished"))
         assert holds(done["status"], "Failed")
         assert done["status"]["lastFailure"]["message"] == "rank 0 found no data"
@@ -500,8 +508,8 @@ async def test_a_job_that_ended_while_the_operator_was_away_is_not_started_again
     await place.job(lambda status: status.get("replicas") == 2)
     assert await operator.stop() == 0
     store = await connect(own_etcd.settings)
-    outcome = OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=1)
-    await store.put(RunKeys.of(job["metadata"]["uid"]).outcome, encode(outcome))
+    outcome = OutcomeRecord(state=OutcomeState.SUCCEEDED, round=1)
+    await store.put(RunKeys.of(job["metadata"]["uid"]).state, encode(StateRecord(outcome=outcome)))
     await store.close()
     for pod in pods:
         await place.api.delete(PODS, place.namespace, pod)
@@ -546,8 +554,8 @@ async def test_of_two_copies_one_leads_and_the_other_takes_over(place: Place, tm
         assert await second.metric("elastic_operator_reconciles_total") == 0
 
         await second.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
-        # It lists when it starts, and once more when its watches have begun.
-        listings = 2 * len([*LOOKED_AT, *OPTIONAL])
+        # One to see that ElasticJobs are defined, five of watched kinds, and two of PodGroups.
+        listings = 8
         await second.counts("elastic_operator_api_requests_total", listings, verb="list")
         first.kill()
         last = (await place.api.get(LEASES, place.namespace, "elastic-operator"))["spec"]
@@ -610,13 +618,13 @@ async def test_what_it_does_can_be_read_off_its_metrics(place: Place, operator: 
 async def test_what_is_known_of_a_run_outlives_its_store_and_goes_with_its_job(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
-    async def reported(epochs: int) -> Json:
-        """The report, as soon as it tells of so many epochs."""
+    async def reported(rounds: int) -> Json:
+        """The report, as soon as it tells of so many rounds."""
 
         def document(found: Objects) -> Json:
             return dict(json.loads(found["digits-report"]["data"]["report.json"])) if "digits-report" in found else {}
 
-        return document(await place.until(CONFIG_MAPS, lambda found: len(document(found).get("epochs", ())) == epochs))
+        return document(await place.until(CONFIG_MAPS, lambda found: len(document(found).get("rounds", ())) == rounds))
 
     job = await place.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
     keys = RunKeys.of(job["metadata"]["uid"])
@@ -625,40 +633,44 @@ async def test_what_is_known_of_a_run_outlives_its_store_and_goes_with_its_job(
     try:
         (first,) = await place.pods(1)
         await place.runs(first)
-        past = PastEpoch(number=1, began=created, nodes=1, cause="one node joined")
-        trained = TimeSplit(until=created, seconds={RunState.TRAINING: 0.0}, joined=1)
-        await store.put(keys.split, encode(trained))
-        await store.put(keys.history, encode(HistoryRecord(created=created, epochs=(past,))))
-        await store.put(keys.epoch, encode(EpochRecord(number=1, members=(Member(f"{first}.1", "10.0.0.1", 1),))))
-        await place.job(lambda status: status.get("epoch") == 1)
+        past = PastRound(number=1, began=created, nodes=1, cause="one node joined")
+        trained = TimeBreakdown(until=created, seconds={RunState.TRAINING: 0.0}, joined=1)
+        await store.put(keys.time_breakdown, encode(trained))
+        await store.put(keys.history, encode(HistoryRecord(created=created, rounds=(past,))))
+        await store.put(
+            keys.state, encode(StateRecord(RoundRecord(number=1, members=(Member(f"{first}.1", "10.0.0.1", 1),))))
+        )
+        await place.job(lambda status: status.get("round") == 1)
 
         await place.change(suspend=True)
         resting = await place.job(lambda status: holds(status, "Suspended"))
         await nothing_below(store, keys)
         kept = await reported(1)
-        assert (kept["job"]["state"], kept["epochs"][0]["cause"]) == ("Suspended", "one node joined")
-        assert kept["split"] == resting["status"]["timeSplit"]
+        assert (kept["job"]["state"], kept["rounds"][0]["cause"]) == ("Suspended", "one node joined")
+        assert kept["timeBreakdown"] == resting["status"]["timeBreakdown"]
 
         await place.change(suspend=False)
         (second,) = await place.pods(1)
         pods = await place.until(PODS, lambda found: second in found)
         environment = {entry["name"]: entry.get("value") for entry in pods[second]["spec"]["containers"][0]["env"]}
         resume = decode(str(environment[Env.RESUME]).encode(), ResumeRecord)
-        resumed = (await place.job(lambda status: "activeSince" in status))["status"]["timeSplit"]
-        assert resume.split is not None
-        assert resumed["asOf"].startswith(f"{datetime.fromtimestamp(resume.split.until, UTC):%Y-%m-%dT%H:%M:%S}")
-        assert resume.split.seconds[RunState.SUSPENDED] == resumed["seconds"]["suspended"]
+        resumed = (await place.job(lambda status: "activeSince" in status))["status"]["timeBreakdown"]
+        assert resume.time_breakdown is not None
+        assert resumed["asOf"].startswith(
+            f"{datetime.fromtimestamp(resume.time_breakdown.until, UTC):%Y-%m-%dT%H:%M:%S}"
+        )
+        assert resume.time_breakdown.seconds[RunState.SUSPENDED] == resumed["seconds"]["suspended"]
 
         await place.runs(second)
-        later = PastEpoch(number=2, began=created + 1, nodes=1)
-        await store.put(keys.history, encode(HistoryRecord(created=created, epochs=(later,))))
-        await store.put(keys.outcome, encode(OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=2)))
+        later = PastRound(number=2, began=created + 1, nodes=1)
+        await store.put(keys.history, encode(HistoryRecord(created=created, rounds=(later,))))
+        await store.put(keys.state, encode(StateRecord(outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED, round=2))))
         over = await place.job(lambda status: holds(status, "Succeeded"))
         kept = await reported(2)
-        assert [epoch["number"] for epoch in kept["epochs"]] == [1, 2]
+        assert [round["number"] for round in kept["rounds"]] == [1, 2]
         assert (kept["job"]["state"], kept["outcome"]["state"]) == ("Succeeded", "succeeded")
-        split = over["status"]["timeSplit"]
-        assert kept["split"] == split
+        split = over["status"]["timeBreakdown"]
+        assert kept["timeBreakdown"] == split
         assert sum(split["seconds"].values()) == pytest.approx(
             datetime.fromisoformat(split["asOf"]).timestamp() - created, abs=0.01
         )

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.kube.user_api import UserApi
+from elastic_operator.client.user_api import UserApi
 from tests.support.api_proxy import ApiProxy, BadDays
-from tests.support.etcd_kinds import EXHAUSTIVE
 from tests.support.operator_place import Json, Place
 from tests.support.operator_process import OperatorProcess
 from tests.support.operator_story import Story
+from tests.support.testbed.availability import EXHAUSTIVE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -192,6 +192,6 @@ async def test_two_that_believe_they_lead_do_no_harm(
         await story.tell()
         await story.ends_as(good_day.end)
         for operator in (one, two):
-            assert await operator.metric("elastic_operator_reconciles_total", result="done") > 0
+            assert await operator.metric("elastic_operator_reconciles_total", result="success") > 0
             assert await operator.stop() == 0
             assert "Traceback" not in operator.log

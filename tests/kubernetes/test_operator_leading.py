@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.kube.leading import Leadership, LeaseSettings
-from elastic_operator.kube.resources import LEASES
-from elastic_operator.kube.user_api import UserApi
+from elastic_operator.client.user_api import UserApi
+from elastic_operator.kubernetes.kinds import LEASES
+from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
 from tests.support.operator_process import PATIENCE
 from tests.support.testbed.control_plane import ControlPlane
 
@@ -29,21 +29,21 @@ class Candidate:
     """A copy that would lead, and how its work goes."""
 
     def __init__(self, api: UserApi, namespace: str, identity: str, *, duration: int = 60) -> None:
-        self.leadership = Leadership(
+        self.elector = LeaderElector(
             api,
             LeaseSettings(
                 namespace=namespace,
                 name="lease",
                 identity=identity,
-                duration=duration,
-                renew_every=0.1,
-                give_up_after=1.0,
-                ask_every=0.05,
+                lease_duration=duration,
+                retry_period=0.1,
+                renew_deadline=1.0,
+                poll_period=0.05,
             ),
         )
         self.working = asyncio.Event()
         self.stopped = asyncio.Event()
-        self.task = asyncio.create_task(self.leadership.run(self._work))
+        self.task = asyncio.create_task(self.elector.run(self._work))
 
     async def _work(self) -> None:
         self.stopped.clear()
@@ -107,8 +107,8 @@ async def test_one_leads_and_who_gives_the_lease_back_is_followed_at_once(candid
     await first.end()
     await soon(second.working)  # long before the minute of the lease is over
     assert first.stopped.is_set()
-    assert not first.leadership.leads
-    assert second.leadership.leads
+    assert not first.elector.is_leader
+    assert second.elector.is_leader
 
 
 async def test_a_lease_that_nobody_renews_is_taken_when_its_time_is_over(candidates: Candidates) -> None:

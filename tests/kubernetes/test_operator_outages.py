@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.kube.cache import Cache
-from elastic_operator.kube.listing import Listings
-from elastic_operator.kube.resources import ELASTIC_JOBS, PODS
-from elastic_operator.kube.user_api import UserApi
-from elastic_operator.names import worker_selector
+from elastic_operator.api.constants import worker_selector
+from elastic_operator.client.user_api import UserApi
+from elastic_operator.kubernetes.informer import Informer
+from elastic_operator.kubernetes.kinds import DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS, PODS, SERVICES
+from elastic_operator.kubernetes.store import Store
 from tests.support.operator_place import Json, Place, conditions, holds, live, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.control_plane import ControlPlane
@@ -198,7 +198,7 @@ async def test_a_service_account_that_is_not_there_is_named_where_the_job_waits(
         await place.apply(template=template, etcd={"endpoint": etcd.endpoint})
         job = await place.job(lambda status: 'serviceaccount "trainer" not found' in waits_for(status))
         assert not holds(job["status"], "Invalid")
-        await place.told("Hindered", 'serviceaccount "trainer" not found; create it, or name another one')
+        await place.told("ResourcesBlocked", 'serviceaccount "trainer" not found; create it, or name another one')
         assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
         await place.kubectl("create", "serviceaccount", "trainer")
         await place.pods(3)
@@ -222,7 +222,7 @@ async def test_a_right_that_is_taken_from_it_and_given_back_is_told_and_used(
         await place.kubectl("delete", "rolebinding", "creates")
         await place.change(replicas=2)
         await place.job(lambda status: 'cannot create resource "pods"' in waits_for(status))
-        await place.told("Hindered", 'cannot create resource "pods"', "grant the operator its rights there")
+        await place.told("ResourcesBlocked", 'cannot create resource "pods"', "grant the operator its rights there")
         assert uids(await place.pods(1)) == uids(first), "what there is stays"
         assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
 
@@ -256,16 +256,17 @@ async def test_a_pod_whose_node_is_removed_is_replaced_and_nobody_is_charged(
 @pytest.mark.usefixtures("defined")
 async def test_a_listing_finds_what_is_there_and_misses_what_is_not(place: Place) -> None:
     changed: list[str] = []
-    cache = Cache(changed=changed.append)
-    listings = Listings(place.api, cache, namespaces=(place.namespace,))
+    store = Store(changed=changed.append)
+    informer = Informer(place.api, store, namespaces=(place.namespace,))
     job = await place.apply()
-    await listings.list_all()
-    assert listings.complete.is_set()
-    found = cache.job(f"{place.namespace}/digits")
+    for resource in (PODS, SERVICES, DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS):
+        await informer.list(resource, place.namespace)
+    assert informer.synced.is_set()
+    found = store.job(f"{place.namespace}/digits")
     assert found is not None
     assert found["metadata"]["uid"] == job["metadata"]["uid"]
 
     await place.api.delete(ELASTIC_JOBS, place.namespace, "digits")
-    await listings.list_all()
-    assert cache.keys == ()
+    await informer.list(ELASTIC_JOBS, place.namespace)
+    assert store.keys == ()
     assert changed == [f"{place.namespace}/digits"] * 2

@@ -15,23 +15,23 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator.crd import apply_defaults
-from elastic_operator.kube.disruption_budget import disruption_budget
-from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_service
-from elastic_operator.kube.resources import DEPLOYMENTS, DISRUPTION_BUDGETS, PODS, SERVICES
-from elastic_operator.kube.settings import PodSettings
-from elastic_operator.kube.worker_pod import worker_pod
-from elastic_operator.model import Job, NewPod
-from elastic_operator.names import pod_name
-from elastic_operator.pods import problem_of
-from elastic_operator.spec import ElasticJobSpec
+from elastic_operator.api.constants import pod_name
+from elastic_operator.api.spec import ElasticJobSpec
+from elastic_operator.api.validation import problem_of
+from elastic_operator.controller.model import Job, NewPod
+from elastic_operator.kubernetes.kinds import DEPLOYMENTS, DISRUPTION_BUDGETS, PODS, SERVICES
+from elastic_operator.manifest.crd import apply_defaults
+from elastic_operator.resources.etcd import etcd_deployment, etcd_service
+from elastic_operator.resources.pdb import disruption_budget
+from elastic_operator.resources.pod_settings import PodSettings
+from elastic_operator.resources.worker_pod import worker_pod
 from tests.support.builders import UID
-from torchelastic.contract import ResumeRecord, SizeRecord
+from torchelastic.protocol import ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kubernetes.kinds import Resource
     from tests.support.testbed.cluster import Cluster
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
@@ -57,7 +57,7 @@ def a_job(namespace: str, template: dict[str, Any], **spec: Any) -> Job:
 
 def its_pod(job: Job) -> dict[str, Any]:
     """The first pod of a job."""
-    size = SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas, generation=1, wanted=2)
+    size = SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas, generation=1, desired=2)
     new = NewPod(name=pod_name(job.name, job.uid, 0, ""), index=0, size=size)
     return worker_pod(job, new, SETTINGS, store="10.96.0.7:2379")
 

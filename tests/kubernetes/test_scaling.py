@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from elastic_operator.kube.resources import ELASTIC_JOBS, PODS, Resource
-from elastic_operator.kube.user_api import UserApi
+from elastic_operator.client.user_api import UserApi
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS, Resource
 from tests.support.cluster_user import job
 from tests.support.definitions import defined
 from tests.support.operator_place import Json, Place, index_of, uids
@@ -49,7 +49,7 @@ async def test_pods_that_go_are_the_highest_ones_and_save_side_by_side_while_the
     staying, *going = sorted(before, key=lambda name: index_of(before[name]))
     logs = [await user.prints(pod, "ready") for pod in going]
     await user.wait("elasticjob/saves", "jsonpath={.status.worldSize}=3")
-    epoch = (await user.get("elasticjob/saves"))["status"]["epoch"]
+    round = (await user.get("elasticjob/saves"))["status"]["round"]
 
     await user.kubectl("scale", "elasticjob/saves", "--replicas=1")
     for pod in going:
@@ -62,7 +62,7 @@ async def test_pods_that_go_are_the_highest_ones_and_save_side_by_side_while_the
 
     status = (await user.get("elasticjob/saves"))["status"]
     assert (status["restarts"], status["podFailures"]) == (0, 0)
-    assert status["epoch"] == epoch + 1, "one without both"
+    assert status["round"] == round + 1, "one without both"
     told = await user.events("saves")
     assert "scaled from 3 to 1 pod" in told
 
@@ -77,9 +77,9 @@ async def test_pods_that_are_not_ready_go_first(user: User) -> None:
     try:
         await user.node.kubectl("cordon", "node1")
         await user.kubectl("delete", "pod", min(first))
-        await user.sees("half", lambda status: status["ready"] == 1)
+        await user.sees("half", lambda status: status["readyReplicas"] == 1)
         await user.kubectl("scale", "elasticjob/half", "--replicas=1")
-        await user.sees("half", lambda status: (status["ready"], status["desired"]) == (1, 1))
+        await user.sees("half", lambda status: (status["readyReplicas"], status["desired"]) == (1, 1))
         assert list(await user.pods("half")) == [max(first)]
     finally:
         await user.node.kubectl("uncordon", "node1")

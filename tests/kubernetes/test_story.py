@@ -44,9 +44,9 @@ async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: 
     # What the pods have printed can still be read.
     printed = (await user.elasticjob("logs", "digits")).stdout
     assert re.search(r"test accuracy 0\.9\d\d", printed)
-    split = (await user.get("elasticjob/digits"))["status"]["timeSplit"]["seconds"]
+    split = (await user.get("elasticjob/digits"))["status"]["timeBreakdown"]["seconds"]
     assert split["training"] > split["restoring"] > 0
-    assert "asOf" in (await user.get("elasticjob/digits"))["status"]["timeSplit"]
+    assert "asOf" in (await user.get("elasticjob/digits"))["status"]["timeBreakdown"]
     page = (await user.elasticjob("report", "digits", "-o", "-")).stdout
     assert page.startswith("<!doctype html>")
     assert "Succeeded" in page
@@ -93,11 +93,11 @@ async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: Us
     assert "round" in (await user.kubectl("logs", victim, "-c", "worker")).stdout
 
     # etcd dies: nobody stops training, and changes are possible again once it is back.
-    epoch = (await user.get("elasticjob/rounds"))["status"]["epoch"]
+    round = (await user.get("elasticjob/rounds"))["status"]["round"]
     etcd = "-l=elastic.pytorch.org/job=rounds,elastic.pytorch.org/role=etcd"
     await user.kubectl("delete", "pod", etcd, "--grace-period=0", "--force")
     await user.wait("deployment/rounds-etcd", "condition=Available")
-    assert (await user.get("elasticjob/rounds"))["status"]["epoch"] == epoch
+    assert (await user.get("elasticjob/rounds"))["status"]["round"] == round
     await user.kubectl("scale", "elasticjob/rounds", "--replicas=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=1")
 

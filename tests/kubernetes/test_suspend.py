@@ -33,8 +33,8 @@ async def test_a_suspended_job_frees_all_and_goes_on_with_what_was_charged_to_it
     resting = (await user.get("elasticjob/rests"))["status"]
     assert resting["state"] == "Suspended"
     assert (resting["restarts"], resting["replicas"], resting["podFailures"]) == (1, 0, 0)
-    assert resting["epoch"] >= before["epoch"]
-    assert resting["timeSplit"]["seconds"]["training"] > 0
+    assert resting["round"] >= before["round"]
+    assert resting["timeBreakdown"]["seconds"]["training"] > 0
 
     # What the pods are made of may change now.
     template = {"metadata": {"labels": {"tier": "night"}}, "spec": UNPRIVILEGED}
@@ -45,15 +45,15 @@ async def test_a_suspended_job_frees_all_and_goes_on_with_what_was_charged_to_it
     (pod,) = (await user.pods("rests")).values()
     assert pod["metadata"]["labels"]["tier"] == "night"
     after = (await user.get("elasticjob/rests"))["status"]
-    assert after["epoch"] > resting["epoch"]
+    assert after["round"] > resting["round"]
     assert (after["restarts"], after["podFailures"]) == (1, 0)
 
     # The charge of before counts: there may be one failure, and this is the second.
     user.kill(pod, WAITS)
     await user.wait("elasticjob/rests", "condition=Failed")
     kept = json.loads((await user.get(report))["data"]["report.json"])
-    assert [epoch["number"] for epoch in kept["epochs"]] == list(range(1, kept["outcome"]["epoch"] + 1))
-    assert kept["split"] == (await user.get("elasticjob/rests"))["status"]["timeSplit"]
+    assert [round["number"] for round in kept["rounds"]] == list(range(1, kept["outcome"]["round"] + 1))
+    assert kept["timeBreakdown"] == (await user.get("elasticjob/rests"))["status"]["timeBreakdown"]
     assert await user.delete("rests") == []
 
 

@@ -56,7 +56,7 @@ async def test_two_nodes_train_together_and_succeed(line: list[str], program: Pa
     assert ranks == {f"[rank {rank}] rank {rank} is done" for rank in range(4)}
 
 
-async def test_a_killed_worker_restarts_the_epoch_on_all_nodes_and_is_named(
+async def test_a_killed_worker_restarts_the_round_on_all_nodes_and_is_named(
     line: list[str], program: Path, stop: Path
 ) -> None:
     async with (
@@ -67,8 +67,8 @@ async def test_a_killed_worker_restarts_the_epoch_on_all_nodes_and_is_named(
         await b.trains(world=2)
         os.kill(worker, signal.SIGKILL)
         for agent in (a, b):
-            await agent.said(r"epoch 2 rank \d of 2")
-            await agent.said(r"epoch 2: rank \d on \S+: .*SIGKILL")
+            await agent.said(r"round 2 rank \d of 2")
+            await agent.said(r"round 2: rank \d on \S+: .*SIGKILL")
         stop.touch()
         assert [await a.code(), await b.code()] == [0, 0]
 
@@ -84,7 +84,7 @@ async def test_when_an_agent_is_killed_its_workers_die_with_it_and_the_others_go
         workers = [await agent.trains(world=2) for agent in (a, b)]
         a.kill()
         await until_gone(workers[0])
-        await b.said("epoch 2: one died")
+        await b.said("round 2: one died")
         await b.trains(world=1)
         stop.touch()
         assert await b.code() == 0
@@ -102,14 +102,14 @@ async def test_an_agent_that_is_asked_to_go_says_so_and_the_others_go_on(
         a.kill(signal.SIGTERM)
         assert await a.code() == 143
         await until_gone(workers[0])
-        await b.said("epoch 2: one left")
+        await b.said("round 2: one left")
         await b.trains(world=1)
         stop.touch()
         assert await b.code() == 0
 
 
 async def test_a_third_node_is_taken_in_while_the_run_goes_on(line: list[str], program: Path, stop: Path) -> None:
-    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=joining_window=1,lease=1"]
+    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=1,lease=1"]
     async with AgentProcess(*nodes, program, stop) as a:
         await a.trains(world=1)
         async with AgentProcess(*nodes, program, stop) as b:
@@ -126,7 +126,7 @@ async def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it(
         "--rdzv-id=outage",
         "--local-addr=127.0.0.1",
         "--nnodes=1:2",
-        "--rdzv-conf=joining_window=1,lease=2",
+        "--rdzv-conf=last_call_timeout=1,lease=2",
     ]
     async with AgentProcess(*nodes, program, stop) as a:
         await a.trains(world=1)
@@ -137,7 +137,7 @@ async def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it(
             await asyncio.gather(a.trains(world=2), b.trains(world=2))
             stop.touch()
             assert [await a.code(), await b.code()] == [0, 0]
-    assert "epoch 3" not in a.output
+    assert "round 3" not in a.output
 
 
 async def test_a_program_that_fails_at_once_again_and_again_fails_the_run_with_its_own_exception(
@@ -153,7 +153,7 @@ async def test_a_program_that_fails_at_once_again_and_again_fails_the_run_with_i
     assert "failed 3 times in a row within 10 s of their start" in last
     message = json.loads(log.read_text())
     assert message["reason"] == "WorkerFailed"
-    assert "ValueError: the data are broken" in message["failure"]["t"]
+    assert "ValueError: the data are broken" in message["failure"]["message"]
 
 
 async def test_the_restart_budget_is_the_runs_own(line: list[str], tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ async def test_the_restart_budget_is_the_runs_own(line: list[str], tmp_path: Pat
         assert [await a.code(), await b.code()] == [1, 1]
     for agent in (a, b):
         assert "exit code 7; no restart is left of the 1 that it may have" in agent.lines[-1]
-        assert "epoch 2" in agent.output
-        assert "epoch 3" not in agent.output
+        assert "round 2" in agent.output
+        assert "round 3" not in agent.output
 
 
 async def test_a_finished_runs_id_does_not_block_the_next_run_of_that_id(
@@ -225,13 +225,13 @@ async def test_an_exit_code_that_is_declared_final_ends_the_run_at_once(line: li
     for agent in (a, b):
         assert "rank 1 on " in agent.lines[-1]
         assert "exit code 64; " in agent.lines[-1]
-        assert "epoch 2" not in agent.output
+        assert "round 2" not in agent.output
     failure = json.loads(log.read_text())["failure"]
-    assert (failure["x"], failure["z"]) == (64, True)
+    assert (failure["exit_code"], failure["non_retryable"]) == (64, True)
 
 
 FINAL = """
-from torchelastic.worker import NonRetryableException
+from torchelastic import NonRetryableException
 
 class NoSuchDataSet(NonRetryableException):
     def __init__(self, name):
@@ -271,8 +271,8 @@ async def test_an_exception_that_says_that_trying_again_is_no_use_ends_the_run(
     async with AgentProcess("--standalone", f"--start-method={method}", f"--termination-log={log}", program) as agent:
         assert await agent.code() == 1
     assert "NoSuchDataSet: there is no data set mnist" in agent.lines[-1]
-    assert "epoch 2" not in agent.output
-    assert json.loads(log.read_text())["failure"]["z"] is True
+    assert "round 2" not in agent.output
+    assert json.loads(log.read_text())["failure"]["non_retryable"] is True
 
 
 async def test_such_an_exception_that_is_caught_and_followed_by_another_one_is_none(tmp_path: Path) -> None:
@@ -283,23 +283,23 @@ async def test_such_an_exception_that_is_caught_and_followed_by_another_one_is_n
     async with AgentProcess("--standalone", "--max-restarts=1", "--start-method=exec", program) as agent:
         assert await agent.code() == 1
     assert "OSError: b" in agent.lines[-1]
-    assert "epoch 2" in agent.output
+    assert "round 2" in agent.output
 
 
 STANDS = """
 import json, multiprocessing, os, sys, time
 from pathlib import Path
-from torchelastic import worker
+import torchelastic as worker
 
 def ask(whose):
-    print(f"{whose}: {worker.epoch_stands(timeout=1)}", flush=True)
+    print(f"{whose}: {worker.round_stands(timeout=1)}", flush=True)
 
 if __name__ == "__main__":
     ask("worker")
     child = multiprocessing.get_context("spawn").Process(target=ask, args=("child",))
     child.start()
     child.join()
-    names = ("TORCHELASTIC_WORKER_CHANNEL", "TORCHELASTIC_EPOCH", "LOCAL_RANK")
+    names = ("TORCHELASTIC_WORKER_CHANNEL", "TORCHELASTIC_ROUND", "LOCAL_RANK")
     print(json.dumps({name: os.environ[name] for name in names}), os.getpid(), flush=True)
     while not (Path(sys.argv[1]) / "ask").exists():
         time.sleep(0.01)
@@ -308,18 +308,18 @@ if __name__ == "__main__":
     time.sleep(600)
 """
 
-ASK = "from torchelastic import worker; print(worker.epoch_stands())"
+ASK = "import torchelastic as worker; print(worker.round_stands())"
 
 
 async def _asked_with(environment: str) -> str:
-    """What a process is answered that has a worker's environment, but is none of its processes."""
+    """Return what a process is answered that has a worker's environment and was started by another process."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", ASK), env={**os.environ, **json.loads(environment)}, stdout=asyncio.subprocess.PIPE
     )
     return (await process.communicate())[0].decode().strip()
 
 
-async def test_an_epoch_stands_for_its_own_workers_until_it_ends(tmp_path: Path) -> None:
+async def test_an_round_stands_for_its_own_workers_until_it_ends(tmp_path: Path) -> None:
     program = tmp_path / "stands.py"
     program.write_text(STANDS)
     async with AgentProcess("--standalone", program, tmp_path, env={"TMPDIR": str(tmp_path)}) as agent:
@@ -327,12 +327,12 @@ async def test_an_epoch_stands_for_its_own_workers_until_it_ends(tmp_path: Path)
         await agent.said("child: True")
         first = await agent.said(r"(\{.*\}) (\d+)")
         os.kill(int(first[2]), signal.SIGKILL)
-        await agent.said("epoch 2: ")
+        await agent.said("round 2: ")
         seen = len(agent.lines)
         second = await agent.said(r"(\{.*\}) (\d+)", since=seen)
-        assert json.loads(second[1])["TORCHELASTIC_EPOCH"] == "2"
+        assert json.loads(second[1])["TORCHELASTIC_ROUND"] == "2"
         assert await _asked_with(first[1]) == "False"
-        assert await _asked_with(second[1]) == "False"
+        assert await _asked_with(second[1]) == "True"  # it has the environment of a worker of this round
         agent.kill(signal.SIGSTOP)
         (tmp_path / "ask").touch()
         await told(tmp_path / "asked")
@@ -342,7 +342,7 @@ async def test_an_epoch_stands_for_its_own_workers_until_it_ends(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("seconds", "cleaned"), [("60", True), ("0", False)])
-async def test_workers_of_an_epoch_that_failed_have_the_time_to_stop_that_was_given(
+async def test_workers_of_an_round_that_failed_have_the_time_to_stop_that_was_given(
     tmp_path: Path, seconds: str, cleaned: bool
 ) -> None:
     program = tmp_path / "stopping.py"
@@ -351,7 +351,7 @@ async def test_workers_of_an_epoch_that_failed_have_the_time_to_stop_that_was_gi
 import os, signal, sys, time
 from pathlib import Path
 here, rank = Path(sys.argv[1]), os.environ["RANK"]
-if os.environ["TORCHELASTIC_EPOCH"] == "2":
+if os.environ["TORCHELASTIC_ROUND"] == "2":
     sys.exit(0)
 if rank == "1":
     while not (here / "up").exists():
@@ -380,7 +380,7 @@ async def test_a_deep_folder_for_temporary_files_is_no_hindrance(tmp_path: Path)
     deep.mkdir(parents=True)
     program = tmp_path / "asking.py"
     program.write_text(
-        "from torchelastic import worker\nworker.ask_for_notice(5)\nprint('stands:', worker.epoch_stands())\n"
+        "import torchelastic as worker\nworker.ask_for_notice(5)\nprint('stands:', worker.round_stands())\n"
     )
     async with AgentProcess("--standalone", program, env={"TMPDIR": str(deep)}) as agent:
         assert await agent.code() == 0

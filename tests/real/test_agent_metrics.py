@@ -17,8 +17,8 @@ from tests.support.crew import eventually
 from tests.support.launchers import Launcher, script
 from tests.support.measured import Measured
 from tests.support.scraping import Page, check_conventions, scraped_text
-from torchelastic.contract import Env
-from torchelastic.metrics.platform_names import OPERATIONS
+from torchelastic.metrics.series import OPERATIONS
+from torchelastic.protocol import Env
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-SAYS_ITS_EPOCH = """
-epoch = os.environ["TORCHELASTIC_EPOCH"]
-print(f"epoch {epoch} pid {os.getpid()}", flush=True)
+SAYS_ITS_ROUND = """
+round = os.environ["TORCHELASTIC_ROUND"]
+print(f"round {round} pid {os.getpid()}", flush=True)
 """
 MEASURES = """
 from torchelastic import metrics
@@ -63,13 +63,13 @@ def requests(page: Page, outcome: str) -> dict[str, float]:
     return {dict(labels)["request"]: count for (_, labels), count in counts if ("outcome", outcome) in labels}
 
 
-async def killed(measured: Measured, epoch: int) -> None:
-    """End a worker of the epoch as nobody should."""
-    os.kill(int((await measured.agent.said(rf"epoch {epoch} pid (\d+)"))[1]), signal.SIGKILL)
+async def killed(measured: Measured, round: int) -> None:
+    """End a worker of the round as nobody should."""
+    os.kill(int((await measured.agent.said(rf"round {round} pid (\d+)"))[1]), signal.SIGKILL)
 
 
 async def test_what_the_agent_does_is_measured_under_torchelastics_names(tmp_path: Path) -> None:
-    measured = Measured(tmp_path, SAYS_ITS_EPOCH, "--nproc-per-node=2", env={Env.JOB: "team/digits"})
+    measured = Measured(tmp_path, SAYS_ITS_ROUND, "--nproc-per-node=2", env={Env.JOB: "team/digits"})
     async with measured.agent:
         first = await measured.until(lambda page: ("initialize_workers", "success") in operations(page))
         await killed(measured, 1)
@@ -97,9 +97,9 @@ async def test_an_agent_that_serves_on_any_free_port_says_on_which(tmp_path: Pat
 
 
 async def test_on_a_port_that_was_given_nothing_is_said_of_it(tmp_path: Path) -> None:
-    measured = Measured(tmp_path, SAYS_ITS_EPOCH)
+    measured = Measured(tmp_path, SAYS_ITS_ROUND)
     async with measured.agent:
-        await measured.after("epoch 1 pid")
+        await measured.after("round 1 pid")
         assert "serving /metrics" not in measured.agent.output
 
 
@@ -114,7 +114,7 @@ async def test_the_handler_of_a_program_that_runs_an_agent_is_told_what_is_docum
                 told.append(metric_data.name)
 
         def train():
-            if os.environ["TORCHELASTIC_EPOCH"] == "1":
+            if os.environ["TORCHELASTIC_ROUND"] == "1":
                 sys.exit(3)
 
         if __name__ == "__main__":
@@ -131,11 +131,13 @@ async def test_the_handler_of_a_program_that_runs_an_agent_is_told_what_is_docum
 
 
 async def test_the_page_is_well_formed_in_both_formats_and_keeps_to_prometheus_conventions(tmp_path: Path) -> None:
-    measured = Measured(tmp_path, MEASURES + SAYS_ITS_EPOCH, "--nproc-per-node=2")
+    measured = Measured(tmp_path, MEASURES + SAYS_ITS_ROUND, "--nproc-per-node=2")
     async with measured.agent:
-        await measured.after("epoch 1 pid", count=2)
+        await measured.after("round 1 pid", count=2)
         await killed(measured, 1)
-        await measured.after("epoch 2 pid", count=2)
+        await measured.after("round 2 pid", count=2)
+        # The recovery is measured when all workers have started.
+        await measured.until(lambda page: any("_recovery_duration_seconds" in name for name, _ in page.samples))
         plain = await measured.text()
         openmetrics = await measured.text("application/openmetrics-text;version=1.0.0")
     check_conventions(parse_text(plain), openmetrics=False)
@@ -177,11 +179,11 @@ async def test_an_agent_without_its_store_and_with_failing_workers_still_answers
 ) -> None:
     async with kind.server(tmp_path) as server:
         flags = (f"--rdzv-backend=etcd-v{kind.api}", "--rdzv-id=digits", "--nnodes=1")
-        measured = Measured(tmp_path, SAYS_ITS_EPOCH, *flags, endpoint=server.endpoint)
+        measured = Measured(tmp_path, SAYS_ITS_ROUND, *flags, endpoint=server.endpoint)
         async with measured.agent:
-            before = await measured.after("epoch 1 pid")
+            before = await measured.after("round 1 pid")
             assert before.job == ("", "digits")
-            assert {"get", "list", "put", "swap", "grant", "watch"} <= requests(before, "success").keys()
+            assert {"get", "list", "put", "compare_and_swap", "grant", "watch"} <= requests(before, "success").keys()
             assert requests(before, "failure") == {}
             await measured.until(lambda page: requests(page, "success").get("keep_alive"))
 
@@ -192,14 +194,14 @@ async def test_an_agent_without_its_store_and_with_failing_workers_still_answers
             await measured.until(
                 lambda page: (
                     page.value("torchelastic_worker_state", state="unhealthy", **role) == 1
-                    or page.value("torchelastic_epoch") == 2
+                    or page.value("torchelastic_round") == 2
                 )
             )
 
             await server.start()
             after = await measured.until(
                 lambda page: (
-                    page.value("torchelastic_epoch") == 2
+                    page.value("torchelastic_round") == 2
                     and page.value("torchelastic_worker_state", state="healthy", **role) == 1
                 )
             )

@@ -35,7 +35,7 @@ async def test_agents_train_on_v2_lose_one_of_them_and_its_etcd_and_succeed(tmp_
         ):
             await asyncio.gather(a.trains(world=2), b.trains(world=2))
             a.kill()
-            await b.said("epoch 2: one died")
+            await b.said("round 2: one died")
             await b.trains(world=1)
             await server.kill()
             await b.said("lost sight of")
@@ -44,7 +44,7 @@ async def test_agents_train_on_v2_lose_one_of_them_and_its_etcd_and_succeed(tmp_
                 await asyncio.gather(b.trains(world=2, since=len(b.lines)), c.trains(world=2))
                 stop.touch()
                 assert [await b.code(), await c.code()] == [0, 0]
-        assert "epoch 4" not in b.output
+        assert "round 4" not in b.output
 
 
 async def test_an_etcd_without_v2_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -55,6 +55,7 @@ async def test_an_etcd_without_v2_is_refused_with_what_to_do(tmp_path: Path) -> 
         async with AgentProcess("--rdzv-backend=etcd-v2", place, "--rdzv-id=x", "--nnodes=2", program) as agent:
             assert await agent.code() == 5
     assert (
-        f"{server.endpoint} is no etcd, or one without its API v2 (--enable-v2=true, until etcd 3.5)" in agent.lines[-1]
+        f"{server.endpoint} is not etcd, or etcd without its API v2 (--enable-v2=true, until etcd 3.5)"
+        in agent.lines[-1]
     )
     assert "Traceback" not in agent.output

@@ -14,7 +14,7 @@ import pytest
 from tests.support.agents import AgentProcess
 from tests.support.ports import descendants, free_range, listening
 from tests.support.puppets import Stage
-from torchelastic.contract import EpochRecord, NodeRecord, ResumeRecord, decode, decode_epoch, encode
+from torchelastic.protocol import NodeRecord, ResumeRecord, RoundRecord, decode, decode_state, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,18 +25,20 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-PATIENT = "--rdzv-conf=early_failures=100"
+PATIENT = "--rdzv-conf=crash_loop_limit=100"
 
 
-def epoch_of(state: Mapping[str, Entry], stage: Stage) -> EpochRecord:
-    return decode_epoch(state[stage.keys.epoch].value)
+def round_of(state: Mapping[str, Entry], stage: Stage) -> RoundRecord:
+    round = decode_state(state[stage.keys.state].value).round
+    assert round is not None
+    return round
 
 
-async def standing(stage: Stage, number: int) -> EpochRecord:
-    """The epoch of this number, as it stands in etcd."""
+async def standing(stage: Stage, number: int) -> RoundRecord:
+    """The round of this number, as it stands in etcd."""
     keys = stage.keys
-    return epoch_of(
-        await stage.until(lambda state: keys.epoch in state and epoch_of(state, stage).number == number), stage
+    return round_of(
+        await stage.until(lambda state: keys.state in state and round_of(state, stage).number == number), stage
     )
 
 
@@ -45,13 +47,13 @@ async def test_exit_codes_and_signals_that_are_declared_free_are_charged_to_nobo
 ) -> None:
     flags = ("--nproc-per-node=2", "--max-restarts=0", "--free-exit-codes=70-79,137", "--final-exit-codes=3", PATIENT)
     async with Stage(tmp_path, etcd) as stage, stage.agent("one", *flags) as agent:
-        [first, _] = await stage.epoch(1, world=2)
+        [first, _] = await stage.round(1, world=2)
         first.tell("import os; os._exit(75)")
-        [_, second] = await stage.epoch(2, world=2)
+        [_, second] = await stage.round(2, world=2)
         second.tell(f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})")
-        workers = await stage.epoch(3, world=2)
+        workers = await stage.round(3, world=2)
         record = await standing(stage, 3)
-        assert (record.restarts, record.free) == (0, 2)
+        assert (record.restarts, record.uncharged_restarts) == (0, 2)
         assert record.cause == "rank 1 on one: killed by SIGKILL"
         assert [worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers] == ["0", "0"]
         workers[0].tell("import os; os._exit(3)")
@@ -71,18 +73,18 @@ async def test_agents_listen_within_their_range_of_ports_only_and_say_so_where_i
     ):
         stores = []
         for number in range(1, 4):
-            workers = await stage.epoch(number, world=2)
+            workers = await stage.round(number, world=2)
             record = await standing(stage, number)
-            # Two of them have linked to each other and said what they offer to the next epoch.
+            # Two of them have linked to each other and said what they offer to the next round.
             state = await stage.until(lambda state, number=number: knowing(state, stage, number) == 2)
             told = [port for node in nodes(state, stage) for port in (node.link, node.store)]
             stores.append(int(record.store.rpartition(":")[2]))
             open_ports = listening(descendants([one.pid, two.pid]))
             assert {*told, stores[-1]} <= open_ports
             assert all(ports.first <= port <= ports.last for port in open_ports)
-            workers[0].tell("raise ValueError('another epoch')")
+            workers[0].tell("raise ValueError('another round')")
         assert all(before != after for before, after in itertools.pairwise(stores))
-        await stage.epoch(4, world=2)
+        await stage.round(4, world=2)
 
     with contextlib.ExitStack() as stack:
         for port in ports.after(0):
@@ -92,10 +94,10 @@ async def test_agents_listen_within_their_range_of_ports_only_and_say_so_where_i
             assert f"No port of --port-range {ports} is free on this node: give it a wider range" in late.lines[-1]
 
 
-async def test_a_run_that_was_suspended_goes_on_with_its_next_epoch_and_with_what_was_charged(
+async def test_a_run_that_was_suspended_goes_on_with_its_next_round_and_with_what_was_charged(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    known = encode(ResumeRecord(epoch=7, restarts=2, free=5)).decode()
+    known = encode(ResumeRecord(round=7, restarts=2, uncharged_restarts=5)).decode()
     env = {"TORCHELASTIC_RESUME": known, "TORCHELASTIC_UNIQUE_RUN": "1"}
     flags = ("--nnodes=2", "--max-restarts=3", PATIENT)
     async with (
@@ -103,12 +105,12 @@ async def test_a_run_that_was_suspended_goes_on_with_its_next_epoch_and_with_wha
         stage.agent("one", *flags, env=env) as one,
         stage.agent("two", *flags, env=env) as two,
     ):
-        workers = await stage.epoch(8, world=2)
+        workers = await stage.round(8, world=2)
         record = await standing(stage, 8)
-        assert (record.restarts, record.free) == (2, 6)
+        assert (record.restarts, record.uncharged_restarts) == (2, 6)
         assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers} == {"2"}
         workers[0].tell("raise ValueError('the third')")
-        workers = await stage.epoch(9, world=2)
+        workers = await stage.round(9, world=2)
         workers[1].tell("raise ValueError('the fourth')")
         assert (await one.code(), await two.code()) == (1, 1)
         assert "the fourth (order.py:1); no restart is left of the 3 that it may have" in one.lines[-1]
@@ -116,12 +118,12 @@ async def test_a_run_that_was_suspended_goes_on_with_its_next_epoch_and_with_wha
 
 async def test_what_was_known_of_a_run_and_cannot_be_read_is_bad_input(tmp_path: Path) -> None:
     last_words = tmp_path / "last-words"
-    env = {"TORCHELASTIC_RESUME": '{"e":"seven"}', "TORCHELASTIC_TERMINATION_LOG": str(last_words)}
+    env = {"TORCHELASTIC_RESUME": '{"round":"seven"}', "TORCHELASTIC_TERMINATION_LOG": str(last_words)}
     async with AgentProcess("--standalone", __file__, env=env) as agent:
         assert await agent.code() == 2
     said = json.loads(last_words.read_text())
     assert said["reason"] == "BadInput"
-    assert said["message"].startswith('TORCHELASTIC_RESUME={"e":"seven"}: this is not a ResumeRecord')
+    assert said["message"].startswith('TORCHELASTIC_RESUME={"round":"seven"}: this is not a ResumeRecord')
 
 
 # -- looking from outside
@@ -132,5 +134,5 @@ def nodes(state: Mapping[str, Entry], stage: Stage) -> list[NodeRecord]:
 
 
 def knowing(state: Mapping[str, Entry], stage: Stage, number: int) -> int:
-    """How many nodes have heard of an epoch."""
-    return sum(node.epoch == number for node in nodes(state, stage))
+    """How many nodes have heard of a round."""
+    return sum(node.round == number for node in nodes(state, stage))

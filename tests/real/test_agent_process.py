@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.crew import eventually, told
-from torchelastic.agent.process_table import read_table
+from torchelastic.agent.workers.linux import read_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +91,7 @@ async def test_an_agent_that_is_started_with_closed_streams_mixes_up_nothing(tmp
         assert await agent.code() == 0
 
 
-async def test_an_agent_that_is_asked_to_go_does_not_give_its_workers_the_time_of_a_failed_epoch_first(
+async def test_an_agent_that_is_asked_to_go_does_not_give_its_workers_the_time_of_a_failed_round_first(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "stubborn.py"

@@ -23,11 +23,11 @@ WHOSE = 'job_namespace="team",elasticjob="digits"'
 OF_THE_JOB = {"job_namespace": "team", "elasticjob": "digits"}
 HEALTHY = {
     "elastic_operator_queue_depth": "0x200",
-    "elastic_operator_leads": "1x200",
+    "elastic_operator_leader": "1x200",
     "elastic_operator_elasticjobs": "1x200",
-    'elastic_operator_reconciles_total{result="done"}': "0+1x200",
-    'elastic_operator_reconciles_total{result="failed"}': "0x200",
-    'elastic_operator_reconciles_total{result="defect"}': "0x200",
+    'elastic_operator_reconciles_total{result="success"}': "0+1x200",
+    'elastic_operator_reconciles_total{result="error"}': "0x200",
+    'elastic_operator_reconciles_total{result="panic"}': "0x200",
     f"elastic_operator_job_desired_pods{{{WHOSE}}}": "2x200",
     f"elastic_operator_job_ready_pods{{{WHOSE}}}": "2x200",
     f"elastic_operator_job_min_pods{{{WHOSE}}}": "1x200",
@@ -47,7 +47,7 @@ HEALTHY = {
             "StoreUnreachable": "0x200",
         }.items()
     },
-    f"torchelastic_epoch{{{WHOSE}}}": "1x200",
+    f"torchelastic_round{{{WHOSE}}}": "1x200",
     f"torchelastic_world_size{{{WHOSE}}}": "4x200",
     f'torchelastic_job_seconds_total{{{WHOSE},state="training"}}': "0+60x200",
     f'torchelastic_job_seconds_total{{{WHOSE},state="waiting"}}': "30x200",
@@ -290,20 +290,20 @@ STORIES = (
     Story(
         "ElasticJobNotScraped",
         "nothing is scraped",
-        {f"torchelastic_epoch{{{WHOSE}}}": NONE},
+        {f"torchelastic_round{{{WHOSE}}}": NONE},
         quiet=(10,),
         fires=(20,),
     ),
     Story(
         "ElasticJobNotScraped",
         "nothing runs that could be",
-        {f"torchelastic_epoch{{{WHOSE}}}": NONE} | condition("Running", "0x200"),
+        {f"torchelastic_round{{{WHOSE}}}": NONE} | condition("Running", "0x200"),
         quiet=(60,),
     ),
     Story(
         "ElasticOperatorDown",
         "it is gone",
-        {"elastic_operator_queue_depth": "0x9 _x190", "elastic_operator_leads": "1x9 _x190"},
+        {"elastic_operator_queue_depth": "0x9 _x190", "elastic_operator_leader": "1x9 _x190"},
         quiet=(9, 13),
         fires=(25,),
         about={},
@@ -311,7 +311,7 @@ STORIES = (
     Story(
         "ElasticOperatorDown",
         "no copy gets the Lease",
-        {"elastic_operator_leads": "1x9 0x190"},
+        {"elastic_operator_leader": "1x9 0x190"},
         quiet=(9, 13),
         fires=(25,),
         about={},
@@ -319,15 +319,15 @@ STORIES = (
     Story(
         "ElasticOperatorDown",
         "it is replaced",
-        {"elastic_operator_queue_depth": "0x9 _x3 0x180", "elastic_operator_leads": "1x9 0x3 1x180"},
+        {"elastic_operator_queue_depth": "0x9 _x3 0x180", "elastic_operator_leader": "1x9 0x3 1x180"},
         quiet=(11, 13, 25),
     ),
     Story(
         "ElasticOperatorDown",
         "it runs, and may not list what there is",
         {name: NONE for name in HEALTHY if name.startswith("elastic_operator_job_")}
-        | {"elastic_operator_leads": "0x200", "elastic_operator_elasticjobs": "0x200"}
-        | reconciled(done="0x200"),
+        | {"elastic_operator_leader": "0x200", "elastic_operator_elasticjobs": "0x200"}
+        | reconciled(success="0x200"),
         quiet=(3,),
         fires=(7, 180),
         about={},
@@ -335,13 +335,13 @@ STORIES = (
     Story(
         "ElasticOperatorDown",
         "it is new, and takes four minutes to list what there is",
-        {"elastic_operator_queue_depth": "0x200", "elastic_operator_leads": "0x4 1x190"},
+        {"elastic_operator_queue_depth": "0x200", "elastic_operator_leader": "0x4 1x190"},
         quiet=(3, 6, 25),
     ),
     Story(
         "ElasticOperatorNotReconciling",
         "no look at a job ends",
-        reconciled(done="0+1x20 20x180"),
+        reconciled(success="0+1x20 20x180"),
         quiet=(20, 30),
         fires=(45,),
         about={},
@@ -349,7 +349,7 @@ STORIES = (
     Story(
         "ElasticOperatorNotReconciling",
         "most looks at jobs fail",
-        reconciled(done="0+1x200", failed="0x20 0+3x180") | {"elastic_operator_elasticjobs": "4x200"},
+        reconciled(success="0+1x200", error="0x20 0+3x180") | {"elastic_operator_elasticjobs": "4x200"},
         quiet=(20,),
         fires=(45,),
         about={},
@@ -357,7 +357,7 @@ STORIES = (
     Story(
         "ElasticOperatorNotReconciling",
         "all looks at jobs fail",
-        reconciled(done="0+1x20 20x180", failed="0x20 0+1x180") | {"elastic_operator_elasticjobs": "2x200"},
+        reconciled(success="0+1x20 20x180", error="0x20 0+1x180") | {"elastic_operator_elasticjobs": "2x200"},
         quiet=(20,),
         fires=(60,),
         about={},
@@ -365,33 +365,33 @@ STORIES = (
     Story(
         "ElasticOperatorNotReconciling",
         "looks at one of three idle jobs fail",
-        reconciled(done="0x4 1x4 3x4 3x4 5x4 7x4 7x4 9x4 11x4 11x4 13x4 15x100", failed="0+1x200")
+        reconciled(success="0x4 1x4 3x4 3x4 5x4 7x4 7x4 9x4 11x4 11x4 13x4 15x100", error="0+1x200")
         | {"elastic_operator_elasticjobs": "3x200"},
         quiet=(20, 30, 45),
     ),
     Story(
         "ElasticOperatorNotReconciling",
         "looks at one of two idle jobs fail",
-        reconciled(done="0x4 1x4 2x4 3x4 4x4 5x4 6x4 7x4 8x4 9x4 10x4 11x100", failed="0 1 2 3 4 5+1.2x195")
+        reconciled(success="0x4 1x4 2x4 3x4 4x4 5x4 6x4 7x4 8x4 9x4 10x4 11x100", error="0 1 2 3 4 5+1.2x195")
         | {"elastic_operator_elasticjobs": "2x200"},
         quiet=(20, 30, 45),
     ),
     Story(
         "ElasticOperatorNotReconciling",
         "looks at the only job fail",
-        reconciled(done="0+1x20 20x180", failed="0x20 0+1x180"),
+        reconciled(success="0+1x20 20x180", error="0x20 0+1x180"),
         quiet=(20, 45, 90),
     ),
     Story(
         "ElasticOperatorNotReconciling",
         "there are no jobs",
-        reconciled(done="0x200") | {"elastic_operator_elasticjobs": "0x200"},
+        reconciled(success="0x200") | {"elastic_operator_elasticjobs": "0x200"},
         quiet=(45,),
     ),
     Story(
         "ElasticOperatorNotReconciling",
         "some looks at jobs fail",
-        reconciled(done="0+3x200", failed="0+1x200"),
+        reconciled(success="0+3x200", error="0+1x200"),
         quiet=(45,),
     ),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.puppets import Stage
-from torchelastic.contract import Env, SizeRecord, encode
+from torchelastic.protocol import Env, SizeRecord, encode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-NO_TIMERS = "--rdzv-conf=joining_window=3600,lease=3600,gather=3600"
+NO_TIMERS = "--rdzv-conf=last_call_timeout=3600,lease=3600,join_debounce=3600"
 
 ASKS = """
     import torchelastic
@@ -49,26 +49,26 @@ HEEDS_NOTHING = """
 async def test_before_a_job_is_made_smaller_all_that_asked_for_it_have_time_to_save(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    env = {Env.SIZE: encode(SizeRecord(min=1, max=2, wanted=2)).decode()}
+    env = {Env.SIZE: encode(SizeRecord(min=1, max=2, desired=2)).decode()}
     async with (
         Stage(tmp_path, etcd) as stage,
         stage.agent("one", NO_TIMERS, "--notice=600", env=env) as one,
         stage.agent("two", NO_TIMERS, "--notice=600", env=env) as two,
     ):
-        staying, going = await stage.epoch(1, world=2)
+        staying, going = await stage.round(1, world=2)
         for worker in (staying, going):
             await worker.does(ASKS)
         store = await stage.store()
-        await store.put(stage.keys.size, encode(SizeRecord(min=1, max=2, wanted=1, generation=1)))
+        await store.put(stage.keys.size, encode(SizeRecord(min=1, max=2, desired=1, generation=1)))
         await store.close()
         for worker in (staying, going):
             [reason, cause] = await worker.does(IS_TOLD)
             assert (reason, cause) == ("resized", f"{going.node} is taken away")
         going.tell(ANSWERS)
-        assert await staying.does("answer = torchelastic.epoch_stands()"), "one has not answered yet"
-        assert stage.epochs == {1}
+        assert await staying.does("answer = torchelastic.round_stands()"), "one has not answered yet"
+        assert stage.rounds == {1}
         staying.tell(ANSWERS)
-        [alone] = await stage.epoch(2, world=1)
+        [alone] = await stage.round(2, world=1)
         assert (alone.node, alone.env["TORCHELASTIC_RESTART_COUNT"]) == (staying.node, "0")
         alone.tell("raise SystemExit(0)")
         assert [await one.code(), await two.code()] == [0, 0]
@@ -85,11 +85,11 @@ async def test_workers_of_a_node_that_leaves_have_the_grace_to_end_by_themselves
         stage.agent("two", *flags) as two,
     ):
         agents = {"one": one, "two": two}
-        staying, going = await stage.epoch(1, world=2)
+        staying, going = await stage.round(1, world=2)
         await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved)))
         agents[going.node].kill(signal.SIGTERM)
         # The others do not wait for that.
-        [alone] = await stage.epoch(2, world=1)
+        [alone] = await stage.round(2, world=1)
         assert await agents[going.node].code() == 143
         assert saved.read_text() == "all of it"
         alone.tell("raise SystemExit(0)")
@@ -100,7 +100,7 @@ async def test_workers_of_a_node_that_is_taken_away_have_the_grace_before_it_is_
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     """Who changes the size writes it first, and only then tells the agents that go."""
-    env = {Env.SIZE: encode(SizeRecord(min=1, max=2, wanted=2)).decode()}
+    env = {Env.SIZE: encode(SizeRecord(min=1, max=2, desired=2)).decode()}
     flags = (NO_TIMERS, "--stop-grace=60")
     saved = tmp_path / "saved"
     async with (
@@ -109,13 +109,13 @@ async def test_workers_of_a_node_that_is_taken_away_have_the_grace_before_it_is_
         stage.agent("two", *flags, env=env) as two,
     ):
         agents = {"one": one, "two": two}
-        staying, going = await stage.epoch(1, world=2)
+        staying, going = await stage.round(1, world=2)
         await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved)))
         store = await stage.store()
-        size = SizeRecord(min=1, max=2, wanted=1, generation=1, going=(going.node,))
+        size = SizeRecord(min=1, max=2, desired=1, generation=1, draining=(going.node,))
         await store.put(stage.keys.size, encode(size))
         await store.close()
-        [alone] = await stage.epoch(2, world=1)
+        [alone] = await stage.round(2, world=1)
         agents[going.node].kill(signal.SIGTERM)
         assert await agents[going.node].code() == 143
         assert saved.read_text() == "all of it"
@@ -131,7 +131,7 @@ async def test_what_does_not_heed_it_is_killed_when_the_grace_is_over_or_at_a_se
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", f"--stop-grace={grace}") as agent,
     ):
-        [worker] = await stage.epoch(1, world=1)
+        [worker] = await stage.round(1, world=1)
         await worker.does(HEEDS_NOTHING)
         agent.kill(signal.SIGTERM)
         await agent.said(r"\[rank 0\] asked to end")
@@ -152,12 +152,12 @@ async def test_nodes_beyond_the_maximum_wait_where_no_size_is_wanted_and_take_ov
         stage.agent("three", *flags) as three,
     ):
         agents = {"one": one, "two": two, "three": three}
-        first = await stage.epoch(1, world=2)
+        first = await stage.round(1, world=2)
         [spare] = agents.keys() - {worker.node for worker in first}
         await agents[spare].said("waiting as a spare")
         assert [await worker.does("answer = 'alive'") for worker in first] == ["alive"] * 2
         agents[first[0].node].kill()
-        second = await stage.epoch(2, world=2)
+        second = await stage.round(2, world=2)
         assert [worker.node for worker in second] == [first[1].node, spare]
         for worker in second:
             worker.tell("raise SystemExit(0)")

@@ -1,4 +1,4 @@
-"""A worker's environment: the documented variables, equal on all ranks where they come from the epoch."""
+"""A worker's environment: the documented variables, equal on all ranks where they come from the round."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-OF_THE_EPOCH = {
+OF_THE_ROUND = {
     "GROUP_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "OMP_NUM_THREADS",
     "ROLE_NAME",
     "ROLE_WORLD_SIZE",
-    "TORCHELASTIC_EPOCH",
+    "TORCHELASTIC_ROUND",
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID",
@@ -36,12 +36,12 @@ OF_THE_EPOCH = {
 
 
 def equal_on_all(workers: Sequence[Puppet]) -> dict[str, str]:
-    """What comes from the epoch, which no two workers may see differently."""
-    [values] = {tuple(sorted((name, worker.env[name]) for name in OF_THE_EPOCH)) for worker in workers}
+    """What comes from the round, which no two workers may see differently."""
+    [values] = {tuple(sorted((name, worker.env[name]) for name in OF_THE_ROUND)) for worker in workers}
     return dict(values)
 
 
-async def test_the_environment_is_the_documented_one_and_equal_on_all_ranks_where_it_comes_from_the_epoch(
+async def test_the_environment_is_the_documented_one_and_equal_on_all_ranks_where_it_comes_from_the_round(
     tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -51,7 +51,7 @@ async def test_the_environment_is_the_documented_one_and_equal_on_all_ranks_wher
         stage.agent("one", *flags, "--local-addr=127.0.0.2") as one,
         stage.agent("two", *flags, "--local-addr=127.0.0.3") as two,
     ):
-        workers = await stage.epoch(1, world=4)
+        workers = await stage.round(1, world=4)
         shared = equal_on_all(workers)
         assert shared.pop("MASTER_ADDR") in {"127.0.0.2", "127.0.0.3"}
         port = shared.pop("MASTER_PORT")
@@ -60,7 +60,7 @@ async def test_the_environment_is_the_documented_one_and_equal_on_all_ranks_wher
             "OMP_NUM_THREADS": "1",
             "ROLE_NAME": "trainer",
             "ROLE_WORLD_SIZE": "4",
-            "TORCHELASTIC_EPOCH": "1",
+            "TORCHELASTIC_ROUND": "1",
             "TORCHELASTIC_MAX_RESTARTS": "5",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": stage.run_id,
@@ -77,9 +77,9 @@ async def test_the_environment_is_the_documented_one_and_equal_on_all_ranks_wher
         assert len({worker.env["TORCHELASTIC_ERROR_FILE"] for worker in workers}) == 4
 
         workers[3].tell("raise SystemExit(7)")
-        workers = await stage.epoch(2, world=4)
+        workers = await stage.round(2, world=4)
         shared = equal_on_all(workers)
-        assert (shared["TORCHELASTIC_EPOCH"], shared["TORCHELASTIC_RESTART_COUNT"]) == ("2", "1")
+        assert (shared["TORCHELASTIC_ROUND"], shared["TORCHELASTIC_RESTART_COUNT"]) == ("2", "1")
         assert shared["MASTER_PORT"] != port
         address = (shared["MASTER_ADDR"], int(shared["MASTER_PORT"]))
         reached = f"import socket; socket.create_connection({address}).close(); answer = True"
@@ -117,14 +117,14 @@ async def test_the_address_of_a_node_has_gloo_and_nccl_use_its_interface_unless_
 
 
 async def test_nodes_of_one_place_have_neighbouring_ranks(tmp_path: Path, etcd: EtcdServer) -> None:
-    flags = ("--nnodes=3", "--rdzv-conf=joining_window=3600")
+    flags = ("--nnodes=3", "--rdzv-conf=last_call_timeout=3600")
     async with Stage(tmp_path, etcd) as stage, stage.agent("left-1", *flags, "--place=left") as left:
         # They come one after the other, so that they would have another order without their places.
         await left.said(r"1 node \(left-1\) ")
         async with stage.agent("right", *flags, "--place=right") as right:
             await left.said("2 nodes ")
             async with stage.agent("left-2", *flags, "--place=left") as other:
-                workers = await stage.epoch(1, world=3)
+                workers = await stage.round(1, world=3)
                 assert [worker.node for worker in workers] == ["left-1", "left-2", "right"]
                 for worker in workers:
                     worker.tell("raise SystemExit(0)")

@@ -61,20 +61,20 @@ def words(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
 async def test_training_never_stops_for_etcd_and_agents_neither_hammer_it_nor_complain_all_the_time(
     tmp_path: Path, own_etcd: EtcdServer
 ) -> None:
-    flags = ("--nnodes=1:3", f"--rdzv-conf=joining_window=1,lease={LEASE:g}")
+    flags = ("--nnodes=1:3", f"--rdzv-conf=last_call_timeout=1,lease={LEASE:g}")
     port = int(own_etcd.endpoint.rpartition(":")[2])
     async with (
         Stage(tmp_path, own_etcd) as stage,
         stage.agent("a", *flags) as a,
         stage.agent("b", *flags) as b,
     ):
-        workers = await stage.epoch(1, world=2)
+        workers = await stage.round(1, world=2)
         await asyncio.gather(*(worker.does(TRAINING) for worker in workers))
 
         with own_etcd.paused():
             await asyncio.sleep(2.5 * LEASE)  # the passing of the leases' time is what this is about
             await train_on(workers)
-        assert stage.epochs == {1}
+        assert stage.rounds == {1}
 
         heard = {agent.pid: len(agent.lines) for agent in (a, b)}
         await own_etcd.kill()
@@ -91,13 +91,13 @@ async def test_training_never_stops_for_etcd_and_agents_neither_hammer_it_nor_co
         own_etcd.wipe()
         await own_etcd.start()
         async with stage.agent("c", *flags) as c:
-            grown = await stage.epoch(2, world=3)
+            grown = await stage.round(2, world=3)
             assert [worker.node for worker in grown] == [*(worker.node for worker in workers), "c"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in grown} == {"0"}
             for worker in grown:
                 worker.tell("raise SystemExit(0)")
             assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
-        assert stage.epochs == {1, 2}
+        assert stage.rounds == {1, 2}
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ async def test_several_servers_certificates_a_user_and_a_password_are_given_on_t
     place = f"--rdzv-endpoint=127.0.0.1:1,{server.endpoint}"
     async with Stage(tmp_path, server) as stage:
         async with stage.agent("a", place, "--nnodes=1:1", f"{conf}s3cret") as agent:
-            [worker] = await stage.epoch(1, world=1)
+            [worker] = await stage.round(1, world=1)
             worker.tell("raise SystemExit(0)")
             assert await agent.code() == 0
         async with stage.agent("a", place, "--nnodes=1:1", f"{conf}hunter2") as agent:

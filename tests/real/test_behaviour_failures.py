@@ -12,16 +12,15 @@ import pytest
 
 from tests.support.memory_limit import memory_limit
 from tests.support.puppets import Stage
-from torchelastic.contract import (
-    EpochRecord,
+from torchelastic.protocol import (
     FailureKind,
     FailureRecord,
     LeaderRecord,
     NodeRecord,
-    OutcomeRecord,
+    RoundRecord,
     TerminationMessage,
     decode,
-    decode_epoch,
+    decode_state,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.real
 CLOCKS = {"ahead": 10, "right": 0, "behind": -10}
 """Seconds by which clocks are wrong, from the latest to the earliest."""
 
-PATIENT = "--rdzv-conf=lease=60,early_failures=100"
+PATIENT = "--rdzv-conf=lease=60,crash_loop_limit=100"
 
 TOLD_BY_RECORD = """
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -59,8 +58,10 @@ def failures(state: Mapping[str, Entry], stage: Stage) -> dict[str, FailureRecor
     return {node.name: node.failure for node in nodes if node.failure is not None}
 
 
-def epoch_of(state: Mapping[str, Entry], stage: Stage) -> EpochRecord:
-    return decode_epoch(state[stage.keys.epoch].value)
+def round_of(state: Mapping[str, Entry], stage: Stage) -> RoundRecord:
+    round = decode_state(state[stage.keys.state].value).round
+    assert round is not None
+    return round
 
 
 @pytest.fixture
@@ -86,9 +87,9 @@ async def test_the_root_cause_goes_by_class_and_then_by_the_stores_order_whateve
             name: await stack.enter_async_context(stage.agent(name, *flags, env=env)) for name, env in skewed.items()
         }
 
-        async def fail_in_this_order(epoch: int, orders: list[str]) -> list[str]:
+        async def fail_in_this_order(round: int, orders: list[str]) -> list[str]:
             """Two nodes fail while the leader looks away; gives back their names, in order."""
-            workers = await stage.epoch(epoch, world=3)
+            workers = await stage.round(round, world=3)
             state = await stage.until(lambda state: stage.keys.leader in state)
             leader = decode(state[stage.keys.leader].value, LeaderRecord).node.rpartition(".")[0]
             # The first one's clock is ahead of the second one's, so by their clocks the second one was first.
@@ -103,7 +104,7 @@ async def test_the_root_cause_goes_by_class_and_then_by_the_stores_order_whateve
             return [worker.node for worker in others]
 
         first, second = await fail_in_this_order(1, ["raise ValueError('first')", "raise ValueError('second')"])
-        told = epoch_of(await stage.until(lambda state: epoch_of(state, stage).number == 2), stage)
+        told = round_of(await stage.until(lambda state: round_of(state, stage).number == 2), stage)
         assert told.cause == f"rank {rank_of(told, first)} on {first}: ValueError: first (order.py:1)"
 
         first, second = await fail_in_this_order(2, [BROKEN_COLLECTIVE, "raise ValueError('what broke it')"])
@@ -117,10 +118,10 @@ async def test_the_root_cause_is_found_on_one_node_too_however_late_its_worker_e
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", "--nproc-per-node=2", "--max-restarts=1", PATIENT) as agent,
     ):
-        workers = await stage.epoch(1, world=2)
+        workers = await stage.round(1, world=2)
         workers[0].tell(BROKEN_COLLECTIVE)
-        workers = await stage.epoch(2, world=2)  # nobody says more, so that is all there is to be told
-        await agent.said(r"epoch 2: rank 0 on one: RuntimeError: \[gloo.*Connection closed by peer")
+        workers = await stage.round(2, world=2)  # nobody says more, so that is all there is to be told
+        await agent.said(r"round 2: rank 0 on one: RuntimeError: \[gloo.*Connection closed by peer")
         since = len(agent.lines)
         workers[0].tell(BROKEN_COLLECTIVE)
         await agent.said(r"rank 0 on one .*Connection closed by peer", since=since)
@@ -129,8 +130,8 @@ async def test_the_root_cause_is_found_on_one_node_too_however_late_its_worker_e
     assert "rank 1 on one: ValueError: what broke it (order.py:1); no restart is left" in agent.lines[-1]
 
 
-def rank_of(epoch: EpochRecord, node: str) -> int:
-    return [member.node.rpartition(".")[0] for member in epoch.members].index(node)
+def rank_of(round: RoundRecord, node: str) -> int:
+    return [member.node.rpartition(".")[0] for member in round.members].index(node)
 
 
 async def test_a_failure_is_told_with_its_reason_in_the_log_the_store_and_the_last_words(
@@ -139,7 +140,7 @@ async def test_a_failure_is_told_with_its_reason_in_the_log_the_store_and_the_la
     last_words = tmp_path / "termination-log"
     flags = ("--nnodes=1:1", "--max-restarts=4", PATIENT, f"--termination-log={last_words}")
     async with Stage(tmp_path, etcd) as stage, stage.agent("one", *flags) as agent:
-        for epoch, (order, told, end) in enumerate(
+        for round, (order, told, end) in enumerate(
             [
                 (TOLD_BY_RECORD, "KeyError: 'no such layer' (order.py:6)", "exit code 1"),
                 ("raise ValueError('bad input')", "ValueError: bad input (order.py:1)", "exit code 1"),
@@ -148,24 +149,23 @@ async def test_a_failure_is_told_with_its_reason_in_the_log_the_store_and_the_la
             ],
             1,
         ):
-            [worker] = await stage.epoch(epoch, world=1)
+            [worker] = await stage.round(round, world=1)
             since = len(agent.lines)
             worker.tell(order)
-            await stage.epoch(epoch + 1, world=1)
+            await stage.round(round + 1, world=1)
             said = (await agent.said(r"rank 0 on one.*", since=since))[0]
             assert told in said
             assert end in said
             assert str(worker.pid) in said
-            state = await stage.until(lambda state, epoch=epoch: epoch_of(state, stage).number == epoch + 1)
-            assert told in epoch_of(state, stage).cause
+            state = await stage.until(lambda state, round=round: round_of(state, stage).number == round + 1)
+            assert told in round_of(state, stage).cause
 
-        [worker] = await stage.epoch(5, world=1)
+        [worker] = await stage.round(5, world=1)
         worker.tell("raise ValueError('\\udcff' + 'großes Pech 🧯' * 2000)")
         assert await agent.code() == 1
-        outcome = (await stage.until(lambda state: stage.keys.outcome in state))[stage.keys.outcome]
-        failure = decode(outcome.value, OutcomeRecord).failure
+        failure = (await stage.outcome()).failure
         assert failure is not None
-        assert (failure.epoch, failure.rank, failure.local_rank, failure.host) == (5, 0, 0, "127.0.0.1")
+        assert (failure.round, failure.rank, failure.local_rank, failure.host) == (5, 0, 0, "127.0.0.1")
         assert (failure.pid, failure.exit_code, failure.kind) == (worker.pid, 1, FailureKind.PROGRAM)
         assert failure.message.startswith("ValueError: ")
         assert failure.message.endswith("großes Pech 🧯 (order.py:1)")
@@ -188,9 +188,9 @@ async def test_a_worker_that_is_killed_for_memory_is_named_as_that(tmp_path: Pat
             Stage(tmp_path, None) as stage,
             stage.agent("one", "--standalone", "--nproc-per-node=2", "--max-restarts=1", within=within) as agent,
         ):
-            workers = await stage.epoch(1, world=2)
+            workers = await stage.round(1, world=2)
             workers[1].tell("all = []\nwhile True: all.append(bytes(16 << 20) + b'1')")
-            workers = await stage.epoch(2, world=2)
+            workers = await stage.round(2, world=2)
             await agent.said(r"rank 1 on one.*: killed by SIGKILL: out of memory")
             workers[0].tell("import signal; os.kill(os.getpid(), signal.SIGKILL)")
             assert await agent.code() == 1

@@ -24,7 +24,7 @@ LONG = 200_000
 
 TALKATIVE = f"""
 import os, sys
-rank, epoch = os.environ["RANK"], os.environ["TORCHELASTIC_EPOCH"]
+rank, round = os.environ["RANK"], os.environ["TORCHELASTIC_ROUND"]
 children = []
 for child in range(2):
     if (pid := os.fork()) == 0:
@@ -41,9 +41,9 @@ for number in range(100):
         sys.stdout.flush()
 sys.stdout.write("the end without a newline")
 sys.stdout.flush()
-if epoch == "1" and rank == "1":
+if round == "1" and rank == "1":
     os._exit(7)
-if epoch == "1":
+if round == "1":
     import signal
     signal.pause()
 open(f"{{sys.argv[1]}}/up.{{rank}}", "w").close()
@@ -63,7 +63,7 @@ async def test_no_line_is_torn_by_other_writers_or_by_a_reader_that_reads_late(t
     assert agent.stdout
     assert agent.stderr
     try:
-        # The agent is not held up by its reader: a worker fails, is told of, and the next epoch runs.
+        # The agent is not held up by its reader: a worker fails, is told of, and the next round runs.
         for rank in (0, 1):
             await told(tmp_path / f"up.{rank}")
         async with asyncio.timeout(PATIENCE):
@@ -104,9 +104,9 @@ async def test_files_are_neither_deleted_nor_overwritten_by_a_restart_nor_by_the
     program.write_text(
         """if True:
             import os, sys
-            print(f"rank {os.environ['RANK']} of epoch {os.environ['TORCHELASTIC_EPOCH']}", end="", flush=True)
+            print(f"rank {os.environ['RANK']} of round {os.environ['TORCHELASTIC_ROUND']}", end="", flush=True)
             print("oh", end="", file=sys.stderr, flush=True)
-            sys.exit(os.environ["TORCHELASTIC_EPOCH"] == "1" and 7)
+            sys.exit(os.environ["TORCHELASTIC_ROUND"] == "1" and 7)
         """
     )
     logs = tmp_path / "logs"
@@ -114,19 +114,19 @@ async def test_files_are_neither_deleted_nor_overwritten_by_a_restart_nor_by_the
     for _ in range(2):
         async with AgentProcess(*flags, program) as agent:
             assert await agent.code() == 0
-        assert {f"[rank {rank}] rank {rank} of epoch 2" for rank in (0, 1)} <= {*agent.lines}
+        assert {f"[rank {rank}] rank {rank} of round 2" for rank in (0, 1)} <= {*agent.lines}
         assert "[rank 1] oh" in agent.lines
         assert "[rank 0] oh" not in agent.lines
     found = {os.fspath(path.relative_to(logs)): path.read_text() for path in logs.rglob("*.log")}
-    ended = {f"epoch_1/rank_{rank}/{stream}.log" for rank in (0, 1) for stream in ("stdout", "stderr")}
+    ended = {f"round_1/rank_{rank}/{stream}.log" for rank in (0, 1) for stream in ("stdout", "stderr")}
     for name, text in found.items():
-        epoch, rank = int(name[6]), int(name[13])
-        line = "oh" if "stderr" in name else f"rank {rank} of epoch {epoch}"
-        # The first that fails in epoch 1 ends the other one, perhaps before it has printed.
+        round, rank = int(name[6]), int(name[13])
+        line = "oh" if "stderr" in name else f"rank {rank} of round {round}"
+        # The first that fails in round 1 ends the other one, perhaps before it has printed.
         assert text in ({f"{line}\n{line}"} if name not in ended else {f"{line}\n{line}", line, ""}), name
     assert found.keys() == {
-        f"epoch_{epoch}/rank_{rank}/{stream}.log"
-        for epoch in (1, 2)
+        f"round_{round}/rank_{rank}/{stream}.log"
+        for round in (1, 2)
         for rank in (0, 1)
         for stream in ("stdout", "stderr")
     }

@@ -12,7 +12,7 @@ import pytest
 from tests.support.crew import eventually
 from tests.support.links import cut, links_to
 from tests.support.puppets import Stage
-from torchelastic.contract import LeaderRecord, decode
+from torchelastic.protocol import LeaderRecord, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-PATIENT = "--rdzv-conf=joining_window=3600,lease=6"
+PATIENT = "--rdzv-conf=last_call_timeout=3600,lease=6"
 
 
 def leader_in(state: Mapping[str, Entry], stage: Stage) -> LeaderRecord:
@@ -66,7 +66,7 @@ async def test_cut_links_and_ended_leases_are_no_loss_and_the_leaders_own_death_
     flags = ("--nnodes=1:3", PATIENT)
     async with Stage(tmp_path, etcd) as stage, contextlib.AsyncExitStack() as stack:
         agents = {name: await stack.enter_async_context(stage.agent(name, *flags)) for name in ("a", "b", "c")}
-        first = await stage.epoch(1, world=3)
+        first = await stage.round(1, world=3)
         leader = leader_in(await stage.until(lambda state: stage.keys.leader in state), stage)
         leading, port = leader.node.rpartition(".")[0], int(leader.address.rpartition(":")[2])
 
@@ -82,23 +82,23 @@ async def test_cut_links_and_ended_leases_are_no_loss_and_the_leaders_own_death_
         assert await end_leases(etcd, stage.keys.nodes) == 3
         await stage.until(lambda state: nodes_in(state, stage) == {"a", "b", "c"} and stage.keys.leader in state)
         assert [await worker.does("answer = 'alive'") for worker in first] == ["alive"] * 3
-        assert stage.epochs == {1}
+        assert stage.rounds == {1}
 
         # The leader dies, and is done without at once.
         [heir, other] = [worker.node for worker in first if worker.node != leading]
         agents[leading].kill()
-        second = await stage.epoch(2, world=2)
+        second = await stage.round(2, world=2)
         assert nodes_of(second) == [heir, other]
-        await agents[other].said(f"epoch 2: {leading} died")
+        await agents[other].said(f"round 2: {leading} died")
 
         # Whoever leads now is asked to go; that ends nothing for the others.
         leader = leader_in(await stage.until(lambda state: leader_in(state, stage) != leader), stage)
         leading = leader.node.rpartition(".")[0]
         agents[leading].kill(signal.SIGTERM)
         assert await agents[leading].code() == 143
-        [last] = await stage.epoch(3, world=1)
+        [last] = await stage.round(3, world=1)
         async with stage.agent("d", *flags) as d:
-            fourth = await stage.epoch(4, world=2)
+            fourth = await stage.round(4, world=2)
             assert nodes_of(fourth) == [last.node, "d"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in fourth} == {"0"}
             for worker in fourth:
@@ -109,23 +109,23 @@ async def test_cut_links_and_ended_leases_are_no_loss_and_the_leaders_own_death_
 async def test_silence_together_with_the_end_of_the_lease_is_a_loss_and_who_comes_back_stops_its_workers_first(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    flags = ("--nnodes=1:2", "--rdzv-conf=joining_window=3600,lease=1")
+    flags = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=3600,lease=1")
     async with (
         Stage(tmp_path, etcd) as stage,
         stage.agent("a", *flags) as a,
         stage.agent("b", *flags) as b,
     ):
         agents = {"a": a, "b": b}
-        staying, stopped = await stage.epoch(1, world=2)
+        staying, stopped = await stage.round(1, world=2)
         agents[stopped.node].kill(signal.SIGSTOP)
-        [alone] = await stage.epoch(2, world=1)
+        [alone] = await stage.round(2, world=1)
         assert alone.node == staying.node
         # The worker of the agent that was stopped runs on, and is told not to commit anything.
-        stands = "import torchelastic; answer = torchelastic.epoch_stands(timeout=0.5)"
+        stands = "import torchelastic; answer = torchelastic.round_stands(timeout=0.5)"
         assert not await stopped.does(stands)
         assert await alone.does(stands.replace("0.5", "30"))
         agents[stopped.node].kill(signal.SIGCONT)
-        together = await stage.epoch(3, world=2)
+        together = await stage.round(3, world=2)
         assert nodes_of(together) == [staying.node, stopped.node]
         await stopped.gone()
         for worker in together:

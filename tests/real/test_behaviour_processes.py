@@ -16,7 +16,7 @@ from tests.support.crew import eventually
 from tests.support.memory_limit import memory_limit
 from tests.support.namespaces import first_process
 from tests.support.puppets import Stage
-from torchelastic.agent.process_table import read_process, read_table
+from torchelastic.agent.workers.linux import read_process, read_table
 
 if TYPE_CHECKING:
     from tests.support.agents import AgentProcess
@@ -75,7 +75,7 @@ async def test_no_worker_and_nothing_that_it_has_started_outlives_the_agent(
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
     ):
-        await ends_with(agent, await stage.epoch(1, world=2), death)
+        await ends_with(agent, await stage.round(1, world=2), death)
         assert await agent.process.wait() == -death
 
 
@@ -85,7 +85,7 @@ async def test_nothing_outlives_an_agent_that_is_killed_for_memory(tmp_path: Pat
             Stage(tmp_path, None) as stage,
             stage.agent("one", "--standalone", within=within) as agent,
         ):
-            [worker] = await stage.epoch(1, world=1)
+            [worker] = await stage.round(1, world=1)
             family = await worker.does(FAMILY)
             pids = [*family, *(entry.pid for entry in read_table().values() if entry.parent == agent.pid)]
             Path(f"/proc/{agent.pid}/oom_score_adj").write_text("1000")
@@ -99,10 +99,10 @@ async def test_a_restart_leaves_nothing_of_the_workers_before(tmp_path: Path) ->
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
     ):
-        workers = await stage.epoch(1, world=2)
+        workers = await stage.round(1, world=2)
         families = [pid for worker in workers for pid in await worker.does(FAMILY)]
         workers[0].tell("raise SystemExit(7)")
-        for worker in await stage.epoch(2, world=2):
+        for worker in await stage.round(2, world=2):
             assert not [pid for pid in [*families, *(worker.pid for worker in workers)] if read_process(pid)]
             assert await worker.does("answer = os.getsid(0) == os.getpid() == os.getpgid(0)")
             worker.tell("raise SystemExit(0)")
@@ -116,7 +116,7 @@ async def test_as_the_first_process_of_a_container_the_agent_reaps_orphans_and_l
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", within=first_process()) as outside,
     ):
-        [worker] = await stage.epoch(1, world=1)
+        [worker] = await stage.round(1, world=1)
         assert await worker.does("answer = os.getppid()") == 1
         # Of an orphan of another session, which the agent has never heard of, nothing is left when it ends.
         order = """

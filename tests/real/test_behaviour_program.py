@@ -34,7 +34,7 @@ def save_together(step):
 
 dist.init_process_group("gloo")
 torchelastic.ask_for_notice(seconds=600)
-print(f"epoch {{os.environ['TORCHELASTIC_EPOCH']}} world {{dist.get_world_size()}}", flush=True)
+print(f"round {{os.environ['TORCHELASTIC_ROUND']}} world {{dist.get_world_size()}}", flush=True)
 for step in range(1_000_000):
     save_if_need_be(step)
     time.sleep(0.005)
@@ -56,17 +56,17 @@ async def test_ranks_that_agree_on_a_notice_save_together_and_the_change_follows
     program = tmp_path / "together.py"
     program.write_text(SAVES_TOGETHER)
     flags = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={tmp_path}", "--local-addr=127.0.0.1", "--notice=600")
-    nodes = (*flags, "--nnodes=1:3", "--nproc-per-node=2", "--rdzv-conf=joining_window=0,lease=1", program)
+    nodes = (*flags, "--nnodes=1:3", "--nproc-per-node=2", "--rdzv-conf=last_call_timeout=0,lease=1", program)
     async with AgentProcess(*nodes) as a:
-        await a.said("epoch 1 world 2")
+        await a.said("round 1 world 2")
         async with AgentProcess(*nodes) as b:
             await a.said("saved together: True")
-            await b.said("epoch 2 world 4")
-            await a.said("epoch 2 world 4")
+            await b.said("round 2 world 4")
+            await a.said("round 2 world 4")
             b.kill(signal.SIGTERM)
             await b.said("saved together: True")
             assert await b.code() == 143
-        await a.said("epoch 3 world 2")
+        await a.said("round 3 world 2")
         a.kill(signal.SIGTERM)
         assert await a.code() == 143
     assert "saved together: False" not in a.output + b.output

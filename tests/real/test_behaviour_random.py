@@ -28,13 +28,13 @@ import torch.distributed as dist
 import preloaded
 own = [random.random(), numpy.random.rand(), torch.rand(1).item()]
 print(json.dumps({"own": own, "preloaded": preloaded.DRAWN}), flush=True)
-dist.init_process_group("gloo")  # so that both have said so before the epoch ends
+dist.init_process_group("gloo")  # so that both have said so before the round ends
 dist.barrier()
-sys.exit(os.environ["TORCHELASTIC_EPOCH"] == "1")
+sys.exit(os.environ["TORCHELASTIC_ROUND"] == "1")
 """
 
 
-async def test_random_numbers_differ_between_ranks_and_epochs_but_what_was_drawn_before_the_fork_does_not(
+async def test_random_numbers_differ_between_ranks_and_rounds_but_what_was_drawn_before_the_fork_does_not(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "preloaded.py").write_text(PRELOADED)

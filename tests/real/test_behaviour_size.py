@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.puppets import Stage
-from torchelastic.contract import Env, SizeRecord, encode
+from torchelastic.protocol import Env, SizeRecord, encode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-NO_TIMERS = "--rdzv-conf=joining_window=3600,lease=3600,gather=3600"
+NO_TIMERS = "--rdzv-conf=last_call_timeout=3600,lease=3600,join_debounce=3600"
 """Whatever waits for a timer in place of an event is never done."""
 
 
 def wanted(number: int | None, *, generation: int = 0) -> SizeRecord:
-    return SizeRecord(min=1, max=3, wanted=number, generation=generation)
+    return SizeRecord(min=1, max=3, desired=number, generation=generation)
 
 
 async def test_a_spare_takes_over_at_once_ranks_stay_and_the_size_changes_by_a_key_all_for_free(
@@ -37,17 +37,17 @@ async def test_a_spare_takes_over_at_once_ranks_stay_and_the_size_changes_by_a_k
         stage.agent("three", NO_TIMERS, env=env) as three,
     ):
         agents = {"one": one, "two": two, "three": three}
-        first = await stage.epoch(1, world=2)
+        first = await stage.round(1, world=2)
         [spare] = agents.keys() - {worker.node for worker in first}
-        await agents[spare].said("epoch 1: not needed now; waiting as a spare")
+        await agents[spare].said("round 1: not needed now; waiting as a spare")
         store = "torch.distributed.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))"
-        await first[1].does(f"import torch.distributed; {store}.set('who', 'epoch 1')")
+        await first[1].does(f"import torch.distributed; {store}.set('who', 'round 1')")
         assert await first[0].does(f"import torch.distributed; answer = {store}.check(['who'])")
 
         agents[first[0].node].kill()
-        second = await stage.epoch(2, world=2)
+        second = await stage.round(2, world=2)
         assert [worker.node for worker in second] == [first[1].node, spare]
-        # Nothing of the epoch before is in its store, and the one before serves nobody any more.
+        # Nothing of the round before is in its store, and the one before serves nobody any more.
         assert not await second[0].does(f"import torch.distributed; answer = {store}.check(['who'])")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(first[0].env["MASTER_PORT"])))
@@ -55,12 +55,12 @@ async def test_a_spare_takes_over_at_once_ranks_stay_and_the_size_changes_by_a_k
         writing = await stage.store()
         async with stage.agent("four", NO_TIMERS, env=env) as four:
             agents["four"] = four
-            await four.said("epoch 2: not needed now; waiting as a spare")
+            await four.said("round 2: not needed now; waiting as a spare")
             await writing.put(stage.keys.size, encode(wanted(3, generation=1)))
-            third = await stage.epoch(3, world=3)
+            third = await stage.round(3, world=3)
             assert [worker.node for worker in third] == [first[1].node, spare, "four"]
             await writing.put(stage.keys.size, encode(wanted(1, generation=2)))
-            [last] = await stage.epoch(4, world=1)
+            [last] = await stage.round(4, world=1)
             assert last.node == first[1].node
             assert last.env["TORCHELASTIC_RESTART_COUNT"] == "0"
             last.tell("raise SystemExit(0)")
@@ -75,12 +75,12 @@ async def test_below_the_minimum_all_wait_and_say_for_whom_and_go_on_when_they_a
     async with Stage(tmp_path, etcd) as stage, stage.agent("one", *flags) as one:
         await one.said(r"1 node \(one\) of at least 2 is there; waiting for more")
         async with stage.agent("two", *flags) as two:
-            before = await stage.epoch(1, world=2)
+            before = await stage.round(1, world=2)
             two.kill()
-            await one.said(r"epoch 2: two died; 1 node \(one\) of at least 2 is there; waiting for more")
+            await one.said(r"round 2: two died; 1 node \(one\) of at least 2 is there; waiting for more")
             await asyncio.gather(*(worker.gone() for worker in before))
         async with stage.agent("three", *flags) as three:
-            after = await stage.epoch(3, world=2)
+            after = await stage.round(3, world=2)
             assert [worker.node for worker in after] == ["one", "three"]
             for worker in after:
                 worker.tell("raise SystemExit(0)")
@@ -99,18 +99,18 @@ async def test_too_few_fail_with_the_sentence_that_says_who_is_there(tmp_path: P
 
 
 async def test_those_that_arrive_together_join_in_one_change(tmp_path: Path, etcd: EtcdServer) -> None:
-    conf = "--rdzv-conf=joining_window=0,gather=2,lease=1"
+    conf = "--rdzv-conf=last_call_timeout=0,join_debounce=2,lease=1"
     async with Stage(tmp_path, etcd) as stage, stage.agent("one", "--nnodes=1:4", conf) as one:
-        await stage.epoch(1, world=1)
+        await stage.round(1, world=1)
         async with (
             stage.agent("two", "--nnodes=1:4", conf) as two,
             stage.agent("three", "--nnodes=1:4", conf) as three,
         ):
-            workers = await stage.epoch(2, world=3)
+            workers = await stage.round(2, world=3)
             assert workers[0].node == "one"
-            assert (await one.said("epoch 2: .*joined"))[0] in {
-                "epoch 2: two and three joined",
-                "epoch 2: three and two joined",
+            assert (await one.said("round 2: .*joined"))[0] in {
+                "round 2: two and three joined",
+                "round 2: three and two joined",
             }
             for worker in workers:
                 worker.tell("raise SystemExit(0)")

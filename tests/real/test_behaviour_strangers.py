@@ -24,23 +24,23 @@ def warnings(agent: AgentProcess, key: str) -> int:
     return sum(f"ignoring {key}:" in line or f"ignoring the node {key}:" in line for line in agent.lines)
 
 
-async def test_records_that_nobody_can_read_are_told_of_once_and_end_neither_agents_nor_their_epoch(
+async def test_records_that_nobody_can_read_are_told_of_once_and_end_neither_agents_nor_their_round(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    flags = ("--nnodes=2", "--rdzv-conf=lease=60,early_failures=100")
+    flags = ("--nnodes=2", "--rdzv-conf=lease=60,crash_loop_limit=100")
     async with Stage(tmp_path, etcd) as stage, stage.agent("a", *flags) as a, stage.agent("b", *flags) as b:
-        workers = await stage.epoch(1, world=2)
+        workers = await stage.round(1, world=2)
         await asyncio.gather(*(worker.does(TRAINING) for worker in workers))
         keys = stage.keys
-        of_all = (keys.size, keys.notice, keys.outcome, keys.epoch)
+        of_all = (keys.size, keys.notice, keys.state)
         store = await stage.store()
         for value in NONSENSE:
             for key in (*of_all, keys.node("evil.0"), f"{keys.control}unknown", f"{keys.root}else/where"):
                 await store.put(key, value)
         # All of it has been seen when something that comes after it has consequences.
         workers[1].tell("os._exit(7)")
-        after = await stage.epoch(2, world=2)
-        assert stage.epochs == {1, 2}
+        after = await stage.round(2, world=2)
+        assert stage.rounds == {1, 2}
         assert [worker.node for worker in after] == [worker.node for worker in workers]
         assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in after} == {"1"}
         for worker in after:
@@ -48,6 +48,6 @@ async def test_records_that_nobody_can_read_are_told_of_once_and_end_neither_age
         assert [await a.code(), await b.code()] == [0, 0]
         await store.close()
     for agent in (a, b):
-        assert [warnings(agent, key) for key in of_all] == [1, 1, 1, 1]
+        assert [warnings(agent, key) for key in of_all] == [1, 1, 1]
         assert not [line for line in agent.lines if "Traceback" in line and not line.startswith("[rank")]
     assert sorted(warnings(agent, "evil.0") for agent in (a, b)) == [0, 1], "the leader alone reads the nodes' keys"

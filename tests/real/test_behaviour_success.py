@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.support.nodes import Meeting, all_with
 from tests.support.puppets import Stage
-from torchelastic.contract import Env, LeaderRecord, NodePhase, OutcomeState, decode
+from torchelastic.protocol import Env, LeaderRecord, NodePhase, OutcomeRecord, OutcomeState, decode
 from torchelastic.store import connect
 
 if TYPE_CHECKING:
@@ -26,33 +25,32 @@ pytestmark = pytest.mark.real
 async def test_who_ends_early_is_no_failure_newcomers_wait_then_and_a_failure_after_it_restarts_all(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    flags = ("--rdzv-conf=joining_window=3600,lease=60",)
-    two, three = ({Env.SIZE: size, Env.UNIQUE_RUN: "1"} for size in ('{"n":1,"x":2}', '{"g":1,"n":1,"x":3}'))
+    flags = ("--rdzv-conf=last_call_timeout=3600,lease=60",)
+    two, three = (
+        {Env.SIZE: size, Env.UNIQUE_RUN: "1"} for size in ('{"min":1,"max":2}', '{"generation":1,"min":1,"max":3}')
+    )
     async with (
         Stage(tmp_path, etcd) as stage,
         stage.agent("a", *flags, env=two) as a,
         stage.agent("b", *flags, env=two) as b,
     ):
-        early, late = await stage.epoch(1, world=2)
+        early, late = await stage.round(1, world=2)
         state = await stage.until(lambda state: stage.keys.leader in state)
         leader = decode(state[stage.keys.leader].value, LeaderRecord).node
         early.tell("raise SystemExit(0)")
         await early.gone()
         async with stage.agent("c", *flags, env=three) as c:
-            await (a if leader.startswith("a.") else b).said("the run is about to finish; whoever comes now waits")
-            assert stage.epochs == {1}
+            await (a if leader.startswith("a.") else b).said("the run is about to finish; new nodes wait")
+            assert stage.rounds == {1}
             late.tell("raise SystemExit(7)")
-            workers = await stage.epoch(2, world=3)
+            workers = await stage.round(2, world=3)
             assert [worker.node for worker in workers] == [early.node, late.node, "c"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers} == {"1"}
             for worker in workers:
                 worker.tell("raise SystemExit(0)")
             assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
 
-            state = await stage.until(lambda state: stage.keys.outcome in state)
-            outcome = state[stage.keys.outcome]
-            assert json.loads(outcome.value) == {"o": "succeeded", "e": 2, "r": 1}
-            assert outcome.created == outcome.modified
+            assert await stage.outcome() == OutcomeRecord(OutcomeState.SUCCEEDED, round=2, restarts=1)
 
         async with stage.agent("d", *flags, env=three) as d:
             assert await d.code() == 0

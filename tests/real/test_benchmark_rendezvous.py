@@ -45,4 +45,4 @@ async def test_the_requests_of_a_change_do_not_grow_with_the_nodes_for_each_of_t
     per_node = {(row["kind"], row["nodes"]): row["requests_per_node"] for row in rows}
     for kind in {row["kind"] for row in rows}:
         assert 0 < per_node[kind, MORE] <= per_node[kind, FEW] + SLACK, f"{kind}: {per_node}"
-    assert all(row["sent_bytes"] > 0 and row["received_bytes"] > row["epoch_bytes"] > 0 for row in rows)
+    assert all(row["sent_bytes"] > 0 and row["received_bytes"] > row["round_bytes"] > 0 for row in rows)

@@ -37,7 +37,7 @@ async def test_a_second_terminal_sees_the_job_scales_it_and_deletes_it(home: Pat
         for pod in training(after):
             assert f"{pod['name']} State: training" in described
             assert f"Agent: process {pod['pid']} Ranks: {pod['ranks'][0]}" in described
-        assert f"Epoch: {after['status']['epoch']}, world size 3" in described
+        assert f"Round: {after['status']['round']}, world size 3" in described
         assert "scaled from 2 to 3 pods" in described
 
         code, _, refusal = await answer(home, "scale", "digits", "--replicas", "4")
@@ -57,24 +57,24 @@ async def test_a_second_terminal_sees_the_job_scales_it_and_deletes_it(home: Pat
     assert listed.splitlines()[1].split()[:2] == ["digits", "Deleted"]
 
 
-async def test_a_rank_is_followed_from_epoch_to_epoch_to_the_end_of_the_job(home: Path, tmp_path: Path) -> None:
+async def test_a_rank_is_followed_from_round_to_round_to_the_end_of_the_job(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, "digits")) as run:
         await run.trains(2)
         async with typed(home, "logs", "digits", "--rank", "0", "-f") as following, asyncio.timeout(LIMIT):
             assert following.stdout is not None
             assert await following.stdout.readline() == b"rank 0 of 2\n"
             await answer(home, "scale", "digits", "--replicas", "3")
-            epoch = (await run.trains(3))["status"]["epoch"]
+            round = (await run.trains(3))["status"]["round"]
             assert await following.stdout.readline() == b"rank 0 of 3\n"
             _, everyone, _ = await answer(home, "logs", "digits")
             assert everyone == "[rank 0] rank 0 of 3\n[rank 1] rank 1 of 3\n[rank 2] rank 2 of 3\n"
             (tmp_path / "finish").touch()
             out, err = await following.communicate()
             assert (following.returncode, out) == (0, b"")
-            assert err.decode() == f"elasticjob: epoch {epoch} begins\n"
+            assert err.decode() == f"elasticjob: round {round} begins\n"
         assert await run.exit_code() == 0
-    assert (await answer(home, "logs", "digits", "--rank", "1", "--epoch", "1"))[1] == "rank 1 of 2\n"
-    assert "epoch 1" in (await answer(home, "logs", "digits", "--agent"))[1]
+    assert (await answer(home, "logs", "digits", "--rank", "1", "--round", "1"))[1] == "rank 1 of 2\n"
+    assert "round 1" in (await answer(home, "logs", "digits", "--agent"))[1]
 
 
 async def test_the_live_view_gives_way_to_the_outcome(home: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ async def test_the_demo_plays_every_act_and_says_how_long_each_took(home: Path, 
     acts = ["start with 2 pods", "scale to 3", "kill -9 a worker", "kill -9 an agent", "scale back to 2", "success"]
     announced = [line.partition("--- ")[2] for line in out.splitlines() if "--- " in line]
     assert [line for line in announced if ": " not in line] == acts
-    table = out[out.index(" ACT ") :].splitlines()
+    table = out[out.index(" STEP ") :].splitlines()
     assert [act for act in acts for line in table if line.strip().startswith(act)] == acts
     assert any("kill -9 a worker" in line and "rank 2, process " in line for line in table)
     assert any("success" in line and "test accuracy 0.999" in line for line in table)

@@ -65,7 +65,7 @@ async def test_the_command_line_for_torchrun_works_as_it_stands(tmp_path: Path, 
     (tmp_path / "train.py").write_text(MEETING)
     stop = tmp_path / "stop"
     _, *words = shlex.split(line.replace("etcd:2379", etcd.endpoint).replace("digits-7", str(uuid.uuid4())))
-    command = ["-m", "torch.distributed.run", "--rdzv-conf=joining_window=2", *words, stop]
+    command = ["-m", "torch.distributed.run", "--rdzv-conf=last_call_timeout=2", *words, stop]
     async with Launcher(*command, cwd=tmp_path) as a, Launcher(*command, cwd=tmp_path) as b:
         await asyncio.gather(a.trains(world=2), b.trains(world=2))
         stop.touch()

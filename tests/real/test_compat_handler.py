@@ -1,4 +1,4 @@
-"""Our rendezvous as a handler that is called and waited for: whoever calls when, nobody waits in an epoch that is over.
+"""Our rendezvous as a handler that is called and waited for: whoever calls when, nobody waits in a round that is over.
 
 Agents are played by threads that do what torch's agent does: meet, tell each other something through the store that
 they were given, look now and then whether somebody waits, and meet again.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from torchelastic.contract import OutcomeRecord, OutcomeState, RunKeys, decode
+from torchelastic.protocol import OutcomeState, RunKeys, StateRecord, decode
 from torchelastic.rendezvous import (
     RendezvousClosedError,
     RendezvousParameters,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-LIMIT = 60.0
+LIMIT = 180.0
 """Seconds after which a test gives up."""
 
 
@@ -129,7 +129,7 @@ def agent(etcd: EtcdServer, run_id: str) -> Iterator[Callable[..., PretendAgent]
 
 
 def test_agents_that_come_one_after_the_other_end_up_together(agent: Callable[..., PretendAgent]) -> None:
-    agents = [agent(name, joining_window=0, gather=0) for name in "abcd"]
+    agents = [agent(name, last_call_timeout=0, join_debounce=0) for name in "abcd"]
     for each in agents:
         each.met(*"abcd")
     assert {each.worlds[-1][0] for each in agents} == {agents[0].worlds[-1][0]}
@@ -158,15 +158,15 @@ def test_when_all_fail_at_once_they_meet_once_more(agent: Callable[..., PretendA
 # A connection that was accepted when its server closed, and not yet served, is left to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_when_nobody_waits_in_an_epoch_that_is_over(
+def test_whatever_happens_when_nobody_waits_in_an_round_that_is_over(
     agent: Callable[..., PretendAgent], seed: int
 ) -> None:
     dice = random.Random(seed)
-    there = [agent(f"{number}", joining_window=0, gather=0) for number in range(2)]
+    there = [agent(f"{number}", last_call_timeout=0, join_debounce=0) for number in range(2)]
     for number in range(2, 25):
         match dice.choice(["come", "go", "fail", "fail"]):
             case "come" if len(there) < 6:
-                there.append(agent(f"{number}", joining_window=0, gather=0))
+                there.append(agent(f"{number}", last_call_timeout=0, join_debounce=0))
             case "go" if len(there) > 1 and (been := [each for each in there if each.worlds]):
                 going = dice.choice(been)
                 there.remove(going)
@@ -174,7 +174,7 @@ def test_whatever_happens_when_nobody_waits_in_an_epoch_that_is_over(
             case _:
                 dice.choice(there).fail()
         time.sleep(dice.choice([0, 0.002, 0.05]))
-    newest = agent("last", joining_window=0, gather=0)
+    newest = agent("last", last_call_timeout=0, join_debounce=0)
     for each in [*there, newest]:
         each.met("last", *(other.name for other in there))
         assert each.error is None
@@ -198,8 +198,9 @@ async def test_the_run_has_succeeded_when_all_have(
         listing = await store.list(RunKeys.of(run_id).root)
     finally:
         await store.close()
-    outcomes = [entry.value for entry in listing.entries if entry.key == RunKeys.of(run_id).outcome]
-    assert [decode(value, OutcomeRecord).state for value in outcomes] == [OutcomeState.SUCCEEDED]
+    [state] = [decode(entry.value, StateRecord) for entry in listing.entries if entry.key == RunKeys.of(run_id).state]
+    assert state.outcome is not None
+    assert state.outcome.state is OutcomeState.SUCCEEDED
     assert not [entry.key for entry in listing.entries if entry.key.startswith(RunKeys.of(run_id).nodes)]
 
 
@@ -232,7 +233,7 @@ async def test_an_etcd_that_is_away_disturbs_nobody_and_what_happened_meanwhile_
     own_etcd: EtcdServer,
 ) -> None:
     parameters = RendezvousParameters(
-        "etcd", own_etcd.endpoint, "outage", 1, 2, local_addr="127.0.0.1", lease=1, joining_window=0.2
+        "etcd", own_etcd.endpoint, "outage", 1, 2, local_addr="127.0.0.1", lease=1, last_call_timeout=0.2
     )
     with PretendAgent(rendezvous_handler_registry.create_handler(parameters), "a") as a:
         a.met("a")

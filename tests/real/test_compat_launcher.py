@@ -141,7 +141,7 @@ async def test_two_nodes_meet_on_any_rendezvous_and_return_what_their_workers_re
 
 
 @pytest.mark.parametrize("configs", BACKENDS, indirect=True)
-async def test_a_killed_worker_restarts_those_of_both_nodes_which_agree_on_epoch_and_count(
+async def test_a_killed_worker_restarts_those_of_both_nodes_which_agree_on_round_and_count(
     tmp_path: Path, stop: Path, configs: tuple[str, str]
 ) -> None:
     path = script(tmp_path, LAUNCH)
@@ -149,7 +149,7 @@ async def test_a_killed_worker_restarts_those_of_both_nodes_which_agree_on_epoch
         workers = await asyncio.gather(a.trains(world=2), b.trains(world=2))
         os.kill(workers[1], signal.SIGKILL)
         for launcher in (a, b):
-            await launcher.said(r"epoch 2 rank \d of 2 pid \d+ restart 1")
+            await launcher.said(r"round 2 rank \d of 2 pid \d+ restart 1")
         stop.touch()
         assert [await a.code(), await b.code()] == [0, 0]
 
@@ -452,3 +452,70 @@ async def test_what_cannot_be_is_said_in_a_sentence(tmp_path: Path) -> None:
         r"RendezvousConnectionError: .*127\.0\.0\.1:1",
     ):
         assert any(re.match(wanted, line) for line in lines), (wanted, output)
+
+
+ON_OWN_HANDLER = """
+    from torchelastic import LocalElasticAgent, RendezvousHandler, WorkerSpec
+
+    class Own(RendezvousHandler):
+        def next_rendezvous(self):
+            from torch.distributed import HashStore
+            return HashStore(), 0, 1
+
+    class Endless(RendezvousHandler):
+        def next_rendezvous(self):
+            time.sleep(600)
+
+    def fail():
+        raise ValueError("the data are broken")
+
+    def stay(marker):
+        open(marker, "x").close()
+        time.sleep(600)
+
+    def stopped(spec, marker):
+        agent = LocalElasticAgent(spec)
+        def stop():
+            while not os.path.exists(marker):
+                time.sleep(0.05)
+            agent.stop()
+        threading.Thread(target=stop).start()
+        return agent.run().state.name
+
+    def fails():
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        result = LocalElasticAgent(WorkerSpec(fn=fail, rdzv_handler=Own(), max_restarts=0)).run()
+        print(ChildFailedError("fail", result.failures))
+
+    def is_stopped():
+        marker = sys.argv[1]
+        print("while workers run:", stopped(WorkerSpec(fn=stay, args=(marker,), rdzv_handler=Own()), marker))
+
+    def waits():
+        print("while it waits:", stopped(WorkerSpec(fn=print, rdzv_handler=Endless()), __file__))
+        try:
+            LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Own(), heartbeat_timeout=1)).run()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+
+    if __name__ == "__main__":
+        globals()[sys.argv[2]]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scenario", "said"),
+    [
+        ("fails", r"(?s)rank +: 0 \(local_rank: 0\).*ValueError: the data are broken"),
+        ("is_stopped", r"while workers run: STOPPED"),
+        (
+            "waits",
+            r"(?s)while it waits: STOPPED.*SettingsError: WorkerSpec.heartbeat_timeout and final_exit_codes need",
+        ),
+    ],
+)
+async def test_on_a_handler_of_the_programs_own_failures_are_printed_and_an_agent_can_be_stopped(
+    tmp_path: Path, scenario: str, said: str
+) -> None:
+    output = await output_of(script(tmp_path, ON_OWN_HANDLER), tmp_path / "marker", scenario)
+    assert re.search(said, output), output

@@ -41,7 +41,7 @@ async def test_two_nodes_train_lose_a_worker_and_succeed(tmp_path: Path, etcd: E
         worker, _ = await asyncio.gather(a.trains(world=2), b.trains(world=2))
         os.kill(worker, signal.SIGKILL)
         for agent in (a, b):
-            await agent.said(r"epoch 2 rank \d of 2")
+            await agent.said(r"round 2 rank \d of 2")
         stop.touch()
         assert [await a.code(), await b.code()] == [0, 0]
 

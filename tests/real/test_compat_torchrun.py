@@ -50,7 +50,7 @@ def line(etcd: EtcdServer) -> list[str]:
         f"--rdzv-endpoint={etcd.endpoint}",
         f"--rdzv-id={uuid.uuid4()}",
         "--local-addr=127.0.0.1",
-        "--rdzv-conf=joining_window=20,lease=2",
+        "--rdzv-conf=last_call_timeout=20,lease=2",
         "--monitor-interval=0.02",
         "--max-restarts=3",
     ]
@@ -78,7 +78,7 @@ async def test_the_id_of_a_run_that_is_over_can_be_used_again(line: list[str], p
 
 
 @pytest.mark.usefixtures("each_torch")
-async def test_after_a_worker_was_killed_both_agents_restart_theirs_in_one_new_epoch(
+async def test_after_a_worker_was_killed_both_agents_restart_theirs_in_one_new_round(
     line: list[str], program: Path, stop: Path
 ) -> None:
     async with (
@@ -88,10 +88,10 @@ async def test_after_a_worker_was_killed_both_agents_restart_theirs_in_one_new_e
         workers = await asyncio.gather(a.trains(world=2), b.trains(world=2))
         os.kill(workers[0], signal.SIGKILL)
         for agent in (a, b):
-            await agent.said(r"epoch 2 rank \d of 2")
+            await agent.said(r"round 2 rank \d of 2")
         stop.touch()
         assert [await a.code(), await b.code()] == [0, 0]
-    assert "epoch 3" not in a.output + b.output
+    assert "round 3" not in a.output + b.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -101,7 +101,7 @@ async def test_when_an_agent_goes_the_other_one_goes_on_with_whoever_is_there(
 ) -> None:
     nodes = [*line, "--nnodes=1:2"]
     async with Torchrun(*nodes, program, stop) as a, Torchrun(*nodes, program, stop) as b:
-        agents = {int((await agent.said(r"epoch 1 rank (\d) of 2"))[1]): agent for agent in (a, b)}
+        agents = {int((await agent.said(r"round 1 rank (\d) of 2"))[1]): agent for agent in (a, b)}
         gone, left = agents[going], agents[1 - going]
         worker = await gone.trains(world=2)
         gone.kill(number)
@@ -114,7 +114,7 @@ async def test_when_an_agent_goes_the_other_one_goes_on_with_whoever_is_there(
 
 
 async def test_a_third_agent_is_taken_in_while_two_train(line: list[str], program: Path, stop: Path) -> None:
-    nodes = [*line, "--nnodes=2:3", "--rdzv-conf=joining_window=0.5,lease=2"]
+    nodes = [*line, "--nnodes=2:3", "--rdzv-conf=last_call_timeout=0.5,lease=2"]
     async with Torchrun(*nodes, program, stop) as a, Torchrun(*nodes, program, stop) as b:
         await asyncio.gather(a.trains(world=2), b.trains(world=2))
         async with Torchrun(*nodes, program, stop) as c:
@@ -123,10 +123,10 @@ async def test_a_third_agent_is_taken_in_while_two_train(line: list[str], progra
             assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
 
 
-async def test_agents_that_come_and_go_at_once_leave_nobody_waiting_in_an_epoch_that_is_over(
+async def test_agents_that_come_and_go_at_once_leave_nobody_waiting_in_an_round_that_is_over(
     line: list[str], program: Path, stop: Path
 ) -> None:
-    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=joining_window=0,lease=2"]
+    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=0,lease=2"]
     async with Torchrun(*nodes, program, stop) as a:
         await a.trains(world=1)
         async with Torchrun(*nodes, program, stop) as b, Torchrun(*nodes, program, stop) as c:

@@ -19,11 +19,11 @@ from tests.support.etcd import EtcdServer
 from tests.support.etcd_conformance import EtcdFaults
 from tests.support.store_conformance import StoreBehaviour, confirmed, ended, seen
 from tests.support.tcp_proxy import TcpProxy
-from torchelastic.contract import run_lease
 from torchelastic.errors import SettingsError, StoreRefused, StoreUnavailable
+from torchelastic.protocol import run_lease
 from torchelastic.store import StoreSettings, connect, etcd_v3
 from torchelastic.store.etcd_v3 import EtcdV3Store
-from torchelastic.store.lasting import LastingKeys
+from torchelastic.store.run_lease import RunLease
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -115,17 +115,16 @@ async def test_a_name_that_does_not_exist_is_told_as_such() -> None:
     [
         (
             http("404 Not Found", "no such page"),
-            "is no etcd, or one without its JSON gateway: .* status 404, 'no such pa",
+            "is not etcd, or etcd without its JSON gateway: .* status 404, 'no such pa",
         ),
-        (http("302 Found", ""), "is no etcd, or one without its JSON gateway"),
+        (http("302 Found", ""), "is not etcd, or etcd without its JSON gateway"),
         (http("200 OK", "<html>Welcome</html>"), "does not answer as etcd does: '<html>Welcome</html>'"),
         (http("200 OK", '{"version": 7}'), "does not answer as etcd does"),
-        (http("200 OK", '{"etcdserver": "latest"}'), "is no etcd"),
+        (http("200 OK", '{"etcdserver": "latest"}'), "is not etcd"),
         (http("200 OK", '{"etcdserver": "3.3.27"}'), r"has version 3\.3\.27, but 3\.4 or later is needed"),
         (lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP"),
-        (lambda _: b"HTTP/1.1 200 OK\r\n\r\n" + bytes(65 << 20), "an answer of more than 64 MiB"),
     ],
-    ids=["not found", "redirect", "a page", "other json", "odd version", "old version", "no http", "endless"],
+    ids=["not found", "redirect", "a page", "other json", "odd version", "old version", "no http"],
 )
 async def test_a_server_that_is_no_usable_etcd_is_refused_in_a_sentence(
     answer: Callable[[str], bytes], sentence: str
@@ -150,7 +149,7 @@ async def test_an_etcd_without_its_gateway_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("endpoint", ["", "host", "host:port", "host:1/path", "user@host:1", ":2379", "a..b:2379"])
 async def test_what_is_no_address_is_told_before_anything_is_asked(endpoint: str) -> None:
-    with pytest.raises(SettingsError, match="is no address of an etcd server"):
+    with pytest.raises(SettingsError, match="is not the address of an etcd server"):
         EtcdV3Store(StoreSettings(endpoints=(endpoint,)))
 
 
@@ -202,7 +201,7 @@ async def test_a_user_works_below_the_prefix_that_is_theirs(guarded_etcd: EtcdSe
     lease = await store.grant(60)
     revision = await store.put("/alice/a", b"", lease=lease)
     await store.keep_alive(lease)
-    lasting = LastingKeys(store, "run")
+    lasting = RunLease(store, "run")
     await lasting.put("/alice/lasting", b"")
     assert await store.grant(60, lease=run_lease("run")) == run_lease("run")
     await lasting.end()
@@ -305,5 +304,5 @@ async def test_unusable_certificates_are_told_before_anything_is_asked(tmp_path:
         EtcdV3Store(dataclasses.replace(settings, key=absent))
     with pytest.raises(SettingsError, match="use https"):
         EtcdV3Store(dataclasses.replace(settings, protocol="http", ca_cert=absent))
-    with pytest.raises(SettingsError, match="'ftp' is no protocol of etcd"):
+    with pytest.raises(SettingsError, match="'ftp' is not a protocol of etcd"):
         EtcdV3Store(dataclasses.replace(settings, protocol="ftp"))

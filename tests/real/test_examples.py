@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from elastic_operator.manifest import load_checked
+from elastic_operator.manifest.loader import load_checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -136,7 +136,7 @@ def test_digits_killed_and_resumed_on_other_nodes_comes_to_the_same_network(etcd
 
     with agent("--nproc-per-node=2", *program, TORCHELASTIC_CHECKPOINT_DIR=first) as process:
         assert process.stdout
-        assert any("samples/s" in line for line in process.stdout)
+        assert any("samples/s" in line and (first / "checkpoint.pt").exists() for line in process.stdout)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=LIMIT)  # until the workers are gone, too
     reached = torch.load(first / "checkpoint.pt", weights_only=True)["step"]
@@ -172,10 +172,10 @@ def test_the_newest_checkpoint_on_a_shared_volume_is_found_in_another_pods_folde
 
 @pytest.mark.parametrize("batch", [4, 10, 23])
 def test_the_sampler_loses_and_repeats_nothing_when_the_number_of_ranks_changes(digits: Any, batch: int) -> None:
-    samples, epochs = 10, 6
+    samples, rounds = 10, 6
     dealt: list[int] = []
     changes = [(0, 1), (1, 3), (4, 2), (5, 5), (9, 1)]  # from which step on, how many ranks
-    last = epochs * samples // batch
+    last = rounds * samples // batch
     for (step, world_size), (until, _) in zip(changes, [*changes[1:], (last, 0)], strict=True):
         steps = range(min(step, last), min(until, last))
         ranks = [list(digits.ElasticSampler(samples, batch, steps, rank, world_size)) for rank in range(world_size)]

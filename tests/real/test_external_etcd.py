@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from elastic_operator.kube.api import Api
-from elastic_operator.kube.etcd_secrets import EtcdSecrets
-from elastic_operator.kube.stores import Stores
+from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.kubernetes.secrets import EtcdSecrets
 from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-PATIENCE = 30.0
+PATIENCE = 90.0
 KEY = "team/digits"
 
 
@@ -32,12 +32,12 @@ class Watcher:
 
     def __init__(self, secrets: EtcdSecrets | None = None) -> None:
         self._happened = asyncio.Event()
-        self.stores = Stores(lambda _: self._happened.set(), secrets=secrets, patience=0.0)
+        self.stores = JobStores(lambda _: self._happened.set(), secrets=secrets, patience=0.0)
 
-    async def trouble(self, run_id: str) -> str:
+    async def error(self, run_id: str) -> str:
         """What is said of the store, as soon as anything is."""
         async with asyncio.timeout(PATIENCE):
-            while (said := self.stores.trouble(run_id)) is None:
+            while (said := self.stores.error(run_id)) is None:
                 self._happened.clear()
                 await self._happened.wait()
         return said
@@ -50,7 +50,7 @@ class Watcher:
             while not mirror.readable:
                 self._happened.clear()
                 await self._happened.wait()
-        assert self.stores.trouble(run_id) is None
+        assert self.stores.error(run_id) is None
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ async def test_an_etcd_that_asks_who_its_clients_are_is_reached_with_what_the_se
     async with watcher.stores as stores:
         stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True, secret="hub")
         assert "the Secret hub, which spec.etcd.tlsSecret names, has neither ca.crt nor tls.crt" in (
-            await watcher.trouble(run_id)
+            await watcher.error(run_id)
         )
         secret["data"] = data(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
         await watcher.readable(run_id)
@@ -110,14 +110,14 @@ async def test_an_etcd_behind_tls_that_is_not_trusted_or_does_not_trust_is_told_
     watcher = Watcher(secrets)
     async with watcher.stores as stores:
         stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True)
-        assert f"the certificate of etcd at {tls_etcd.endpoint} cannot be trusted" in await watcher.trouble(run_id)
+        assert f"the certificate of etcd at {tls_etcd.endpoint} cannot be trusted" in await watcher.error(run_id)
     (tmp_path / "others").mkdir()
     other = make_certificates(tmp_path / "others")
     secret["data"] = data(ca_crt=files.authority, tls_crt=other.client, tls_key=other.client_key)
     watcher = Watcher(secrets)
     async with watcher.stores as stores:
         stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True, secret="hub")
-        assert tls_etcd.endpoint in await watcher.trouble(run_id)
+        assert tls_etcd.endpoint in await watcher.error(run_id)
 
 
 async def test_what_is_no_etcd_and_what_is_not_there_are_told_apart(own_etcd: EtcdServer, run_id: str) -> None:
@@ -133,8 +133,8 @@ async def test_what_is_no_etcd_and_what_is_not_there_are_told_apart(own_etcd: Et
     async with watcher.stores as stores:
         stores.follow(run_id, KEY, own_etcd.endpoint, lasts=True, up=True)
         stores.follow("another", KEY, other, lasts=True, up=True)
-        assert f"etcd at {own_etcd.endpoint} does not answer: connection refused" in await watcher.trouble(run_id)
-        assert f"what listens at {other} is no etcd, or one without its JSON gateway" in await watcher.trouble(
+        assert f"etcd at {own_etcd.endpoint} does not answer: connection refused" in await watcher.error(run_id)
+        assert f"what listens at {other} is not etcd, or etcd without its JSON gateway" in await watcher.error(
             "another"
         )
     await runner.cleanup()

@@ -19,12 +19,12 @@ from tests.support.crew import LIMIT, eventually, exit_of, gone
 from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
 from tests.support.puppets import Stage
-from torchelastic.agent import fork_server, messages, processes
-from torchelastic.agent.process_table import read_table, with_descendants
-from torchelastic.agent.workers import Workers, WorkerStart
-from torchelastic.contract import ExitCode, FailureKind, TerminationMessage
+from torchelastic.agent.workers import fork_server, ipc, processes
+from torchelastic.agent.workers.linux import read_table, with_descendants
+from torchelastic.agent.workers.pool import Workers, WorkerStart
+from torchelastic.config.settings import LogSettings
 from torchelastic.errors import StartError
-from torchelastic.settings import LogSettings
+from torchelastic.protocol import ExitCode, FailureKind, TerminationMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ async def process_of(agent: int, title: str) -> int:
     return pid
 
 
-async def test_a_run_goes_on_in_its_epoch_when_the_fork_server_dies(tmp_path: Path) -> None:
+async def test_a_run_goes_on_in_its_round_when_the_fork_server_dies(tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     [program] = script(tmp_path, MEETING).argv
     async with AgentProcess("--nproc-per-node", "2", program, stop) as agent:
@@ -67,9 +67,9 @@ async def test_a_run_goes_on_in_its_epoch_when_the_fork_server_dies(tmp_path: Pa
         os.kill(server, signal.SIGKILL)
         await gone(server)
         os.kill(worker, signal.SIGKILL)
-        await agent.said("epoch 2 rank 0 of 2")
+        await agent.said("round 2 rank 0 of 2")
         assert [*fork_servers(agent.pid)] != [server]
-        assert not [line for line in agent.lines if "epoch 3" in line]
+        assert not [line for line in agent.lines if "round 3" in line]
         stop.touch()
         assert await agent.code() == ExitCode.SUCCEEDED
 
@@ -77,7 +77,7 @@ async def test_a_run_goes_on_in_its_epoch_when_the_fork_server_dies(tmp_path: Pa
 async def test_a_fork_server_that_dies_when_all_is_calm_is_replaced_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fork_server, "_STEADY", 0.0)
+    monkeypatch.setattr(fork_server, "MIN_UPTIME", 0.0)
     async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
         await workers.ready()
         first = workers.fork_server_pid
@@ -92,12 +92,12 @@ async def test_a_fork_server_that_dies_when_all_is_calm_is_replaced_at_once(
 async def test_a_fork_server_that_dies_while_it_forks_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server, "_STEADY", 0.0)
+    monkeypatch.setattr(fork_server, "MIN_UPTIME", 0.0)
     ends: list[int] = []
 
     def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
         if not ends:  # as a process has it that is about to fork others
-            ends.append(os.dup(descriptors[messages.CONTROL]))
+            ends.append(os.dup(descriptors[ipc.CONTROL]))
         return processes.spawn(argv, environment, descriptors)
 
     monkeypatch.setattr(fork_server, "spawn", spawn)
@@ -176,7 +176,7 @@ async def test_a_store_none_of_whose_processes_lives_to_begin_fails_that_start_a
         await workers.ready()
         with (
             ended_before_they_begin(monkeypatch, 2),
-            pytest.raises(StartError, match=r"was to serve the epoch's TCPStore was killed by SIGKILL$"),
+            pytest.raises(StartError, match=r"was to serve the round's TCPStore was killed by SIGKILL$"),
         ):
             await asyncio.wait_for(workers.serve_store(socket.create_server(("127.0.0.1", 0))), LIMIT)
         store = await workers.serve_store(socket.create_server(("127.0.0.1", 0)))
@@ -185,18 +185,18 @@ async def test_a_store_none_of_whose_processes_lives_to_begin_fails_that_start_a
 
 async def test_an_agent_whose_spare_process_dies_while_it_becomes_the_store_goes_on() -> None:
     async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
-        store = await process_of(agent.pid, "store of the epoch")
+        store = await process_of(agent.pid, "store of the round")
         spare = await process_of(agent.pid, "spare process")
         os.kill(spare, signal.SIGSTOP)  # as one that the machine has no memory for is slow to read
         os.kill(store, signal.SIGKILL)
-        await agent.said("epoch 2: .* the process that serves the epoch's TCPStore died")
+        await agent.said("round 2: .* the process that serves the round's TCPStore died")
         assert await process_of(agent.pid, "sleep")  # its store and its worker are begun side by side
         os.kill(spare, signal.SIGKILL)
-        await agent.said("epoch 2: started")
-        assert await process_of(agent.pid, "store of the epoch") not in {store, spare}
+        await agent.said("round 2: started")
+        assert await process_of(agent.pid, "store of the round") not in {store, spare}
         agent.kill(signal.SIGTERM)
         assert await agent.code() == ExitCode.LEFT
-        assert not [line for line in agent.lines if "epoch 3" in line or "Traceback" in line]
+        assert not [line for line in agent.lines if "round 3" in line or "Traceback" in line]
 
 
 async def test_a_store_that_is_killed_for_memory_is_named_as_that(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ async def test_a_store_that_is_killed_for_memory_is_named_as_that(tmp_path: Path
             Stage(tmp_path, None) as stage,
             stage.agent("one", "--standalone", "--max-restarts=0", f"--termination-log={log}", within=within) as agent,
         ):
-            [worker] = await stage.epoch(1, world=1)
-            store = await process_of(agent.pid, "store of the epoch")
+            [worker] = await stage.round(1, world=1)
+            store = await process_of(agent.pid, "store of the round")
             for pid in processes_of(agent.pid, "spare process"):
                 Path(f"/proc/{pid}/oom_score_adj").write_text("999")
             Path(f"/proc/{store}/oom_score_adj").write_text("1000")  # the kernel's first choice
@@ -220,7 +220,7 @@ async def test_a_store_that_is_killed_for_memory_is_named_as_that(tmp_path: Path
                 """
             )
             assert await agent.code() == ExitCode.FAILED
-    died = "the process that serves the epoch's TCPStore was killed by SIGKILL: out of memory"
+    died = "the process that serves the round's TCPStore was killed by SIGKILL: out of memory"
     assert f"rank 0 on one: {died}; it may not restart" in agent.lines[-1]
     words = msgspec.json.decode(log.read_bytes(), type=TerminationMessage)
     assert words.failure is not None
@@ -234,7 +234,7 @@ async def test_a_fork_server_that_has_not_the_memory_to_import_torch_is_told_as_
         async with AgentProcess("--standalone", f"--termination-log={log}", program, within=within) as agent:
             assert await agent.code() == ExitCode.BAD_INPUT
     said = msgspec.json.decode(log.read_bytes(), type=TerminationMessage).message
-    assert said.startswith("the fork server dies again and again while it imports torch")
+    assert said.startswith("the fork server dies repeatedly while it imports torch")
     assert said.endswith("killed by SIGKILL: out of memory; raise the memory limit")
     assert said in agent.lines[-1]
 

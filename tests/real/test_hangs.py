@@ -28,7 +28,7 @@ def program_of(folder: Path, source: str) -> Path:
 
 STUCK = """
     import time
-    from torchelastic import worker
+    import torchelastic as worker
 
     def stuck():
         while True:
@@ -51,8 +51,8 @@ async def test_a_worker_that_hangs_fails_with_the_place_where_it_hangs(tmp_path:
         assert await agent.code() == 1
     failure = json.loads(log.read_text())["failure"]
     where = "it was in stuck (program.py:7), called by train (program.py:12), called by <module> (program.py:14)"
-    assert failure["t"] == f"no heartbeat for 1 s; {where}"
-    assert failure["x"] == -signal.SIGABRT
+    assert failure["message"] == f"no heartbeat for 1 s; {where}"
+    assert failure["exit_code"] == -signal.SIGABRT
     assert "[rank 0] Fatal Python error: Aborted" in agent.output
 
 
@@ -61,7 +61,7 @@ async def test_a_worker_that_is_stopped_is_called_that(tmp_path: Path) -> None:
         tmp_path,
         """
         import os, time
-        from torchelastic import worker
+        import torchelastic as worker
         print(f"pid {os.getpid()}", flush=True)
         while True:
             worker.heartbeat()
@@ -80,7 +80,7 @@ async def test_heartbeats_keep_a_worker_alive_from_any_of_its_threads(tmp_path: 
         tmp_path,
         """
         import threading, time
-        from torchelastic import worker
+        import torchelastic as worker
         over = threading.Event()
 
         def beat():
@@ -126,7 +126,7 @@ async def test_what_a_worker_forks_does_not_answer_for_it(tmp_path: Path) -> Non
         tmp_path,
         """
         import multiprocessing, os, time
-        from torchelastic import worker
+        import torchelastic as worker
 
         def beat():
             print("beating", flush=True)
@@ -153,7 +153,7 @@ async def test_who_keeps_the_others_waiting_is_named_and_not_who_waits(tmp_path:
         tmp_path,
         """
         import time, torch, torch.distributed as dist
-        from torchelastic import worker
+        import torchelastic as worker
 
         dist.init_process_group("gloo")
 

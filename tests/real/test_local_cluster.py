@@ -13,10 +13,10 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.errors import BadInput, NotFound
-from elastic_operator.local.client import connect, find_job, known_jobs
+from elastic_operator.local.client import LocalRuns
 from tests.support.crew import told
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
-from torchelastic.contract import KEY_ROOT
+from torchelastic.protocol import KEY_ROOT
 from torchelastic.store import connect as connect_store
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ async def home(tmp_path: Path) -> AsyncIterator[Path]:
 
 
 def output_of(snapshot: dict, rank: int) -> str:
-    epoch = snapshot["status"]["epoch"]
+    round = snapshot["status"]["round"]
     (pod,) = (pod for pod in snapshot["pods"] if rank in pod["ranks"])
-    return (Path(pod["logDir"]) / f"epoch_{epoch}" / f"rank_{rank}" / "output.log").read_text()
+    return (Path(pod["logDir"]) / f"round_{round}" / f"rank_{rank}" / "output.log").read_text()
 
 
 async def test_a_job_runs_to_its_success_and_only_its_folder_is_left(home: Path) -> None:
@@ -56,25 +56,25 @@ async def test_a_job_runs_to_its_success_and_only_its_folder_is_left(home: Path)
     for rank in range(4):
         assert f"rank={rank}, world_size = 4" in output_of(record, rank)
     assert record["progress"]["line"].endswith("rank=0, world_size = 4")
-    (known,) = known_jobs(home=home)
+    (known,) = LocalRuns(home).list()
     assert not known["run"]["alive"]
 
 
 async def test_scaling_changes_the_size_of_the_running_job(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
         small = await run.trains(2)
-        client = connect("job", home=home)
-        await asyncio.to_thread(client.scale, 3)
+        jobs = LocalRuns(home)
+        await asyncio.to_thread(jobs.scale, "job", 3)
         large = await run.trains(3)
         staying = {pod["uid"] for pod in training(small)}
         assert staying < {pod["uid"] for pod in training(large)}
-        await asyncio.to_thread(client.scale, 1)
+        await asyncio.to_thread(jobs.scale, "job", 1)
         await run.trains(1)
         alone = await run.until(lambda snapshot: len(snapshot["pods"]) == 1)
         assert alone["pods"][0]["uid"] in staying
         with pytest.raises(BadInput, match=r"spec.*4.*maxReplicas|maxReplicas.*4|replicas"):
-            await asyncio.to_thread(client.scale, 4)
-        assert (await asyncio.to_thread(client.snapshot))["manifest"]["spec"]["replicas"] == 1
+            await asyncio.to_thread(jobs.scale, "job", 4)
+        assert (await asyncio.to_thread(jobs.get, "job"))["manifest"]["spec"]["replicas"] == 1
         (tmp_path / "finish").touch()
         assert await run.exit_code() == 0, run.output
 
@@ -110,9 +110,9 @@ async def test_training_goes_on_undisturbed_when_etcd_is_killed(home: Path, tmp_
         )
         assert back["etcd"]["endpoint"] == before["etcd"]["endpoint"]
         assert back["etcd"]["restarts"] == 1
-        await asyncio.to_thread(connect("job", home=home).scale, 3)
+        await asyncio.to_thread(LocalRuns(home).scale, "job", 3)
         after = await run.trains(3)
-        assert after["status"]["epoch"] == before["status"]["epoch"] + 1
+        assert after["status"]["round"] == before["status"]["round"] + 1
         assert after["status"]["restarts"] == 0
         assert {pod["uid"] for pod in training(before)} < {pod["uid"] for pod in training(after)}
         (tmp_path / "finish").touch()
@@ -130,9 +130,9 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
         assert processes_of(home) == {}
         assert run.record["run"]["ended"]["how"] == "interrupted"
         assert all(pod["ended"] is not None for pod in run.record["pods"])
-    assert not find_job("job", home=home)["run"]["alive"]
+    assert not LocalRuns(home).get("job")["run"]["alive"]
     with pytest.raises(NotFound, match="no job job is running here"):
-        connect("job", home=home)
+        LocalRuns(home).run("job")
 
 
 async def test_pods_that_do_not_want_to_end_are_killed_in_seconds(home: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ async def test_pods_that_do_not_want_to_end_are_killed_in_seconds(home: Path, tm
 SAVES = """
 import os, time
 from pathlib import Path
-from torchelastic import worker
+import torchelastic as worker
 
 rank = os.environ["RANK"]
 worker.ask_for_notice(20)
@@ -180,7 +180,7 @@ async def test_who_asks_again_does_not_wait_for_pods_that_hang(home: Path, tmp_p
         snapshot = await run.trains(2)
         for pod in snapshot["pods"]:
             os.kill(pod["pid"], signal.SIGSTOP)
-        deleting = asyncio.create_task(asyncio.to_thread(connect("job", home=home).delete))
+        deleting = asyncio.create_task(asyncio.to_thread(LocalRuns(home).delete, "job"))
         await run.until(lambda snapshot: all(pod["terminating"] for pod in snapshot["pods"]))
         run.process.send_signal(signal.SIGINT)
         async with asyncio.timeout(15):  # half of what pods have that are deleted
@@ -196,7 +196,7 @@ async def test_nothing_outlives_a_killed_run(home: Path, tmp_path: Path) -> None
         run.process.kill()
         assert await gone(processes, within=5)
         assert processes_of(home) == {}
-    lost = find_job("job", home=home)
+    lost = LocalRuns(home).get("job")
     assert not lost["run"]["alive"]
     assert lost["run"]["ended"] is None
     async with LocalRun(home, manifest(tmp_path)) as again:
@@ -211,10 +211,10 @@ async def test_two_jobs_run_at_once(home: Path, tmp_path: Path) -> None:
     ):
         first, second = await one.trains(1), await two.trains(1)
         assert first["etcd"]["endpoint"] != second["etcd"]["endpoint"]
-        assert {job["manifest"]["metadata"]["name"] for job in known_jobs(home=home)} == {"one", "two"}
-        await asyncio.to_thread(connect("one", home=home).delete)
+        assert {job["manifest"]["metadata"]["name"] for job in LocalRuns(home).list()} == {"one", "two"}
+        await asyncio.to_thread(LocalRuns(home).delete, "one")
         assert await one.exit_code() == 3, one.output
-        assert (await asyncio.to_thread(connect("two", home=home).snapshot))["status"]["state"] == "Running"
+        assert (await asyncio.to_thread(LocalRuns(home).get, "two"))["status"]["state"] == "Running"
 
 
 async def test_the_name_of_a_job_that_runs_is_taken(home: Path, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ async def test_a_deleted_run_ends_with_its_own_code_and_frees_its_name(home: Pat
     file = manifest(tmp_path, replicas=1)
     async with LocalRun(home, file) as run:
         await run.trains(1)
-        await asyncio.to_thread(connect("job", home=home).delete)
+        await asyncio.to_thread(LocalRuns(home).delete, "job")
         async with LocalRun(home, file) as next_run:
             await next_run.trains(1)
         assert await run.exit_code() == 3, run.output
@@ -247,13 +247,13 @@ async def test_a_resumed_run_finds_the_checkpoints_of_the_earlier_one(home: Path
     program = """
         cd $TORCHELASTIC_CHECKPOINT_DIR
         if [ -e checkpoint ]; then echo found $(cat checkpoint); exit; fi
-        echo 41 > checkpoint; while :; do sleep 0.05; done
+        echo 41 > checkpoint; echo saved; while :; do sleep 0.05; done
     """
     file = manifest(tmp_path, replicas=1, command=["sh", "-c", program])
     async with LocalRun(home, file) as run:
         before = await run.trains(1)
-        checkpoint = Path(before["run"]["checkpoints"]) / "job" / "0" / "checkpoint"
-        await run.until(lambda _: checkpoint.exists())
+        await run.until(lambda snapshot: snapshot["progress"] and snapshot["progress"]["line"] == "saved")
+        assert (Path(before["run"]["checkpoints"]) / "job" / "0" / "checkpoint").exists()
         run.process.send_signal(signal.SIGINT)
         assert await run.exit_code() == 130, run.output
         run_id = run.record["run"]["id"]
@@ -348,7 +348,7 @@ async def test_a_home_folder_that_cannot_be_written_is_named(tmp_path: Path) -> 
     file.touch()
     async with LocalRun(file / "home", manifest(tmp_path)) as run:
         assert await run.exit_code() == 2
-        assert "set ELASTICJOB_HOME to a folder that can be written" in run.output
+        assert "set ELASTICJOB_HOME to a directory that can be written" in run.output
 
 
 async def test_an_etcd_that_cannot_run_is_bad_input_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ async def test_what_a_process_cannot_honour_is_named_in_one_warning(home: Path, 
     file = manifest(tmp_path, replicas=1, template=template)
     async with LocalRun(home, file) as run:
         snapshot = await run.trains(1)
-        (warning,) = (event for event in snapshot["events"] if event["reason"] == "NotHonoured")
+        (warning,) = (event for event in snapshot["events"] if event["reason"] == "UnsupportedFields")
     assert warning["warning"]
     for field in ("template.spec.volumes", "template.spec.containers[worker].resources", "'sidecar'"):
         assert field in warning["message"]

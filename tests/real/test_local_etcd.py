@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from elastic_operator.controller.model import EtcdState
 from elastic_operator.errors import BadInput
-from elastic_operator.local import etcd_process
-from elastic_operator.local.etcd_binary import find_etcd
-from elastic_operator.local.etcd_process import EtcdProcess, EtcdSettings, free_ports
-from elastic_operator.local.tether import tethered
-from elastic_operator.model import EtcdState
+from elastic_operator.local import etcd as etcd_process
+from elastic_operator.local.etcd import EtcdProcess, EtcdSettings, find_etcd, free_ports
+from elastic_operator.local.pdeathsig import with_pdeathsig
 from tests.support.local_runs import gone
 from torchelastic.store import StoreSettings, connect
 
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from elastic_operator.model import JobEvent
+    from elastic_operator.controller.model import JobEvent
     from torchelastic.store import Store
 
 pytestmark = pytest.mark.real
 
-LIMIT = 60.0
+LIMIT = 180.0
 
 
 class Watched:
@@ -142,9 +141,8 @@ async def test_where_there_is_no_etcd_it_is_said_what_to_install(
 
 
 async def test_what_is_tethered_dies_with_its_parent_and_keeps_its_process_id() -> None:
-    script = (
-        f"import subprocess; print(subprocess.Popen({list(tethered(['sleep', '1000']))!r}).pid, flush=True); input()"
-    )
+    command = list(with_pdeathsig(["sleep", "1000"]))
+    script = f"import subprocess; print(subprocess.Popen({command!r}).pid, flush=True); input()"
     # The command line names this process; what starts it is another one.
     script = script.replace(repr(str(os.getpid())), "str(__import__('os').getpid())")
     parent = await asyncio.create_subprocess_exec(
@@ -159,14 +157,16 @@ async def test_what_is_tethered_dies_with_its_parent_and_keeps_its_process_id() 
 
 async def test_what_is_tethered_to_a_process_that_is_not_its_parent_never_starts(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    command = [word if word != str(os.getpid()) else "1" for word in tethered(["touch", str(started)])]
+    command = [word if word != str(os.getpid()) else "1" for word in with_pdeathsig(["touch", str(started)])]
     process = await asyncio.create_subprocess_exec(*command)
     assert await process.wait() == -signal.SIGKILL
     assert not started.exists()
 
 
 async def test_a_program_that_cannot_be_started_says_so() -> None:
-    process = await asyncio.create_subprocess_exec(*tethered(["/no/such/program"]), stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *with_pdeathsig(["/no/such/program"]), stderr=asyncio.subprocess.PIPE
+    )
     _, said = await process.communicate()
     assert process.returncode == 126
     assert b"cannot start /no/such/program: No such file or directory" in said

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from elastic_operator.local.client import connect
-from elastic_operator.model import JobState
-from elastic_operator.report_json import decode_report
+from elastic_operator.api.report import decode_report
+from elastic_operator.api.status import JobState
+from elastic_operator.local.client import LocalRuns
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons
-from torchelastic.contract import RunState
+from torchelastic.protocol import RunState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.report import Report
+    from elastic_operator.api.report import Report
 
 pytestmark = pytest.mark.real
 
@@ -38,7 +38,7 @@ def report_of(snapshot: dict[str, Any]) -> Report:
 
 
 def numbers(report: Report) -> list[int]:
-    return [epoch.number for epoch in report.history.epochs]
+    return [round.number for round in report.history.rounds]
 
 
 def rests(snapshot: dict[str, Any]) -> bool:
@@ -49,35 +49,35 @@ def rests(snapshot: dict[str, Any]) -> bool:
 async def test_a_job_that_was_suspended_goes_on_where_it_was_with_what_was_changed_meanwhile(
     home: Path, tmp_path: Path
 ) -> None:
-    says = "echo {word} in $TORCHELASTIC_EPOCH; while [ ! -e {finish} ]; do sleep 0.05; done"
+    says = "echo {word} in $TORCHELASTIC_ROUND; while [ ! -e {finish} ]; do sleep 0.05; done"
     programs = [
         ["sh", "-c", says.format(word=word, finish=tmp_path / "finish")] for word in ("first words", "other words")
     ]
     async with LocalRun(home, manifest(tmp_path, command=programs[0])) as run:
         before = await run.trains(2)
-        client = connect("job", home=home)
-        await asyncio.to_thread(client.suspend, rest=True)
+        jobs = LocalRuns(home)
+        await asyncio.to_thread(jobs.suspend, "job", suspend=True)
         asleep = await run.until(rests)
-        assert asleep["status"]["epoch"] >= before["status"]["epoch"]
+        assert asleep["status"]["round"] >= before["status"]["round"]
         assert not asleep["etcd"]["endpoint"]
         assert [*processes_of(home)] == [run.process.pid]
         kept = report_of(asleep)
-        assert (kept.state, numbers(kept)) == (JobState.SUSPENDED, list(range(1, asleep["status"]["epoch"] + 1)))
+        assert (kept.state, numbers(kept)) == (JobState.SUSPENDED, list(range(1, asleep["status"]["round"] + 1)))
         manifest(tmp_path, command=programs[1])
         await run.until(lambda snapshot: "Applied" in reasons(snapshot))
-        await asyncio.to_thread(client.suspend, rest=False)
-        after = await run.trains(2, after=asleep["status"]["epoch"])
-        words = f"other words in {after['status']['epoch']}"
+        await asyncio.to_thread(jobs.suspend, "job", suspend=False)
+        after = await run.trains(2, after=asleep["status"]["round"])
+        words = f"other words in {after['status']['round']}"
         await run.until(lambda snapshot: snapshot["progress"] and snapshot["progress"]["line"] == words)
         (tmp_path / "finish").touch()
         assert await run.exit_code() == 0, run.output
         report = report_of(run.record)
         assert (report.state, numbers(report)) == (
             JobState.SUCCEEDED,
-            list(range(1, run.record["status"]["epoch"] + 1)),
+            list(range(1, run.record["status"]["round"] + 1)),
         )
         assert report.outcome is not None
-        split = report.split
+        split = report.time_breakdown
         assert split is not None
         assert split.seconds.keys() >= {RunState.TRAINING, RunState.STARTING, RunState.SUSPENDED}
         assert split.joined == 4
@@ -93,14 +93,14 @@ async def test_of_a_run_that_was_interrupted_it_is_kept_how_it_went(home: Path, 
         report = report_of(run.record)
         assert (report.state.finished, report.completed, report.outcome) == (False, None, None)
         assert 1 in numbers(report)
-        assert report.split is not None
-        assert RunState.TRAINING in report.split.seconds
+        assert report.time_breakdown is not None
+        assert RunState.TRAINING in report.time_breakdown.seconds
 
 
 async def test_a_job_that_is_made_suspended_starts_when_its_file_says_so(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, suspend=True)) as run:
         asleep = await run.until(rests)
-        assert asleep["status"]["epoch"] == 0
+        assert asleep["status"]["round"] == 0
         assert [*processes_of(home)] == [run.process.pid]
         (tmp_path / "finish").touch()
         manifest(tmp_path, suspend=False)
@@ -120,4 +120,4 @@ async def test_an_exit_code_that_the_job_declares_final_ends_it_at_once(home: Pa
     failing = manifest(tmp_path, replicas=1, command=["sh", "-c", "exit 64"], failurePolicy={"rules": rules})
     async with LocalRun(home, failing) as run:
         assert await run.exit_code() == 1, run.output
-        assert run.record["status"]["epoch"] == 1
+        assert run.record["status"]["round"] == 1

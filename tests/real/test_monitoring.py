@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 
-from elastic_operator.local.client import connect
+from elastic_operator.local.client import LocalRuns
 from scripts.monitoring.alerts import JOBS
 from scripts.monitoring.files import RULES
 from scripts.monitoring.fleet import FLEET_PAGE
@@ -102,17 +102,17 @@ async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story
             prometheus.scrape(ports(snapshot))
             # A change is seen where what was before was seen: in some scrapes.
             await prometheus.until("count_over_time(torchelastic_world_size[1m]) > 5", lambda seen: len(seen) == 2)
-            await asyncio.to_thread(connect("job", home=home).scale, 3)
-            snapshot = await run.trains(3, after=snapshot["status"]["epoch"])
+            await asyncio.to_thread(LocalRuns(home).scale, "job", 3)
+            snapshot = await run.trains(3, after=snapshot["status"]["round"])
             prometheus.scrape(ports(snapshot))
             await prometheus.until("sum(torchelastic_world_size)", lambda answer: answer and answer[0].value == 9)
             # What is lost is lost since the last checkpoint.
             await prometheus.until("torchelastic_checkpoint_write_latency_seconds_count > 1", lambda a: len(a) == 3)
             os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
-            told.snapshot = await run.trains(3, after=snapshot["status"]["epoch"])
-            epoch = told.snapshot["status"]["epoch"]
+            told.snapshot = await run.trains(3, after=snapshot["status"]["round"])
+            round = told.snapshot["status"]["round"]
             # What happens only now and then has happened since, on each rank.
-            stands = f"min(min_over_time(torchelastic_epoch[5s])) == {epoch}"
+            stands = f"min(min_over_time(torchelastic_round[5s])) == {round}"
             written = "sum by (rank) (increase(torchelastic_checkpoint_write_latency_seconds_count[5s])) > 0"
             await prometheus.until(f"{written} and on () ({stands})", lambda answer: len(answer) == 3)
             told.ended = time.time()
@@ -159,7 +159,7 @@ def the_query(title: str, legend: str = "", page: Page = JOB_PAGE) -> str:
     return found[0]
 
 
-async def test_members_epochs_and_restarts_are_those_of_the_job(story: Story) -> None:
+async def test_members_rounds_and_restarts_are_those_of_the_job(story: Story) -> None:
     status = story.snapshot["status"]
     for title, legend, value in (
         ("Workers", "", 3),
@@ -167,13 +167,13 @@ async def test_members_epochs_and_restarts_are_those_of_the_job(story: Story) ->
         ("World size", "nodes", 3),
         ("World size", "nodes wanted", 3),
         ("World size", "fewest nodes", 1),
-        ("Epoch", "epoch", status["epoch"]),
+        ("Round", "round", status["round"]),
         ("Restarts", "charged", KILLS),
         ("Remaining restarts", "", RESTARTS - KILLS),
         ("Nodes that came and went", "came", 3),
     ):
         assert await story.one(the_query(title, legend)) == value, (title, legend)
-    assert await story.one(the_query("Restarts", "free")) == status["epoch"] - 1 - KILLS
+    assert await story.one(the_query("Restarts", "free")) == status["round"] - 1 - KILLS
     gone = labels(await story.answer(the_query("Nodes that came and went", "{{cause}}")), "cause")
     assert gone == {"left": 0, "died": 0, "not_needed": 0}
 
@@ -213,7 +213,7 @@ async def test_what_happened_is_marked(story: Story) -> None:
     [size], [failure] = marked["Another size is wanted"], marked["Worker failed"]
     assert size < failure
     # One with another size, and one after the failure; where the third node came on its own, one more.
-    assert len(marked["New epoch"]) >= 2
+    assert len(marked["New round"]) >= 2
 
 
 async def test_recoveries_are_counted_by_what_had_happened(story: Story) -> None:

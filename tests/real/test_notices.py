@@ -1,4 +1,4 @@
-"""Time to save before a planned change of the epoch, for workers that ask for it; the others are not held up by it."""
+"""Time to save before a planned change of the round, for workers that ask for it; the others are not held up by it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.crew import gone, lives
-from torchelastic.contract import Env, NodeRecord, RunKeys, SizeRecord, decode, encode
+from torchelastic.protocol import Env, NodeRecord, RunKeys, SizeRecord, decode, encode
 from torchelastic.store import Listing, connect, follow
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.real
 POLLING = """
 import os, signal, sys, time
 from pathlib import Path
-from torchelastic import worker
+import torchelastic as worker
 
 here, asked = Path(sys.argv[1]), float(sys.argv[2])
-epoch, rank = os.environ["TORCHELASTIC_EPOCH"], os.environ["RANK"]
+round, rank = os.environ["TORCHELASTIC_ROUND"], os.environ["RANK"]
 
 def go(*_):
     print(f"rank {rank} goes", flush=True)
@@ -39,7 +39,7 @@ def go(*_):
 signal.signal(signal.SIGTERM, go)
 if rank in sys.argv[3:] or not sys.argv[3:]:
     worker.ask_for_notice(asked)
-print(f"epoch {epoch} rank {rank} of {os.environ['WORLD_SIZE']} pid {os.getpid()}", flush=True)
+print(f"round {round} rank {rank} of {os.environ['WORLD_SIZE']} pid {os.getpid()}", flush=True)
 saving = False
 while not (here / "stop").exists():
     told = worker.notice()
@@ -49,7 +49,7 @@ while not (here / "stop").exists():
         print(f"rank {rank} is told that nothing comes of it", flush=True)
     saving = told is not None
     if saving and (here / f"save.{rank}").exists():
-        print(f"epoch {epoch} rank {rank} has saved", flush=True)
+        print(f"round {round} rank {rank} has saved", flush=True)
         time.sleep(0.3)  # so that this is read before what comes of it
         worker.saved()
         saving = False
@@ -61,17 +61,17 @@ ask (all of them, where none is named)."""
 CALLED = """
 import os, sys, threading, time
 from pathlib import Path
-from torchelastic import worker
+import torchelastic as worker
 
 def save(told):
     print(f"called in a thread of its own: {threading.current_thread() is not threading.main_thread()}", flush=True)
     time.sleep(0.2)
     print(f"saved for {told.reason}", flush=True)
-    if os.environ["TORCHELASTIC_EPOCH"] == "2":
+    if os.environ["TORCHELASTIC_ROUND"] == "2":
         raise OSError("the disk is full")
 
 worker.ask_for_notice(60, callback=save)
-print(f"epoch {os.environ['TORCHELASTIC_EPOCH']} of {os.environ['WORLD_SIZE']}", flush=True)
+print(f"round {os.environ['TORCHELASTIC_ROUND']} of {os.environ['WORLD_SIZE']}", flush=True)
 while not (Path(sys.argv[1]) / "stop").exists():
     time.sleep(0.01)
 """
@@ -93,18 +93,18 @@ class Run:
 
     def node(self, *arguments: str | Path) -> AgentProcess:
         """A node that begins soon with whoever is there, or joins them."""
-        return self._node("--nnodes=1:3", "--rdzv-conf=joining_window=1,lease=2", *arguments)
+        return self._node("--nnodes=1:3", "--rdzv-conf=last_call_timeout=1,lease=2", *arguments)
 
     def one_of_two(self, *arguments: str | Path) -> AgentProcess:
         """A node that begins with another one."""
-        size = SizeRecord(min=1, max=3, wanted=2)
-        return self._node("--rdzv-conf=joining_window=60", *arguments, env={Env.SIZE: encode(size).decode()})
+        size = SizeRecord(min=1, max=3, desired=2)
+        return self._node("--rdzv-conf=last_call_timeout=60", *arguments, env={Env.SIZE: encode(size).decode()})
 
     def _node(self, *arguments: str | Path, **more: Any) -> AgentProcess:
         line = (f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={self.id}", "--local-addr=127.0.0.1")
         return AgentProcess(*line, "--notice=600", *arguments, **more)
 
-    async def trains(self, *agents: AgentProcess, epoch: int = 1, asking: int | None = None) -> list[int]:
+    async def trains(self, *agents: AgentProcess, round: int = 1, asking: int | None = None) -> list[int]:
         """Wait until these nodes train together, and as many of them ask for notices; the ids of their workers."""
         workers = [await agent.trains(world=len(agents)) for agent in agents]
         store = await connect(self.etcd.settings)
@@ -114,7 +114,7 @@ class Run:
                 async for batch in news:
                     entries = batch.entries if isinstance(batch, Listing) else [each.entry for each in batch]
                     nodes |= {entry.key: decode(entry.value, NodeRecord) for entry in entries if entry is not None}
-                    asked = [node for node in nodes.values() if node.epoch >= epoch and node.notice > 0]
+                    asked = [node for node in nodes.values() if node.round >= round and node.notice > 0]
                     if len(asked) >= (len(agents) if asking is None else asking):
                         return workers
         finally:
@@ -133,7 +133,7 @@ def before(agent: AgentProcess, first: str, then: str) -> bool:
     return numbers[0] < numbers[1]
 
 
-async def test_when_a_node_joins_the_workers_save_before_the_epoch_changes(
+async def test_when_a_node_joins_the_workers_save_before_the_round_changes(
     run: Run, program: Path, tmp_path: Path
 ) -> None:
     async with run.node("--node-name=one", "--stop-timeout=60", program, tmp_path, "300") as a:
@@ -141,22 +141,22 @@ async def test_when_a_node_joins_the_workers_save_before_the_epoch_changes(
         async with run.node("--node-name=two", program, tmp_path, "300") as b:
             await a.said("rank 0 is told node_joined: two joined")
             (tmp_path / "save.0").touch()
-            await run.trains(a, b, epoch=2)
-            assert before(a, "epoch 1 rank 0 has saved", "epoch 2: two joined")
-            assert before(a, "epoch 1 rank 0 has saved", "rank 0 goes")
+            await run.trains(a, b, round=2)
+            assert before(a, "round 1 rank 0 has saved", "round 2: two joined")
+            assert before(a, "round 1 rank 0 has saved", "rank 0 goes")
             (tmp_path / "stop").touch()
             assert [await a.code(), await b.code()] == [0, 0]
     assert a.output.count("has saved") == 1
 
 
-async def test_the_epoch_changes_without_an_answer_when_the_time_is_over(
+async def test_the_round_changes_without_an_answer_when_the_time_is_over(
     run: Run, program: Path, tmp_path: Path
 ) -> None:
     async with run.node("--notice=1", program, tmp_path, "300") as a:
         await run.trains(a)
         async with run.node("--notice=1", program, tmp_path, "300") as b:
             await a.said("rank 0 is told node_joined")
-            await run.trains(a, b, epoch=2)
+            await run.trains(a, b, round=2)
             (tmp_path / "stop").touch()
             assert [await a.code(), await b.code()] == [0, 0]
     assert "has saved" not in a.output
@@ -166,15 +166,15 @@ async def test_a_callback_answers_by_its_return_or_its_exception(run: Run, tmp_p
     program = tmp_path / "called.py"
     program.write_text(CALLED)
     async with run.node(program, tmp_path) as a:
-        await a.said("epoch 1 of 1")
+        await a.said("round 1 of 1")
         async with run.node(program, tmp_path) as b:
-            await asyncio.gather(a.said("epoch 2 of 2"), b.said("epoch 2 of 2"))
+            await asyncio.gather(a.said("round 2 of 2"), b.said("round 2 of 2"))
             async with run.node(program, tmp_path) as c:
-                await asyncio.gather(*(agent.said("epoch 3 of 3") for agent in (a, b, c)))
+                await asyncio.gather(*(agent.said("round 3 of 3") for agent in (a, b, c)))
                 (tmp_path / "stop").touch()
                 assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
     assert "called in a thread of its own: True" in a.output
-    assert before(a, "saved for node_joined", "epoch 2: ")
+    assert before(a, "saved for node_joined", "round 2: ")
     assert "OSError: the disk is full" in a.output
 
 
@@ -188,10 +188,10 @@ async def test_a_change_that_is_called_off_is_taken_back(run: Run, program: Path
         await a.said("rank 0 is told that nothing comes of it")
         (tmp_path / "stop").touch()
         assert await a.code() == 0
-    assert "epoch 2" not in a.output
+    assert "round 2" not in a.output
 
 
-async def test_a_failure_meanwhile_ends_the_epoch_at_once(run: Run, program: Path, tmp_path: Path) -> None:
+async def test_a_failure_meanwhile_ends_the_round_at_once(run: Run, program: Path, tmp_path: Path) -> None:
     async with (
         run.node("--nnodes=2:3", program, tmp_path, "300") as a,
         run.node("--nnodes=2:3", program, tmp_path, "300") as b,
@@ -201,7 +201,7 @@ async def test_a_failure_meanwhile_ends_the_epoch_at_once(run: Run, program: Pat
             await asyncio.gather(*(agent.said("is told node_joined") for agent in (a, b)))
             os.kill(worker, signal.SIGKILL)
             await asyncio.gather(*(agent.trains(world=3) for agent in (a, b, c)))
-            assert "killed by SIGKILL" in (await a.said("epoch 2: ")).string
+            assert "killed by SIGKILL" in (await a.said("round 2: ")).string
             (tmp_path / "stop").touch()
             assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
 
@@ -214,7 +214,7 @@ async def test_when_a_node_leaves_all_workers_save_first_its_own_included(
         run.one_of_two("--node-name=two", program, tmp_path, "300") as b,
     ):
         workers = await run.trains(a, b)
-        ranks = [(await agent.said(r"epoch \d rank (\d)"))[1] for agent in (a, b)]
+        ranks = [(await agent.said(r"round \d rank (\d)"))[1] for agent in (a, b)]
         b.kill(signal.SIGTERM)
         await a.said("is told node_left: two left")
         await b.said(r"is told node_left: two leaves \(SIGTERM\)")
@@ -222,10 +222,10 @@ async def test_when_a_node_leaves_all_workers_save_first_its_own_included(
         await b.said("has saved")
         assert lives(workers[1])
         (tmp_path / f"save.{ranks[0]}").touch()
-        await a.said("epoch 2: two left")
+        await a.said("round 2: two left")
         assert await b.code() == 143
         await a.trains(world=1)
-        assert before(a, "has saved", "epoch 2: two left")
+        assert before(a, "has saved", "round 2: two left")
         assert before(b, "has saved", f"rank {ranks[1]} goes")
         (tmp_path / "stop").touch()
         assert await a.code() == 0
@@ -238,7 +238,7 @@ async def test_a_node_that_leaves_lets_the_others_save_where_its_own_workers_nee
         await a.trains(world=1)
         (tmp_path / "save.0").touch()
         async with run.node(program, tmp_path, "300", "0") as b:
-            workers = await run.trains(a, b, epoch=2, asking=1)
+            workers = await run.trains(a, b, round=2, asking=1)
             (tmp_path / "save.0").unlink()
             b.kill(signal.SIGTERM)
             told = len(a.lines)

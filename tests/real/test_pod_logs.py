@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from elastic_operator.kube.pod_logs import AGENT, PodLog
+from elastic_operator.client.pod_log import AGENT, PodLog
 
 pytestmark = pytest.mark.real
 
 POD = "digits-0-aaaaa"
 
 
-def test_ranks_and_epochs_are_found_in_the_output_of_a_real_agent() -> None:
+def test_ranks_and_rounds_are_found_in_the_output_of_a_real_agent() -> None:
     agent = [sys.executable, "-m", "torchelastic.run", "--standalone", "--nproc-per-node", "2", "--node-name", POD]
     program = ["--role", "trainer", "--no-python", "--", "sh", "-c", "echo rank $RANK; echo bad news >&2"]
     done = subprocess.run([*agent, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, check=True)
@@ -22,6 +22,6 @@ def test_ranks_and_epochs_are_found_in_the_output_of_a_real_agent() -> None:
     lines = [*log.feed(done.stdout), *log.rest()]
     assert log.ranks == {1: (0, 1)}
     for rank in (0, 1):
-        mine = sorted((line.epoch, line.text) for line in lines if line.rank == rank)
+        mine = sorted((line.round, line.text) for line in lines if line.rank == rank)
         assert mine == [(1, b"bad news"), (1, b"rank %d" % rank)]
     assert any(line.rank == AGENT and b"the run has succeeded" in line.text for line in lines)

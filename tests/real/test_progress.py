@@ -15,7 +15,7 @@ import pytest
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
-from torchelastic.contract import NodeRecord, RunKeys, decode
+from torchelastic.protocol import NodeRecord, RunKeys, decode
 from torchelastic.store import Listing, connect, follow
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.real
 BEGINNING = """
 import multiprocessing, os, signal, subprocess, sys, threading, time
 import torchelastic
-epoch, rank = int(os.environ.get("TORCHELASTIC_EPOCH", 0)), os.environ.get("RANK")
+round, rank = int(os.environ.get("TORCHELASTIC_ROUND", 0)), os.environ.get("RANK")
 """
 
 
@@ -115,7 +115,7 @@ async def test_what_was_told_before_a_sigkill_is_there_with_the_failure(run: Run
     source = """
         time.sleep(0.05)  # restoring
         torchelastic.step()
-        if epoch == 1:
+        if round == 1:
             time.sleep(0.05)
             print(f"checkpoint of {time.time()}", flush=True)
             with torchelastic.checkpoint():
@@ -126,11 +126,11 @@ async def test_what_was_told_before_a_sigkill_is_there_with_the_failure(run: Run
     async with run.told as told, run.agent(source, f"--start-method={method}") as agent:
         began = float((await agent.said(r"checkpoint of (\S+)"))[1])
         failed = await told.until(lambda record: record.failure)
-        assert (failed.epoch, failed.kept) == (1, pytest.approx(began, abs=0.02))
-        assert 0 < failed.stepped < failed.kept - 0.04
-        anew = await told.until(lambda record: record.epoch == 2 and record.stepped)
-        assert anew.stepped > failed.kept
-        assert anew.kept == 0
+        assert (failed.round, failed.last_checkpoint_at) == (1, pytest.approx(began, abs=0.02))
+        assert 0 < failed.first_step_at < failed.last_checkpoint_at - 0.04
+        anew = await told.until(lambda record: record.round == 2 and record.first_step_at)
+        assert anew.first_step_at > failed.last_checkpoint_at
+        assert anew.last_checkpoint_at == 0
 
 
 async def test_a_checkpoint_soon_after_another_one_is_told_of_while_the_program_does_something_else(run: Run) -> None:
@@ -144,8 +144,8 @@ async def test_a_checkpoint_soon_after_another_one_is_told_of_while_the_program_
         """
     async with run.told as told, run.agent(source) as agent:
         began = float((await agent.said(r"checkpoint of (\S+)"))[1])
-        await told.until(lambda record: record.kept == pytest.approx(began, abs=0.0015))
-        assert len({record.kept for record in told.records} - {0}) == 2
+        await told.until(lambda record: record.last_checkpoint_at == pytest.approx(began, abs=0.0015))
+        assert len({record.last_checkpoint_at for record in told.records} - {0}) == 2
 
 
 async def test_a_program_that_ends_says_all_that_it_has_to_say(run: Run) -> None:
@@ -154,13 +154,13 @@ async def test_a_program_that_ends_says_all_that_it_has_to_say(run: Run) -> None
             with torchelastic.checkpoint():
                 began = time.time()
             time.sleep(0.05)
-        if epoch == 1:
+        if round == 1:
             print(f"checkpoint of {began}", flush=True)
             raise ValueError("something else")
         """
     async with run.told as told, run.agent(source) as agent:
         began = float((await agent.said(r"checkpoint of (\S+)"))[1])
-        assert (await told.until(lambda record: record.failure)).kept == pytest.approx(began, abs=0.02)
+        assert (await told.until(lambda record: record.failure)).last_checkpoint_at == pytest.approx(began, abs=0.02)
 
 
 async def test_rank_0_speaks_for_the_run_wherever_it_is(run: Run) -> None:
@@ -180,8 +180,8 @@ async def test_rank_0_speaks_for_the_run_wherever_it_is(run: Run) -> None:
         for agent, local_rank in ((one, 0), (one, 1), (two, 0), (two, 1)):
             await agent.said(rf"\[rank ({local_rank}|{local_rank + 2})\] told")
         first = "one" if "[rank 0] told" in one.lines else "two"
-        assert (await told.until(lambda record: record.stepped and record.kept)).name == first
-        assert {record.name for record in told.records if record.stepped or record.kept} == {first}
+        assert (await told.until(lambda record: record.first_step_at and record.last_checkpoint_at)).name == first
+        assert {record.name for record in told.records if record.first_step_at or record.last_checkpoint_at} == {first}
 
 
 async def test_what_a_worker_starts_does_not_speak_for_it_but_what_it_executes_does(run: Run) -> None:
@@ -210,9 +210,9 @@ async def test_what_a_worker_starts_does_not_speak_for_it_but_what_it_executes_d
         """
     async with run.told as told, run.agent(source) as agent:
         await agent.said("nothing is kept")
-        stepped = (await told.until(lambda record: record.stepped)).stepped
-        assert {record.kept for record in told.records} == {0}
-        assert (await told.until(lambda record: record.kept)).stepped == stepped
+        stepped = (await told.until(lambda record: record.first_step_at)).first_step_at
+        assert {record.last_checkpoint_at for record in told.records} == {0}
+        assert (await told.until(lambda record: record.last_checkpoint_at)).first_step_at == stepped
 
 
 async def test_a_program_that_a_shell_script_starts_speaks(run: Run, tmp_path: Path) -> None:
@@ -225,8 +225,8 @@ async def test_a_program_that_a_shell_script_starts_speaks(run: Run, tmp_path: P
     script = tmp_path / "program.sh"
     script.write_text(f"set -e\n{sys.executable} {run.program(source)}\necho done\n")
     async with run.told as told, run.command("sh", script):
-        record = await told.until(lambda record: record.kept)
-        assert 0 < record.stepped <= record.kept
+        record = await told.until(lambda record: record.last_checkpoint_at)
+        assert 0 < record.first_step_at <= record.last_checkpoint_at
 
 
 async def test_calls_without_a_pause_are_measured_and_the_store_hears_little_of_them(run: Run) -> None:
@@ -246,7 +246,7 @@ async def test_calls_without_a_pause_are_measured_and_the_store_hears_little_of_
         took = float((await agent.said(r"all of it took (\S+)"))[1])
         await told.until(lambda record: record.notice)
         page = await scraped(port)
-        written = {(record.stepped, record.kept) for record in told.records}
+        written = {(record.first_step_at, record.last_checkpoint_at) for record in told.records}
     name = "torchelastic_operation_duration_seconds_count"
     assert page.value(name, operation="train_step", rank="0") == 100_000
     assert page.value("torchelastic_checkpoint_write_latency_seconds_count", rank="0") == 20_000
@@ -291,7 +291,7 @@ async def test_signal_handlers_and_threads_that_save_hold_nobody_up(run: Run) ->
     async with run.told as told, run.agent(source) as agent:
         said = await agent.said(r"(\d+) handled, the last began at (\S+)")
         assert int(said[1]) > 0
-        await told.until(lambda record: record.kept >= float(said[2]) - 0.001)
+        await told.until(lambda record: record.last_checkpoint_at >= float(said[2]) - 0.001)
 
 
 async def test_an_agent_that_is_stopped_holds_no_training_up(run: Run) -> None:
@@ -307,7 +307,9 @@ async def test_an_agent_that_is_stopped_holds_no_training_up(run: Run) -> None:
         """
     async with run.told as told, run.agent(source) as agent:
         began = float((await agent.said(r"checkpoint of (\S+)"))[1])
-        await told.until(lambda record: record.stepped and record.kept == pytest.approx(began, abs=0.0015))
+        await told.until(
+            lambda record: record.first_step_at and record.last_checkpoint_at == pytest.approx(began, abs=0.0015)
+        )
 
 
 def test_without_an_agent_a_program_is_as_it_would_be_without_the_calls(tmp_path: Path) -> None:

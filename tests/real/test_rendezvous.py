@@ -13,14 +13,15 @@ import pytest
 from elastic_operator.store_mirror import StoreMirror
 from tests.support.nodes import Meeting, TestNode, all_with
 from tests.support.store_conformance import confirmed, seen
-from torchelastic.contract import (
-    EpochReason,
+from torchelastic.protocol import (
     FailureKind,
     FailureRecord,
     NodePhase,
     OutcomeState,
+    RoundReason,
     RunKeys,
     SizeRecord,
+    StateRecord,
     encode,
     run_lease,
 )
@@ -47,16 +48,16 @@ async def meeting(own_etcd: EtcdServer, run_id: str) -> AsyncIterator[Meeting]:
     async def reach() -> Store:
         return await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
 
-    async with Meeting(reach, run_id, lease=LEASE, joining_window=1.0) as made:
+    async with Meeting(reach, run_id, lease=LEASE, last_call_timeout=1.0) as made:
         yield made
 
 
 async def test_the_wanted_nodes_meet_and_all_are_told_the_same(meeting: Meeting) -> None:
     nodes = [await meeting.node(name, wanted=3) for name in "abc"]
-    epoch = await all_with(*nodes)
-    assert epoch.number == 1
-    assert epoch.world_size == 3
-    assert len({record for node in nodes for record in node.epochs}) == 1
+    round = await all_with(*nodes)
+    assert round.number == 1
+    assert round.world_size == 3
+    assert len({record for node in nodes for record in node.rounds}) == 1
 
 
 async def test_one_that_leaves_is_done_without_at_once_and_a_newcomer_is_taken_in(meeting: Meeting) -> None:
@@ -91,34 +92,34 @@ async def test_one_that_dies_without_a_word_is_noticed_long_before_its_lease_end
 
 async def test_a_failed_worker_costs_one_restart_of_the_whole_run(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
-    epoch = await all_with(a, b)
+    round = await all_with(a, b)
     failure = FailureRecord(
-        epoch=epoch.number, rank=1, local_rank=0, node=b.inner.node, exit_code=1, message="ValueError: bad", uptime=60.0
+        round=round.number, rank=1, local_rank=0, node=b.inner.node, exit_code=1, message="ValueError: bad", uptime=60.0
     )
-    b.inner.report(epoch.number, failure=failure)
-    await asyncio.gather(*(node.until(lambda node: node.epochs[-1].number == 2) for node in (a, b)))
-    assert a.epochs[-1] == b.epochs[-1]
-    assert (a.epochs[-1].restarts, a.epochs[-1].cause) == (1, "rank 1 on b: ValueError: bad")
+    b.inner.report(round.number, failure=failure)
+    await asyncio.gather(*(node.until(lambda node: node.rounds[-1].number == 2) for node in (a, b)))
+    assert a.rounds[-1] == b.rounds[-1]
+    assert (a.rounds[-1].restarts, a.rounds[-1].cause) == (1, "rank 1 on b: ValueError: bad")
 
 
-async def test_what_is_said_of_a_past_epoch_is_not_taken_for_the_present_one(meeting: Meeting) -> None:
+async def test_what_is_said_of_a_past_round_is_not_taken_for_the_present_one(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     past = await all_with(a, b)
     await b.inner.leave()
     present = await all_with(a)
     a.inner.report(past.number, phase=NodePhase.DONE)
-    assert a.inner._session.record.phase is NodePhase.READY
+    assert a.inner._registration.record.phase is NodePhase.READY
     a.inner.report(present.number, phase=NodePhase.DONE)
     await a.until(lambda node: node.outcome is not None)
     assert a.outcome is not None
-    assert a.outcome.epoch == present.number
+    assert a.outcome.round == present.number
 
 
 async def test_when_all_are_done_everybody_learns_of_the_success(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     await all_with(a, b)
     for node in (a, b):
-        node.inner.report(node.epochs[-1].number, phase=NodePhase.DONE)
+        node.inner.report(node.rounds[-1].number, phase=NodePhase.DONE)
     for node in (a, b):
         await node.until(lambda node: node.outcome is not None)
         assert node.outcome is not None
@@ -131,17 +132,17 @@ async def test_a_late_node_learns_the_outcome_where_the_id_is_unique_and_begins_
 ) -> None:
     a = await meeting.node("a", wanted=1, unique_run=unique)
     await all_with(a)
-    a.inner.report(a.epochs[-1].number, phase=NodePhase.DONE)
+    a.inner.report(a.rounds[-1].number, phase=NodePhase.DONE)
     await a.until(lambda node: node.outcome is not None)
     await a.close()
     late = await meeting.node("late", wanted=1, unique_run=unique)
     if unique:
         await late.until(lambda node: node.outcome is not None)
-        assert late.epochs[-1].nodes == a.epochs[-1].nodes
+        assert late.rounds[-1].nodes == a.rounds[-1].nodes
     else:
-        epoch = await all_with(late)
+        round = await all_with(late)
         assert late.outcome is None
-        assert epoch.number == 1
+        assert round.number == 1
 
 
 async def test_the_outcome_stands_while_a_node_of_that_run_lives_and_those_who_only_learn_of_it_do_not_count(
@@ -153,57 +154,57 @@ async def test_the_outcome_stands_while_a_node_of_that_run_lives_and_those_who_o
     await a.until(lambda node: node.outcome is not None)
     late = await meeting.node("late", wanted=1)
     await late.until(lambda node: node.outcome is not None)
-    await late.inner._session.flush()
+    await late.inner._registration.flush()
     await a.close()
     new = await meeting.node("new", wanted=1)
-    epoch = await new.until_with("new")
-    assert (epoch.number, new.outcome) == (1, None)
-    assert [record.nodes for record in late.epochs] == [a.epochs[-1].nodes]
+    round = await new.until_with("new")
+    assert (round.number, new.outcome) == (1, None)
+    assert [record.nodes for record in late.rounds] == [a.rounds[-1].nodes]
 
 
 async def test_a_spare_takes_the_place_of_a_leader_that_died_in_the_same_change(meeting: Meeting) -> None:
-    a, b, c = [await meeting.node(name, wanted=2, gather=5.0) for name in "abc"]
+    a, b, c = [await meeting.node(name, wanted=2, join_debounce=5.0) for name in "abc"]
     first = await a.until_with("a", "b")
-    await c.until(lambda node: bool(node.epochs))
-    assert a.inner._leadership is not None
-    while a.inner._leadership._roster.peers[c.inner.node].record.epoch < first.number:
-        await a.inner._leadership._changed.after(a.inner._leadership._changed.count)
+    await c.until(lambda node: bool(node.rounds))
+    assert a.inner._leader is not None
+    while a.inner._leader._membership.peers[c.inner.node].record.round < first.number:
+        await a.inner._leader._changed.after(a.inner._leader._changed.count)
     await a.crash()
     assert (await all_with(b, c)).number == 2
 
 
-async def test_before_a_member_is_done_without_workers_that_asked_save_and_the_next_epoch_waits_for_them(
+async def test_before_a_member_is_done_without_workers_that_asked_save_and_the_next_round_waits_for_them(
     meeting: Meeting,
 ) -> None:
     a, b, c = [await meeting.node(name) for name in "abc"]
-    epoch = await all_with(a, b, c)
+    round = await all_with(a, b, c)
     for node in (a, b):
         await node.says(notice=600.0)
-    leaving = next(node for node in (a, b) if node.inner._leadership is None)
+    leaving = next(node for node in (a, b) if node.inner._leader is None)
     staying = a if leaving is b else b
     await leaving.inner.leave()
     for node in (a, b, c):
         notice = await node.until_noticed()
-        assert (notice.epoch, notice.seconds, notice.cause) == (epoch.number, 30.0, f"{leaving.name} left")
-        assert notice.reason is EpochReason.NODE_LEFT
-    staying.inner.report(epoch.number, saved=1)
-    leaving.inner.report(epoch.number, saved=1)
+        assert (notice.round, notice.seconds, notice.cause) == (round.number, 30.0, f"{leaving.name} left")
+        assert notice.reason is RoundReason.NODE_LEFT
+    staying.inner.report(round.number, saved=1)
+    leaving.inner.report(round.number, saved=1)
     after = await all_with(staying, c)
     assert (after.number, after.restarts) == (2, 0)
-    await leaving.until(lambda node: node.epochs[-1] == after)
-    assert [record.number for record in staying.epochs] == [1, 2]
+    await leaving.until(lambda node: node.rounds[-1] == after)
+    assert [record.number for record in staying.rounds] == [1, 2]
 
 
 async def test_a_leader_that_leaves_is_given_the_notice_by_the_next_one(meeting: Meeting) -> None:
     a, b, c = [await meeting.node(name) for name in "abc"]
-    epoch = await all_with(a, b, c)
-    leader = next(node for node in (a, b, c) if node.inner._leadership is not None)
+    round = await all_with(a, b, c)
+    leader = next(node for node in (a, b, c) if node.inner._leader is not None)
     others = [node for node in (a, b, c) if node is not leader]
     await leader.says(notice=20.0)
     await leader.inner.leave()
     for node in (a, b, c):
         assert (await node.until_noticed()).seconds == 20.0
-    leader.inner.report(epoch.number, saved=1)
+    leader.inner.report(round.number, saved=1)
     assert (await all_with(*others)).cause == f"{leader.name} left"
 
 
@@ -211,7 +212,7 @@ async def test_a_notice_of_a_join_is_taken_back_when_nobody_joins_after_all_and_
     meeting: Meeting,
 ) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
-    epoch = await all_with(a, b)
+    round = await all_with(a, b)
     await a.says(notice=20.0)
     c = await meeting.node("c")
     for node in (a, b):
@@ -222,12 +223,12 @@ async def test_a_notice_of_a_join_is_taken_back_when_nobody_joins_after_all_and_
     d = await meeting.node("d")
     for node in (a, b):
         assert (await node.until_noticed(serial=2)).cause == "d joined"
-        assert [record.number for record in node.epochs] == [1]
-    a.inner.report(epoch.number, saved=2)
+        assert [record.number for record in node.rounds] == [1]
+    a.inner.report(round.number, saved=2)
     assert (await all_with(a, b, d)).number == 2
 
 
-async def test_what_was_asked_for_in_one_epoch_is_not_asked_in_the_next_and_time_runs_out(meeting: Meeting) -> None:
+async def test_what_was_asked_for_in_one_round_is_not_asked_in_the_next_and_time_runs_out(meeting: Meeting) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
     await all_with(a, b)
     await a.says(notice=0.2)
@@ -251,18 +252,18 @@ async def test_a_death_ends_the_waiting_for_those_who_save(meeting: Meeting) -> 
 
 async def test_where_all_leave_they_are_told_when_the_last_of_them_has_saved(meeting: Meeting) -> None:
     nodes = [await meeting.node(name) for name in "abc"]
-    epoch = await all_with(*nodes)
+    round = await all_with(*nodes)
     for node in nodes:
         await node.says(notice=600.0)
     await asyncio.gather(*(node.inner.leave() for node in nodes))
     for node in nodes:
         await node.until_noticed()
-        assert node.inner.led
+        assert node.inner.has_leader
     for node in nodes:
-        node.inner.report(epoch.number, saved=1)
+        node.inner.report(round.number, saved=1)
     for node in nodes:
-        await node.until(lambda node: node.epochs[-1].number == 2)
-        assert node.epochs[-1].members == ()
+        await node.until(lambda node: node.rounds[-1].number == 2)
+        assert node.rounds[-1].members == ()
         await node.close()
     late = await meeting.node("late", wanted=1)
     assert (await all_with(late)).number == 3
@@ -273,7 +274,7 @@ async def test_a_notice_survives_whatever_happens_to_etcd(
     own_etcd: EtcdServer, meeting: Meeting, loses_data: bool
 ) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
-    epoch = await all_with(a, b)
+    round = await all_with(a, b)
     await a.says(notice=600.0)
     c = await meeting.node("c")
     await a.until_noticed()
@@ -282,10 +283,10 @@ async def test_a_notice_survives_whatever_happens_to_etcd(
         own_etcd.wipe()
     await a.until_away()
     await own_etcd.start()
-    a.inner.report(epoch.number, saved=1)
+    a.inner.report(round.number, saved=1)
     a.answers = True  # where etcd has lost the notice, another may be given
     after = await all_with(a, b, c)
-    assert (after.number, after.nodes[:2]) == (2, epoch.nodes)
+    assert (after.number, after.nodes[:2]) == (2, round.nodes)
 
 
 async def test_neighbours_have_neighbouring_ranks(meeting: Meeting) -> None:
@@ -293,11 +294,11 @@ async def test_neighbours_have_neighbouring_ranks(meeting: Meeting) -> None:
     first = await all_with(a, b)
     c = await meeting.node("c", place="x")
     store = await meeting.connect()
-    await store.put(a.inner.keys.size, encode(SizeRecord(min=1, max=8, wanted=3, generation=1)))
+    await store.put(a.inner.keys.size, encode(SizeRecord(min=1, max=8, desired=3, generation=1)))
     await store.close()
-    epoch = await all_with(a, b, c)
-    assert [node for node in epoch.nodes if node in first.nodes] == list(first.nodes)
-    ranks = {node.partition(".")[0]: rank for rank, node in enumerate(epoch.nodes)}
+    round = await all_with(a, b, c)
+    assert [node for node in round.nodes if node in first.nodes] == list(first.nodes)
+    ranks = {node.partition(".")[0]: rank for rank, node in enumerate(round.nodes)}
     assert abs(ranks["a"] - ranks["c"]) == 1
 
 
@@ -305,83 +306,83 @@ async def test_a_failure_that_is_declared_final_ends_the_run_for_all_whatever_is
     meeting: Meeting,
 ) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
-    epoch = await all_with(a, b)
+    round = await all_with(a, b)
 
     def failure(node: TestNode, kind: FailureKind, message: str, *, final: bool) -> FailureRecord:
         return FailureRecord(
-            epoch=epoch.number,
-            rank=epoch.nodes.index(node.inner.node),
+            round=round.number,
+            rank=round.nodes.index(node.inner.node),
             local_rank=0,
             node=node.inner.node,
             exit_code=1,
             kind=kind,
             message=message,
             uptime=60.0,
-            final=final,
+            non_retryable=final,
         )
 
     broken = failure(a, FailureKind.COMMUNICATION, "Connection closed by peer", final=False)
-    a.inner.report(epoch.number, failure=broken)
-    await a.inner._session.flush()
+    a.inner.report(round.number, failure=broken)
+    await a.inner._registration.flush()
     cause = failure(b, FailureKind.PROGRAM, "NonRetryableException: no such data", final=True)
-    b.inner.report(epoch.number, failure=cause)
+    b.inner.report(round.number, failure=cause)
     for node in (a, b):
         await node.until(lambda node: node.outcome is not None)
         assert node.outcome is not None
         assert (node.outcome.state, node.outcome.failure) == (OutcomeState.FAILED, cause)
         assert "not tried again" in node.outcome.message
-        assert [record.number for record in node.epochs] == [1]
+        assert [record.number for record in node.rounds] == [1]
 
 
-async def test_an_epoch_stands_until_another_one_is_committed_or_the_run_has_ended(meeting: Meeting) -> None:
+async def test_an_round_stands_until_another_one_is_committed_or_the_run_has_ended(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     first = await all_with(a, b)
-    assert await a.inner.stands(first.number)
-    assert not await a.inner.stands(first.number + 1)
-    assert not await a.inner.stands(first.number - 1)
+    assert await a.inner.is_current(first.number)
+    assert not await a.inner.is_current(first.number + 1)
+    assert not await a.inner.is_current(first.number - 1)
     store = await meeting.connect()
-    entry = await store.get(a.inner.keys.epoch)
+    entry = await store.get(a.inner.keys.state)
     assert entry is not None
     # Straight into the store: what this node has not heard of yet counts as well.
     later = msgspec.structs.replace(first, number=7)
-    a.inner._control.changed.send = lambda: None  # type: ignore[method-assign]
-    await store.put(a.inner.keys.epoch, encode(later))
-    assert not await a.inner.stands(first.number)
+    a.inner._run.changed.send = lambda: None  # type: ignore[method-assign]
+    await store.put(a.inner.keys.state, encode(StateRecord(later)))
+    assert not await a.inner.is_current(first.number)
     await store.close()
 
 
-async def test_an_epoch_stands_while_etcd_is_away_as_long_as_its_peers_are_reached(
+async def test_an_round_stands_while_etcd_is_away_as_long_as_its_peers_are_reached(
     own_etcd: EtcdServer, meeting: Meeting
 ) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
-    epoch = await all_with(a, b)
+    round = await all_with(a, b)
     await own_etcd.kill()
-    assert await a.inner.stands(epoch.number, timeout=1.0)
-    assert await b.inner.stands(epoch.number, timeout=1.0)
+    assert await a.inner.is_current(round.number, timeout=1.0)
+    assert await b.inner.is_current(round.number, timeout=1.0)
     await b.crash()
-    assert not await a.inner.stands(epoch.number, timeout=1.0)
+    assert not await a.inner.is_current(round.number, timeout=1.0)
     await own_etcd.start()
 
 
-async def test_no_epoch_stands_any_more_when_the_run_has_ended(meeting: Meeting) -> None:
+async def test_no_round_stands_any_more_when_the_run_has_ended(meeting: Meeting) -> None:
     a = await meeting.node("a", wanted=1)
-    epoch = await all_with(a)
-    a.inner.report(epoch.number, phase=NodePhase.DONE)
+    round = await all_with(a)
+    a.inner.report(round.number, phase=NodePhase.DONE)
     await a.until(lambda node: node.outcome is not None)
-    assert not await a.inner.stands(epoch.number)
+    assert not await a.inner.is_current(round.number)
 
 
 async def test_a_node_that_is_done_before_the_others_can_leave_and_the_run_still_succeeds(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
-    epoch = await all_with(a, b)
+    round = await all_with(a, b)
     for node in (a, b):
         await node.says(notice=20.0)
-    leaving = next(node for node in (a, b) if node.inner._leadership is None)
+    leaving = next(node for node in (a, b) if node.inner._leader is None)
     staying = a if leaving is b else b
     await leaving.inner.leave()
     await staying.until_noticed()
-    leaving.inner.report(epoch.number, phase=NodePhase.DONE)
-    staying.inner.report(epoch.number, phase=NodePhase.DONE)
+    leaving.inner.report(round.number, phase=NodePhase.DONE)
+    staying.inner.report(round.number, phase=NodePhase.DONE)
     await staying.until(lambda node: node.outcome is not None)
     assert staying.outcome is not None
     assert staying.outcome.state is OutcomeState.SUCCEEDED
@@ -393,11 +394,11 @@ async def test_the_size_in_the_store_decides_and_a_spare_takes_over(
     a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
     await all_with(a, b, c)
     store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
-    smaller = SizeRecord(min=1, max=8, wanted=2, generation=1, going=("a",))
+    smaller = SizeRecord(min=1, max=8, desired=2, generation=1, draining=("a",))
     await store.put(RunKeys.of(run_id).size, encode(smaller))
     await store.close()
     await all_with(b, c)
-    await a.until(lambda node: node.epochs[-1] == b.epochs[-1])
+    await a.until(lambda node: node.rounds[-1] == b.rounds[-1])
     await b.crash()
     assert (await c.until_with("c")).cause == "b died"
 
@@ -411,9 +412,9 @@ async def test_nobody_notices_that_etcd_was_killed_and_changes_go_on_after_it(
     await a.until_away()
     await own_etcd.start()
     c = await meeting.node("c")
-    epoch = await all_with(a, b, c)
-    assert epoch.number == 2
-    assert [record.number for record in a.epochs] == [1, 2]
+    round = await all_with(a, b, c)
+    assert round.number == 2
+    assert [record.number for record in a.rounds] == [1, 2]
 
 
 async def test_an_etcd_that_comes_back_empty_is_filled_again(own_etcd: EtcdServer, meeting: Meeting) -> None:
@@ -423,10 +424,10 @@ async def test_an_etcd_that_comes_back_empty_is_filled_again(own_etcd: EtcdServe
     own_etcd.wipe()
     await own_etcd.start()
     c = await meeting.node("c")
-    epoch = await all_with(a, b, c)
-    assert epoch.number == 2
-    assert epoch.nodes[:2] == first.nodes
-    assert [record.number for record in a.epochs] == [1, 2]
+    round = await all_with(a, b, c)
+    assert round.number == 2
+    assert round.nodes[:2] == first.nodes
+    assert [record.number for record in a.rounds] == [1, 2]
 
 
 async def test_a_pause_of_etcd_that_ends_all_leases_is_no_loss(own_etcd: EtcdServer, meeting: Meeting) -> None:
@@ -436,9 +437,9 @@ async def test_a_pause_of_etcd_that_ends_all_leases_is_no_loss(own_etcd: EtcdSer
     await asyncio.sleep(3 * LEASE)  # the passing of the leases' time is what this is about
     own_etcd.resume()
     c = await meeting.node("c")
-    epoch = await all_with(a, b, c)
-    assert epoch.nodes[:2] == first.nodes
-    assert [record.number for record in a.epochs] == [1, 2]
+    round = await all_with(a, b, c)
+    assert round.nodes[:2] == first.nodes
+    assert [record.number for record in a.rounds] == [1, 2]
 
 
 RUN_LEASE = 1.0
@@ -464,8 +465,8 @@ async def test_the_keys_of_a_run_stay_while_an_agent_or_the_operator_lives_and_g
     mirror = StoreMirror(run_id, changed=readable.set, away=pytest.fail, run_lease=RUN_LEASE)
     following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))
     await readable.wait()
-    await mirror.write_size(SizeRecord(min=1, max=8, wanted=2, generation=1))
-    lasting = {keys.epoch, keys.leader, keys.size}
+    await mirror.write_size(SizeRecord(min=1, max=8, desired=2, generation=1))
+    lasting = {keys.state, keys.leader, keys.size}
     async with Meeting(reach, run_id, lease=1.0, run_lease=RUN_LEASE) as meeting:
         a, b = [await meeting.node(name, wanted=2) for name in "ab"]
         await all_with(a, b)
@@ -477,7 +478,7 @@ async def test_the_keys_of_a_run_stay_while_an_agent_or_the_operator_lives_and_g
         for node in (a, b):
             await node.crash()
         await time_goes_by(store, 2 * RUN_LEASE)
-        past = {keys.split, keys.history}
+        past = {keys.time_breakdown, keys.history}
         assert {entry.key for entry in (await store.list(keys.root)).entries} == lasting - {keys.leader} | past
 
         following.cancel()
@@ -492,13 +493,13 @@ async def test_a_run_whose_lease_was_lost_goes_on_and_its_nodes_keep_their_own_l
     a, b = [await meeting.node(name) for name in "ab"]
     first = await all_with(a, b)
     store = await connect(own_etcd.settings)
-    own_leases = {node.inner._session.lease for node in (a, b)}
+    own_leases = {node.inner._registration.lease for node in (a, b)}
     await store.revoke(run_lease(run_id))
     c = await meeting.node("c")
-    epoch = await all_with(a, b, c)
-    assert epoch.nodes[:2] == first.nodes
-    assert [record.number for record in a.epochs] == [1, 2]
-    assert own_leases == {node.inner._session.lease for node in (a, b)}
+    round = await all_with(a, b, c)
+    assert round.nodes[:2] == first.nodes
+    assert [record.number for record in a.rounds] == [1, 2]
+    assert own_leases == {node.inner._registration.lease for node in (a, b)}
     await store.keep_alive(run_lease(run_id))
     await store.close()
 

@@ -1,4 +1,4 @@
-"""Etcd is slow, silent, dead for a while, or another one than before: the epoch stays, and changes go on after it."""
+"""Etcd is slow, silent, dead for a while, or another one than before: the round stays, and changes go on after it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def meeting(any_etcd: EtcdServer, line: TcpProxy) -> AsyncIterator[Meeting
         settings = replace(any_etcd.settings, endpoints=(line.endpoint,), silence_limit=LEASE, request_timeout=LEASE)
         return await connect(settings)
 
-    async with Meeting(reach, f"away-{uuid.uuid4()}", lease=LEASE, joining_window=1.0) as made:
+    async with Meeting(reach, f"away-{uuid.uuid4()}", lease=LEASE, last_call_timeout=1.0) as made:
         yield made
 
 
@@ -63,7 +63,7 @@ async def until_away(*nodes: TestNode) -> None:
 
 
 def numbers(node: TestNode) -> list[int]:
-    return [epoch.number for epoch in node.epochs]
+    return [round.number for round in node.rounds]
 
 
 async def test_a_slow_etcd_delays_changes_and_ends_nothing(meeting: Meeting, line: TcpProxy) -> None:
@@ -78,7 +78,7 @@ async def test_a_slow_etcd_delays_changes_and_ends_nothing(meeting: Meeting, lin
     assert (second.number, second.cause) == (2, f"{gone.name} died")
     d = await meeting.node("d", wanted=3)
     assert (await all_with(*left, d)).number == 3
-    assert not any(node.isolated for node in (*left, d))
+    assert not any(node.partitioned for node in (*left, d))
 
 
 async def test_a_dead_etcd_is_looked_for_calmly_and_complained_of_once(
@@ -103,8 +103,8 @@ async def test_a_dead_etcd_is_looked_for_calmly_and_complained_of_once(
     second = await all_with(a, b, c)
     assert second.nodes[:2] == first.nodes
     assert numbers(a) == numbers(b) == [1, 2]
-    assert not a.isolated
-    assert not b.isolated
+    assert not a.partitioned
+    assert not b.partitioned
 
 
 async def test_another_etcd_in_the_place_of_the_one_before_is_filled_with_what_the_nodes_know(
@@ -154,7 +154,7 @@ async def test_whatever_answers_in_the_place_of_etcd_while_it_is_away_ends_nothi
     c = await meeting.node("c")
     second = await all_with(a, b, c)
     assert (second.number, second.nodes[:2]) == (2, first.nodes)
-    assert not any(node.isolated or node.inner.failed.done() for node in (a, b, c))
+    assert not any(node.partitioned or node.inner.failed.done() for node in (a, b, c))
 
 
 async def test_silence_of_etcd_is_noticed_and_outlived(meeting: Meeting, line: TcpProxy) -> None:
@@ -167,11 +167,11 @@ async def test_silence_of_etcd_is_noticed_and_outlived(meeting: Meeting, line: T
     c = await meeting.node("c")
     second = await all_with(a, b, c)
     assert (second.number, second.nodes[:2]) == (2, first.nodes)
-    assert not a.isolated
-    assert not b.isolated
+    assert not a.partitioned
+    assert not b.partitioned
 
 
-async def test_a_node_whose_line_alone_falls_silent_stays_in_the_epoch(meeting: Meeting, any_etcd: EtcdServer) -> None:
+async def test_a_node_whose_line_alone_falls_silent_stays_in_the_round(meeting: Meeting, any_etcd: EtcdServer) -> None:
     async with contextlib.AsyncExitStack() as lines:
 
         async def own_line() -> TcpProxy:
@@ -192,4 +192,4 @@ async def test_a_node_whose_line_alone_falls_silent_stays_in_the_epoch(meeting: 
         c = await meeting.node("c")
         second = await all_with(*nodes.values(), c)
         assert (second.number, second.nodes[:2]) == (2, first.nodes)
-        assert not any(node.isolated for node in nodes.values())
+        assert not any(node.partitioned for node in nodes.values())

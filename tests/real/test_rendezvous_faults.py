@@ -1,4 +1,4 @@
-"""Whatever befalls nodes, network and etcd: one epoch for each number, the right size, and progress once it is over."""
+"""Whatever befalls nodes, network and etcd: one round for each number, the right size, and progress once it is over."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest_asyncio
 
 from tests.support import etcd_kinds
 from tests.support.faults import LEASE, BrokenPromiseError, Play, script
-from torchelastic.settings import RendezvousSettings
-from torchelastic.store import retrying
+from tests.support.testbed.availability import EXHAUSTIVE
+from torchelastic.config.settings import RendezvousSettings
+from torchelastic.store import backoff
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 SEED_VARIABLE = "TORCHELASTIC_FAULTS_SEED"
-ROUNDS = 8 if etcd_kinds.EXHAUSTIVE else 2
+ROUNDS = 8 if EXHAUSTIVE else 2
 
 
 def seeds() -> list[int]:
     """The one in the environment, or as many as there is time for."""
     if given := os.environ.get(SEED_VARIABLE):
         return [int(given)]
-    return list(range(1, 13 if etcd_kinds.EXHAUSTIVE else 3))
+    return list(range(1, 13 if EXHAUSTIVE else 3))
 
 
 @pytest_asyncio.fixture(params=etcd_kinds.chosen())
@@ -44,7 +45,7 @@ async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has lost etcd looks for it as often, for each lease that passes, as with the lease that is the default."""
     scale = LEASE / RendezvousSettings.__dataclass_fields__["lease"].default
-    monkeypatch.setattr(retrying, "RETRY_MAX", retrying.RETRY_MAX * scale)
+    monkeypatch.setattr(backoff, "RETRY_MAX", backoff.RETRY_MAX * scale)
 
 
 @pytest.mark.parametrize("seed", seeds())
@@ -58,4 +59,4 @@ async def test_any_script_of_faults_keeps_the_promises_of_the_rendezvous(any_etc
             except BrokenPromiseError as broken:
                 again = f"{SEED_VARIABLE}={seed} plays it again"
                 pytest.fail("\n".join([f"{broken}", again, *played]), pytrace=False)
-    assert play.epochs
+    assert play.rounds

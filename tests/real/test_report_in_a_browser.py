@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.showing.report_page import page
+from elastic_operator.reports.page import page
 from tests.support.browsing import Look, started
 from tests.support.reports import TRACEBACK, failed, long, report
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from playwright.async_api import Browser
 
-    from elastic_operator.report import Report
+    from elastic_operator.api.report import Report
 
 pytestmark = [pytest.mark.real, pytest.mark.browser]
 
@@ -68,7 +68,7 @@ async def test_however_long_the_words_are_the_page_is_not_wider_than_the_window(
 async def test_bars_are_as_wide_as_what_they_stand_for(browser: Browser, tmp_path: Path) -> None:
     look = await Look.at(browser, written(tmp_path, failed()))
     [(left, whole)] = await look.boxes("svg.plot")
-    bars = await look.boxes(".plot rect.epoch")
+    bars = await look.boxes(".plot rect.round")
     lasted = [20, 20, 20, 5, 30]
     began = [5, 25, 45, 65, 70]
     assert [width / whole * 100 for _, width in bars] == pytest.approx(lasted, abs=0.2)
@@ -85,7 +85,7 @@ async def test_bars_are_as_wide_as_what_they_stand_for(browser: Browser, tmp_pat
 async def test_labels_stand_within_their_bars(browser: Browser, tmp_path: Path) -> None:
     for width in (500, 1000):
         look = await Look.at(browser, written(tmp_path, failed()), width=width)
-        boxes = zip(await look.boxes(".plot .label"), await look.boxes(".plot .epoch"), strict=True)
+        boxes = zip(await look.boxes(".plot .label"), await look.boxes(".plot .round"), strict=True)
         for (left, wide), (bar_left, bar_wide) in boxes:
             assert left >= bar_left - 1
             assert left + wide <= bar_left + bar_wide + 1
@@ -106,7 +106,7 @@ async def test_what_is_to_be_read_is_seen(browser: Browser, tmp_path: Path) -> N
     assert 'File "train.py", line 12' not in text, "it is there when it is asked for"
     await look.page.click("summary")
     assert (await look.page.inner_text("pre")).strip() == TRACEBACK
-    assert await look.page.text_content(".epoch.odd title") == ("epoch 1: 2 workers on 2 pods, 20s\n2 nodes are there")
+    assert await look.page.text_content(".round.odd title") == ("round 1: 2 workers on 2 pods, 20s\n2 nodes are there")
     assert look.complaints == []
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 150.0
+LIMIT = 300.0
 
 
 def command(benchmark: str, *arguments: str) -> list[str]:

@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from elastic_operator.kube.stores import WRITING, Stores
+from elastic_operator.kubernetes.job_store import WRITE_TIMEOUT, JobStores
 from elastic_operator.store_mirror import StoreMirror, store_at
-from torchelastic.contract import (
-    EpochRecord,
+from torchelastic.errors import StoreError
+from torchelastic.protocol import (
     HistoryRecord,
     Member,
     NodeRecord,
-    PastEpoch,
+    PastRound,
+    RoundRecord,
     RunKeys,
     RunState,
     SizeRecord,
-    TimeSplit,
+    StateRecord,
+    TimeBreakdown,
     encode,
     run_lease,
 )
-from torchelastic.errors import StoreError
 from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-PATIENCE = 30.0
-SIZE = SizeRecord(min=1, max=8, wanted=1)
+PATIENCE = 90.0
+SIZE = SizeRecord(min=1, max=8, desired=1)
 
 
 @pytest.fixture
@@ -116,24 +117,24 @@ def test_the_operator_reads_an_endpoint_as_the_agents_do(
 
 async def test_what_is_told_of_the_past_is_read_and_nobody_is_woken_for_it(etcd: EtcdServer, run_id: str) -> None:
     keys = RunKeys.of(run_id)
-    split = TimeSplit(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, joined=2)
-    history = HistoryRecord(created=1_700_000_000.0, epochs=(PastEpoch(number=1, began=1_700_000_000.0, nodes=2),))
+    split = TimeBreakdown(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, joined=2)
+    history = HistoryRecord(created=1_700_000_000.0, rounds=(PastRound(number=1, began=1_700_000_000.0, nodes=2),))
     watched = Watched(run_id)
     async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
         await watched.until(lambda: mirror.readable)
         before = watched.changes
         for _ in range(3):
-            await store.put(keys.split, encode(split))
+            await store.put(keys.time_breakdown, encode(split))
             await store.put(keys.history, encode(history))
-        await store.put(keys.epoch, encode(EpochRecord(number=1)))
-        await watched.until(lambda: mirror.epoch is not None)
-        assert (mirror.split, mirror.history) == (split, history)
+        await store.put(keys.state, encode(StateRecord(RoundRecord(number=1))))
+        await watched.until(lambda: mirror.round is not None)
+        assert (mirror.time_breakdown, mirror.history) == (split, history)
         assert watched.changes == before + 1
-        await store.put(keys.split, b"nonsense")
+        await store.put(keys.time_breakdown, b"nonsense")
         await store.delete(keys.history)
-        await store.put(keys.epoch, encode(EpochRecord(number=2)))
-        await watched.until(lambda: mirror.epoch == EpochRecord(number=2))
-        assert (mirror.split, mirror.history) == (None, None)
+        await store.put(keys.state, encode(StateRecord(RoundRecord(number=2))))
+        await watched.until(lambda: mirror.round == RoundRecord(number=2))
+        assert (mirror.time_breakdown, mirror.history) == (None, None)
 
 
 async def test_a_store_is_followed_wherever_and_however_its_place_is_written(etcd: EtcdServer, run_id: str) -> None:
@@ -157,8 +158,10 @@ async def test_of_a_programs_progress_nobody_is_woken_but_of_all_else_that_a_nod
         await watched.until(lambda: mirror.nodes == {"a.1": record})
         before = watched.changes
         for kept in (10.0, 20.0):
-            await store.put(keys.node("a.1"), encode(msgspec.structs.replace(record, stepped=5.0, kept=kept)))
-        told = msgspec.structs.replace(record, stepped=5.0, kept=20.0, epoch=1)
+            await store.put(
+                keys.node("a.1"), encode(msgspec.structs.replace(record, first_step_at=5.0, last_checkpoint_at=kept))
+            )
+        told = msgspec.structs.replace(record, first_step_at=5.0, last_checkpoint_at=20.0, round=1)
         await store.put(keys.node("a.1"), encode(told))
         await watched.until(lambda: mirror.nodes == {"a.1": told})
         assert watched.changes == before + 1
@@ -196,7 +199,7 @@ async def test_names_are_kept_of_nodes_in_use_and_of_the_last_ones(etcd: EtcdSer
     async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
         await watched.until(lambda: mirror.readable)
         await store.put(keys.node("first.1"), node("first"))
-        await store.put(keys.epoch, encode(EpochRecord(number=1, members=(member,))))
+        await store.put(keys.state, encode(StateRecord(RoundRecord(number=1, members=(member,)))))
         await store.delete(keys.node("first.1"))
         for number in range(30):
             await store.put(keys.node(f"n{number}.1"), node(f"n{number}"))
@@ -210,15 +213,15 @@ async def test_names_are_kept_of_nodes_in_use_and_of_the_last_ones(etcd: EtcdSer
 async def test_of_a_store_that_stays_away_the_job_is_told(own_etcd: EtcdServer, run_id: str) -> None:
     woken = asyncio.Event()
     await own_etcd.kill()
-    async with asyncio.timeout(PATIENCE), Stores(lambda _: woken.set(), patience=0.0) as stores:
+    async with asyncio.timeout(PATIENCE), JobStores(lambda _: woken.set(), patience=0.0) as stores:
         mirror = stores.follow(run_id, "default/digits", own_etcd.endpoint, lasts=True, up=True)
         await woken.wait()
-        assert own_etcd.endpoint in (stores.trouble(run_id) or "")
+        assert own_etcd.endpoint in (stores.error(run_id) or "")
         await own_etcd.start()
         while not mirror.readable:
             woken.clear()
             await woken.wait()
-        assert stores.trouble(run_id) is None
+        assert stores.error(run_id) is None
 
 
 async def test_a_defect_where_a_run_is_left_is_logged_and_ends_nothing_else(
@@ -234,12 +237,12 @@ async def test_a_defect_where_a_run_is_left_is_logged_and_ends_nothing_else(
     with caplog.at_level(logging.ERROR), socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
-        async with asyncio.timeout(PATIENCE), Stores(lambda _: None) as stores:
+        async with asyncio.timeout(PATIENCE), JobStores(lambda _: None) as stores:
             stores.follow(run_id, "default/digits", endpoint, lasts=True, up=True)
             stores.leave(run_id)
             await left.wait()
             stores.follow("another", "default/another", endpoint, lasts=True, up=True)
-            assert stores.runs_of("default/another") == ("another",)
+            assert stores.uids_of("default/another") == ("another",)
     assert "an unexpected error while its keys were removed" in caplog.text
 
 
@@ -247,29 +250,29 @@ async def test_a_store_that_hangs_costs_one_wait_and_gets_the_last_size_when_it_
     etcd: EtcdServer, run_id: str
 ) -> None:
     woken = asyncio.Event()
-    async with asyncio.timeout(PATIENCE), Stores(lambda _: woken.set()) as stores, reached(etcd) as store:
+    async with asyncio.timeout(PATIENCE), JobStores(lambda _: woken.set()) as stores, reached(etcd) as store:
         mirror = stores.follow(run_id, "team/digits", etcd.endpoint, lasts=True, up=True)
         while not mirror.readable:
             await woken.wait()
             woken.clear()
-        assert await stores.write_size(run_id, SizeRecord(min=1, max=8, wanted=1, generation=1))
+        assert await stores.write_size(run_id, SizeRecord(min=1, max=8, desired=1, generation=1))
         with etcd.paused():
             begun = asyncio.get_running_loop().time()
-            assert not await stores.write_size(run_id, SizeRecord(min=1, max=8, wanted=2, generation=2))
-            assert asyncio.get_running_loop().time() - begun >= WRITING
+            assert not await stores.write_size(run_id, SizeRecord(min=1, max=8, desired=2, generation=2))
+            assert asyncio.get_running_loop().time() - begun >= WRITE_TIMEOUT
             for generation in range(3, 203):  # each of them would have waited for the store, for a minute in all
-                assert not await stores.write_size(run_id, SizeRecord(min=1, max=8, wanted=3, generation=generation))
-            assert asyncio.get_running_loop().time() - begun < 100 * WRITING
+                assert not await stores.write_size(run_id, SizeRecord(min=1, max=8, desired=3, generation=generation))
+            assert asyncio.get_running_loop().time() - begun < 100 * WRITE_TIMEOUT
             woken.clear()
         while mirror.size is None or mirror.size.generation < 202:
             await woken.wait()
             woken.clear()
         assert (await store.list(RunKeys.of(run_id).size)).entries[0].value == encode(mirror.size)
-        assert await stores.write_size(run_id, SizeRecord(min=1, max=8, wanted=1, generation=203))
+        assert await stores.write_size(run_id, SizeRecord(min=1, max=8, desired=1, generation=203))
 
 
 async def test_a_store_that_is_not_there_is_not_waited_for(run_id: str) -> None:
-    async with Stores(lambda _: None) as stores:
+    async with JobStores(lambda _: None) as stores:
         assert not await stores.write_size(run_id, SIZE)
         stores.follow(run_id, "team/digits", "127.0.0.1:1", lasts=True, up=True)
         assert not await stores.write_size(run_id, SIZE)

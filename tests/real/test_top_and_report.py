@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elastic_operator.report_json import decode_report
-from elastic_operator.showing.report_facts import facts
+from elastic_operator.api.report import decode_report
+from elastic_operator.reports.facts import facts
 from tests.support.local_runs import LIMIT, LocalRun, manifest, processes_of
 from tests.support.terminals import FIRST_SCREEN, SECOND_SCREEN, Terminal, answer
 
@@ -56,12 +56,12 @@ def program(tmp_path: Path) -> list[str]:
     return [sys.executable, str(tmp_path / "steps.py"), str(tmp_path / "finish")]
 
 
-def stepped(workers: int, epoch: int) -> Any:
+def stepped(workers: int, round: int) -> Any:
     """Whether rank 0 has made ten steps."""
 
     def has(snapshot: dict[str, Any]) -> bool:
         line = (snapshot["progress"] or {}).get("line")
-        return snapshot["status"]["epoch"] == epoch and line == f"ten steps of {workers} workers"
+        return snapshot["status"]["round"] == round and line == f"ten steps of {workers} workers"
 
     return has
 
@@ -86,7 +86,7 @@ async def test_a_job_is_watched_hurt_and_reported(home: Path, tmp_path: Path, pr
         await run.until(stepped(2, 1))
         lines = await top_shows(home, "   lost 0s")
         assert lines[0].startswith("digits  Running  ")
-        assert lines[1].startswith("epoch 1   world size 2 on 2 nodes   pods ready 2/2   restarts 0 charged, 0 free, ")
+        assert lines[1].startswith("round 1   world size 2 on 2 nodes   pods ready 2/2   restarts 0 charged, 0 free, ")
         assert lines[3].startswith("goodput ")
         for state in ("training", "restoring", "starting", "rendezvous", "waiting"):
             assert f"{state} " in lines[4]
@@ -119,13 +119,13 @@ async def test_a_job_is_watched_hurt_and_reported(home: Path, tmp_path: Path, pr
     assert ">Succeeded<" in text
     [kept] = home.glob("runs/*/report.json")
     found = facts(decode_report(kept.read_bytes()))
-    assert [span.epoch.number for span in found.spans] == [1, 2]
-    [trouble] = found.troubles
-    assert (trouble.what, trouble.epoch, trouble.lost is not None) == ("SIGKILL", 1, True)
-    assert f"rank {trouble.rank}, {trouble.pod}" in text
-    assert found.spans[0].epoch.workers == 2
+    assert [span.round.number for span in found.spans] == [1, 2]
+    [failure] = found.failures
+    assert (failure.what, failure.round, failure.lost is not None) == ("SIGKILL", 1, True)
+    assert f"rank {failure.rank}, {failure.pod}" in text
+    assert found.spans[0].round.workers == 2
     took = json.loads(next(home.glob("runs/*/job.json")).read_text())["run"]["ended"]["time"] - found.begin
-    accounted = sum(found.report.split.seconds.values() if found.report.split else ())
+    accounted = sum(found.report.time_breakdown.seconds.values() if found.report.time_breakdown else ())
     assert took - 3 < accounted <= took, "all of it, but what it took to take the pods down"
 
 

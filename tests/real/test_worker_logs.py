@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.crew import ANY_PROGRAM, eventually, exit_of
-from torchelastic.agent.console import Console
-from torchelastic.agent.worker_logs import LogPipe, WorkerOutput
-from torchelastic.agent.workers import Workers, WorkerStart
+from torchelastic.agent.logs import Console, LogPipe, WorkerOutput
+from torchelastic.agent.workers.pool import Workers, WorkerStart
+from torchelastic.config.settings import LogSettings, Streams
 from torchelastic.errors import SettingsError
-from torchelastic.settings import LogSettings, Streams
 
 if TYPE_CHECKING:
-    from torchelastic.agent.workers import WorkerExit
+    from torchelastic.agent.workers.pool import WorkerExit
 
 pytestmark = pytest.mark.real
 
@@ -57,7 +56,7 @@ async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> l
 
 async def test_both_streams_go_to_one_file_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
     await run(LogSettings(tmp_path / "logs"), tmp_path, BOTH_STREAMS)
-    assert (tmp_path / "logs/epoch_1/rank_0/output.log").read_text() == "one\ntwo\nthree\nfour\nfive"
+    assert (tmp_path / "logs/round_1/rank_0/output.log").read_text() == "one\ntwo\nthree\nfour\nfive"
 
 
 async def test_a_file_of_a_run_before_is_continued(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ async def test_a_file_of_a_run_before_is_continued(tmp_path: Path) -> None:
     [first] = await run(logs, tmp_path, "raise ValueError('first')")
     [second] = await run(logs, tmp_path, "raise ValueError('second')")
     assert (first.message, second.message) == ("ValueError: first (program.py:1)", "ValueError: second (program.py:1)")
-    text = (tmp_path / "logs/epoch_1/rank_0/output.log").read_text()
+    text = (tmp_path / "logs/round_1/rank_0/output.log").read_text()
     assert re.findall(r"^ValueError: (\w+)$", text, re.MULTILINE) == ["first", "second"]
 
 
@@ -85,7 +84,7 @@ async def test_streams_are_redirected_and_teed_by_local_rank(tmp_path: Path, cap
     out, err = capfd.readouterr()
     assert out == "[rank 0] one\n[rank 0] three\n[rank 0] five\n"
     assert err == ""
-    found = {str(path.relative_to(folder / "epoch_1")): path.read_text() for path in folder.rglob("*.log")}
+    found = {str(path.relative_to(folder / "round_1")): path.read_text() for path in folder.rglob("*.log")}
     assert found == {
         "rank_0/stdout.log": "one\nthree\nfive",
         "rank_0/stderr.log": "two\nfour\n",
@@ -98,7 +97,7 @@ async def test_streams_are_redirected_and_teed_by_local_rank(tmp_path: Path, cap
 async def test_a_hundred_thousand_lines_of_two_workers_reach_their_files(tmp_path: Path) -> None:
     await run(LogSettings(tmp_path / "logs"), tmp_path, MANY_LINES, 2)
     for rank in (0, 1):
-        lines = (tmp_path / f"logs/epoch_1/rank_{rank}/output.log").read_text().splitlines()
+        lines = (tmp_path / f"logs/round_1/rank_{rank}/output.log").read_text().splitlines()
         assert lines == [f"line {number} of {rank}" for number in range(LINES)]
 
 
@@ -197,7 +196,7 @@ async def test_what_a_worker_printed_last_is_passed_on_though_the_reader_is_far_
 async def test_a_full_disk_costs_the_file_and_not_the_console(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "logs/epoch_1/rank_0"
+    folder = tmp_path / "logs/round_1/rank_0"
     folder.mkdir(parents=True)
     (folder / "stdout.log").symlink_to("/dev/full")
     await run(LogSettings(tmp_path / "logs", tee={0: Streams.BOTH}), tmp_path, BOTH_STREAMS)

@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.crew import exit_of
 from tests.support.programs import by_hand, hand_command, output_of, run, script
-from torchelastic.agent.program import program_of_command
-from torchelastic.agent.workers import Workers, WorkerStart
-from torchelastic.settings import LogSettings, Program, ProgramKind, StartMethod
+from torchelastic.agent.workers.pool import Workers, WorkerStart
+from torchelastic.agent.workers.program import program_of_command
+from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,7 @@ async def test_a_program_sees_what_it_sees_when_started_by_hand(
     monkeypatch.setenv("OF_THE_AGENT", "kept \udcff")
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     hand, worker = tmp_path / "hand.json", tmp_path / "worker.json"
-    env = {"OF_THE_EPOCH": "7", "OF_THE_AGENT": "laid over"}
+    env = {"OF_THE_ROUND": "7", "OF_THE_AGENT": "laid over"}
     unbuffered = {} if program.start_method is StartMethod.FORK_SERVER else {"PYTHONUNBUFFERED": "1"}
     if program.kind is ProgramKind.COMMAND:
         unbuffered = {}
@@ -104,9 +104,9 @@ async def test_a_program_in_a_folder_or_an_archive_sees_what_it_sees_when_starte
     ("program", "exit_code", "message"),
     [
         (Program(ProgramKind.SCRIPT, ("nowhere.py",)), 2, "the program nowhere.py cannot be opened: No such file"),
-        (Program(ProgramKind.MODULE, ("nowhere",)), 1, "there is no module nowhere"),
-        (Program(ProgramKind.MODULE, ("json",)), 1, "the package json has no __main__"),
-        (Program(ProgramKind.SCRIPT, (".",)), 1, "there is no __main__.py in ."),
+        (Program(ProgramKind.MODULE, ("nowhere",)), 1, "No module named nowhere"),
+        (Program(ProgramKind.MODULE, ("json",)), 1, "No module named json.__main__"),
+        (Program(ProgramKind.SCRIPT, (".",)), 1, "can't find '__main__' module in"),
         (Program(ProgramKind.COMMAND, ("no-such-command", "x")), 127, "no-such-command: there is no such command"),
         (Program(ProgramKind.COMMAND, ("/etc/passwd",)), 126, "/etc/passwd: it cannot be executed: Permission denied"),
         (Program(ProgramKind.SCRIPT, ("broken.py",)), 1, "SyntaxError: invalid syntax (broken.py, line 1)"),
@@ -192,8 +192,8 @@ async def test_a_worker_whose_libraries_would_be_loaded_otherwise_is_executed_an
     async with Workers(script(tmp_path, source), LogSettings(tmp_path / "logs"), local_world_size=2) as workers:
         group = await workers.start(1, [WorkerStart(0, 0, {}), WorkerStart(1, 1, {"OMP_NUM_THREADS": "1"})])
         assert [(await exit_of(group)).message for _ in range(2)] == ["", ""]
-    assert (tmp_path / "logs/epoch_1/rank_0/output.log").read_text() == "True 2\n"
-    assert (tmp_path / "logs/epoch_1/rank_1/output.log").read_text() == "False 1\n"
+    assert (tmp_path / "logs/round_1/rank_0/output.log").read_text() == "True 2\n"
+    assert (tmp_path / "logs/round_1/rank_1/output.log").read_text() == "False 1\n"
 
 
 RANDOM = """
@@ -218,7 +218,7 @@ async def test_each_worker_computes_on_one_thread_where_there_are_several(tmp_pa
         await asyncio.gather(exit_of(group))
         await exit_of(group)
         await group.stop(0)
-    assert (tmp_path / "logs/epoch_1/rank_1/output.log").read_text() == "1 1\n"
+    assert (tmp_path / "logs/round_1/rank_1/output.log").read_text() == "1 1\n"
 
 
 MULTIPROCESSING = """

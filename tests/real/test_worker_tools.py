@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.programs import by_hand, hand_command, output_of, run, script
-from torchelastic.settings import Program, ProgramKind
+from torchelastic.config.settings import Program, ProgramKind
 
 if TYPE_CHECKING:
     from pathlib import Path

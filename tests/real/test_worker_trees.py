@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives, told
-from torchelastic.agent import prctl
-from torchelastic.agent.process_table import read_process, read_table
-from torchelastic.agent.workers import Workers, WorkerStart
-from torchelastic.settings import LogSettings, Program, ProgramKind
+from torchelastic.agent.workers.linux import is_subreaper, read_process, read_table
+from torchelastic.agent.workers.pool import Workers, WorkerStart
+from torchelastic.config.settings import LogSettings, Program, ProgramKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,7 +143,7 @@ async def test_the_guard_is_started_again_however_soon_it_dies(driver: subproces
         found = set()
         for child in (entry.pid for entry in read_table().values() if entry.parent == driver.pid):
             with contextlib.suppress(OSError):  # it has ended since
-                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"torchelastic: guard"):
+                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"torchelastic: watchdog"):
                     found.add(child)
         return found
 
@@ -195,8 +194,8 @@ async def test_other_children_of_the_process_are_left_alone(tmp_path: Path) -> N
             group = await crew.start(FAMILY)
             await crew.told("up.0")
             await group.stop(0)
-            assert prctl.is_subreaper()
-        assert not prctl.is_subreaper()
+            assert is_subreaper()
+        assert not is_subreaper()
         assert mine.poll() is None
         mine.kill()
         assert mine.wait() == -signal.SIGKILL

@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 
 from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives
-from torchelastic.agent.process_table import read_process
-from torchelastic.agent.workers import GroupEnded
-from torchelastic.contract import FailureKind
+from torchelastic.agent.workers.linux import read_process
+from torchelastic.agent.workers.pool import GroupEnded
+from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -273,7 +273,7 @@ async def test_a_store_that_dies_is_told(crew: Crew) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
-async def test_random_numbers_differ_between_ranks_and_epochs(crew: Crew) -> None:
+async def test_random_numbers_differ_between_ranks_and_rounds(crew: Crew) -> None:
     seen = []
     for _ in range(2):
         group = await crew.start(

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 from tests.support.crew import ANY_PROGRAM, told
-from torchelastic.agent.workers import Workers, WorkerStart
-from torchelastic.settings import LogSettings
+from torchelastic.agent.workers.pool import Workers, WorkerStart
+from torchelastic.config.settings import LogSettings
 
 
 async def main() -> None:
     folder = Path(sys.argv[1])
-    async with Workers(ANY_PROGRAM, LogSettings(folder / "logs"), local_world_size=2, alone=True) as workers:
+    async with Workers(ANY_PROGRAM, LogSettings(folder / "logs"), local_world_size=2, owns_process=True) as workers:
         env = {"PROGRAM": str(folder / "source.py"), "HERE": str(folder)}
         group = await workers.start(1, [WorkerStart(rank, rank, {**env, "RANK": str(rank)}) for rank in range(2)])
         for rank in group.pids:

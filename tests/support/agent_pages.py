@@ -1,4 +1,4 @@
-"""Pages of metrics as agents show them."""
+"""Metrics pages as agents serve them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LEADS = {"waiting": 4.0, "rendezvous": 1.0, "starting": 5.0, "training": 90.0}
-"""What a leader says of where the job's time went."""
+"""The time breakdown on the leader's page."""
 
 
 def agent_page(
     *ranks: int,
-    epoch: int = 3,
+    round: int = 3,
     seconds: Mapping[str, float] | None = None,
     lost: float | None = None,
     steps: tuple[float, int] | None = None,
@@ -21,22 +21,22 @@ def agent_page(
     own: Sequence[str] = (),
     recoveries: tuple[float, int] | None = None,
 ) -> str:
-    """What an agent shows whose workers have these ranks.
+    """Return the page of an agent whose workers have these ranks.
 
     Args:
         ranks: of its workers.
-        epoch: the latest that it knows.
-        seconds: where the job's time went; None for an agent that does not lead.
-        lost: what of it no checkpoint held.
-        steps: of each worker, how long all took together and how many they were.
+        round: the latest that it knows.
+        seconds: the job's time breakdown; None for an agent that is not the leader.
+        lost: seconds of training that no checkpoint holds.
+        steps: sum and count of the step durations of each worker.
         memory: of each worker.
-        own: lines on the program's own names.
-        recoveries: after failures of workers: how long all took together and how many they were.
+        own: lines of the program's own metrics.
+        recoveries: sum and count of the recoveries from failed workers.
     """
     job = 'elasticjob="digits",job_namespace="team"'
     lines = [
-        "# TYPE torchelastic_epoch gauge",
-        f"torchelastic_epoch{{{job}}} {epoch}",
+        "# TYPE torchelastic_round gauge",
+        f"torchelastic_round{{{job}}} {round}",
         "# TYPE torchelastic_world_size gauge",
         f"torchelastic_world_size{{{job}}} 2",
         "# TYPE torchelastic_remaining_restarts gauge",
@@ -74,7 +74,7 @@ def agent_page(
 
 
 def own_gauge(name: str, values: Mapping[int, float], *, of: str = "my_app", series: str = "my_app_loss") -> list[str]:
-    """A gauge of the program's own."""
+    """Return the lines of a gauge of the program's own."""
     lines = [
         f"# HELP {series} {name} of the group {of}, as the program measures it.",
         f"# TYPE {series} gauge",
@@ -83,7 +83,7 @@ def own_gauge(name: str, values: Mapping[int, float], *, of: str = "my_app", ser
 
 
 def own_counter(name: str, values: Mapping[int, float], *, of: str = "my_app") -> list[str]:
-    """A counter of the program's own."""
+    """Return the lines of a counter of the program's own."""
     series = f"{of}_{name}_total"
     lines = [
         f"# HELP {series} {name} of the group {of}, as the program measures it.",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-PATIENCE = 60.0
+PATIENCE = 180.0
 """Seconds after which a test gives up, on a machine that is busy with others; nothing is measured by it."""
 
 MEETING = """
@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-epoch, rank, world = os.environ["TORCHELASTIC_EPOCH"], dist.get_rank(), dist.get_world_size()
+round, rank, world = os.environ["TORCHELASTIC_ROUND"], dist.get_rank(), dist.get_world_size()
 dist.all_reduce(torch.ones(1))
-print(f"epoch {epoch} rank {rank} of {world} pid {os.getpid()}", flush=True)
+print(f"round {round} rank {rank} of {world} pid {os.getpid()}", flush=True)
 while True:
     stop = torch.tensor([float(os.path.exists(sys.argv[1]))])
     dist.all_reduce(stop)
@@ -119,7 +119,7 @@ class AgentProcess:
 
     async def trains(self, *, world: int, since: int = 0) -> int:
         """Wait until a worker has met a world of this size; gives back its process id."""
-        return int((await self.said(rf"epoch \d+ rank \d+ of {world} pid (\d+)", since=since))[1])
+        return int((await self.said(rf"round \d+ rank \d+ of {world} pid (\d+)", since=since))[1])
 
     async def code(self) -> int:
         """Wait for its end."""

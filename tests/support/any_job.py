@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from elastic_operator.spec import GROUP, KIND, VERSION
+from elastic_operator.api.spec import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

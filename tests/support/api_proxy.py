@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from elastic_operator.kube.api import Access
+    from elastic_operator.kubernetes.client import Access
 
 _PASSED_ON: Final = ("Content-Type", "Content-Encoding", "Retry-After")
 _REMEMBERED: Final = 6

@@ -10,7 +10,7 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from elastic_operator.spec import GROUP, PLURAL, VERSION
+from elastic_operator.api.spec import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,17 +7,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elastic_operator.model import Condition, EtcdState, Fate, Job, JobState, JobStatus, Observed, Pod, PodPhase
-from elastic_operator.names import ConditionType, Reason, pod_name
-from elastic_operator.pinned import pin
-from elastic_operator.spec import ElasticJobSpec, FailureAction, FailureRule, PodCondition
-from torchelastic.contract import (
-    EpochReason,
-    EpochRecord,
+from elastic_operator.api.constants import ConditionType, Reason, pod_name
+from elastic_operator.api.spec import ElasticJobSpec, FailureAction, FailurePolicy, FailureRule, PodCondition
+from elastic_operator.api.status import Condition, JobState, JobStatus
+from elastic_operator.controller.model import EtcdState, Job, Observed, Pod, PodPhase, TerminationCause
+from torchelastic.protocol import (
     FailureRecord,
     Member,
     OutcomeRecord,
     OutcomeState,
+    RoundReason,
+    RoundRecord,
     SizeRecord,
     TerminationMessage,
 )
@@ -32,6 +32,8 @@ UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
 def a_job(*, minimum: int = 1, maximum: int = 4, replicas: int | None = 2, generation: int = 1, **more: Any) -> Job:
     """A job that nobody has looked at yet; ``more`` are fields of its spec, and ``deleting``."""
     deleting = more.pop("deleting", False)
+    if "failure_rules" in more:
+        more["failure_policy"] = FailurePolicy(more.pop("failure_rules"))
     spec = ElasticJobSpec(min_replicas=minimum, max_replicas=maximum, replicas=replicas, **more)
     return Job(
         name=NAME, namespace="default", uid=UID, generation=generation, spec=spec, created=NOW, deleting=deleting
@@ -51,20 +53,20 @@ def that_had_pods(job: Job, **fields: Any) -> Job:
 
 
 def that_trained(job: Job, **fields: Any) -> Job:
-    """The same job, when its first epoch formed a minute ago."""
-    known = {"started": NOW - 60, "epoch": 1, "world_size": 2, "state": JobState.RUNNING}
+    """The same job, when its first round formed a minute ago."""
+    known = {"started": NOW - 60, "round": 1, "world_size": 2, "state": JobState.RUNNING}
     return that_had_pods(job, **{**known, **fields})
 
 
-def that_is_pinned(job: Job, **fields: Any) -> Job:
+def with_spec_applied(job: Job, **fields: Any) -> Job:
     """The same job, whose pods are made from its spec as it is now, since a minute ago."""
-    return that_trained(job, **{"pinned": pin(job.spec), "active": NOW - 60, **fields})
+    return that_trained(job, **{"applied_spec": job.spec.applied, "active": NOW - 60, **fields})
 
 
 def that_rests(job: Job, **fields: Any) -> Job:
-    """The same job, when it was suspended after five epochs with two restarts; its spec says whether it still is."""
+    """The same job, when it was suspended after five rounds with two restarts; its spec says whether it still is."""
     rests = Condition(ConditionType.SUSPENDED, status=True, reason=Reason.SUSPENDED, since=NOW - 60)
-    known = {"state": JobState.SUSPENDED, "epoch": 5, "restarts": 2, "free_restarts": 3, "started": NOW - 600}
+    known = {"state": JobState.SUSPENDED, "round": 5, "restarts": 2, "uncharged_restarts": 3, "started": NOW - 600}
     return that_had_pods(job, **{**known, "conditions": (rests,), "size_generation": 0, **fields})
 
 
@@ -72,7 +74,7 @@ def size(
     wanted: int = 2, *, generation: int = 1, minimum: int = 1, maximum: int = 4, going: tuple[str, ...] = ()
 ) -> SizeRecord:
     """The wanted size, as pods are started with it and as it stands in the store."""
-    return SizeRecord(min=minimum, max=maximum, generation=generation, wanted=wanted, going=going)
+    return SizeRecord(min=minimum, max=maximum, generation=generation, desired=wanted, draining=going)
 
 
 def pending(index: int, **more: Any) -> Pod:
@@ -112,7 +114,9 @@ def succeeded(index: int, **more: Any) -> Pod:
 
 def out_of_memory(index: int, **more: Any) -> Pod:
     """A pod whose container the kernel killed for memory."""
-    return died(index, 137, **{"fate": Fate.OUT_OF_MEMORY, "reasons": frozenset({"OOMKilled"}), **more})
+    return died(
+        index, 137, **{"termination_cause": TerminationCause.OUT_OF_MEMORY, "reasons": frozenset({"OOMKilled"}), **more}
+    )
 
 
 def evicted(index: int, **more: Any) -> Pod:
@@ -121,7 +125,7 @@ def evicted(index: int, **more: Any) -> Pod:
         index,
         None,
         **{
-            "fate": Fate.DISRUPTED,
+            "termination_cause": TerminationCause.DISRUPTED,
             "reasons": frozenset({"Evicted", "TerminationByKubelet"}),
             "conditions": {"DisruptionTarget": "True"},
             "message": "The node was low on resource: memory.",
@@ -136,7 +140,7 @@ def preempted(index: int, **more: Any) -> Pod:
     return going(
         index,
         **{
-            "fate": Fate.DISRUPTED,
+            "termination_cause": TerminationCause.DISRUPTED,
             "reasons": frozenset({"PreemptionByScheduler"}),
             "conditions": {"DisruptionTarget": "True"},
             **more,
@@ -146,7 +150,7 @@ def preempted(index: int, **more: Any) -> Pod:
 
 def lost(index: int, **more: Any) -> Pod:
     """A pod that stays Terminating because its node is silent."""
-    return going(index, **{"fate": Fate.NODE_LOST, "node": "node-9", "ready": False, **more})
+    return going(index, **{"termination_cause": TerminationCause.NODE_LOST, "node": "node-9", "ready": False, **more})
 
 
 def turned_away(index: int, **more: Any) -> Pod:
@@ -155,7 +159,7 @@ def turned_away(index: int, **more: Any) -> Pod:
         index,
         None,
         **{
-            "fate": Fate.NOT_ADMITTED,
+            "termination_cause": TerminationCause.NOT_ADMITTED,
             "reasons": frozenset({"OutOfcpu"}),
             "message": "the resource cpu is short",
             "node": "node-7",
@@ -192,36 +196,42 @@ def a_world(*pods: Pod, store_read: bool = True, **more: Any) -> Observed:
     return Observed(pods=pods, etcd=EtcdState.READY, store_read=store_read, **more)
 
 
-def an_epoch(
+def a_round(
     *pods: Pod,
     number: int = 1,
     cause: str = "",
     restarts: int = 0,
     free: int = 0,
-    reason: EpochReason = EpochReason.NODE_JOINED,
+    reason: RoundReason = RoundReason.NODE_JOINED,
     failure: FailureRecord | None = None,
-) -> EpochRecord:
-    """An epoch of these pods, one worker each; none: nobody trains."""
+) -> RoundRecord:
+    """A round of these pods, one worker each; none: nobody trains."""
     members = tuple(Member(node=f"{pod.name}.1", address="10.0.0.1", workers=1) for pod in pods)
-    return EpochRecord(
-        number=number, members=members, cause=cause, restarts=restarts, free=free, reason=reason, failure=failure
+    return RoundRecord(
+        number=number,
+        members=members,
+        cause=cause,
+        restarts=restarts,
+        uncharged_restarts=free,
+        reason=reason,
+        failure=failure,
     )
 
 
 def a_failure(**fields: Any) -> FailureRecord:
     """How a worker failed: the one of rank 3, with an exception."""
-    known = {"epoch": 1, "rank": 3, "local_rank": 1, "node": "digits-1-abcde.7f", "exit_code": 1}
+    known = {"round": 1, "rank": 3, "local_rank": 1, "node": "digits-1-abcde.7f", "exit_code": 1}
     return FailureRecord(**{**known, "message": "ValueError: no", **fields})
 
 
-def success(*, epoch: int = 1, restarts: int = 0) -> OutcomeRecord:
+def success(*, round: int = 1, restarts: int = 0) -> OutcomeRecord:
     """The outcome of a run that succeeded."""
-    return OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=epoch, restarts=restarts)
+    return OutcomeRecord(state=OutcomeState.SUCCEEDED, round=round, restarts=restarts)
 
 
 def failure(message: str = "", *, record: FailureRecord | None = None, restarts: int = 0) -> OutcomeRecord:
     """The outcome of a run that failed."""
-    return OutcomeRecord(state=OutcomeState.FAILED, epoch=1, restarts=restarts, message=message, failure=record)
+    return OutcomeRecord(state=OutcomeState.FAILED, round=1, restarts=restarts, message=message, failure=record)
 
 
 def condition(status: JobStatus | None, kind: ConditionType) -> Condition:

@@ -1,4 +1,4 @@
-"""Objects as an API server gives them, to be shown: a job, its pods, what was told of it."""
+"""Objects as an API server returns them: a job, its pods and its events."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from datetime import UTC, datetime
 from typing import Any
 
 START = 1_700_000_000.0
-"""When the job was made; 2023-11-14T22:13:20Z."""
+"""When the job was created; 2023-11-14T22:13:20Z."""
 
 NAMESPACE = "team"
 JOB_UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
 
 
 def at(seconds: float) -> str:
-    """So many seconds after the start, as Kubernetes writes it."""
+    """Return the time this many seconds after the start, as Kubernetes writes it."""
     return datetime.fromtimestamp(START + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    """What the operator says of a job of three pods, one of which has just been made."""
+    """Return the status of a job of three pods, one of which has just been created."""
     return {
         "state": "Running",
         "observedGeneration": 1,
         "replicas": 3,
-        "ready": 2,
+        "readyReplicas": 2,
         "desired": 3,
         "readyDesired": "2/3",
         "selector": "elastic.pytorch.org/job=digits,elastic.pytorch.org/role=worker",
-        "epoch": 4,
+        "round": 4,
         "worldSize": 2,
         "restarts": 1,
         "podFailures": 1,
@@ -38,7 +38,7 @@ def status(**changes: Any) -> dict[str, Any]:
                 "type": "Running",
                 "status": "True",
                 "reason": "Training",
-                "message": "2 workers train in epoch 4.",
+                "message": "2 workers train in round 4.",
                 "lastTransitionTime": at(4),
                 "observedGeneration": 1,
             }
@@ -47,7 +47,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 
 def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
-    """The job; ``spec`` and ``status`` are merged into what is there, ``status=None`` leaves it out."""
+    """Return the job; ``spec`` and ``status`` are merged with the defaults, ``status=None`` leaves it out."""
     spec = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"]}
     told = changes.pop("status", {})
     whole = {
@@ -67,12 +67,12 @@ def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
 
 
 def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
-    """A worker pod of the job ``digits``.
+    """Return a worker pod of the job ``digits``.
 
     Args:
-        index: which of the job's places it fills.
+        index: of the pod.
         suffix: of its name.
-        state: of its container ``worker``; None: it runs.
+        state: of its container ``worker``; None if it runs.
         about: fields of its status.
     """
     state = {"running": {"startedAt": at(2)}} if state is None else state
@@ -99,19 +99,19 @@ def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about
 
 
 def died(code: int, message: str, *, after: float = 68) -> dict[str, Any]:
-    """The state of a container that has ended."""
+    """Return the state of a container that has ended."""
     return {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": at(after)}}
 
 
 def event(after: float, message: str, **changes: Any) -> dict[str, Any]:
-    """What the operator told of the job, so many seconds after the start."""
+    """Return an event of the job, this many seconds after the start."""
     return {
         "apiVersion": "v1",
         "kind": "Event",
         "metadata": {"name": f"digits.{after}", "namespace": NAMESPACE, "uid": f"event-{after}"},
         "involvedObject": {"kind": "ElasticJob", "name": "digits", "uid": JOB_UID},
         "type": "Normal",
-        "reason": "Epoch",
+        "reason": "Round",
         "message": message,
         "firstTimestamp": at(after),
         "lastTimestamp": at(after),

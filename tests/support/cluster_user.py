@@ -98,7 +98,7 @@ class User:
 
     async def wait(self, what: str, condition: str, *, limit: str = PATIENCE) -> None:
         """``kubectl wait`` for a condition, such as ``condition=Running`` or ``jsonpath={.status.worldSize}=3``."""
-        await self.kubectl("wait", what, f"--for={condition}", f"--timeout={limit}")
+        await self.kubectl("wait", what, f"--for={condition}", f"--timeout={limit}", limit=float(limit[:-1]) + 30)
 
     async def sees(self, name: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """A job, as soon as its status is as wanted; watched as ``kubectl get -w`` shows it.

@@ -1,4 +1,4 @@
-"""Real workers for tests: any source text, started in epochs of its own."""
+"""Real workers for tests: any source text, started in rounds of its own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Self
 
-from torchelastic.agent.process_table import read_process
-from torchelastic.agent.workers import StoreServer, WorkerExit, WorkerGroup, Workers, WorkerStart
-from torchelastic.settings import LogSettings, Program, ProgramKind
+from torchelastic.agent.workers.linux import read_process
+from torchelastic.agent.workers.pool import StoreServer, WorkerExit, WorkerGroup, Workers, WorkerStart
+from torchelastic.config.settings import LogSettings, Program, ProgramKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
 
-LIMIT = 60.0
+LIMIT = 180.0
 """Seconds after which a test gives up waiting; nothing depends on it but how long a hanging test hangs."""
 
 
@@ -32,7 +32,7 @@ class Crew:
     """
 
     folder: Path
-    epoch: int = 0
+    round: int = 0
     group: WorkerGroup | None = None
     store: StoreServer | None = None
     workers: Workers = field(init=False)
@@ -56,8 +56,8 @@ class Crew:
         self.group = self.store = None
 
     async def start(self, source: str, count: int = 1, **env: str) -> WorkerGroup:
-        """Start workers of a source text; they find a folder of their epoch's own in HERE."""
-        self.epoch += 1
+        """Start workers of a source text; they find a folder of their round's own in HERE."""
+        self.round += 1
         here = self.here
         here.mkdir()
         program = here / "program.py"
@@ -66,7 +66,7 @@ class Crew:
         starts = [
             WorkerStart(rank, rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
         ]
-        self.group = await self.workers.start(self.epoch, starts)
+        self.group = await self.workers.start(self.round, starts)
         return self.group
 
     async def start_with_store(self, source: str, count: int = 2, **env: str) -> WorkerGroup:
@@ -83,12 +83,12 @@ class Crew:
 
     @property
     def here(self) -> Path:
-        """The folder of the present epoch."""
-        return self.folder / f"epoch_{self.epoch}"
+        """The folder of the present round."""
+        return self.folder / f"round_{self.round}"
 
     def log(self, rank: int = 0) -> str:
-        """What a worker of the present epoch printed."""
-        return (self.folder / f"logs/epoch_{self.epoch}/rank_{rank}/output.log").read_text()
+        """What a worker of the present round printed."""
+        return (self.folder / f"logs/round_{self.round}/rank_{rank}/output.log").read_text()
 
     async def told(self, name: str) -> str:
         """What a program wrote into a file of its folder, once it is there: see :data:`TELL`."""

@@ -1,12 +1,11 @@
 """The etcds that the store and the rendezvous are tried on, each as a parameter for tests.
 
-Etcd 3.7 and 3.4 are built once (the mark ``etcds`` sees to it), 3.5 comes as a package. What takes long is tried on the
-newest one and on the old API by default, and on all of them with TORCHELASTIC_EXHAUSTIVE=1 in the environment.
+Etcd 3.7 and 3.4 are built once, 3.5 comes as a package. Etcd 3.4 is used only with TORCHELASTIC_EXHAUSTIVE=1 in the
+environment. Without it, slow tests use the newest etcd and the API v2 only.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,13 +13,11 @@ import pytest
 
 from tests.support.etcd import EtcdServer, packaged_etcd
 from tests.support.testbed import binaries
+from tests.support.testbed.availability import EXHAUSTIVE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-EXHAUSTIVE: Final = os.environ.get("TORCHELASTIC_EXHAUSTIVE", "") not in {"", "0"}
-"""Whether all is to be tried that can be, however long it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +55,8 @@ V2: Final = tuple(EtcdKind(version, api=2) for version in ("3.5", "3.4"))
 
 def parameters(*kinds: EtcdKind) -> list[Any]:
     """For pytest: one for each kind, with the mark that it needs."""
-    return [
-        pytest.param(kind, id=kind.name, marks=() if kind.version == "3.5" else pytest.mark.etcds) for kind in kinds
-    ]
+    marks = {"3.7": pytest.mark.etcds, "3.4": pytest.mark.oldest_etcd, "3.5": ()}
+    return [pytest.param(kind, id=kind.name, marks=marks[kind.version]) for kind in kinds]
 
 
 def chosen() -> list[Any]:

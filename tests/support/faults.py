@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Final, Self
 from tests.support.nodes import Meeting, TestNode
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
-from torchelastic.rendezvous.node import EpochBegan, Isolated, RunEnded
+from torchelastic.rendezvous.node import Partitioned, RoundStarted, RunEnded
 from torchelastic.store import connect
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.contract import EpochRecord
+    from torchelastic.protocol import RoundRecord
     from torchelastic.store import Store
 
 LEASE: Final = 1.0
@@ -35,7 +35,7 @@ LOW, HIGH = 2, 4
 
 MOST_NODES: Final = 6
 
-PATIENCE: Final = 60.0
+PATIENCE: Final = 180.0
 """Seconds after which there is no progress any more, on a machine that is busy with others."""
 
 
@@ -76,7 +76,7 @@ class Round:
 
     Attributes:
         steps: what happens.
-        all_stay: nobody comes or goes and no link breaks: the epoch must stay what it is.
+        all_stay: nobody comes or goes and no link breaks: the round must stay what it is.
     """
 
     steps: tuple[Step, ...]
@@ -142,7 +142,7 @@ class Member:
     name: str
     line: TcpProxy
     node: TestNode | None = None
-    told: list[EpochRecord] = field(default_factory=list)
+    told: list[RoundRecord] = field(default_factory=list)
     isolated_in: int = -1
     reading: asyncio.Task[None] | None = None
 
@@ -156,12 +156,12 @@ class Play:
     """
 
     def __init__(self, etcd: EtcdServer, run_id: str) -> None:
-        self.epochs: dict[int, EpochRecord] = {}
+        self.rounds: dict[int, RoundRecord] = {}
         self._etcd = etcd
         self._live: dict[str, Member] = {}
         self._broken: list[str] = []
         self._meeting = Meeting(
-            self._reach_directly, run_id, lease=LEASE, joining_window=LEASE, join_timeout=10 * PATIENCE
+            self._reach_directly, run_id, lease=LEASE, last_call_timeout=LEASE, join_timeout=10 * PATIENCE
         )
         self._stack = contextlib.AsyncExitStack()
         self._news = asyncio.Event()
@@ -183,7 +183,7 @@ class Play:
         Raises:
             BrokenPromiseError: a promise was not kept, or they have not.
         """
-        before, cut_off = dict(self.epochs), self._cut_off()
+        before, cut_off = dict(self.rounds), self._cut_off()
         async with asyncio.TaskGroup() as happening:
             for step in part.steps:
                 await asyncio.sleep(step.after)
@@ -204,8 +204,8 @@ class Play:
         self._check()
         if not self._together():
             raise BrokenPromiseError(f"no rest: {self._state()}")
-        if part.all_stay and before != self.epochs:
-            raise BrokenPromiseError(f"the epoch changed, though only etcd was away: {self._state()}")
+        if part.all_stay and before != self.rounds:
+            raise BrokenPromiseError(f"the round changed, though only etcd was away: {self._state()}")
         if part.all_stay and cut_off != self._cut_off():
             raise BrokenPromiseError(f"workers were stopped, though only etcd was away: {self._state()}")
 
@@ -223,8 +223,7 @@ class Play:
                     await self._etcd_away(step)
             case What.CUT_LINKS:
                 if member is not None and member.node is not None:
-                    for transport in tuple(member.node.inner._server._transports):
-                        transport.abort()
+                    member.node.inner._server.drop_connections()
             case What.CUT_LINE:
                 if member is not None:
                     member.line.cut()
@@ -291,27 +290,27 @@ class Play:
     async def _read(self, member: Member, node: TestNode) -> None:
         while True:
             event = await node.inner.events.get()
-            if isinstance(event, EpochBegan):
+            if isinstance(event, RoundStarted):
                 if event.store is not None:
                     event.store.close()
                 self._told(member, event.record)
-            elif isinstance(event, Isolated):
+            elif isinstance(event, Partitioned):
                 member.isolated_in = member.told[-1].number
             elif isinstance(event, RunEnded):
                 self._broken.append(f"{member.name} was told that the run has ended: {event.record}")
             self._news.set()
 
-    def _told(self, member: Member, epoch: EpochRecord) -> None:
-        standing = self.epochs.setdefault(epoch.number, epoch)
-        if standing != epoch:
-            self._broken.append(f"epoch {epoch.number} is {standing}, and to {member.name} it is {epoch}")
-        if member.told and member.told[-1].number >= epoch.number:
-            self._broken.append(f"{member.name} was told of {epoch.number} after {member.told[-1].number}")
-        if epoch.members and not LOW <= len(epoch.members) <= HIGH:
-            self._broken.append(f"epoch {epoch.number} has {len(epoch.members)} members")
-        if len(set(epoch.nodes)) < len(epoch.nodes):
-            self._broken.append(f"epoch {epoch.number} has a node twice: {epoch.nodes}")
-        member.told.append(epoch)
+    def _told(self, member: Member, round: RoundRecord) -> None:
+        standing = self.rounds.setdefault(round.number, round)
+        if standing != round:
+            self._broken.append(f"round {round.number} is {standing}, and to {member.name} it is {round}")
+        if member.told and member.told[-1].number >= round.number:
+            self._broken.append(f"{member.name} was told of {round.number} after {member.told[-1].number}")
+        if round.members and not LOW <= len(round.members) <= HIGH:
+            self._broken.append(f"round {round.number} has {len(round.members)} members")
+        if len(set(round.nodes)) < len(round.nodes):
+            self._broken.append(f"round {round.number} has a node twice: {round.nodes}")
+        member.told.append(round)
 
     def _check(self) -> None:
         for member in self._live.values():
@@ -321,10 +320,10 @@ class Play:
             raise BrokenPromiseError("; ".join(self._broken))
 
     def _together(self) -> bool:
-        """Whether every node that lives is in the last epoch, or waits because it is full, and knows it."""
-        if not self.epochs:
+        """Whether every node that lives is in the last round, or waits because it is full, and knows it."""
+        if not self.rounds:
             return False
-        last = self.epochs[max(self.epochs)]
+        last = self.rounds[max(self.rounds)]
         ids = {member.node.inner.node for member in self._live.values() if member.node is not None}
         return (
             all(member.told and member.told[-1] == last for member in self._live.values())
@@ -345,9 +344,9 @@ class Play:
             for name, member in self._live.items()
         }
         history = [
-            f"{epoch.number}: {', '.join(epoch.nodes) or 'nobody'} ({epoch.cause})" for epoch in self.epochs.values()
+            f"{round.number}: {', '.join(round.nodes) or 'nobody'} ({round.cause})" for round in self.rounds.values()
         ]
-        return f"{told}; epochs: " + "; ".join(history)
+        return f"{told}; rounds: " + "; ".join(history)
 
     async def _stop_reading(self, member: Member) -> None:
         if member.reading is not None:

@@ -41,7 +41,7 @@ def meet():
     rank, world = dist.get_rank(), dist.get_world_size()
     assert total.item() == world
     env = os.environ
-    print(f"epoch {env['TORCHELASTIC_EPOCH']} rank {rank} of {world} pid {os.getpid()}"
+    print(f"round {env['TORCHELASTIC_ROUND']} rank {rank} of {world} pid {os.getpid()}"
           f" restart {env['TORCHELASTIC_RESTART_COUNT']}", flush=True)
     return dist
 

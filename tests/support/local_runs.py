@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Snapshot = dict[str, Any]
 
-LIMIT = 90.0
+LIMIT = 240.0
 """Seconds within which whatever is waited for happens, even on a machine that is busy."""
 
 WAITS = "echo rank $RANK of $WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.05; done"
@@ -37,7 +37,7 @@ class LocalRun:
 
     def __init__(self, home: Path, manifest: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self.home = home
-        self._command = [sys.executable, "-m", "elastic_operator.cli", "run", "--plain", *arguments, str(manifest)]
+        self._command = [sys.executable, "-m", "elastic_operator.cli.main", "run", "--plain", *arguments, str(manifest)]
         self._environ = {**os.environ, "ELASTICJOB_HOME": str(home), **(environ or {})}
         self._process: asyncio.subprocess.Process | None = None
         self._printed: list[str] = []
@@ -119,11 +119,11 @@ class LocalRun:
         raise AssertionError(f"the run {why}; last snapshot: {json.dumps(snapshot, indent=1)}\n{self.output}")
 
     async def trains(self, workers: int, *, after: int = 0) -> Snapshot:
-        """A snapshot in which so many workers train in an epoch later than ``after``."""
+        """A snapshot in which so many workers train in a round later than ``after``."""
         return await self.until(
             lambda snapshot: (
                 snapshot["status"]["worldSize"] == workers
-                and snapshot["status"]["epoch"] > after
+                and snapshot["status"]["round"] > after
                 and snapshot["status"]["state"] == "Running"
                 and len(training(snapshot)) * _workers_per_pod(snapshot) == workers
             )
@@ -169,7 +169,7 @@ def manifest(folder: Path, name: str = "job", **spec: Any) -> Path:
 
 
 def training(snapshot: Snapshot) -> list[Snapshot]:
-    """The pods that live and have a place in the current epoch."""
+    """The pods that live and have a place in the current round."""
     return [pod for pod in snapshot["pods"] if pod["ranks"] and pod["ended"] is None and not pod["terminating"]]
 
 

@@ -7,9 +7,9 @@ import itertools
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-from torchelastic.contract import EpochRecord, NodeRecord, NoticeRecord, OutcomeRecord, SizeRecord
-from torchelastic.rendezvous.node import EpochBegan, Isolated, Noticed, RendezvousNode, RunEnded
-from torchelastic.settings import RendezvousSettings
+from torchelastic.config.settings import RendezvousSettings
+from torchelastic.protocol import NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
+from torchelastic.rendezvous.node import Noticed, Partitioned, RendezvousNode, RoundStarted, RunEnded
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torchelastic.store.api import Store
 
-PATIENCE = 30.0
+PATIENCE = 90.0
 """Seconds after which a test gives up; nothing is measured by it."""
 
 
@@ -68,7 +68,7 @@ class Meeting:
         connect: Callable[[], Awaitable[Store]] | None = None,
         **settings: Any,
     ) -> TestNode:
-        size = SizeRecord(min=low, max=high, wanted=wanted)
+        size = SizeRecord(min=low, max=high, desired=wanted)
         rules = RendezvousSettings(run_id=self._run_id, size=size, **{**self._settings, **settings})
         store = await (connect or self.connect)()
         self._stack.push_async_callback(store.close)
@@ -76,7 +76,7 @@ class Meeting:
             store,
             rules,
             node=f"{name}.{next(self._numbers)}",
-            record=NodeRecord(name=name, address="127.0.0.1", workers=1, size=size, place=place),
+            record=NodeRecord(name=name, address="127.0.0.1", workers=1, size=size, topology_key=place),
         )
         node = TestNode(name, inner)
         self._stack.push_async_callback(node.close)
@@ -92,13 +92,13 @@ class TestNode:
     def __init__(self, name: str, inner: RendezvousNode) -> None:
         self.name = name
         self.inner = inner
-        self.epochs: list[EpochRecord] = []
+        self.rounds: list[RoundRecord] = []
         self.notices: list[NoticeRecord] = []
-        """Those of the present epoch."""
+        """Those of the present round."""
         self.answers = False
         """Whether its workers save at once when they are told."""
         self.outcome: OutcomeRecord | None = None
-        self.isolated = False
+        self.partitioned = False
         self._open = True
 
     async def until(self, wanted: Callable[[TestNode], bool]) -> TestNode:
@@ -106,33 +106,33 @@ class TestNode:
         async with asyncio.timeout(PATIENCE):
             while not wanted(self):
                 event = await self.inner.events.get()
-                if isinstance(event, EpochBegan):
-                    self.epochs.append(event.record)
+                if isinstance(event, RoundStarted):
+                    self.rounds.append(event.record)
                     self.notices.clear()
                     if event.store is not None:
                         event.store.close()
                 elif isinstance(event, Noticed):
                     self.notices.append(event.record)
                     if self.answers:
-                        self.inner.report(event.record.epoch, saved=event.record.serial)
+                        self.inner.report(event.record.round, saved=event.record.serial)
                 elif isinstance(event, RunEnded):
                     self.outcome = event.record
-                elif isinstance(event, Isolated):
-                    self.isolated = True
+                elif isinstance(event, Partitioned):
+                    self.partitioned = True
         return self
 
     async def says(self, **changes: Any) -> None:
-        """Report something of the present epoch, and wait until it stands in the store."""
-        self.inner.report(self.epochs[-1].number, **changes)
-        await self.inner._session.flush()
+        """Report something of the present round, and wait until it stands in the store."""
+        self.inner.report(self.rounds[-1].number, **changes)
+        await self.inner.flush()
 
-    async def until_with(self, *names: str) -> EpochRecord:
-        """Wait for an epoch of exactly these nodes."""
-        await self.until(lambda node: bool(node.epochs) and set(node.members) == set(names))
-        return self.epochs[-1]
+    async def until_with(self, *names: str) -> RoundRecord:
+        """Wait for a round of exactly these nodes."""
+        await self.until(lambda node: bool(node.rounds) and set(node.members) == set(names))
+        return self.rounds[-1]
 
     async def until_noticed(self, *, serial: int = 1, taken_back: bool = False) -> NoticeRecord:
-        """Wait until the node is told that its epoch is about to change, or no longer is."""
+        """Wait until the node is told that its round is about to change, or no longer is."""
         await self.until(
             lambda node: any((told.serial, not told.seconds) == (serial, taken_back) for told in node.notices)
         )
@@ -140,38 +140,32 @@ class TestNode:
 
     async def until_away(self) -> None:
         """Wait until the node has noticed that it does not reach the store."""
-        control = self.inner._control
+        control = self.inner._run
         async with asyncio.timeout(PATIENCE):
             while control.away_since is None:
                 await control.changed.after(control.changed.count)
 
     @property
     def members(self) -> list[str]:
-        return [node.rpartition(".")[0] for node in self.epochs[-1].nodes]
+        return [node.rpartition(".")[0] for node in self.rounds[-1].nodes]
 
-    def drain(self) -> list[EpochRecord]:
-        """Epochs that it was told of since it was last asked."""
+    def drain(self) -> list[RoundRecord]:
+        """Rounds that it was told of since it was last asked."""
         told = []
         while not self.inner.events.empty():
             event = self.inner.events.get_nowait()
-            if isinstance(event, EpochBegan):
+            if isinstance(event, RoundStarted):
                 told.append(event.record)
                 if event.store is not None:
                     event.store.close()
-            elif isinstance(event, Isolated):
-                self.isolated = True
+            elif isinstance(event, Partitioned):
+                self.partitioned = True
         return told
 
     async def crash(self) -> None:
         """Go without a word, as on a SIGKILL: connections are closed, the lease is left to end by itself."""
         self._open = False
-        assert self.inner._running is not None
-        # It listens no more, and then its links break: the order of a process that ends.
-        await self.inner._server.close()
-        self.inner._running.cancel()
-        await asyncio.gather(self.inner._running, return_exceptions=True)
-        self.inner._offer.close()
-        self.drain()
+        await self.inner.abort()
 
     async def close(self) -> None:
         if self._open:
@@ -179,8 +173,8 @@ class TestNode:
             await self.inner.__aexit__(None, None, None)
 
 
-async def all_with(*nodes: TestNode) -> EpochRecord:
-    """Wait until these nodes, and no others, are told of one epoch with all of them."""
+async def all_with(*nodes: TestNode) -> RoundRecord:
+    """Wait until these nodes, and no others, are told of one round with all of them."""
     names = [node.name for node in nodes]
     records = await asyncio.gather(*(node.until_with(*names) for node in nodes))
     assert len({record.number for record in records}) == 1

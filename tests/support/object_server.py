@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
+from tests.support.discovery import discovered
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kubernetes.kinds import Resource
 
 NAMESPACE = "team"
 MADE = "2026-01-01T00:00:00Z"
@@ -48,6 +50,8 @@ class ObjectServer:
         self.url = ""
         self._there: dict[str, int] = {}
         self._versions = itertools.count(1)
+        self._changes: list[tuple[int, str, str, dict[str, Any]]] = []
+        self._closed = False
         self._something = asyncio.Condition()
 
     async def __aenter__(self) -> Self:
@@ -65,6 +69,7 @@ class ObjectServer:
         return configuration
 
     async def __aexit__(self, *_: object) -> None:
+        self._closed = True
         self._closing.set()
         await self._runner.cleanup()
 
@@ -102,13 +107,20 @@ class ObjectServer:
 
     def _keep(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         kept: dict[str, Any] = json.loads(json.dumps(body))
-        kept["metadata"]["resourceVersion"] = str(next(self._versions))
+        version = next(self._versions)
+        kept["metadata"]["resourceVersion"] = str(version)
+        change = "MODIFIED" if path in self.objects else "ADDED"
         self.objects[path] = kept
+        self._changes.append((version, change, path, kept))
         copied: dict[str, Any] = json.loads(json.dumps(kept))
         return copied
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         method, path = request.method, request.path
+        if (found := discovered(path)) is not None:
+            return web.json_response(found)
+        if request.query.get("watch"):
+            return await self._watch(request)
         body = json.loads(await request.read() or b"null")
         self.asked.append((method, path))
         self._there[method] = self._there.get(method, 0) + 1
@@ -122,6 +134,23 @@ class ObjectServer:
         async with self._something:
             self._something.notify_all()
         return web.json_response(answer, status=status)
+
+    def release(self) -> None:
+        """Answer those who wait for folders that were stuck."""
+        self._closing.set()
+        self._closing = asyncio.Event()
+
+    async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        told = int(request.query["resourceVersion"])
+        while not self._closed:
+            for version, change, path, body in self._changes:
+                if version > told and _without_namespace(path.rpartition("/")[0]) == _without_namespace(request.path):
+                    await response.write(json.dumps({"type": change, "object": body}).encode() + b"\n")
+            told = max((change[0] for change in self._changes), default=told)
+            await asyncio.sleep(0.02)
+        return response
 
     def _do(self, request: web.BaseRequest, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         match request.method:
@@ -144,7 +173,8 @@ class ObjectServer:
         items = [
             body
             for path, body in self.objects.items()
-            if path.rpartition("/")[0] == request.path and name in ("", body["metadata"]["name"])
+            if _without_namespace(path.rpartition("/")[0]) == _without_namespace(request.path)
+            and name in ("", body["metadata"]["name"])
         ]
         return 200, {"metadata": {"resourceVersion": str(next(self._versions))}, "items": items}
 
@@ -182,7 +212,14 @@ class ObjectServer:
         if body.get("preconditions", {}).get("uid") not in (None, there["metadata"]["uid"]):
             return _status(409, "Conflict", "the UID in the precondition is not that of the object")
         del self.objects[path]
+        version = next(self._versions)
+        gone = {**there, "metadata": {**there["metadata"], "resourceVersion": str(version)}}
+        self._changes.append((version, "DELETED", path, gone))
         return 200, there
+
+
+def _without_namespace(path: str) -> str:
+    return path.replace(f"/namespaces/{NAMESPACE}/", "/")
 
 
 def _status(status: int, reason: str, words: str) -> tuple[int, dict[str, Any]]:

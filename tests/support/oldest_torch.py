@@ -1,8 +1,6 @@
 """The oldest torch that is supported: tests run programs with a Python that has it before this environment's own.
 
-What the package index has is built for CUDA, whose libraries are several times as large as torch and of no use without
-a GPU. They are left out, but for two small ones: the dynamic linker is content with libraries of the same names in
-which nothing does anything. All else is torch as it was released.
+CUDA's libraries are left out (:mod:`tests.support.testbed.cuda_stubs`); everything else is torch as released.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +16,7 @@ import venv
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tests.support.testbed import cuda_stubs
 from tests.support.testbed.cache import Missing, cache_folder, locked
 
 if TYPE_CHECKING:
@@ -36,9 +34,6 @@ _GIGABYTES: Final = 4.0
 
 _WITH_CUDA: Final = ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-cupti-cu12==12.8.90")
 """What torch calls while it is imported."""
-
-_CUDAS: Final = re.compile(r"lib(?:cu|nccl|nv)[A-Za-z]*\.so\.\d+")
-_CUDAS_SYMBOL: Final = re.compile(r"nccl|cu")
 
 
 def make_python(folder: Path) -> Path:
@@ -89,14 +84,10 @@ def _make(folder: Path) -> None:
     if shutil.disk_usage(folder.parent).free < _GIGABYTES * 1e9:
         raise Missing(f"{_GIGABYTES:g} GB of disk for torch {VERSION}", f"free some below {folder.parent}")
     cuda = _WITH_CUDA if platform.machine() == "x86_64" else ()
-    for tool in ("cc", "nm", "readelf") if cuda else ():
-        if shutil.which(tool) is None:
-            raise Missing(f"`{tool}`, for what stands in CUDA's place", "install a C compiler, such as Debian's gcc")
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="tmp-", ignore_cleanup_errors=True) as scratch:
         made = Path(scratch) / "packages"
         _install([f"torch=={VERSION}", *cuda], made, Path(scratch))
-        if cuda:
-            _stand_in_for_cuda(made / "torch" / "lib", Path(scratch))
+        cuda_stubs.write_libraries(made / "torch" / "lib", made / "torch" / "lib")
         made.rename(folder)
 
 
@@ -121,28 +112,3 @@ def _install(packages: Sequence[str], target: Path, scratch: Path) -> None:
     if done.returncode:
         words = " ".join(done.stderr.split())[-300:]
         raise Missing(f"torch {VERSION}", f"the package index has to be reached (it was said: {words})")
-
-
-def _stand_in_for_cuda(libraries: Path, scratch: Path) -> None:
-    """Put a library in the place of each of CUDA's that is not there: all that torch refers to, and nothing in it."""
-    torchs = [str(path) for path in libraries.glob("lib*.so")]
-    wanted = set(_CUDAS.findall(_said("readelf", "-d", *torchs))) - {"libcudart.so.12", "libcupti.so.12"}
-    symbols: dict[str, set[str]] = {}
-    for symbol in re.findall(r"^\s+[Uw] (\S+)$", _said("nm", "-D", "--undefined-only", *torchs), re.MULTILINE):
-        name, _, version = symbol.partition("@")
-        if version or _CUDAS_SYMBOL.match(name):
-            symbols.setdefault(version.removeprefix("@"), set()).add(name)
-    for library in sorted(wanted):
-        versioned = library if library in symbols else ""  # without versions of symbols, each may have them all
-        source, versions = scratch / "empty.s", scratch / "versions"
-        labels = "".join(f".globl {name}\n.type {name},@function\n{name}:\n" for name in symbols[versioned])
-        source.write_text(f'.text\n{labels}ud2\n.section .note.GNU-stack,"",@progbits\n')
-        versions.write_text(f"{library} {{ global: *; }};\n")
-        script = [f"-Wl,--version-script={versions}"] if versioned else []
-        _said(
-            "cc", "-shared", "-nostdlib", f"-Wl,-soname,{library}", *script, "-o", f"{libraries / library}", f"{source}"
-        )
-
-
-def _said(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout

@@ -1,4 +1,4 @@
-"""All that carries out plans, on a small API server; in the place of watches, a test tells the cache."""
+"""All that carries out plans, on a small API server; instead of watches, a test changes the store of objects."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from elastic_operator.kube.api import Api
-from elastic_operator.kube.cache import Cache
-from elastic_operator.kube.cluster import KubernetesCluster
-from elastic_operator.kube.departed import Departed
-from elastic_operator.kube.etcd_objects import etcd_name
-from elastic_operator.kube.etcd_secrets import EtcdSecrets
-from elastic_operator.kube.events import Events
-from elastic_operator.kube.kept import Kept
-from elastic_operator.kube.ledger import Ledger
-from elastic_operator.kube.managed_etcd import ManagedEtcd
-from elastic_operator.kube.observing import Observing
-from elastic_operator.kube.pod_starts import PodStarts
-from elastic_operator.kube.reports import Reports
-from elastic_operator.kube.resources import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS
-from elastic_operator.kube.settings import PodSettings
-from elastic_operator.kube.stores import Stores
-from elastic_operator.kube.writer import Writer
-from elastic_operator.reconcile import Reconciler, WorkQueue
+from elastic_operator.controller.reconciler import Reconciler, WorkQueue
+from elastic_operator.kubernetes.apply import Applier
+from elastic_operator.kubernetes.backend import KubernetesBackend
+from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.events import EventRecorder
+from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.kubernetes.kinds import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS
+from elastic_operator.kubernetes.observe import Observer
+from elastic_operator.kubernetes.run_report_store import RunReportStore
+from elastic_operator.kubernetes.secrets import EtcdSecrets
+from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.writer import Writer
+from elastic_operator.resources.etcd import etcd_name
+from elastic_operator.resources.pod_settings import PodSettings
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.kube.resources import Resource
+    from elastic_operator.api.spec import Json
+    from elastic_operator.kubernetes.kinds import Resource
 
 NAME = "digits"
 
@@ -44,21 +41,20 @@ class OperatedCluster:
     """Works within ``async with``.
 
     Args:
-        away: seconds for which the store of a job may be away before anybody is told.
-        lasting: seconds for which the API server may fail before anybody is told.
+        patience: seconds before an unreachable etcd is reported.
+        transient: seconds before a failing API server is reported.
 
     Attributes:
-        server: what the operator talks to.
-        api: how.
-        cache: what it knows.
-        queue: what wants its attention.
-        cluster: what carries out its plans.
-        departed: the pods that are gone.
+        server: the API server.
+        api: the operator's connection.
+        store: the objects that the operator knows.
+        queue: the jobs that it is to look at.
+        backend: what its reconciler works with.
     """
 
-    def __init__(self, *, away: float = 0.5, lasting: float = 0.5) -> None:
-        self._away = away
-        self._lasting = lasting
+    def __init__(self, *, patience: float = 0.5, transient: float = 0.5) -> None:
+        self._patience = patience
+        self._transient = transient
         self._looked = asyncio.Event()
         self._last_look = 0.0
 
@@ -67,39 +63,32 @@ class OperatedCluster:
             self.server = await stack.enter_async_context(ObjectServer())
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
             self.queue = WorkQueue()
-            self.cache = Cache(changed=self.queue.put)
-            self.events = await stack.enter_async_context(Events(api, "operator-0"))
-            secrets, settings = EtcdSecrets(api, ()), PodSettings()
-            stores = Stores(self.queue.put, secrets=secrets, patience=self._away, own_patience=self._away)
+            store = self.store = Store(changed=self.queue.put, deleted=self._on_deleted, tombstone_ttl=0.0)
+            events = await stack.enter_async_context(EventRecorder(api, "operator-0"))
+            secrets = EtcdSecrets(api, ())
+            stores = JobStores(
+                self.queue.put, secrets=secrets, patience=self._patience, managed_patience=self._patience
+            )
             await stack.enter_async_context(stores)
-            writer = Writer(api, self.cache)
-            etcd = ManagedEtcd(api, self.cache, writer, settings)
-            ledger = Ledger(lasting=self._lasting)
-            self.departed = Departed()
-            observing = Observing(
-                cache=self.cache,
-                etcd=etcd,
-                starts=PodStarts(api),
-                stores=stores,
-                ledger=ledger,
-                departed=self.departed,
-                secrets=secrets,
-                wake=self.queue.put,
-            )
-            cluster = self.cluster = KubernetesCluster(
-                observing=observing,
-                cache=self.cache,
+            writer = Writer(api, store)
+            applier = Applier(
+                store=store,
                 writer=writer,
-                etcd=etcd,
-                reports=Reports(api),
-                kept=Kept(self.cache, writer),
                 stores=stores,
-                events=self.events,
-                ledger=ledger,
-                settings=settings,
-                wake=self.queue.put,
+                reports=RunReportStore(api),
+                events=events,
+                settings=PodSettings(),
+                patience=self._transient,
             )
-            work = asyncio.create_task(Reconciler(cluster, queue=self.queue, reconciled=self._on_look).run())
+            self.backend = KubernetesBackend(
+                store=store,
+                observer=Observer(api, store, stores, secrets),
+                applier=applier,
+                writer=writer,
+                stores=stores,
+                events=events,
+            )
+            work = asyncio.create_task(Reconciler(self.backend, queue=self.queue, reconciled=self._on_look).run())
             stack.push_async_callback(_end, work)
             self._stack = stack.pop_all()
         return self
@@ -114,7 +103,7 @@ class OperatedCluster:
 
     def change(self, resource: Resource, name: str, **body: Any) -> None:
         """Have an object say this, and the operator know it."""
-        self.cache.put(resource, self.server.put(resource, name, **body))
+        self.store.put(resource, self.server.put(resource, name, **body))
 
     def run_pods(self) -> None:
         """Have all pods run."""
@@ -158,6 +147,10 @@ class OperatedCluster:
             while self._last_look < asked:
                 self._looked.clear()
                 await self._looked.wait()
+
+    def _on_deleted(self, resource: Resource, body: Json) -> None:
+        if resource == PODS:
+            self.backend.pod_deleted(body)
 
     def _on_look(self, seconds: float, _outcome: str) -> None:
         self._last_look = time.monotonic() - seconds

@@ -12,15 +12,15 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elastic_operator.kube.resources import ELASTIC_JOBS, EVENTS, PODS
-from elastic_operator.names import LABEL_INDEX, worker_selector
+from elastic_operator.api.constants import LABEL_INDEX, worker_selector
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, EVENTS, PODS
 from tests.support.operator_process import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from elastic_operator.kube.resources import Resource
-    from elastic_operator.kube.user_api import UserApi
+    from elastic_operator.client.user_api import UserApi
+    from elastic_operator.kubernetes.kinds import Resource
     from tests.support.testbed.cluster import Cluster
 
 Json = dict[str, Any]

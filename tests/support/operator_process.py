@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_operator.local.tether import tethered
+from elastic_operator.local.pdeathsig import with_pdeathsig
 from tests.support.etcd import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-PATIENCE = 45.0
+PATIENCE = 120.0
 """Seconds within which it does what is asked of it, even on a machine that is busy."""
 
 _POLL = 0.05
@@ -99,7 +99,11 @@ class OperatorProcess:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "POD_"))}
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                tethered(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**inherited, **self._environ}
+                with_pdeathsig(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**inherited, **self._environ},
             )
 
     def kill(self) -> None:
@@ -135,7 +139,7 @@ class OperatorProcess:
 
     async def leads_now(self) -> bool:
         """Whether it leads."""
-        return await self.metric("elastic_operator_leads") == 1
+        return await self.metric("elastic_operator_leader") == 1
 
     async def until(self, true: Callable[[dict[str, int]], bool], *paths: str) -> None:
         """Return when the statuses of these pages are as wanted; 0 stands for no answer."""

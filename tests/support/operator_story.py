@@ -15,25 +15,26 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from elastic_operator.kube.resources import (
+from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from elastic_operator.kubernetes.kinds import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
     PODS,
     SERVICES,
 )
-from elastic_operator.names import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from tests.support.operator_place import Json, Objects, Place, holds, index_of, live
 from tests.support.operator_process import PATIENCE
-from torchelastic.contract import (
+from torchelastic.protocol import (
     Env,
-    EpochRecord,
     Member,
     NodeRecord,
     OutcomeRecord,
     OutcomeState,
+    RoundRecord,
     RunKeys,
     SizeRecord,
+    StateRecord,
     encode,
 )
 from torchelastic.store import connect
@@ -41,7 +42,7 @@ from torchelastic.store import connect
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kubernetes.kinds import Resource
     from tests.support.etcd import EtcdServer
     from torchelastic.store import Store
 
@@ -129,14 +130,14 @@ class Story:
         name = "grows"
         job = await self._place.apply(name, replicas=2, maxReplicas=4, etcd=self._outside)
         pods = await self._place.pods(2, name)
-        await self._trains(job, pods, epoch=1)
+        await self._trains(job, pods, round=1)
         await self._place.change(name, replicas=4)
-        await self._trains(job, await self._place.pods(4, name), epoch=2)
+        await self._trains(job, await self._place.pods(4, name), round=2)
         await self._place.change(name, replicas=1)
         left = await self._place.pods(1, name)
-        await self._trains(job, left, epoch=3)
-        outcome = OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=3)
-        await self._put(RunKeys.of(_uid(job)).outcome, outcome)
+        await self._trains(job, left, round=3)
+        outcome = OutcomeRecord(state=OutcomeState.SUCCEEDED, round=3)
+        await self._put(RunKeys.of(_uid(job)).state, StateRecord(outcome=outcome))
         for pod in left:
             await self._place.ends(pod, 0)
         await self._place.job(lambda status: holds(status, "Finished"), name)
@@ -161,13 +162,13 @@ class Story:
         name = "rests"
         job = await self._place.apply(name, replicas=2, etcd=self._outside)
         pods = await self._place.pods(2, name)
-        await self._trains(job, pods, epoch=1, restarts=1)
+        await self._trains(job, pods, round=1, restarts=1)
         await self._place.change(name, suspend=True)
         await self._place.pods(0, name)
         await self._leave(job, pods)
         await self._place.job(lambda status: holds(status, "Suspended"), name)
         await self._place.change(name, args=["later.py"], suspend=False)
-        await self._trains(job, await self._place.pods(2, name), epoch=2, restarts=1)
+        await self._trains(job, await self._place.pods(2, name), round=2, restarts=1)
 
     async def _expires(self) -> None:
         """Succeeds, and goes with all that it had."""
@@ -203,17 +204,17 @@ class Story:
 
     # What agents do
 
-    async def _trains(self, job: Json, pods: Objects, *, epoch: int, restarts: int = 0) -> None:
-        """These pods' agents serve and have agreed on an epoch, and the operator has seen it."""
+    async def _trains(self, job: Json, pods: Objects, *, round: int, restarts: int = 0) -> None:
+        """These pods' agents serve and have agreed on a round, and the operator has seen it."""
         keys = RunKeys.of(_uid(job))
         name = job["metadata"]["name"]
         for pod in pods:
             await self._place.runs(pod)
-            size = SizeRecord(min=1, max=4, wanted=len(pods))
+            size = SizeRecord(min=1, max=4, desired=len(pods))
             await self._put(keys.node(f"{pod}.1"), NodeRecord(name=pod, address="10.0.0.1", workers=1, size=size))
         members = tuple(Member(node=f"{pod}.1", address="10.0.0.1", workers=1) for pod in sorted(pods))
-        await self._put(keys.epoch, EpochRecord(number=epoch, members=members, restarts=restarts))
-        wanted = {"ready": len(pods), "worldSize": len(pods), "epoch": epoch, "state": "Running"}
+        await self._put(keys.state, StateRecord(RoundRecord(number=round, members=members, restarts=restarts)))
+        wanted = {"readyReplicas": len(pods), "worldSize": len(pods), "round": round, "state": "Running"}
         await self._place.job(lambda status: wanted.items() <= status.items(), name)
 
     async def _leave(self, job: Json, pods: Objects) -> None:
@@ -236,7 +237,7 @@ class Story:
         """Whatever the operator would do, it has done when it is through with another job."""
         name = f"later{sum(job.startswith('later') for job in self._seen[ELASTIC_JOBS])}"
         job = await self._place.apply(name, replicas=1, etcd=self._outside)
-        await self._trains(job, await self._place.pods(1, name), epoch=1)
+        await self._trains(job, await self._place.pods(1, name), round=1)
         await self._until(lambda: self._seen[ELASTIC_JOBS].get(name, {}).get("status", {}).get("state") == "Running")
         await self._until(lambda: [pod["status"]["phase"] for pod in self._live(name).values()] == ["Running"])
         # Several jobs are worked on side by side, and under load another one's last look may come later than that.
@@ -313,11 +314,11 @@ def _plain(status: Json) -> Json:
         if name in plain:
             plain[name] = "some time"
     plain.get("lastFailure", {}).pop("time", None)
-    plain["timeSplit"] = "timeSplit" in plain
+    plain["timeBreakdown"] = "timeBreakdown" in plain
     for condition in plain.get("conditions", ()):
         condition.pop("lastTransitionTime")
     # What an operator remembers, and one that was killed in between need not.
-    for name in ("accounted", "sizeGeneration"):
+    for name in ("countedPodUIDs", "sizeGeneration"):
         plain.pop(name, None)
     return plain
 

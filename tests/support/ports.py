@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchelastic.settings import PortRange
+from torchelastic.config.settings import PortRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 def free_range(count: int) -> PortRange:
-    """So many ports in a row on which nobody listens, below those that the kernel hands out."""
-    for first in range(20000, 30000, count):
+    """Return consecutive free ports below those that the kernel assigns; no other process of the tests returns them."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    begin = 20000 + 1000 * (process % 10)
+    for first in range(begin, begin + 1000 - count, count):
         ports = PortRange(first, first + count - 1)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in ports.after(0):

@@ -8,14 +8,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from tests.support.crew import exit_of
-from torchelastic.agent.workers import Workers, WorkerStart
-from torchelastic.settings import LogSettings, Program, ProgramKind, StartMethod
+from torchelastic.agent.workers.pool import Workers, WorkerStart
+from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from torchelastic.agent.workers import WorkerExit
+    from torchelastic.agent.workers.pool import WorkerExit
 
 
 def script(
@@ -37,7 +37,7 @@ async def run(program: Program, folder: Path, env: Mapping[str, str] | None = No
         group = await workers.start(1, [WorkerStart(0, 0, env or {})])
         end = await exit_of(group)
         await group.stop(0)
-    return end, (folder / "epoch_1/rank_0/output.log").read_text()
+    return end, (folder / "round_1/rank_0/output.log").read_text()
 
 
 async def output_of(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import aiohttp
 import yaml
 
-from elastic_operator.local.tether import tethered
+from elastic_operator.local.pdeathsig import with_pdeathsig
 from tests.support.ports import free_range
 from tests.support.testbed.packages import unpacked
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-LIMIT: Final = 60.0
+LIMIT: Final = 120.0
 """Seconds within which whatever is waited for happens, even on a machine that is busy."""
 READY: Final = "Server is ready to receive web requests."
 EVERY: Final = 0.5
@@ -112,7 +112,11 @@ class Prometheus:
         self._log = self._folder / "prometheus.log"
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *tethered(command), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                *with_pdeathsig(command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._session = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{self._port}")
         try:

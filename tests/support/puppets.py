@@ -15,7 +15,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.support.agents import PATIENCE, AgentProcess
-from torchelastic.contract import RunKeys
+from torchelastic.protocol import OutcomeRecord, RunKeys, decode_state
 from torchelastic.store import Listing, connect, follow
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class Puppet:
     writer: asyncio.StreamWriter
 
     @property
-    def epoch(self) -> int:
-        return int(self.env["TORCHELASTIC_EPOCH"])
+    def round(self) -> int:
+        return int(self.env["TORCHELASTIC_ROUND"])
 
     @property
     def rank(self) -> int:
@@ -98,7 +98,7 @@ class Puppet:
         self.tell(source)
         async with asyncio.timeout(PATIENCE):
             line = await self.reader.readline()
-        assert line, f"rank {self.rank} of epoch {self.epoch} ended"
+        assert line, f"rank {self.rank} of round {self.round} ended"
         return json.loads(line)
 
     async def gone(self) -> None:
@@ -150,16 +150,16 @@ class Stage:
         self._agents.append(agent)
         return agent
 
-    async def epoch(self, number: int, *, world: int) -> list[Puppet]:
-        """The workers of an epoch, in rank order, once all of them have come."""
+    async def round(self, number: int, *, world: int) -> list[Puppet]:
+        """The workers of a round, in rank order, once all of them have come."""
         coming = asyncio.ensure_future(self._all_came(number, world))
         ending = asyncio.gather(*(agent.process.wait() for agent in self._agents))
         try:
             await asyncio.wait((coming, ending), timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
                 said = "\n\n".join(agent.output for agent in self._agents)
-                came = [(puppet.epoch, puppet.rank) for puppet in self._puppets]
-                raise AssertionError(f"epoch {number} has not begun; workers that came: {came}\n{said}")
+                came = [(puppet.round, puppet.rank) for puppet in self._puppets]
+                raise AssertionError(f"round {number} has not begun; workers that came: {came}\n{said}")
         finally:
             coming.cancel()
             ending.cancel()
@@ -174,13 +174,13 @@ class Stage:
                 await self._came.wait()
 
     def workers(self, number: int) -> list[Puppet]:
-        """The workers of an epoch that have come so far, in rank order."""
-        return sorted((puppet for puppet in self._puppets if puppet.epoch == number), key=lambda puppet: puppet.rank)
+        """The workers of a round that have come so far, in rank order."""
+        return sorted((puppet for puppet in self._puppets if puppet.round == number), key=lambda puppet: puppet.rank)
 
     @property
-    def epochs(self) -> set[int]:
-        """The numbers of all epochs in which a worker has come."""
-        return {puppet.epoch for puppet in self._puppets}
+    def rounds(self) -> set[int]:
+        """The numbers of all rounds in which a worker has come."""
+        return {puppet.round for puppet in self._puppets}
 
     async def store(self) -> Store:
         """The store as a bystander has it."""
@@ -198,6 +198,16 @@ class Stage:
             raise AssertionError("the store's watch has ended")
         finally:
             await store.close()
+
+    async def outcome(self) -> OutcomeRecord:
+        """Wait until the run is over; return how it ended."""
+
+        def ended(state: Mapping[str, Entry]) -> OutcomeRecord | None:
+            return decode_state(state[self.keys.state].value).outcome if self.keys.state in state else None
+
+        outcome = ended(await self.until(ended))
+        assert outcome is not None
+        return outcome
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if line := await reader.readline():

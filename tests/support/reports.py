@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_operator.model import JobState
-from elastic_operator.report import Report
-from torchelastic.contract import (
-    EpochReason,
+from elastic_operator.api.report import Report
+from elastic_operator.api.status import JobState
+from torchelastic.protocol import (
     FailureRecord,
     HistoryRecord,
     NodeEnd,
     OutcomeRecord,
     OutcomeState,
-    PastEpoch,
+    PastRound,
+    RoundReason,
     RunState,
-    TimeSplit,
+    TimeBreakdown,
 )
 
 START = 1_700_000_000.0
@@ -28,7 +28,7 @@ Traceback (most recent call last):
 RuntimeError: expected <script>alert("x")</script> & found a scalar"""
 
 
-def killed(epoch: int, rank: int, **changes: Any) -> FailureRecord:
+def killed(round: int, rank: int, **changes: Any) -> FailureRecord:
     """A worker that was killed."""
     about = {
         "local_rank": 0,
@@ -37,20 +37,20 @@ def killed(epoch: int, rank: int, **changes: Any) -> FailureRecord:
         "pid": 4711,
         "message": "killed by SIGKILL",
     }
-    return FailureRecord(epoch=epoch, rank=rank, **about | changes)
+    return FailureRecord(round=round, rank=rank, **about | changes)
 
 
 def report(**changes: Any) -> Report:
     """A job of two pods that was scaled, lost a worker and a pod, and succeeded after 100 seconds."""
-    resized, failed, lost = EpochReason.RESIZED, EpochReason.WORKER_FAILED, EpochReason.NODE_LOST
-    epochs = (
-        PastEpoch(1, START + 5, 2, 2, EpochReason.NODE_JOINED, "2 nodes are there"),
-        PastEpoch(2, START + 25, 3, 3, resized, "scaled from 2 to 3 pods", lost=0.0),
-        PastEpoch(3, START + 45, 3, 3, failed, "rank 1 was killed by SIGKILL", killed(2, 1), lost=4.0),
-        PastEpoch(4, START + 65, 2, 2, lost, "digits-2-ccccc is gone: its connection broke", lost=1.5),
-        PastEpoch(5, START + 70, 3, 3, EpochReason.NODE_JOINED, "digits-2-ddddd has come", lost=0.5),
+    resized, failed, lost = RoundReason.RESIZED, RoundReason.WORKER_FAILED, RoundReason.NODE_LOST
+    rounds = (
+        PastRound(1, START + 5, 2, 2, RoundReason.NODE_JOINED, "2 nodes are there"),
+        PastRound(2, START + 25, 3, 3, resized, "scaled from 2 to 3 pods", lost=0.0),
+        PastRound(3, START + 45, 3, 3, failed, "rank 1 was killed by SIGKILL", killed(2, 1), lost=4.0),
+        PastRound(4, START + 65, 2, 2, lost, "digits-2-ccccc is gone: its connection broke", lost=1.5),
+        PastRound(5, START + 70, 3, 3, RoundReason.NODE_JOINED, "digits-2-ddddd has come", lost=0.5),
     )
-    split = TimeSplit(
+    split = TimeBreakdown(
         until=START + 100,
         state=RunState.STOPPING,
         seconds={
@@ -72,9 +72,9 @@ def report(**changes: Any) -> Report:
         "created": START,
         "state": JobState.SUCCEEDED,
         "completed": START + 100,
-        "split": split,
-        "history": HistoryRecord(created=START, epochs=epochs),
-        "outcome": OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=5, restarts=1),
+        "time_breakdown": split,
+        "history": HistoryRecord(created=START, rounds=rounds),
+        "outcome": OutcomeRecord(state=OutcomeState.SUCCEEDED, round=5, restarts=1),
     }
     return Report(**whole | changes)
 
@@ -83,23 +83,23 @@ def failed(**changes: Any) -> Report:
     """The same job, which failed of its program in the end."""
     failure = killed(5, 0, exit_code=1, message=TRACEBACK)
     message = "rank 0 on digits-0-aaaaa failed: RuntimeError: expected <script>…</script>"
-    outcome = OutcomeRecord(state=OutcomeState.FAILED, epoch=5, restarts=2, message=message, failure=failure)
+    outcome = OutcomeRecord(state=OutcomeState.FAILED, round=5, restarts=2, message=message, failure=failure)
     return report(**{"state": JobState.FAILED, "message": message, "outcome": outcome} | changes)
 
 
-def long(epochs: int = 200, omitted: int = 1800) -> Report:
-    """A job that went through so many epochs in a day that those in the middle are not kept."""
-    span = 86_400 / (epochs + 60)
+def long(rounds: int = 200, omitted: int = 1800) -> Report:
+    """A job that went through so many rounds in a day that those in the middle are not kept."""
+    span = 86_400 / (rounds + 60)
     past = []
-    for position in range(epochs):
-        late = position >= epochs // 2
+    for position in range(rounds):
+        late = position >= rounds // 2
         number = position + 1 + (omitted if late else 0)
         began = START + 60 + position * span + (60 * span if late else 0)
-        reason = EpochReason.WORKER_FAILED if position % 7 == 3 else EpochReason.RESIZED
-        failure = killed(number - 1, 1) if reason is EpochReason.WORKER_FAILED else None
+        reason = RoundReason.WORKER_FAILED if position % 7 == 3 else RoundReason.RESIZED
+        failure = killed(number - 1, 1) if reason is RoundReason.WORKER_FAILED else None
         cause = f"scaled to {2 + position % 5} pods"
-        past.append(PastEpoch(number, began, 2 + position % 5, 8 * (2 + position % 5), reason, cause, failure, 12.0))
-    history = HistoryRecord(created=START, epochs=tuple(past), omitted=omitted)
+        past.append(PastRound(number, began, 2 + position % 5, 8 * (2 + position % 5), reason, cause, failure, 12.0))
+    history = HistoryRecord(created=START, rounds=tuple(past), omitted=omitted)
     seconds = {RunState.TRAINING: 80_000.0, RunState.STARTING: 5000.0, RunState.WAITING: 1400.0}
-    split = TimeSplit(until=START + 86_400, seconds=seconds, joined=9)
-    return report(history=history, split=split, completed=START + 86_400)
+    split = TimeBreakdown(until=START + 86_400, seconds=seconds, joined=9)
+    return report(history=history, time_breakdown=split, completed=START + 86_400)

@@ -1,6 +1,6 @@
 """A small cluster in memory: what is true, what an observer may see of it, and what no plan may do to it.
 
-Pods that start, die in all ways, linger, are evicted and deleted; nodes that fall silent; agents that form epochs and
+Pods that start, die in all ways, linger, are evicted and deleted; nodes that fall silent; agents that form rounds and
 end the run; a store that cannot be read or loses its keys; an API server that refuses what the spec asks for, or has no
 room for it. The model-based tests of the plan drive it.
 """
@@ -13,20 +13,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.model import EtcdState, Fate, Job, JobState, Observed, Plan, Pod, PodPhase
-from elastic_operator.names import ConditionType, Reason
-from elastic_operator.pinned import as_pinned
-from elastic_operator.plan.roster import Verdict, verdict
-from elastic_operator.spec import FailureAction
-from tests.support.builders import NOW, an_epoch, failure, says, success
-from torchelastic.contract import EpochRecord, ExitCode, OutcomeRecord, OutcomeState, SizeRecord
+import msgspec
+
+from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.spec import FailureAction
+from elastic_operator.api.status import JobState
+from elastic_operator.controller.applied_spec import with_applied_spec
+from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodPhase, TerminationCause
+from elastic_operator.controller.pods import PodEnd, pod_end
+from tests.support.builders import NOW, a_round, failure, says, success
+from torchelastic.protocol import ExitCode, OutcomeRecord, OutcomeState, RoundRecord, SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.model import JobStatus, NewPod, Removal
-    from elastic_operator.report import Report
-    from elastic_operator.spec import ElasticJobSpec, FailureRule
+    from elastic_operator.api.report import Report
+    from elastic_operator.api.spec import ElasticJobSpec, FailureRule
+    from elastic_operator.api.status import JobStatus
+    from elastic_operator.controller.model import NewPod, Removal
 
 NODES: Final = ("node-0", "node-1", "node-2")
 BY_THE_OPERATOR: Final = (Reason.POD_FAILURES, Reason.POD_FAILURE_POLICY, Reason.DEADLINE_EXCEEDED)
@@ -51,7 +55,7 @@ class Store:
 
     readable: bool = True
     size: SizeRecord | None = None
-    epoch: EpochRecord | None = None
+    round: RoundRecord | None = None
     outcome: OutcomeRecord | None = None
 
 
@@ -61,7 +65,7 @@ def is_live(pod: Pod) -> bool:
 
 def runs(pod: Pod) -> bool:
     """Whether an agent may still be there: not where the node is lost."""
-    return not pod.phase.ended and not (pod.terminating and pod.fate is Fate.NODE_LOST)
+    return not pod.phase.ended and not (pod.terminating and pod.termination_cause is TerminationCause.NODE_LOST)
 
 
 def finish_reason(status: JobStatus) -> str:
@@ -81,8 +85,8 @@ def rule_for(pod: Pod, rules: tuple[FailureRule, ...]) -> FailureRule | None:
 
 def is_charged(pod: Pod, rules: tuple[FailureRule, ...]) -> bool:
     """Whether the end of a pod that has not ended well costs anything, said in another way than the plan does."""
-    died = verdict(pod) is Verdict.DIED
-    if died or verdict(pod) is Verdict.SPARED or (pod.fate is not None and verdict(pod) is Verdict.LEFT):
+    died = pod_end(pod) is PodEnd.FAILED
+    if died or pod_end(pod) is PodEnd.DISRUPTED or (pod.termination_cause is not None and pod_end(pod) is PodEnd.LEFT):
         rule = rule_for(pod, rules)
         return died if rule is None else rule.action is not FailureAction.IGNORE
     return died
@@ -104,14 +108,14 @@ class SimulatedCluster:
         self.run_ended: OutcomeState | None = None
         self.endings: set[OutcomeState] = set()
         self.made_from: dict[str, ElasticJobSpec] = {}
-        self.known_epoch: dict[str, int] = {}
-        self.last_words_on_epochs = 0
+        self.known_round: dict[str, int] = {}
+        self.last_words_on_rounds = 0
         self.refused_input = False
         self.no_agent = False
         self.refuses = False
         self.full = False
         self.refusal: tuple[int, str] | None = None
-        self.hindrance: str | None = None
+        self.blocked: str | None = None
         self.deaths_seen: set[str] = set()
         self.past_seen: set[str] = set()
         self.sent_away: set[str] = set()
@@ -129,11 +133,11 @@ class SimulatedCluster:
             pods=tuple(self.pods.values()),
             etcd=EtcdState.READY if self.etcd else EtcdState.ABSENT,
             store_read=readable,
-            epoch=store.epoch if readable else None,
+            round=store.round if readable else None,
             outcome=store.outcome if readable else None,
             size=store.size if readable else None,
-            refusal=self.refusal[1] if self.refusal is not None and self.refusal[0] == self.job.generation else None,
-            hindrance=self.hindrance,
+            rejected=self.refusal[1] if self.refusal is not None and self.refusal[0] == self.job.generation else None,
+            blocked=self.blocked,
         )
         self.seen.append((self.job, observed))
 
@@ -183,14 +187,14 @@ class SimulatedCluster:
 
     def forget(self) -> None:
         """Another operator begins, which has not asked the API server for anything yet."""
-        self.refusal = self.hindrance = None
+        self.refusal = self.blocked = None
 
     def _keep_report(self, todo: Plan) -> None:
         self.report = todo.report or self.report
 
     def _write_replicas(self, replicas: int | None) -> None:
         if replicas is not None:
-            spec = replace(self.job.spec, replicas=replicas)
+            spec = msgspec.structs.replace(self.job.spec, replicas=replicas)
             self.job = replace(self.job, spec=spec, generation=self.job.generation + 1)
 
     def _write_status(self, job: Job, observed: Observed, todo: Plan) -> None:
@@ -199,7 +203,7 @@ class SimulatedCluster:
             self._check_ending(job, todo.status)
             self.job = replace(self.job, status=todo.status)
             if todo.status.state is JobState.SUSPENDED:
-                self.last_words_on_epochs = todo.status.epoch
+                self.last_words_on_rounds = todo.status.round
 
     def _keep_etcd(self, todo: Plan) -> None:
         if self.etcd and not todo.etcd:
@@ -208,13 +212,16 @@ class SimulatedCluster:
             assert heard, "a store goes before anybody has read in it that the run has ended"
             if self.job.status.state.finished and not todo.delete_job and not self.job.deleting:
                 assert self.report is not None, "a store goes before what is known of the run was kept"
-                assert (self.report.state, self.report.split) == (self.job.status.state, self.job.status.split)
+                assert (self.report.state, self.report.time_breakdown) == (
+                    self.job.status.state,
+                    self.job.status.time_breakdown,
+                )
         self.etcd = todo.etcd
 
     def _keep_together(self, todo: Plan) -> None:
         over = self.job.status.state.finished or self.job.status.state is JobState.SUSPENDED or self.job.deleting
-        assert not over or (todo.together, todo.guarded) == (None, None), "something is kept for nobody"
-        self.group, self.guard = todo.together, todo.guarded
+        assert not over or (todo.min_member, todo.min_available) == (None, None), "something is kept for nobody"
+        self.group, self.guard = todo.min_member, todo.min_available
 
     def _delete_job(self, todo: Plan) -> None:
         if todo.delete_job:
@@ -234,7 +241,9 @@ class SimulatedCluster:
     def _remove(self, removal: Removal) -> None:
         if (pod := self.pods.get(removal.uid)) is not None:
             finished = self.job.status.state.finished
-            assert finished or pod.uid in self.job.status.accounted, "a pod is removed before it is accounted for"
+            assert finished or pod.uid in self.job.status.counted_pod_uids, (
+                "a pod is removed before it is accounted for"
+            )
             self.delete(pod)
 
     def _create(self, job: Job, observed: Observed, todo: Plan, new: NewPod) -> None:
@@ -249,17 +258,17 @@ class SimulatedCluster:
         knew = observed.store_read or any(is_live(pod) for pod in observed.pods) or not had_pods
         assert knew, "a pod is made though the run may have ended"
         assert self.run_ended is None or self.etcd, "a pod is made that cannot learn that the run has ended"
-        assert status.pinned is not None, "a pod is made before it is said of what"
-        assert new.excluded == status.excluded
+        assert status.applied_spec is not None, "a pod is made before it is said of what"
+        assert new.excluded == status.excluded_nodes
         assert self.group == (job.spec.min_replicas if job.spec.scheduling.gang else None), "a gang has no group"
-        told = new.resume.epoch if new.resume is not None else 0
-        assert told >= self.last_words_on_epochs, "the epochs before the suspension are forgotten"
+        told = new.resume.round if new.resume is not None else 0
+        assert told >= self.last_words_on_rounds, "the rounds before the suspension are forgotten"
         live = [pod for pod in self.pods.values() if is_live(pod)]
-        spec = as_pinned(job, todo).spec
+        spec = with_applied_spec(job, todo).spec
         assert all(self.made_from[pod.uid].args == spec.args for pod in live), "two kinds of pods"
         assert all(pod.index != new.index for pod in live), "two live pods in one place"
         assert len(live) < job.spec.max_replicas, "more live pods than the maximum"
-        assert observed.refusal is None, "what was refused is asked for again"
+        assert observed.rejected is None, "what was refused is asked for again"
         self._ask_for_room()
         uid = f"uid-{next(self._uids)}"
         made = float(int(self.now))  # no cluster counts in less than seconds
@@ -275,11 +284,11 @@ class SimulatedCluster:
         )
         self.pods[uid] = pod
         self.made_from[uid] = spec
-        self.known_epoch[uid] = told
+        self.known_round[uid] = told
 
     def _ask_for_room(self) -> None:
         self.refusal = (self.job.generation, "the spec asks for what is not there") if self.refuses else None
-        self.hindrance = f"exceeded quota at {self.now}" if self.full and not self.refuses else None
+        self.blocked = f"exceeded quota at {self.now}" if self.full and not self.refuses else None
         if self.refuses or self.full:
             raise NotTakenError
 
@@ -288,7 +297,7 @@ class SimulatedCluster:
         if job.status.state.finished or (reason and reason not in BY_THE_OPERATOR):
             assert status.pod_failures == job.status.pod_failures
             return
-        rules = as_pinned(job).spec.failure_rules
+        rules = with_applied_spec(job).spec.failure_rules
         for pod in observed.pods:
             if not is_live(pod) and pod.uid not in self.past_seen:
                 charged = pod.uid not in self.sent_away and is_charged(pod, rules)
@@ -298,7 +307,7 @@ class SimulatedCluster:
                 self.past_seen.add(pod.uid)
                 if charged:
                     self.deaths_seen.add(pod.uid)
-        self.sent_away = (self.sent_away & status.accounted) | {removal.uid for removal in todo.remove}
+        self.sent_away = (self.sent_away & status.counted_pod_uids) | {removal.uid for removal in todo.remove}
         assert status.pod_failures == len(self.deaths_seen), "a charge is lost or doubled"
         if not status.state.finished:
             assert status.pod_failures <= max(job.spec.backoff_limit, job.status.pod_failures), "the budget is exceeded"
@@ -315,7 +324,7 @@ class SimulatedCluster:
             case Reason.POD_FAILURES:
                 assert status.pod_failures > job.spec.backoff_limit
             case Reason.POD_FAILURE_POLICY:
-                assert any(rule.action is FailureAction.FAIL_JOB for rule in as_pinned(job).spec.failure_rules)
+                assert any(rule.action is FailureAction.FAIL_JOB for rule in with_applied_spec(job).spec.failure_rules)
 
     # -- what happens to pods
 
@@ -328,62 +337,76 @@ class SimulatedCluster:
         self.change(pod, phase=phase, ready=False, exit_code=code, message=words, ended=float(int(self.now)), **more)
 
     def delete(self, pod: Pod) -> None:
-        if pod.phase.ended and not pod.lingers:
+        if pod.phase.ended and not pod.sidecars_running:
             del self.pods[pod.uid]
         else:
             self.change(pod, terminating=True, ready=False)
 
-    def disrupt(self, pod: Pod, fate: Fate) -> None:
+    def disrupt(self, pod: Pod, termination_cause: TerminationCause) -> None:
         """What Kubernetes does to pods that are in the way, or whose node is full, or silent."""
-        if fate is Fate.NOT_ADMITTED:
+        if termination_cause is TerminationCause.NOT_ADMITTED:
             self.change(
-                pod, phase=PodPhase.FAILED, fate=fate, reasons=frozenset({"OutOfcpu"}), ended=float(int(self.now))
+                pod,
+                phase=PodPhase.FAILED,
+                termination_cause=termination_cause,
+                reasons=frozenset({"OutOfcpu"}),
+                ended=float(int(self.now)),
             )
             return
-        disrupted = replace(pod, fate=fate, conditions={"DisruptionTarget": "True"}, ready=False)
+        disrupted = replace(
+            pod, termination_cause=termination_cause, conditions={"DisruptionTarget": "True"}, ready=False
+        )
         self.pods[pod.uid] = replace(disrupted, terminating=True)
 
     def evict(self, pod: Pod) -> None:
         """What a kubelet does that is short of something."""
-        marks = {"fate": Fate.DISRUPTED, "reasons": frozenset({"Evicted"}), "conditions": {"DisruptionTarget": "True"}}
+        marks = {
+            "termination_cause": TerminationCause.DISRUPTED,
+            "reasons": frozenset({"Evicted"}),
+            "conditions": {"DisruptionTarget": "True"},
+        }
         self.end(pod, None, **marks)
 
     def finish_deletions(self) -> None:
         """Pods that go are gone, but for those whose node does not answer."""
-        self.pods = {uid: pod for uid, pod in self.pods.items() if not pod.terminating or pod.fate is Fate.NODE_LOST}
+        self.pods = {
+            uid: pod
+            for uid, pod in self.pods.items()
+            if not pod.terminating or pod.termination_cause is TerminationCause.NODE_LOST
+        }
 
     # -- what agents do
 
     def serving(self) -> list[Pod]:
         return [pod for pod in self.pods.values() if pod.phase is PodPhase.RUNNING and not pod.terminating]
 
-    def agents_form_an_epoch(self) -> None:
+    def agents_form_an_round(self) -> None:
         """The agents know the highest generation of those that they were started with and that of the store."""
         serving = self.serving()
         sizes = [pod.size for pod in serving if pod.size] + ([self.store.size] if self.store.size else [])
         if not (self.store.readable and self.etcd and sizes) or self.run_ended is not None:
             return
         size = max(sizes, key=lambda size: size.generation)
-        members = [pod for pod in serving if pod.name not in size.going][: size.target]
-        before = self.store.epoch or EpochRecord(number=0)
+        members = [pod for pod in serving if pod.name not in size.draining][: size.target]
+        before = self.store.round or RoundRecord(number=0)
         if len(members) >= size.min and before.nodes != tuple(f"{pod.name}.1" for pod in members):
-            number = max(before.number, *(self.known_epoch[pod.uid] for pod in members)) + 1
-            self.store.epoch = an_epoch(*members, number=number)
-            self.known_epoch |= dict.fromkeys([pod.uid for pod in members], number)
+            number = max(before.number, *(self.known_round[pod.uid] for pod in members)) + 1
+            self.store.round = a_round(*members, number=number)
+            self.known_round |= dict.fromkeys([pod.uid for pod in members], number)
         elif len(members) < size.min and before.members:
-            self.store.epoch = an_epoch(number=before.number + 1)
+            self.store.round = a_round(number=before.number + 1)
 
     def agents_end_the_run(self, state: OutcomeState) -> None:
-        epoch = self.store.epoch
-        if self.run_ended is None and self.etcd and self.store.readable and epoch is not None and epoch.members:
-            members = [pod for pod in self.serving() if f"{pod.name}.1" in epoch.nodes]
+        round = self.store.round
+        if self.run_ended is None and self.etcd and self.store.readable and round is not None and round.members:
+            members = [pod for pod in self.serving() if f"{pod.name}.1" in round.nodes]
             if members:
                 self.run_ended = state
                 self.endings.add(state)
                 self.store.outcome = success() if state is OutcomeState.SUCCEEDED else failure("no restart is left")
 
-    def agents_hear_of_the_end(self, pod: Pod, *, lingers: bool) -> None:
+    def agents_hear_of_the_end(self, pod: Pod, *, sidecars_running: bool) -> None:
         if self.run_ended is OutcomeState.SUCCEEDED:
-            self.end(pod, ExitCode.SUCCEEDED, lingers=lingers)
+            self.end(pod, ExitCode.SUCCEEDED, sidecars_running=sidecars_running)
         elif self.run_ended is OutcomeState.FAILED:
-            self.end(pod, ExitCode.FAILED, "no restart is left", lingers=lingers)
+            self.end(pod, ExitCode.FAILED, "no restart is left", sidecars_running=sidecars_running)

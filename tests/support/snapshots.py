@@ -33,7 +33,7 @@ def pod(index: int, suffix: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def event(at: float, message: str, *, reason: str = "Epoch", warning: bool = False) -> dict[str, Any]:
+def event(at: float, message: str, *, reason: str = "Round", warning: bool = False) -> dict[str, Any]:
     """An event, so many seconds after the start."""
     return {"time": START + at, "reason": reason, "message": message, "warning": warning}
 
@@ -50,10 +50,10 @@ def snapshot(**changes: Any) -> dict[str, Any]:
     status = {
         "state": "Running",
         "replicas": 3,
-        "ready": 2,
+        "readyReplicas": 2,
         "desired": 3,
         "readyDesired": "2/3",
-        "epoch": 4,
+        "round": 4,
         "worldSize": 2,
         "restarts": 1,
         "podFailures": 1,
@@ -64,7 +64,7 @@ def snapshot(**changes: Any) -> dict[str, Any]:
                 "type": "Running",
                 "status": "True",
                 "reason": "Training",
-                "message": "2 workers train in epoch 4.",
+                "message": "2 workers train in round 4.",
                 "lastTransitionTime": "2023-11-14T22:13:24Z",
                 "observedGeneration": 2,
             }
@@ -103,8 +103,8 @@ def snapshot(**changes: Any) -> dict[str, Any]:
             pod(2, "ccccc", phase="Failed", ready=False, ended=START + 68, exitCode=137, groupRank=None, ranks=[]),
         ],
         "events": [
-            event(3, "epoch 1: 3 workers on 3 pods."),
-            event(50, KILLED, reason="Epoch", warning=True),
+            event(3, "round 1: 3 workers on 3 pods."),
+            event(50, KILLED, reason="Round", warning=True),
             event(68, "digits-2-ccccc was killed by SIGKILL.", reason="PodDied", warning=True),
         ],
         "run": run | changes.pop("run", {}),

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchelastic.contract import run_lease
 from torchelastic.errors import HistoryCompacted, LeaseLost, StoreUnavailable
-from torchelastic.store.lasting import LastingKeys
+from torchelastic.protocol import run_lease
+from torchelastic.store.run_lease import RunLease
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -86,6 +86,11 @@ class StoreBehaviour:
         assert listing.entries == ()
         assert listing.revision >= last
 
+    async def test_all_clients_read_the_same_cluster_id(self, store: Store, other: Store, prefix: str) -> None:
+        ids = {(await client.list(prefix)).cluster_id for client in (store, other, store)}
+        assert len(ids) == 1
+        assert ids.pop()
+
     async def test_deleting_removes_the_key_and_only_it(self, store: Store, prefix: str) -> None:
         await store.put(prefix + "a", b"")
         await store.put(prefix + "ab", b"")
@@ -101,40 +106,40 @@ class StoreBehaviour:
         assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "n0"]
 
     async def test_a_swap_that_expects_nothing_creates_the_key_once(self, store: Store, prefix: str) -> None:
-        revision = await store.swap(prefix + "a", b"one", expected=0)
-        assert await store.swap(prefix + "a", b"two", expected=0) is None
+        revision = await store.compare_and_swap(prefix + "a", b"one", expected=0)
+        assert await store.compare_and_swap(prefix + "a", b"two", expected=0) is None
         entry = await store.get(prefix + "a")
         assert entry is not None
         assert (entry.value, entry.created, entry.modified) == (b"one", revision, revision)
 
     async def test_a_swap_succeeds_only_from_the_last_revision(self, store: Store, prefix: str) -> None:
         first = await store.put(prefix + "a", b"one")
-        second = await store.swap(prefix + "a", b"two", expected=first)
+        second = await store.compare_and_swap(prefix + "a", b"two", expected=first)
         assert second is not None
-        assert await store.swap(prefix + "a", b"three", expected=first) is None
+        assert await store.compare_and_swap(prefix + "a", b"three", expected=first) is None
         entry = await store.get(prefix + "a")
         assert entry is not None
         assert (entry.value, entry.created, entry.modified) == (b"two", first, second)
 
     async def test_a_swap_can_delete(self, store: Store, prefix: str) -> None:
         first = await store.put(prefix + "a", b"one")
-        assert await store.swap(prefix + "a", None, expected=first - 1) is None
+        assert await store.compare_and_swap(prefix + "a", None, expected=first - 1) is None
         assert await store.get(prefix + "a") is not None
-        deleted = await store.swap(prefix + "a", None, expected=first)
+        deleted = await store.compare_and_swap(prefix + "a", None, expected=first)
         assert deleted is not None
         assert deleted > first
         assert await store.get(prefix + "a") is None
-        assert await store.swap(prefix + "a", b"again", expected=first) is None
-        assert await store.swap(prefix + "a", b"again", expected=0) is not None
+        assert await store.compare_and_swap(prefix + "a", b"again", expected=first) is None
+        assert await store.compare_and_swap(prefix + "a", b"again", expected=0) is not None
 
     async def test_a_swap_that_deletes_what_is_not_there_changes_nothing(self, store: Store, prefix: str) -> None:
         before = (await store.list(prefix)).revision
-        assert await store.swap(prefix + "a", None, expected=0) == before
+        assert await store.compare_and_swap(prefix + "a", None, expected=0) == before
         assert (await store.list(prefix)).revision == before
 
     async def test_of_many_swaps_at_once_one_wins(self, store: Store, other: Store, prefix: str) -> None:
         swaps = (
-            client.swap(prefix + "a", str(index).encode(), expected=0)
+            client.compare_and_swap(prefix + "a", str(index).encode(), expected=0)
             for index, client in enumerate([store, other] * 10)
         )
         revisions = await asyncio.gather(*swaps)
@@ -205,12 +210,12 @@ class StoreBehaviour:
     async def test_lasting_keys_are_written_before_and_after_their_lease_was_lost(
         self, store: Store, prefix: str
     ) -> None:
-        lasting = LastingKeys(store, prefix)
-        first = await lasting.swap(prefix + "a", b"one", expected=0)
+        lasting = RunLease(store, prefix)
+        first = await lasting.compare_and_swap(prefix + "a", b"one", expected=0)
         await store.revoke(run_lease(prefix))
         assert first is not None
-        assert await lasting.swap(prefix + "a", b"two", expected=first) is None
-        second = await lasting.swap(prefix + "a", b"two", expected=0)
+        assert await lasting.compare_and_swap(prefix + "a", b"two", expected=first) is None
+        second = await lasting.compare_and_swap(prefix + "a", b"two", expected=0)
         assert second is not None
         await store.put(prefix + "free", b"")
         await store.revoke(run_lease(prefix))
@@ -221,7 +226,7 @@ class StoreBehaviour:
     async def test_lasting_keys_stay_as_long_as_one_of_many_keeps_them_and_no_longer(
         self, store: Store, other: Store, prefix: str, second: float
     ) -> None:
-        keepers = [LastingKeys(client, prefix, ttl=2 * second) for client in (store, other)]
+        keepers = [RunLease(client, prefix, ttl=2 * second) for client in (store, other)]
         keeping = [asyncio.create_task(keeper.keep()) for keeper in keepers]
         last = await keepers[0].put(prefix + "lasting", b"")
         async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
@@ -257,10 +262,10 @@ class StoreBehaviour:
                     assert entry.modified == revision
             # Who has seen a key's last write may still swap it, whether it was told of it or has read it.
             for key, revision in seen_by_other.items():
-                assert await other.swap(key, b"after", expected=revision) is not None
+                assert await other.compare_and_swap(key, b"after", expected=revision) is not None
             assert [change.entry and change.entry.value for change in await seen(watch, 2)] == [b"after"] * 2
         for key, revision in listed.items():
-            assert await store.swap(key, b"too late", expected=revision) is None
+            assert await store.compare_and_swap(key, b"too late", expected=revision) is None
 
     async def test_a_key_that_somebody_else_has_taken_over_is_not_kept_alive_with_the_lease_that_it_had(
         self, store: Store, other: Store, prefix: str, second: float
@@ -268,7 +273,7 @@ class StoreBehaviour:
         first, taking = await store.grant(60), await other.grant(second)
         await store.put(prefix + "mine", b"", lease=first)
         revision = await store.put(prefix + "taken", b"", lease=first)
-        taken = await other.swap(prefix + "taken", b"", expected=revision, lease=taking)
+        taken = await other.compare_and_swap(prefix + "taken", b"", expected=revision, lease=taking)
         assert taken is not None
         async with contextlib.aclosing(store.watch(prefix, taken + 1)) as watch:
             await confirmed(watch)
@@ -281,7 +286,7 @@ class StoreBehaviour:
     async def test_revoking_a_lease_deletes_its_keys_at_once(self, store: Store, prefix: str) -> None:
         lease = await store.grant(60)
         await store.put(prefix + "a", b"", lease=lease)
-        await store.swap(prefix + "b", b"", expected=0, lease=lease)
+        await store.compare_and_swap(prefix + "b", b"", expected=0, lease=lease)
         await store.put(prefix + "free", b"")
         await store.revoke(lease)
         assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "free"]
@@ -307,7 +312,7 @@ class StoreBehaviour:
         with pytest.raises(LeaseLost):
             await store.put(prefix + "b", b"after", lease=lease)
         with pytest.raises(LeaseLost):
-            await store.swap(prefix + "b", b"after", expected=free, lease=lease)
+            await store.compare_and_swap(prefix + "b", b"after", expected=free, lease=lease)
         await store.revoke(lease)
         assert [entry.value for entry in (await store.list(prefix)).entries] == [b"before"]
 

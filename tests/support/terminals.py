@@ -29,7 +29,7 @@ async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Proc
     """A command in a second terminal; it is gone after the block."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "elastic_operator.cli", *argv),
+        *("-m", "elastic_operator.cli.main", *argv),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment(home),
@@ -64,7 +64,7 @@ class Terminal:
         termios.tcsetwinsize(theirs, (24, 80))
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "elastic_operator.cli", *self._argv),
+            *("-m", "elastic_operator.cli.main", *self._argv),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -6,17 +6,17 @@ from typing import Any
 
 import msgspec
 
-from torchelastic.contract import (
-    EpochRecord,
+from torchelastic.config.settings import RendezvousSettings
+from torchelastic.protocol import (
     FailureKind,
     FailureRecord,
     Member,
     NodePhase,
     NodeRecord,
+    RoundRecord,
     SizeRecord,
 )
-from torchelastic.rendezvous.view import Peer, View
-from torchelastic.settings import RendezvousSettings
+from torchelastic.rendezvous.policy.snapshot import Peer, Snapshot
 
 SETTINGS = RendezvousSettings(run_id="run", size=SizeRecord(min=1, max=4))
 
@@ -38,16 +38,16 @@ def peer(
     return Peer(node_id(name), record(name, **changes), joined, arrived, answers, failed_at)
 
 
-def epoch(number: int, *names: str, **changes: Any) -> EpochRecord:
+def round(number: int, *names: str, **changes: Any) -> RoundRecord:
     members = tuple(Member(node_id(name), f"10.0.0.{ord(name[-1])}", 1) for name in names)
     store = f"10.0.0.{ord(names[0][-1])}:30000" if names else ""
-    return msgspec.structs.replace(EpochRecord(number=number, members=members, store=store), **changes)
+    return msgspec.structs.replace(RoundRecord(number=number, members=members, store=store), **changes)
 
 
-def view(*peers: Peer, wanted: int | None = None, low: int = 1, high: int = 4, **changes: Any) -> View:
-    size = SizeRecord(min=low, max=high, wanted=wanted, going=changes.pop("going", ()))
+def snapshot(*peers: Peer, wanted: int | None = None, low: int = 1, high: int = 4, **changes: Any) -> Snapshot:
+    size = SizeRecord(min=low, max=high, desired=wanted, draining=changes.pop("going", ()))
     known: dict[str, Any] = {"now": 0.0, **changes}
-    return View(peers={one.id: one for one in peers}, size=size, **known)
+    return Snapshot(peers={one.id: one for one in peers}, size=size, **known)
 
 
 def failure(
@@ -62,7 +62,7 @@ def failure(
     free: bool = False,
 ) -> FailureRecord:
     return FailureRecord(
-        epoch=number,
+        round=number,
         rank=rank,
         local_rank=0,
         node=node_id(name),
@@ -70,10 +70,10 @@ def failure(
         kind=kind,
         uptime=uptime,
         message=message,
-        final=final,
-        free=free,
+        non_retryable=final,
+        uncharged=free,
     )
 
 
 def done(name: str, number: int = 1) -> Peer:
-    return peer(name, phase=NodePhase.DONE, epoch=number)
+    return peer(name, phase=NodePhase.DONE, round=number)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic import flags, rendezvous_arguments, worker
-from torchelastic.contract import EpochRecord, ExitCode, Member, SizeRecord
-from torchelastic.rendezvous.ranks import worker_environments
-from torchelastic.settings import AgentSettings, RendezvousSettings
+import torchelastic as worker
+from torchelastic.config import flags, rendezvous
+from torchelastic.config.settings import AgentSettings, RendezvousSettings
+from torchelastic.protocol import ExitCode, Member, RoundRecord, SizeRecord
+from torchelastic.rendezvous.worker_environment import worker_environments
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
 
@@ -37,7 +38,7 @@ def test_the_tables_name_every_flag_and_no_other() -> None:
 
 def test_no_flag_is_spoken_of_that_does_not_exist() -> None:
     own = PAGE.replace("`--enable-v2`", "")  # etcd's
-    assert set(re.findall(r"--([a-z][a-z-]+)", own)) <= FLAGS.keys() | flags._NOT_HERE.keys()
+    assert set(re.findall(r"--([a-z][a-z-]+)", own)) <= FLAGS.keys() | flags.NOT_HERE.keys()
 
 
 @pytest.mark.parametrize(
@@ -58,22 +59,22 @@ def test_defaults_of_flags_are_those_of_the_settings(flag: str, default: float |
 
 def test_the_keys_of_the_configuration_are_all_there_with_their_defaults() -> None:
     table = rows("--rdzv-conf")
-    known = {*rendezvous_arguments._MEETING, *rendezvous_arguments._STORE, *rendezvous_arguments._ALIASES}
+    known = {*rendezvous.SETTINGS_KEYS, *rendezvous.STORE_KEYS, *rendezvous.KEY_ALIASES}
     assert table.keys() - {"also"} == known
     fields = RendezvousSettings.__dataclass_fields__
-    for key in rendezvous_arguments._MEETING:
+    for key in rendezvous.SETTINGS_KEYS:
         assert f"`{fields[key].default:g}`" in table[key][0].split(", "), key
 
 
 def test_the_variables_of_a_worker_are_all_there() -> None:
-    epoch = EpochRecord(number=1, members=(Member("a.1", "10.0.0.1", 1),), store="10.0.0.1:1")
-    [environment] = worker_environments(epoch, "a.1", role="default", run_id="x", max_restarts=1)
+    round = RoundRecord(number=1, members=(Member("a.1", "10.0.0.1", 1),), store="10.0.0.1:1")
+    [environment] = worker_environments(round, "a.1", role="default", run_id="x", max_restarts=1)
     assert environment.keys() <= rows("What a worker finds").keys()
 
 
 def test_what_a_program_can_call_is_all_there() -> None:
     calls = rows("What your program has to do")
-    assert {*worker.__all__} - {"Notice"} <= calls.keys()
+    assert {"NonRetryableException", "ask_for_notice", "heartbeat", "notice", "round_stands", "saved"} <= calls.keys()
     shown = set(re.findall(r"`(\w+)`", calls["notice"][0]))
     assert {*worker.Notice.__dataclass_fields__, "seconds_left"} <= shown
 
@@ -92,5 +93,5 @@ def test_the_page_is_within_reach() -> None:
 
 def test_a_size_on_the_page_is_one_that_is_understood() -> None:
     for text in re.findall(r"--nnodes ([0-9:]+)", PAGE):
-        size = rendezvous_arguments.read_size(flags.read(["--nnodes", text, "x.py"], {}), {})
+        size = rendezvous.read_size(flags.read(["--nnodes", text, "x.py"], {}))
         assert isinstance(size, SizeRecord)

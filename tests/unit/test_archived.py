@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator import manifest
-from elastic_operator.archived import modern, objection
-from elastic_operator.kube.observation import job_of
-from elastic_operator.pinned import effective, pin
-from elastic_operator.plan import plan
-from elastic_operator.pods import problem_of, program_of, worker_container
-from elastic_operator.spec import CleanPodPolicy, ElasticJobSpec
+from elastic_operator.api.legacy import modern, objection
+from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec
+from elastic_operator.api.template import program_of, worker_container
+from elastic_operator.api.validation import problem_of
+from elastic_operator.controller.plan import plan
+from elastic_operator.kubernetes.observe import job_of
+from elastic_operator.manifest import loader as manifest
 from tests.support.builders import NOW, a_job, a_world
 
 ARCHIVED = Path(__file__).parent / "manifests" / "archived.yaml"
@@ -71,9 +71,9 @@ def test_the_operator_reads_the_object_of_such_a_job_as_it_stands_in_the_cluster
     given = manifest.load_checked(ARCHIVED)
     stored = {**given.job, "metadata": {**given.job["metadata"], "uid": "1", "generation": 1}}
     assert job_of(stored).spec == given.spec
-    held = pin(given.spec)
-    assert effective(given.spec, held) == given.spec
-    assert held["template"]["spec"]["containers"][0]["name"] == "worker"
+    held = given.spec.applied
+    assert given.spec.with_applied(held) == given.spec
+    assert held.template["spec"]["containers"][0]["name"] == "worker"
 
 
 def test_a_spec_of_today_is_left_as_it_is() -> None:

@@ -1,25 +1,25 @@
-"""``elasticjob`` and clusters: which one is meant, what is shown of its jobs, and what is said where that cannot be."""
+"""``elasticjob`` on a cluster: which cluster it uses, what it shows, and its errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator import cli
-from elastic_operator.commands.describe import description
-from elastic_operator.commands.get import table
-from elastic_operator.kube.snapshot import snapshot_of
-from elastic_operator.names import ANNOTATION_METRICS_PORT
-from elastic_operator.report_json import encode_report
-from elastic_operator.showing.asking import LARGEST_PAGE
-from elastic_operator.showing.report_page import page
-from elastic_operator.showing.shown import Shown
+from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
+from elastic_operator.api.report import encode_report
+from elastic_operator.cli import main as cli
+from elastic_operator.cli.describe import description
+from elastic_operator.cli.get import table
+from elastic_operator.client.cluster import snapshot_of
+from elastic_operator.reports.page import page
+from elastic_operator.views.job_view import JobView
+from elastic_operator.views.scrape import MAX_PAGE
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.api_stand_in import ApiStandIn
 from tests.support.cluster_objects import JOB_UID, START, at, died, event, job, pod
@@ -31,106 +31,102 @@ if TYPE_CHECKING:
 
 NOW = START + 72
 JOBS = "/apis/elastic.pytorch.org/v1alpha1/namespaces/team/elasticjobs"
-EVERY_COMMAND = [
-    ["get"],
-    ["top"],
-    ["get", "digits"],
-    ["describe", "digits"],
-    ["logs", "digits"],
-    ["top", "digits"],
-    ["report", "digits"],
-    ["scale", "digits", "--replicas", "2"],
-    ["suspend", "digits"],
-    ["resume", "digits"],
-    ["delete", "digits"],
+COMMANDS_ON_ONE = [
+    *(["get", "digits"], ["describe", "digits"], ["logs", "digits"], ["top", "digits"], ["report", "digits"]),
+    *(["scale", "digits", "--replicas", "2"], ["suspend", "digits"], ["resume", "digits"], ["delete", "digits"]),
 ]
+EVERY_COMMAND = [["get"], ["top"], *COMMANDS_ON_ONE]
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[ApiStandIn]:
-    async with ApiStandIn() as server:
-        await server.put("ElasticJob", job())
-        yield server
+class Result(NamedTuple):
+    """What a command has printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def sentence(self) -> str:
+        """The one sentence that a command prints instead of an answer."""
+        assert self.out == ""
+        assert self.err.startswith("elasticjob: ")
+        assert self.err.count("\n") == 1
+        return self.err.removeprefix("elasticjob: ").strip()
+
+
+class Terminal:
+    """Runs commands in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.flags: tuple[str, ...] = ()
+
+    def type(self, *argv: str) -> Result:
+        try:
+            code = cli.main(argv)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Result(code, *self._capsys.readouterr())
+
+    async def run(self, *argv: str) -> Result:
+        """Run a command while the test's server serves, with the flags that select it."""
+        return await asyncio.to_thread(self.type, *argv, *self.flags)
 
 
 @pytest.fixture
-def kubeconfig(server: ApiStandIn, tmp_path: Path) -> str:
-    return str(server.kubeconfig(tmp_path))
-
-
-@pytest.fixture(autouse=True)
-def nothing_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
+    """A terminal without any configuration of the user."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ELASTICJOB_HOME", str(tmp_path / "elasticjob"))
     monkeypatch.delenv("KUBECONFIG", raising=False)
+    return Terminal(capsys)
 
 
-def run(*argv: str) -> int:
-    try:
-        return cli.main(argv)
-    except SystemExit as end:
-        return int(end.code or 0)
+@pytest_asyncio.fixture
+async def server(terminal: Terminal, tmp_path: Path) -> AsyncIterator[ApiStandIn]:
+    async with ApiStandIn() as server:
+        await server.put("ElasticJob", job())
+        terminal.flags = ("--kubeconfig", str(server.kubeconfig(tmp_path)))
+        yield server
 
 
-async def type_in(*argv: str) -> int:
-    """Run a command while the server of the test serves."""
-    return await asyncio.to_thread(run, *argv)
+# -- which cluster is used
 
 
-def the_one_sentence(captured: Any) -> str:
-    """What was said instead of an answer."""
-    assert captured.out == ""
-    assert captured.err.startswith("elasticjob: ")
-    assert captured.err.count("\n") == 1
-    return str(captured.err.removeprefix("elasticjob: ").strip())
-
-
-# -- which cluster is meant
-
-
-@pytest.mark.parametrize(
-    "command", ["get", "describe", "logs", "top", "report", "scale", "suspend", "resume", "delete"]
-)
-def test_the_flags_that_lead_to_a_cluster_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command, "--help") == 0
-    text = capsys.readouterr().out
-    for flag in ("--namespace", "--context", "--kubeconfig"):
+@pytest.mark.parametrize("argv", COMMANDS_ON_ONE, ids=lambda argv: argv[0])
+def test_the_flags_that_select_a_cluster_are_explained(argv: list[str], terminal: Terminal) -> None:
+    code, text, _ = terminal.type(argv[0], "--help")
+    assert code == 0
+    for flag in ("--namespace", "--context", "--kubeconfig", f"elasticjob {argv[0]} ", " -n team"):
         assert flag in text
-    assert f"elasticjob {command} " in text
-    assert " -n team" in text
-    assert ("--all-namespaces" in text) == (command in ("get", "top"))
+    assert ("--all-namespaces" in text) == (argv[0] in ("get", "top"))
 
 
-async def test_only_a_word_on_the_command_line_leads_to_a_cluster(
-    server: ApiStandIn, kubeconfig: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_only_a_flag_selects_a_cluster(
+    server: ApiStandIn, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (_, kubeconfig), terminal.flags = terminal.flags, ()
     monkeypatch.setenv("KUBECONFIG", kubeconfig)
-    assert await type_in("get") == 0
-    assert "no jobs here" in capsys.readouterr().err
+    assert "no jobs here" in (await terminal.run("get")).err
     assert server.requests == []
-    for words in (["-n", "team"], ["--context", "here"], ["--kubeconfig", kubeconfig], ["-A"]):
-        assert await type_in("get", *words) == 0
-        assert "digits" in capsys.readouterr().out
+    for flags in (["-n", "team"], ["--context", "here"], ["--kubeconfig", kubeconfig], ["-A"]):
+        assert "digits" in (await terminal.run("get", *flags)).out
 
 
-async def test_of_several_files_in_kubeconfig_those_that_are_there_count(
-    kubeconfig: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("server")
+async def test_the_kubeconfig_is_found_as_kubectl_finds_it(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (_, kubeconfig), terminal.flags = terminal.flags, ()
     other = tmp_path / "other"
     other.write_text(yaml.safe_dump({"contexts": [{"name": "there", "context": {"cluster": "here", "user": "me"}}]}))
+    home = tmp_path / "home" / ".kube" / "config"
+    home.parent.mkdir(parents=True)
+    home.write_bytes((tmp_path / "kubeconfig").read_bytes())
+    assert "digits" in (await terminal.run("get", "-n", "team")).out
+    home.unlink()
     monkeypatch.setenv("KUBECONFIG", f"{tmp_path}/none:{kubeconfig}:{other}")
-    assert await type_in("get", "--context", "there", "-n", "team") == 0
-    assert "digits" in capsys.readouterr().out
-
-
-async def test_the_file_in_the_home_folder_is_the_last_resort(
-    kubeconfig: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = tmp_path / "home" / ".kube" / "config"
-    there.parent.mkdir(parents=True)
-    there.write_bytes((tmp_path / "kubeconfig").read_bytes())
-    assert await type_in("get", "-n", "team") == 0
-    assert "digits" in capsys.readouterr().out
+    assert "digits" in (await terminal.run("get", "--context", "there", "-n", "team")).out
 
 
 @pytest.mark.parametrize(
@@ -138,6 +134,7 @@ async def test_the_file_in_the_home_folder_is_the_last_resort(
     [
         (["get", "--all", "-A"], "--all is about the runs on this machine"),
         (["get", "digits", "-A"], "a job has one namespace"),
+        (["top", "digits", "-A"], "a job has one namespace"),
         (["get", "-n", "a/b"], "there can be no namespace 'a/b'"),
         (["get", "-n", ""], "there can be no namespace ''"),
         (["delete", "digits", "--no-wait"], "--no-wait is for jobs on a cluster"),
@@ -145,14 +142,17 @@ async def test_the_file_in_the_home_folder_is_the_last_resort(
         (["get", "--kubeconfig", "/no/such"], "there is no kubeconfig /no/such; check the path"),
     ],
 )
-def test_what_cannot_be_meant_is_bad_input(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*argv) == 2
-    assert the_one_sentence(capsys.readouterr()).startswith(sentence)
+def test_contradicting_or_invalid_flags_are_bad_input(argv: list[str], sentence: str, terminal: Terminal) -> None:
+    result = terminal.type(*argv)
+    assert (result.code, result.sentence[: len(sentence)]) == (2, sentence)
 
 
 CONTEXT = {"name": "a", "context": {"cluster": "c", "user": "u"}}
 CLUSTER = {"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}
 USER = {"name": "u", "user": {}}
+VALID = {"current-context": "a", "contexts": [CONTEXT], "clusters": [CLUSTER], "users": [USER]}
+NO_CERTIFICATE = {"name": "c", "cluster": {**CLUSTER["cluster"], "certificate-authority-data": "eA=="}}  # type: ignore[dict-item]
+NO_PROGRAM = {"name": "u", "user": {"exec": {"command": "/no/such/program", "apiVersion": "v1"}}}
 
 
 @pytest.mark.parametrize(
@@ -161,184 +161,139 @@ USER = {"name": "u", "user": {}}
         ("a: [b", "is no YAML in line 1; correct it"),
         ("\x00", "is no YAML"),
         ("[]", "is no kubeconfig"),
+        ("contexts: 5", "is no kubeconfig"),
         ("a: b", "has no current context; choose one with --context (there are: none)"),
         ({"current-context": "b", "contexts": [CONTEXT]}, "has no context b; choose another with --context"),
-        ({"current-context": "a", "contexts": [CONTEXT]}, "has no cluster c, which its context a names"),
-        ({"current-context": "a", "contexts": [CONTEXT], "clusters": [CLUSTER]}, "has no user u, which its context"),
-        (
-            {
-                "current-context": "a",
-                "contexts": [CONTEXT],
-                "clusters": [{"name": "c", "cluster": {**CLUSTER["cluster"], "certificate-authority-data": "eA=="}}],
-                "users": [USER],
-            },
-            "the certificates of the kubeconfig cannot be used",
-        ),
-        (
-            {
-                "current-context": "a",
-                "contexts": [CONTEXT],
-                "clusters": [CLUSTER],
-                "users": [{"name": "u", "user": {"exec": {"command": "/no/such/program", "apiVersion": "v1"}}}],
-            },
-            "gives no credentials: [Errno 2] No such file or directory: '/no/such/program'",
-        ),
-        (
-            {
-                "current-context": "a",
-                "contexts": [CONTEXT],
-                "clusters": [{"name": "c", "cluster": {}}],
-                "users": [USER],
-            },
-            "has no server (https://…) for the cluster c",
-        ),
+        ({**VALID, "clusters": []}, "has no cluster c, which its context a names"),
+        ({**VALID, "users": []}, "has no user u, which its context"),
+        ({**VALID, "contexts": [{"name": "a", "context": 5}]}, "cannot be used"),
+        ({**VALID, "clusters": [NO_CERTIFICATE]}, "the certificates of the kubeconfig cannot be used"),
+        ({**VALID, "users": [NO_PROGRAM]}, "gives no credentials: [Errno 2] No such file or directory: '/no/such/pro"),
+        ({**VALID, "clusters": [{"name": "c", "cluster": {}}]}, "has no server (https://…) for the cluster c"),
     ],
 )
-def test_a_kubeconfig_that_cannot_be_used_is_called_what_it_is(
-    text: str | dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_kubeconfig_gets_a_sentence(
+    text: str | dict[str, Any], sentence: str, tmp_path: Path, terminal: Terminal
 ) -> None:
     path = tmp_path / "config"
     path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
-    assert run("get", "--kubeconfig", str(path)) == 2
-    assert sentence in the_one_sentence(capsys.readouterr())
+    result = terminal.type("get", "--kubeconfig", str(path))
+    assert result.code == 2
+    assert sentence in result.sentence
 
 
-@pytest.mark.parametrize("argv", EVERY_COMMAND)
-def test_an_api_server_that_is_not_there_gets_a_sentence(
-    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("argv", EVERY_COMMAND, ids=" ".join)
+def test_an_unreachable_api_server_gets_a_sentence(argv: list[str], tmp_path: Path, terminal: Terminal) -> None:
     path = tmp_path / "config"
-    config = {"current-context": "a", "contexts": [CONTEXT], "clusters": [CLUSTER], "users": [USER]}
-    path.write_text(yaml.safe_dump(config))
-    assert run(*argv, "--kubeconfig", str(path)) == 1
-    assert the_one_sentence(capsys.readouterr()).startswith("the API server cannot be reached: ")
+    path.write_text(yaml.safe_dump(VALID))
+    result = terminal.type(*argv, "--kubeconfig", str(path))
+    assert result.code == 1
+    assert result.sentence.startswith("the API server cannot be reached: ")
 
 
-def test_without_the_kubernetes_package_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("kubernetes.", "elastic_operator.kube."))]:
+def test_without_the_kubernetes_package_the_extra_is_named(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = ("kubernetes.", "elastic_operator.kubernetes.", "elastic_operator.client.")
+    for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    assert run("get", "-n", "team") == 1
-    said = the_one_sentence(capsys.readouterr())
-    assert said.startswith("jobs on a cluster need the Python package kubernetes")
-    assert "pip install '.[operator]'" in said
+    result = terminal.type("get", "-n", "team")
+    assert result.code == 1
+    assert result.sentence.startswith("jobs on a cluster need the Python package kubernetes")
+    assert "pip install '.[operator]'" in result.sentence
 
 
-async def test_a_cluster_can_be_asked_from_any_system(
-    kubeconfig: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("server")
+async def test_jobs_on_a_cluster_can_be_listed_on_any_system(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert await type_in("get", "--kubeconfig", kubeconfig) == 0
-    assert "digits" in capsys.readouterr().out
+    assert "digits" in (await terminal.run("get")).out
 
 
-# -- what the API server refuses
+# -- errors of the API server
 
 
-@pytest.mark.parametrize("argv", EVERY_COMMAND)
-@pytest.mark.parametrize(
-    ("status", "words", "sentence"),
-    [
+@pytest.mark.parametrize("argv", EVERY_COMMAND, ids=" ".join)
+async def test_a_refusal_gets_a_sentence(server: ApiStandIn, terminal: Terminal, argv: list[str]) -> None:
+    for status, words, sentence in (
         (401, "Unauthorized", "the API server does not accept these credentials"),
         (403, 'User "ada" cannot list', 'you may not do this on this cluster: User "ada" cannot list'),
         (500, "etcd is away", "the API server refused (500 InternalError): etcd is away"),
-    ],
-)
-async def test_refusals_are_said_in_a_sentence(
-    server: ApiStandIn,
-    kubeconfig: str,
-    argv: list[str],
-    status: int,
-    words: str,
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    server.failing = {JOBS: (status, words), f"{JOBS}/digits": (status, words)}
-    assert await type_in(*argv, "--kubeconfig", kubeconfig) == 1
-    assert the_one_sentence(capsys.readouterr()).startswith(sentence)
+    ):
+        server.failing = {JOBS: (status, words), f"{JOBS}/digits": (status, words)}
+        result = await terminal.run(*argv)
+        assert result.code == 1
+        assert result.sentence.startswith(sentence)
 
 
-async def test_a_server_that_has_too_much_to_do_is_asked_again(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_throttled_request_is_retried(server: ApiStandIn, terminal: Terminal) -> None:
     server.failing = {JOBS: (429, "storage is (re)initializing")}
-    asking = asyncio.create_task(type_in("get", "--kubeconfig", kubeconfig))
+    asking = asyncio.create_task(terminal.run("get"))
     await asyncio.wait_for(server.asked.wait(), 20)
     server.failing = {}
-    assert await asking == 0
-    assert "digits" in capsys.readouterr().out
+    assert "digits" in (await asking).out
     assert len(server.requests) == 2
 
 
-@pytest.mark.parametrize("argv", EVERY_COMMAND[2:])
-async def test_a_job_that_is_not_there_gets_a_sentence(
-    server: ApiStandIn, kubeconfig: str, argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    await server.remove("ElasticJob", job()["metadata"]["uid"])
-    assert await type_in(*argv, "--kubeconfig", kubeconfig) == 1
-    said = the_one_sentence(capsys.readouterr())
-    assert said.startswith("there is no job digits in the namespace team; `elasticjob get` ")
+@pytest.mark.parametrize("argv", COMMANDS_ON_ONE, ids=" ".join)
+async def test_a_missing_job_gets_a_sentence(server: ApiStandIn, terminal: Terminal, argv: list[str]) -> None:
+    await server.remove("ElasticJob", JOB_UID)
+    result = await terminal.run(*argv)
+    assert result.code == 1
+    assert result.sentence.startswith("there is no job digits in the namespace team; `elasticjob get` ")
 
 
-async def test_no_jobs_is_said_where_there_are_none(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    await server.remove("ElasticJob", job()["metadata"]["uid"])
-    assert await type_in("get", "--kubeconfig", kubeconfig) == 0
-    assert the_one_sentence(capsys.readouterr()).startswith("no jobs in the namespace team; ")
-    assert await type_in("get", "-A", "--kubeconfig", kubeconfig) == 0
-    assert the_one_sentence(capsys.readouterr()).startswith("no jobs in any namespace; ")
+@pytest.mark.parametrize("command", ["get", "top"])
+async def test_an_empty_list_says_where_it_is_empty(server: ApiStandIn, terminal: Terminal, command: str) -> None:
+    await server.remove("ElasticJob", JOB_UID)
+    assert (await terminal.run(command)).sentence.startswith("no jobs in the namespace team; ")
+    assert (await terminal.run(command, "-A")).sentence.startswith("no jobs in any namespace; ")
 
 
-@pytest.mark.parametrize(
-    "argv", [["scale", "digits", "--replicas", "2"], ["suspend", "digits"], ["resume", "digits"]], ids=" ".join
-)
-async def test_a_job_that_is_over_does_not_change(
-    server: ApiStandIn, kubeconfig: str, argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("argv", COMMANDS_ON_ONE[5:8], ids=" ".join)
+async def test_a_finished_job_cannot_be_changed(server: ApiStandIn, terminal: Terminal, argv: list[str]) -> None:
     await server.put("ElasticJob", job(status={"state": "Succeeded"}))
-    assert await type_in(*argv, "--kubeconfig", kubeconfig) == 2
-    assert the_one_sentence(capsys.readouterr()) == "the job digits is over (Succeeded) and does not change any more"
+    result = await terminal.run(*argv)
+    assert (result.code, result.sentence) == (2, "the job digits is over (Succeeded) and does not change any more")
 
 
-# -- what is shown
+# -- get and describe
 
 
-async def test_objects_are_given_as_kubectl_gives_them(kubeconfig: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await type_in("get", "digits", "-o", "json", "--kubeconfig", kubeconfig) == 0
-    one = json.loads(capsys.readouterr().out)
+@pytest.mark.usefixtures("server")
+async def test_objects_are_those_of_kubectl(terminal: Terminal) -> None:
+    one = json.loads((await terminal.run("get", "digits", "-o", "json")).out)
     assert (one["kind"], one["metadata"]["name"], one["status"]["state"]) == ("ElasticJob", "digits", "Running")
     assert "managedFields" not in one["metadata"]
-    assert await type_in("get", "-o", "yaml", "--kubeconfig", kubeconfig) == 0
-    every = yaml.safe_load(capsys.readouterr().out)
+    every = yaml.safe_load((await terminal.run("get", "-o", "yaml")).out)
     assert (every["kind"], every["items"]) == ("List", [one])
 
 
 def test_jobs_are_listed_in_the_columns_of_kubectl() -> None:
-    jobs = [Shown.of(snapshot_of(each)) for each in (job(), job("waits", status=None))]
+    jobs = [JobView.of(snapshot_of(each)) for each in (job(), job("waits", status=None))]
     header, first, second = table(jobs, NOW, namespaces=True)
     assert header.split() == ["NAMESPACE", "NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
     assert first.split() == ["team", "digits", "Running", "2/3", "2", "3", "1", "1m12s"]
     assert second.split() == ["team", "waits", "Pending", "0/0", "2", "3", "0", "1m12s"]
-    assert table(jobs, NOW, wide=True)[0].split()[-3:] == ["AGE", "EPOCH", "WORLD"]
+    assert table(jobs, NOW, wide=True)[0].split()[-3:] == ["AGE", "ROUND", "WORLD"]
 
 
-async def test_a_wide_list_says_where_agents_show_metrics(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    serves = pod(0, "aaaaa", podIP="10.1.2.3")
-    serves["metadata"]["annotations"] = {ANNOTATION_METRICS_PORT: "9464"}
-    await server.put("Pod", serves)
+def serving(index: int, suffix: str, **status: Any) -> dict[str, Any]:
+    """A pod whose agent serves metrics."""
+    made = pod(index, suffix, **status)
+    made["metadata"]["annotations"] = {ANNOTATION_METRICS_PORT: "9464"}
+    return made
+
+
+async def test_a_wide_list_has_the_addresses_of_the_metrics(server: ApiStandIn, terminal: Terminal) -> None:
+    await server.put("Pod", serving(0, "aaaaa", podIP="10.1.2.3"))
     for command in (["get"], ["get", "digits"], ["get", "-A"]):
-        assert await type_in(*command, "-o", "wide", "--kubeconfig", kubeconfig) == 0
-        header, line = capsys.readouterr().out.splitlines()
+        header, line = (await terminal.run(*command, "-o", "wide")).out.splitlines()
         assert (header.split()[-1], line.split()[-1]) == ("METRICS", "10.1.2.3:9464")
 
 
-def test_a_description_says_all_that_is_known() -> None:
-    words = '{"reason":"StoreUnavailable","message":"etcd does not answer","contract":1}'
+def test_a_description_has_all_that_is_known() -> None:
+    words = '{"reason":"StoreUnavailable","message":"etcd does not answer","protocol":1}'
     pods = [
         pod(0, "aaaaa"),
         pod(1, "bbbbb", state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}),
@@ -346,16 +301,18 @@ def test_a_description_says_all_that_is_known() -> None:
     ]
     events = [event(50, "later\nin two lines", type="Warning", count=3), event(3, "training started with 3 pods")]
     etcd = {"endpoint": "10.96.0.7:2379", "state": "service digits-etcd, ready"}
-    lines = description(Shown.of(snapshot_of(job(), pods, events, etcd)), NOW)
-    assert "Namespace:     team" in lines
+    lines = description(JobView.of(snapshot_of(job(), pods, events, etcd)), NOW)
     assert not any(line.startswith(("Run:", "Logs:", "Manifest:")) for line in lines)
-    assert "State:         Running" in lines
-    assert "Pods:          2 ready of 3 wanted, 3 there" in lines
-    assert "Epoch:         4, world size 2" in lines
-    assert "Last Failure:  rank 1 on digits-1-bbbbb was killed by SIGKILL" in lines
-    assert "Etcd:          10.96.0.7:2379 (service digits-etcd, ready)" in lines
-    assert "  maxReplicas: 3" in lines
-    assert "  Running   True     1m08s   Training   2 workers train in epoch 4." in lines
+    assert {
+        "Namespace:     team",
+        "State:         Running",
+        "Pods:          2 ready of 3 wanted, 3 there",
+        "Round:         4, world size 2",
+        "Last Failure:  rank 1 on digits-1-bbbbb was killed by SIGKILL",
+        "Etcd:          10.96.0.7:2379 (service digits-etcd, ready)",
+        "  maxReplicas: 3",
+        "  Running   True     1m08s   Training   2 workers train in round 4.",
+    } <= {*lines}
     first, second, third = (lines.index(f"  digits-{each}") for each in ("0-aaaaa", "1-bbbbb", "2-ccccc"))
     assert lines[first + 1 : second] == [
         "    State:  running",
@@ -363,105 +320,87 @@ def test_a_description_says_all_that_is_known() -> None:
         "    Node:   node-a (pod address 10.1.0.0)",
     ]
     assert lines[second + 1] == "    State:  starting"
-    assert (
-        lines[second + 4]
-        == "    Note:   the image elastic-agent:dev cannot be pulled (is it on the nodes?): no such image"
+    assert lines[second + 4] == (
+        "    Note:   the image elastic-agent:dev cannot be pulled (is it on the nodes?): no such image"
     )
-    assert "    State:       failed (3)" in lines[third:]
-    assert "    Last Words:  etcd does not answer" in lines[third:]
+    assert {"    State:       failed (3)", "    Last Words:  etcd does not answer"} <= {*lines[third:]}
     assert lines[-2:] == [
-        "  Normal    1m09s   Epoch    training started with 3 pods",
-        "  Warning   22s     Epoch    later in two lines (3 times)",
+        "  Normal    1m09s   Round    training started with 3 pods",
+        "  Warning   22s     Round    later in two lines (3 times)",
     ]
 
 
 @pytest.mark.parametrize(
-    ("seen", "words"),
+    ("observed", "words"),
     [(None, "no operator has taken it up yet"), (1, "the operator has not seen the latest change")],
 )
-def test_a_status_that_is_behind_the_spec_is_called_that(seen: int | None, words: str) -> None:
-    changed = job(status=None if seen is None else {"observedGeneration": seen})
+def test_a_status_older_than_the_spec_is_marked(observed: int | None, words: str) -> None:
+    changed = job(status=None if observed is None else {"observedGeneration": observed})
     changed["metadata"]["generation"] = 2
-    [state] = [line for line in description(Shown.of(snapshot_of(changed)), NOW) if line.startswith("State:")]
+    [state] = [line for line in description(JobView.of(snapshot_of(changed)), NOW) if line.startswith("State:")]
     assert words in state
 
 
-async def test_what_one_may_not_see_is_said_and_the_rest_described(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_the_user_may_not_see_is_left_out_of_a_description(server: ApiStandIn, terminal: Terminal) -> None:
     server.failing = {
         f"/api/v1/namespaces/team/{what}": (403, "no") for what in ("pods", "events", "services/digits-etcd")
     }
-    assert await type_in("describe", "digits", "--kubeconfig", kubeconfig) == 0
-    captured = capsys.readouterr()
-    assert "Name:          digits\n" in captured.out
-    assert captured.err.splitlines() == [
+    code, out, err = await terminal.run("describe", "digits")
+    assert (code, "Name:          digits\n" in out) == (0, True)
+    assert err.splitlines() == [
         f"elasticjob: you may not see the {what} of this namespace, so none are shown" for what in ("pods", "events")
     ]
 
 
-async def test_logs_are_printed_and_followed_to_the_end(
-    server: ApiStandIn, kubeconfig: str, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+# -- logs
+
+
+async def test_logs_are_printed_and_followed_to_the_end(server: ApiStandIn, terminal: Terminal) -> None:
     await server.put("Pod", pod(0, "aaaaa"))
     await server.print("digits-0-aaaaa", "[rank 0] test accuracy 0.9\n")
-    assert await type_in("logs", "digits", "--kubeconfig", kubeconfig) == 0
-    assert capfdbinary.readouterr().out == b"[rank 0 on digits-0-aaaaa] test accuracy 0.9\n"
-    following = asyncio.create_task(type_in("logs", "digits", "--rank", "0", "-f", "--kubeconfig", kubeconfig))
+    assert (await terminal.run("logs", "digits")).out == "[rank 0 on digits-0-aaaaa] test accuracy 0.9\n"
+    following = asyncio.create_task(terminal.run("logs", "digits", "--rank", "0", "-f"))
     await server.followed("digits-0-aaaaa")
     await server.print("digits-0-aaaaa", "[rank 0] done\n")
     await server.end("digits-0-aaaaa")
     await server.put("Pod", pod(0, "aaaaa", state=died(0, "")))
     await server.put("ElasticJob", job(status={"state": "Succeeded"}))
-    assert await asyncio.wait_for(following, 20) == 0
-    assert capfdbinary.readouterr().out == b"test accuracy 0.9\ndone\n"
+    assert await asyncio.wait_for(following, 20) == (0, "test accuracy 0.9\ndone\n", "")
 
 
-async def test_workers_that_have_printed_nothing_are_called_that(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_empty_logs_get_a_sentence(server: ApiStandIn, terminal: Terminal) -> None:
     await server.put("Pod", pod(0, "aaaaa"))
-    await server.print("digits-0-aaaaa", "10:15:02 [digits-0-aaaaa] epoch 1: started rank 0 of a world of 1\n")
-    assert await type_in("logs", "digits", "--kubeconfig", kubeconfig) == 0
-    assert the_one_sentence(capsys.readouterr()).startswith("these workers have printed nothing; ")
+    await server.print("digits-0-aaaaa", "10:15:02 [digits-0-aaaaa] round 1: started rank 0 of a world of 1\n")
+    result = await terminal.run("logs", "digits")
+    assert (result.code, result.sentence.split("; ")[0]) == (0, "these workers have printed nothing")
 
 
-async def test_logs_that_cannot_be_read_give_an_exit_code(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_unreadable_logs_give_an_exit_code(server: ApiStandIn, terminal: Terminal) -> None:
     await server.put("Pod", pod(0, "aaaaa"))
-    server.failing = {"/api/v1/namespaces/team/pods/digits-0-aaaaa/log": (500, "the kubelet does not answer")}
-    assert await type_in("logs", "digits", "--kubeconfig", kubeconfig) == 1
-    assert the_one_sentence(capsys.readouterr()).endswith("cannot be read: the kubelet does not answer")
-    server.failing = {"/api/v1/namespaces/team/pods/digits-0-aaaaa/log": (403, "you may not")}
-    assert await type_in("logs", "digits", "--kubeconfig", kubeconfig) == 1
-    assert the_one_sentence(capsys.readouterr()).endswith("you may not")
+    for error, sentence in (
+        ((500, "the kubelet does not answer"), "cannot be read: the kubelet does not answer"),
+        ((403, "you may not"), "you may not"),
+    ):
+        server.failing = {"/api/v1/namespaces/team/pods/digits-0-aaaaa/log": error}
+        result = await terminal.run("logs", "digits")
+        assert result.code == 1
+        assert result.sentence.endswith(sentence)
 
 
-# -- how a job trains, and its report
-
-
-def serving(index: int, suffix: str) -> dict[str, Any]:
-    """A pod whose agent serves metrics."""
-    made = pod(index, suffix)
-    made["metadata"]["annotations"] = {ANNOTATION_METRICS_PORT: "9464"}
-    return made
+# -- top and report
 
 
 def proxied(name: str, port: int = 9464) -> str:
     return f"/api/v1/namespaces/team/pods/{name}:{port}/proxy/metrics"
 
 
-async def test_the_agents_of_a_job_are_asked_through_the_api_server(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_metrics_are_read_through_the_api_server(server: ApiStandIn, terminal: Terminal) -> None:
     for made in (serving(0, "aaaaa"), serving(1, "bbbbb"), pod(2, "ccccc"), serving(2, "ddddd")):
         await server.put("Pod", made)
     server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS, steps=(2.0, 100))
     server.failing[proxied("digits-1-bbbbb")] = (503, "error trying to reach service: dial tcp: connection refused")
     server.pages[proxied("digits-2-ddddd")] = agent_page(1, steps=(2.0, 100))
-    assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = (await terminal.run("top", "digits")).out.splitlines()
     assert lines[0].startswith("digits  Running  ")
     assert "goodput 90.0 %" in lines
     assert [line.split()[:3] for line in lines if line.startswith(("0 ", "1 "))] == [
@@ -474,63 +413,43 @@ async def test_the_agents_of_a_job_are_asked_through_the_api_server(
     ]
 
 
-async def test_a_pod_that_names_no_port_or_no_address_is_told_of_and_hides_no_other(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    no_port, no_address = serving(0, "aaaaa"), serving(1, "bbbbb")
+async def test_a_pod_that_cannot_be_read_is_named_and_hides_no_other(server: ApiStandIn, terminal: Terminal) -> None:
+    no_port, no_address = serving(0, "aaaaa"), serving(1, "bbbbb", podIP="10.0.0.1]")
     no_port["metadata"]["annotations"][ANNOTATION_METRICS_PORT] = "99999"
-    no_address["status"]["podIP"] = "10.0.0.1]"
-    for made in (no_port, no_address, serving(2, "ccccc")):
+    for made in (no_port, no_address, serving(2, "ccccc"), serving(2, "large")):
         await server.put("Pod", made)
     server.pages[proxied("digits-2-ccccc")] = agent_page(0, seconds=LEADS)
-    assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
-    lines = capsys.readouterr().out.splitlines()
+    server.pages[proxied("digits-2-large")] = agent_page(1) + "# x\n" * (MAX_PAGE // 4)
+    lines = (await terminal.run("top", "digits")).out.splitlines()
     assert "goodput 90.0 %" in lines
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         "digits-0-aaaaa does not say yet on which port its metrics are",
         "digits-1-bbbbb: http://10.0.0.1]:9464/metrics is no address of an agent (Invalid IPv6 URL)",
+        "digits-2-large: what it serves under /metrics is too large",
     ]
-    assert await type_in("top", "--kubeconfig", kubeconfig) == 0
-    assert " 90.0 % " in capsys.readouterr().out
+    assert " 90.0 % " in (await terminal.run("top")).out
 
 
-async def test_a_page_of_metrics_that_is_too_large_is_told_of_and_hides_no_other(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for made in (serving(0, "aaaaa"), serving(1, "bbbbb")):
-        await server.put("Pod", made)
-    server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS)
-    server.pages[proxied("digits-1-bbbbb")] = agent_page(1) + "# x\n" * (LARGEST_PAGE // 4)
-    assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "goodput 90.0 %" in lines
-    assert lines[-1] == "digits-1-bbbbb: what it serves under /metrics is too large"
-
-
-@pytest.mark.parametrize("words", [["--kubeconfig"], ["-A", "--kubeconfig"]])
-async def test_all_jobs_of_a_cluster_have_a_line_with_what_their_leader_tells(
-    words: list[str], server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flags", [[], ["-A"]])
+async def test_each_job_has_a_line_with_the_metrics_of_its_leader(
+    flags: list[str], server: ApiStandIn, terminal: Terminal
 ) -> None:
     await server.put("Pod", serving(0, "aaaaa"))
     server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS)
-    assert await type_in("top", *words, kubeconfig) == 0
-    header, line = capsys.readouterr().out.splitlines()
-    assert header.split()[0] == ("NAMESPACE" if "-A" in words else "NAME")
+    header, line = (await terminal.run("top", *flags)).out.splitlines()
+    assert header.split()[0] == ("NAMESPACE" if flags else "NAME")
     assert line.split()[-8:-3] == ["3", "2", "90.0", "%", "-"]
 
 
-async def test_whoever_may_not_ask_the_agents_is_told_once_and_sees_the_status(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_without_permission_to_read_metrics_the_status_is_shown(server: ApiStandIn, terminal: Terminal) -> None:
     before = {"asOf": at(20), "seconds": {"training": 5.0, "suspended": 15.0}}
-    await server.put("ElasticJob", job(status={"timeSplit": before}))
+    await server.put("ElasticJob", job(status={"timeBreakdown": before}))
     for index, suffix in enumerate(("aaaaa", "bbbbb")):
         await server.put("Pod", serving(index, suffix))
         name = f"digits-{index}-{suffix}"
         server.failing[proxied(name)] = (403, f'pods "{name}" is forbidden')
-    assert await type_in("top", "digits", "--kubeconfig", kubeconfig) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "epoch 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free" in lines
+    lines = (await terminal.run("top", "digits")).out.splitlines()
+    assert "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free" in lines
     assert not [line for line in lines if "goodput" in line], "that was before it was resumed"
     [said] = [line for line in lines if "forbidden" in line]
     assert said == (
@@ -546,27 +465,23 @@ def kept(text: str, *, uid: str = JOB_UID) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"report.json": text}}
 
 
-async def test_the_report_of_a_job_is_made_of_what_the_operator_has_kept(
-    server: ApiStandIn, kubeconfig: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_kept_report_is_written(server: ApiStandIn, terminal: Terminal, tmp_path: Path) -> None:
     await server.put("ConfigMap", kept(encode_report(report()).decode()))
     file = tmp_path / "a.html"
-    assert await type_in("report", "digits", "-o", str(file), "--kubeconfig", kubeconfig) == 0
-    assert capsys.readouterr().out == f"the report of digits is in {file}\n"
+    written = await terminal.run("report", "digits", "-o", str(file))
+    assert written == (0, f"the report of digits is in {file}\n", "")
     assert file.read_text() == page(report())
 
 
-async def test_of_a_job_that_goes_on_there_is_no_report_yet(
-    server: ApiStandIn, kubeconfig: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await type_in("report", "digits", "--kubeconfig", kubeconfig) == 1
-    said = the_one_sentence(capsys.readouterr())
-    assert said.startswith("the job digits is still Running: its report is kept when it has ended, or rests; ")
+async def test_a_missing_report_is_explained(server: ApiStandIn, terminal: Terminal) -> None:
+    result = await terminal.run("report", "digits")
+    assert result.code == 1
+    assert result.sentence.startswith(
+        "the job digits is still Running: its report is kept when it has ended, or rests; "
+    )
     await server.put("ElasticJob", job(status={"state": "Succeeded"}))
-    for of in (None, "another job of the same name"):
-        if of:
-            await server.put("ConfigMap", kept("{}", uid=of))
-        assert await type_in("report", "digits", "--kubeconfig", kubeconfig) == 1
-        assert the_one_sentence(capsys.readouterr()).startswith(
-            "no report of the job digits is kept, though it is over"
-        )
+    for _ in range(2):
+        result = await terminal.run("report", "digits")
+        assert result.code == 1
+        assert result.sentence.startswith("no report of the job digits is kept, though it is over")
+        await server.put("ConfigMap", kept("{}", uid="another job of the same name"))

@@ -1,7 +1,6 @@
 """What the CRD accepts and refuses, and that `elasticjob` says it in sentences."""
 
 import copy
-import dataclasses
 import re
 import subprocess
 import sys
@@ -16,11 +15,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator import crd, pinned, structural
-from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
-from elastic_operator.problem import Problem, in_words
-from elastic_operator.spec import GROUP, KIND, PLURAL, VERSION, ElasticJobSpec
-from elastic_operator.status_json import status_to_json
+from elastic_operator.api.spec import GROUP, KIND, PLURAL, VERSION, AppliedSpec, ElasticJobSpec
+from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_to_json
+from elastic_operator.api.validation_error import Problem, in_words
+from elastic_operator.controller.applied_spec import changed_fields
+from elastic_operator.manifest import crd, structural
 
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS = Path(__file__).parent / "manifests"
@@ -157,7 +156,7 @@ def test_everything_is_bounded() -> None:
 
 
 def test_nothing_stands_in_it_that_the_check_on_this_machine_would_pass_over() -> None:
-    understood = structural.KEYWORDS | {
+    understood = structural.KEYWORDS.keys() | {
         *("type", "properties", "additionalProperties", "items", "default", "description"),
         *("x-kubernetes-validations", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"),
         *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
@@ -172,33 +171,23 @@ def test_nothing_stands_in_it_that_the_check_on_this_machine_would_pass_over() -
 
 
 def test_each_field_of_the_spec_has_a_place_in_the_typed_form() -> None:
-    typed = {field.name for field in dataclasses.fields(ElasticJobSpec)}
+    typed = set(ElasticJobSpec.__struct_encode_fields__)
     declared = FIELDS[".spec"]["properties"].keys() - {"rdzvEndpoint", "replicaSpecs", "RunPolicy"}
-    snake = {re.sub(r"[A-Z]", lambda letter: f"_{letter[0].lower()}", name) for name in declared}
-    otherwise_called = {
-        "active_deadline_seconds": "active_deadline",
-        "checkpoint": "checkpoint_volume",
-        "failure_policy": "failure_rules",
-        "grace_period_seconds": "grace_period",
-        "node_loss_seconds": "node_loss",
-        "scheduling_policy": "scheduling",
-        "ttl_seconds_after_finished": "ttl_after_finished",
-    }
-    assert {otherwise_called.get(name, name) for name in snake} == typed - {"first_replicas", "objection"}
+    assert declared == typed - {"firstReplicas", "objection"}
 
 
 def test_a_status_that_the_operator_writes_is_accepted() -> None:
     status = JobStatus(
         state=JobState.FAILED,
-        accounted=frozenset({"4e9fba34-17a5-4ad8-8a0c-4d7a5e6c9a0b"}),
+        counted_pod_uids=frozenset({"4e9fba34-17a5-4ad8-8a0c-4d7a5e6c9a0b"}),
         started=1e9,
         active=1e9,
         completed=1e9,
         last_failure=LastFailure(
             "rank 3 on digits-2 exited with ValueError: not enough", "digits-2-abcde", 3, 1, "SIGKILL", 1e9
         ),
-        excluded=("node-7",),
-        pinned={"image": "elastic-agent:dev", "template": {"spec": {"nodeSelector": {"gpu": "h100"}}}},
+        excluded_nodes=("node-7",),
+        applied_spec=AppliedSpec(image="elastic-agent:dev", template={"spec": {"nodeSelector": {"gpu": "h100"}}}),
         conditions=(Condition(type="Failed", status=True, reason="RestartsExhausted", message="It failed."),),
     )
     written = status_to_json(status)
@@ -208,7 +197,7 @@ def test_a_status_that_the_operator_writes_is_accepted() -> None:
 
 
 def test_to_read_the_definition_does_not_cost_the_import_of_cel() -> None:
-    code = "import sys, elastic_operator.manifest as m; m.crd.schema(); sys.exit('celpy' in sys.modules)"
+    code = "import sys, elastic_operator.manifest.loader as m; m.crd.schema(); sys.exit('celpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
@@ -747,12 +736,12 @@ def test_a_job_of_the_first_controller_can_be_written_anew_as_it_runs(said: dict
     anew = {**job(), "spec": {**fields, **said}}
     assert crd.validate(anew, old=running(former)) == []
     before, after = (ElasticJobSpec.of(crd.apply_defaults(manifest)["spec"]) for manifest in (former, anew))
-    assert pinned.changed(after, pinned.pin(before)) == ()
+    assert changed_fields(after, before.applied) == ()
     assert (after.max_restarts, after.backoff_limit, after.desired) == (3, before.backoff_limit, before.desired)
     # Something else is taken too, as a change that waits.
     other = {**anew, "spec": {**anew["spec"], "nprocPerNode": 2}}
     assert crd.validate(other, old=running(former)) == []
-    assert pinned.changed(ElasticJobSpec.of(crd.apply_defaults(other)["spec"]), pinned.pin(before)) == (
+    assert changed_fields(ElasticJobSpec.of(crd.apply_defaults(other)["spec"]), before.applied) == (
         "spec.nprocPerNode",
     )
 
@@ -877,7 +866,7 @@ def test_while_a_job_is_suspended_only_what_its_run_is_made_from_stays() -> None
     everything = resting(job(image="b", args=["b"], env=[{"name": "A"}], template={"spec": {}}, nprocPerNode=4))
     for old, new in ((resting(job()), everything), (job(), everything), (everything, job())):
         assert refused(old, new) == []
-    undo = "while the job exists; undo that, or delete the job and run it anew"
+    undo = "while the job exists; undo that, or delete the job and run it again"
     assert refused(resting(named("a")), resting(named("b"))) == [f'metadata.name: "a" cannot become "b" {undo}']
     assert refused(resting(job()), resting(job(etcd={"endpoint": "a:1"}))) == [
         f"spec.etcd.endpoint: cannot be set, changed or removed {undo}"

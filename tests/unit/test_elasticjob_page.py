@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from elastic_operator import crd
-from elastic_operator.model import JobState
-from elastic_operator.names import ConditionType
-from elastic_operator.pinned import changed, pin
-from elastic_operator.pods import problem_of
-from elastic_operator.spec import ElasticJobSpec
+from elastic_operator.api.constants import ConditionType
+from elastic_operator.api.spec import ElasticJobSpec
+from elastic_operator.api.status import JobState
+from elastic_operator.api.validation import problem_of
+from elastic_operator.controller.applied_spec import changed_fields
+from elastic_operator.manifest import crd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +96,13 @@ def test_the_fields_of_a_rule_for_failures_are_told() -> None:
 
 def test_every_field_of_the_status_is_told_but_those_for_the_operator_alone() -> None:
     told = rows("The status").keys() - {str(kind) for kind in ConditionType}
-    assert told == STATUS.keys() - {"accounted", "sizeGeneration", "selector", "readyDesired", "observedGeneration"}
+    assert told == STATUS.keys() - {
+        "countedPodUIDs",
+        "sizeGeneration",
+        "selector",
+        "readyDesired",
+        "observedGeneration",
+    }
     assert {str(kind) for kind in ConditionType} <= rows("The status").keys()
     assert all(f"`{state}`" in rows("The status")["state"][0] for state in JobState)
 
@@ -124,7 +130,7 @@ def test_a_running_job_of_the_first_controller_becomes_what_it_shows_beside_it()
     former, anew = (crd.apply_defaults(example) for example in examples[1:])
     assert crd.validate(anew, old={**former, "status": {"replicas": 2, "startTime": "2026-01-01T00:00:00Z"}}) == []
     meant, means = (ElasticJobSpec.of(manifest["spec"]) for manifest in (former, anew))
-    assert changed(means, pin(meant)) == ()
+    assert changed_fields(means, meant.applied) == ()
     assert (means.desired, means.max_restarts, means.backoff_limit) == (2, meant.max_restarts, meant.backoff_limit)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.kube.etcd_objects import etcd_deployment, etcd_endpoint, etcd_name, etcd_service
-from elastic_operator.kube.settings import PodSettings
-from elastic_operator.spec import EtcdSpec, SchedulingSpec
+from elastic_operator.api.spec import EtcdSpec, SchedulingSpec
+from elastic_operator.resources.etcd import etcd_deployment, etcd_endpoint, etcd_name, etcd_service
+from elastic_operator.resources.pod_settings import PodSettings
 from tests.support.builders import UID, a_job
 
 METADATA = {

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from elastic_operator.kube.api import Api
-from elastic_operator.kube.etcd_secrets import Credentials, EtcdSecrets
+from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.secrets import Credentials, EtcdSecrets
 from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
 from torchelastic.errors import StoreRefused, StoreUnavailable
@@ -107,8 +107,8 @@ async def test_a_secret_is_read_by_its_name_whenever_it_is_asked_for(
     for _ in range(2):
         (await secrets.read("team", "hub")).close()
     assert server.asked == ["GET /api/v1/namespaces/team/secrets/hub"] * 2
-    assert secrets.closed("team", "hub") is None
-    assert "the Secret hub in the namespace other" in (secrets.closed("other", "hub") or "")
+    assert secrets.forbidden("team", "hub") is None
+    assert "the Secret hub in the namespace other" in (secrets.forbidden("other", "hub") or "")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torchelastic
 from torchelastic import LaunchConfig, LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from torchelastic.agent.server import ProcessFailure
-from torchelastic.contract import Env
 from torchelastic.errors import SettingsError
+from torchelastic.protocol import Env
 from torchelastic.rendezvous import (
     RendezvousHandler,
     RendezvousHandlerRegistry,
@@ -51,7 +51,7 @@ before = set(sys.modules)
 import torchelastic
 heavy = {"torch", "aiohttp", "msgspec", "asyncio", "prometheus_client", "torchelastic.agent"}
 assert not heavy & (set(sys.modules) - before)
-torchelastic.heartbeat, torchelastic.epoch_stands
+torchelastic.heartbeat, torchelastic.round_stands
 assert not {"torch", "aiohttp", "prometheus_client", "torchelastic.agent"} & set(sys.modules)
 for name in torchelastic.__all__:
     getattr(torchelastic, name)
@@ -81,16 +81,13 @@ assert not {"torch", "aiohttp", "msgspec", "asyncio"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_handler_needs_one_method_only() -> None:
+def test_a_handler_needs_one_method_only_and_an_info_unpacks_like_a_tuple() -> None:
     handler = OneNode()
     assert handler.num_nodes_waiting() == 0
     assert not handler.is_closed()
     assert handler.shutdown()
     assert handler.get_backend() == "OneNode"
     handler.set_closed()
-
-
-def test_an_info_can_be_taken_apart_like_a_tuple() -> None:
     store: Any = object()
     assert tuple(RendezvousInfo(store, 1, 2)) == (store, 1, 2)
 
@@ -142,21 +139,19 @@ def test_a_registry_knows_ours_and_what_was_registered_and_no_name_twice() -> No
 def test_torchs_words_become_our_settings() -> None:
     settings = read_settings(parameters(timeout=900, last_call_timeout="3", lease=2.5, local_addr="10.0.0.7"), {})
     rules = settings.rendezvous
-    assert (rules.run_id, rules.join_timeout, rules.joining_window, rules.lease) == ("digits-7", 900, 3, 2.5)
-    assert (rules.size.min, rules.size.max, rules.size.wanted) == (1, 4, None)
+    assert (rules.run_id, rules.join_timeout, rules.last_call_timeout, rules.lease) == ("digits-7", 900, 3, 2.5)
+    assert (rules.size.min, rules.size.max, rules.size.desired) == (1, 4, None)
     assert settings.store is not None
     assert settings.store.endpoints == ("etcd:2379",)
     assert settings.address == "10.0.0.7"
-
-
-def test_our_word_wins_over_the_one_that_torchs_launcher_adds() -> None:
+    # torch's launcher adds its own word.
     assert read_settings(parameters(timeout=900, join_timeout=5), {}).rendezvous.join_timeout == 5
 
 
 def test_the_operators_word_on_the_size_and_the_node_wins() -> None:
-    environ = {Env.SIZE: '{"n":2,"x":3,"w":3}', Env.NODE_NAME: "digits-1", Env.NODE_ADDRESS: "10.1.0.2"}
+    environ = {Env.SIZE: '{"min":2,"max":3,"desired":3}', Env.NODE_NAME: "digits-1", Env.NODE_ADDRESS: "10.1.0.2"}
     settings = read_settings(parameters(), environ)
-    assert (settings.rendezvous.size.wanted, settings.node_name, settings.address) == (3, "digits-1", "10.1.0.2")
+    assert (settings.rendezvous.size.desired, settings.node_name, settings.address) == (3, "digits-1", "10.1.0.2")
 
 
 def test_one_node_needs_neither_an_etcd_nor_an_id() -> None:
@@ -211,7 +206,7 @@ def test_a_result_says_whether_the_run_has_failed_and_a_failure_by_what() -> Non
     assert not RunResult(WorkerState.SUCCEEDED, {0: 1}).is_failed()
     assert RunResult(WorkerState.FAILED).is_failed()
     killed, ended = ProcessFailure(0, 7, -9, "killed"), ProcessFailure(0, 7, 3, "exit code 3")
-    assert (killed.signal_name(), ended.signal_name()) == ("SIGKILL", "")
+    assert (killed.signal_name(), ended.signal_name()) == ("SIGKILL", "<N/A>")
     assert killed.timestamp_isoformat()
     assert WorkerState.is_running(WorkerState.HEALTHY)
 

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
+from elastic_operator.client.user_api import UserApi
 from elastic_operator.errors import ClusterError
-from elastic_operator.kube.api import Api, ApiError
-from elastic_operator.kube.resources import ELASTIC_JOBS
-from elastic_operator.kube.user_api import UserApi
+from elastic_operator.kubernetes.client import Api, ApiError
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS
 from tests.support.answering import answering
 
 if TYPE_CHECKING:
@@ -133,4 +133,4 @@ async def test_of_a_pods_refusal_that_never_ends_the_beginning_is_read() -> None
         with pytest.raises(ApiError) as refused:
             await api.from_pod("default", "digits-0-aaaaa", 9464, "/metrics", most=1 << 20)
         gone.set()
-    assert (refused.value.status, len(refused.value.words)) == (403, 499)
+    assert (refused.value.status, len(refused.value.message)) == (403, 499)

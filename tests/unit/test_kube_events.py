@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.kube.events import event_object
-from elastic_operator.kube.farewell import farewell
-from elastic_operator.model import JobEvent
-from elastic_operator.names import EventReason
+from elastic_operator.api.constants import EventReason
+from elastic_operator.controller.model import JobEvent
+from elastic_operator.kubernetes.events import event_object
+from elastic_operator.kubernetes.observe import deleted_pod_event
 from tests.support import cluster_objects
 from tests.support.cluster_objects import START, at, died
-from torchelastic.contract import TerminationMessage, encode_termination_message
+from torchelastic.protocol import TerminationMessage, encode_termination_message
 
 NEWS = JobEvent(EventReason.SCALED, "scaled from 2 to 3 pods")
 
@@ -66,7 +66,7 @@ def deleted(state: dict[str, Any], *, gone: float = 100, grace: int = 30) -> dic
 
 
 def said(body: dict[str, Any]) -> str | None:
-    event = farewell(body)
+    event = deleted_pod_event(body)
     if event is None:
         return None
     assert event.reason == EventReason.POD_DELETED
@@ -74,9 +74,9 @@ def said(body: dict[str, Any]) -> str | None:
 
 
 def test_what_a_deleted_pod_said_last_is_told() -> None:
-    left = encode_termination_message(TerminationMessage(reason="Left", message="left on SIGTERM in epoch 4")).decode()
+    left = encode_termination_message(TerminationMessage(reason="Left", message="left on SIGTERM in round 4")).decode()
     assert said(deleted(died(143, left, after=75))) == (
-        "digits-1-bbbbb, which was deleted, said last: left on SIGTERM in epoch 4"
+        "digits-1-bbbbb, which was deleted, said last: left on SIGTERM in round 4"
     )
     assert said(deleted(died(137, "", after=99))) == "digits-1-bbbbb, which was deleted, was killed by SIGKILL"
     assert said(deleted(died(1, "ValueError: no data", after=75))) == (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from elastic_operator.kube.log_lines import Calm, JsonLines, TextLines
+from elastic_operator.kubernetes.log_lines import JsonLines, KopfFilter, TextLines
 
 
 def a_record(message: str, level: int = logging.WARNING, *, error: bool = False) -> logging.LogRecord:
@@ -31,7 +31,7 @@ def test_a_traceback_stands_below_its_line_and_within_its_object() -> None:
 
 
 def test_of_kopf_only_what_matters_is_heard_once_and_without_tracebacks() -> None:
-    calm = Calm()
+    calm = KopfFilter()
     unreachable = "Unreachable(ConnectionKey(host='127.0.0.1', port=6443, is_ssl=True), OSError(111, 'refused'))"
     starting = "APIServerError('storage is (re)initializing', {'kind': 'Status'}, status=429)"
     assert not calm.filter(a_record("Initial authentication has been initiated.", logging.INFO))

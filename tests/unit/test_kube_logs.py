@@ -1,4 +1,4 @@
-"""``elasticjob logs`` on a cluster: a rank's output is found in the logs of pods; nothing is lost or doubled."""
+"""``elasticjob logs`` on a cluster: ranks are found in the logs of pods; no line is lost or printed twice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_operator.client.cluster_logs import ClusterLogs
+from elastic_operator.client.pod_log import AGENT, PodLog
+from elastic_operator.client.user_api import ClusterFlags, connect
 from elastic_operator.errors import NotFound
-from elastic_operator.kube.job_logs import LogRequest, read_logs
-from elastic_operator.kube.log_following import LogFollowing
-from elastic_operator.kube.pod_logs import AGENT, PodLog
-from elastic_operator.kube.user_api import Whereabouts, connection, opened
-from elastic_operator.showing.wanted_logs import Wanted
+from elastic_operator.views.log_selector import LogSelector
 from tests.support.api_stand_in import ApiStandIn
 from tests.support.cluster_objects import JOB_UID, died, job, pod
 
@@ -23,24 +22,24 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from elastic_operator.kube.user_api import UserApi
+    from elastic_operator.client.user_api import UserApi
 
 A, B, C = "digits-0-aaaaa", "digits-1-bbbbb", "digits-1-ccccc"
 
 
-def begun(pod: str, epoch: int, *ranks: int, world: int = 2) -> str:
-    """What an agent says when an epoch begins."""
-    said = f"10:15:02 [{pod}] epoch {epoch}: {world} workers on {world} pods\n"
+def begun(pod: str, round: int, *ranks: int, world: int = 2) -> str:
+    """What an agent says when a round begins."""
+    said = f"10:15:02 [{pod}] round {round}: {world} workers on {world} pods\n"
     these = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    started = f"10:15:02 [{pod}] epoch {epoch}: started {these} of a world of {world}\n"
+    started = f"10:15:02 [{pod}] round {round}: started {these} of a world of {world}\n"
     return said + (started if ranks else "")
 
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[ApiStandIn]:
-    """Two pods that traded their ranks in epoch 2."""
+    """Two pods that traded their ranks in round 2."""
     async with ApiStandIn() as server:
-        await server.put("ElasticJob", job(status={"epoch": 2}))
+        await server.put("ElasticJob", job(status={"round": 2}))
         await server.put("Pod", pod(0, "aaaaa"))
         await server.put("Pod", pod(1, "bbbbb"))
         await server.print(A, begun(A, 1, 0) + "[rank 0] one\n[rank 0] two\n")
@@ -53,42 +52,32 @@ async def server() -> AsyncIterator[ApiStandIn]:
 
 @pytest_asyncio.fixture
 async def api(server: ApiStandIn, tmp_path: Path) -> AsyncIterator[UserApi]:
-    where = Whereabouts(kubeconfig=str(server.kubeconfig(tmp_path)))
-    async with opened(await connection(where, {})) as api:
+    async with connect(ClusterFlags(kubeconfig=str(server.kubeconfig(tmp_path))), {}) as api:
         yield api
 
 
 class Printing:
     """``elasticjob logs``, and what it has printed."""
 
-    def __init__(self, api: UserApi, wanted: Wanted, *, epoch: int | None = None, tail: int | None = None) -> None:
+    def __init__(self, api: UserApi, **selector: Any) -> None:
         self._api = api
-        self._grown = asyncio.Condition()
-        self._task: asyncio.Task[None] | None = None
+        self._selector = selector
+        self._task: asyncio.Task[str] | None = None
         self.output = b""
         self.told: list[str] = []
         self.complete: bool | None = None
-        self.request = LogRequest(job(status={"epoch": 2}), wanted, epoch, tail, self._write, self.told.append)
 
     def _write(self, output: bytes) -> None:
         self.output += output
 
-    async def read(self) -> str:
-        read = await read_logs(self._api, self.request)
-        read.check()
-        read.print()
-        self.complete = read.complete
+    async def read(self, *, follow: bool = False) -> str:
+        selector = LogSelector(**self._selector, follow=follow)
+        logs = ClusterLogs(self._api, job(status={"round": 2}), selector, self._write, self.told.append)
+        self.complete = await logs.print()
         return self.output.decode()
 
     def follow(self) -> None:
-        self._task = asyncio.create_task(self._follow())
-
-    async def _follow(self) -> None:
-        read = await read_logs(self._api, self.request, going_on=True)
-        read.print()
-        following = LogFollowing(self._api, read)
-        await following.run()
-        self.complete = following.complete
+        self._task = asyncio.create_task(self.read(follow=True))
 
     async def until(self, text: str) -> None:
         """Wait until this was printed."""
@@ -96,7 +85,7 @@ class Printing:
         async with asyncio.timeout(20):
             while text.encode() not in self.output:
                 assert not self._task.done(), self.output
-                await asyncio.sleep(0.01)  # nobody tells a test what was written
+                await asyncio.sleep(0.01)  # the output has no event to wait for
 
     async def end(self) -> list[str]:
         """Wait until it ends by itself; its lines."""
@@ -105,124 +94,115 @@ class Printing:
         return self.output.decode().splitlines()
 
 
-async def read(api: UserApi, wanted: Wanted, **how: Any) -> list[str]:
-    return (await Printing(api, wanted, **how).read()).splitlines()
+async def read(api: UserApi, **selector: Any) -> list[str]:
+    return (await Printing(api, **selector).read()).splitlines()
 
 
-# -- what is there
-
-
-async def test_all_ranks_of_the_current_epoch_are_printed_by_time_each_with_its_rank_and_pod(api: UserApi) -> None:
-    assert await read(api, Wanted()) == [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres"]
-
-
-async def test_one_rank_is_found_wherever_it_is_and_printed_as_it_was_written(api: UserApi) -> None:
-    assert await read(api, Wanted(0)) == ["three"]
-
-
-async def test_the_workers_of_one_pod_can_be_asked_for(api: UserApi) -> None:
-    assert await read(api, Wanted(pod=A)) == ["[rank 1] tres"]
-
-
-async def test_an_earlier_epoch_can_be_asked_for(api: UserApi) -> None:
-    assert await read(api, Wanted(), epoch=1) == [
-        f"[rank 0 on {A}] one",
-        f"[rank 0 on {A}] two",
-        f"[rank 1 on {B}] uno",
-    ]
-
-
-async def test_a_tail_is_of_each_rank(api: UserApi) -> None:
-    assert await read(api, Wanted(), epoch=1, tail=1) == [f"[rank 0 on {A}] two", f"[rank 1 on {B}] uno"]
-
-
-async def test_agents_say_mostly_themselves_who_they_are(api: UserApi) -> None:
-    lines = await read(api, Wanted(agents=True))
-    assert f"10:15:02 [{A}] epoch 1: started rank 0 of a world of 2" in lines
-    assert lines[-1] == f"[{A}] Traceback of the agent"
-    assert not any("tres" in line for line in lines)
-    assert (await read(api, Wanted(pod=A, agents=True)))[-1] == "Traceback of the agent"
+# -- printing
 
 
 @pytest.mark.parametrize(
-    ("wanted", "epoch", "sentence"),
+    ("selector", "lines"),
     [
-        (Wanted(7), None, "there is no rank 7 in epoch 2; it has ranks 0-1"),
-        (Wanted(0), 9, "there is no log of epoch 9; there are logs of epochs 1-2"),
-        (Wanted(pod="x"), None, f"the job digits has no pod x; it has {A}, {B}"),
+        ({}, [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres"]),
+        ({"rank": 0}, ["three"]),
+        ({"pod": A}, ["[rank 1] tres"]),
+        ({"round": 1}, [f"[rank 0 on {A}] one", f"[rank 0 on {A}] two", f"[rank 1 on {B}] uno"]),
+        ({"round": 1, "tail": 1}, [f"[rank 0 on {A}] two", f"[rank 1 on {B}] uno"]),
     ],
 )
-async def test_what_is_not_there_is_said_with_what_is(
-    api: UserApi, wanted: Wanted, epoch: int | None, sentence: str
+async def test_the_selected_lines_are_printed_in_order_of_time(
+    api: UserApi, selector: dict[str, Any], lines: list[str]
+) -> None:
+    assert await read(api, **selector) == lines
+
+
+async def test_lines_of_agents_are_labelled_once(api: UserApi) -> None:
+    lines = await read(api, agents=True)
+    assert f"10:15:02 [{A}] round 1: started rank 0 of a world of 2" in lines
+    assert lines[-1] == f"[{A}] Traceback of the agent"
+    assert not any("tres" in line for line in lines)
+    assert (await read(api, pod=A, agents=True))[-1] == "Traceback of the agent"
+
+
+@pytest.mark.parametrize(
+    ("selector", "sentence"),
+    [
+        ({"rank": 7}, "there is no rank 7 in round 2; it has ranks 0-1"),
+        ({"rank": 0, "round": 9}, "there is no log of round 9; there are logs of rounds 1-2"),
+        ({"pod": "x"}, f"the job digits has no pod x; it has {A}, {B}"),
+    ],
+)
+async def test_a_missing_log_gets_a_sentence_with_what_there_is(
+    api: UserApi, selector: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(NotFound) as error:
-        await read(api, wanted, epoch=epoch)
+        await read(api, **selector)
     assert str(error.value) == sentence
 
 
-async def test_before_any_worker_started_the_agents_logs_are_named(server: ApiStandIn, api: UserApi) -> None:
+async def test_before_any_worker_has_started_the_agents_logs_are_named(server: ApiStandIn, api: UserApi) -> None:
     for name in ("aaaaa", "bbbbb"):
         await server.remove("Pod", f"uid-{name}")
     with pytest.raises(NotFound, match=r"no output of a worker of the job digits; .*--agent"):
-        await read(api, Wanted())
+        await read(api)
 
 
-async def test_of_a_log_whose_beginning_is_gone_the_epoch_is_known_all_the_same(
-    server: ApiStandIn, api: UserApi
-) -> None:
+async def test_the_round_of_a_log_without_its_beginning_is_inferred(server: ApiStandIn, api: UserApi) -> None:
     await server.put("Pod", pod(2, "ddddd"))
-    await server.print("digits-2-ddddd", "[rank 2] from epoch 1\n" + begun("digits-2-ddddd", 2, 2) + "[rank 2] two\n")
+    await server.print("digits-2-ddddd", "[rank 2] from round 1\n" + begun("digits-2-ddddd", 2, 2) + "[rank 2] two\n")
     await server.put("Pod", pod(3, "eeeee"))
     await server.print("digits-3-eeeee", "[rank 3] a long log\n")
-    assert [line.partition("] ")[2] for line in await read(api, Wanted())] == ["three", "tres", "two", "a long log"]
-    assert await read(api, Wanted(2), epoch=1) == ["from epoch 1"]
+    assert [line.partition("] ")[2] for line in await read(api)] == [
+        "three",
+        "tres",
+        "two",
+        "a long log",
+    ]
+    assert await read(api, rank=2, round=1) == ["from round 1"]
 
 
-async def test_while_too_few_pods_are_left_the_last_output_is_that_of_the_epoch_before(
-    server: ApiStandIn, api: UserApi
-) -> None:
+async def test_a_round_without_workers_does_not_hide_the_one_before(server: ApiStandIn, api: UserApi) -> None:
     await server.print(A, begun(A, 3))
     await server.print(B, begun(B, 3))
-    assert await read(api, Wanted()) == [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres"]
+    assert await read(api) == [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres"]
 
 
-async def test_of_a_pod_that_has_failed_its_last_epoch_is_printed(server: ApiStandIn, api: UserApi) -> None:
+async def test_a_failed_pod_is_printed_up_to_its_last_round(server: ApiStandIn, api: UserApi) -> None:
     await server.put("Pod", pod(1, "bbbbb", state=died(1, "")))
     await server.print(A, begun(A, 3, 0, world=1) + "[rank 0] alone\n")
-    assert await read(api, Wanted()) == [f"[rank 0 on {A}] alone"]
-    assert await read(api, Wanted(pod=B)) == ["[rank 0] three"]
+    assert await read(api) == [f"[rank 0 on {A}] alone"]
+    assert await read(api, pod=B) == ["[rank 0] three"]
 
 
-async def test_a_log_that_cannot_be_read_is_told_and_the_others_are_printed(server: ApiStandIn, api: UserApi) -> None:
+async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: ApiStandIn, api: UserApi) -> None:
     server.failing[f"/api/v1/namespaces/team/pods/{A}/log"] = 500, "dial tcp 10.0.0.9:10250: i/o timeout"
-    printing = Printing(api, Wanted())
+    printing = Printing(api)
     assert await printing.read() == f"[rank 0 on {B}] three\n"
     assert printing.told == [f"the log of {A} cannot be read: dial tcp 10.0.0.9:10250: i/o timeout"]
     assert printing.complete is False
 
 
-async def test_pods_that_have_not_started_are_not_asked(server: ApiStandIn, api: UserApi) -> None:
+async def test_pods_that_have_not_started_have_no_log(server: ApiStandIn, api: UserApi) -> None:
     await server.put("Pod", pod(2, "ddddd", state={"waiting": {"reason": "ContainerCreating"}}))
-    await read(api, Wanted())
+    await read(api)
     assert not any("ddddd/log" in request for request in server.requests)
 
 
-# -- what comes
+# -- following
 
 
 async def finish(server: ApiStandIn, *pods: str) -> None:
     """The job succeeds: its pods end, and the operator says so."""
-    await server.put("ElasticJob", job(status={"epoch": 2, "state": "Succeeded"}))
+    await server.put("ElasticJob", job(status={"round": 2, "state": "Succeeded"}))
     for name in pods:
         await server.end(name)
         index, suffix = name.split("-")[1:]
         await server.put("Pod", pod(int(index), suffix, state=died(0, "")))
 
 
-async def test_ranks_are_followed_from_epoch_to_epoch_and_to_pods_that_come_until_the_job_is_over(
-    server: ApiStandIn, api: UserApi
-) -> None:
-    following = Printing(api, Wanted())
+async def test_following_goes_on_over_rounds_and_new_pods_until_the_job_ends(server: ApiStandIn, api: UserApi) -> None:
+    following = Printing(api)
     following.follow()
     await following.until("tres")
     await server.print(B, "[rank 0] four\n")
@@ -244,12 +224,12 @@ async def test_ranks_are_followed_from_epoch_to_epoch_and_to_pods_that_come_unti
         f"[rank 1 on {C}] cinco",
         f"[rank 0 on {A}] six",
     ]
-    assert following.told == ["epoch 3 begins"]
+    assert following.told == ["round 3 begins"]
     assert following.complete is True
 
 
-async def test_a_stream_that_breaks_off_is_taken_up_where_it_broke(server: ApiStandIn, api: UserApi) -> None:
-    following = Printing(api, Wanted(0))
+async def test_a_broken_stream_is_resumed_where_it_broke(server: ApiStandIn, api: UserApi) -> None:
+    following = Printing(api, rank=0)
     following.follow()
     await server.followed(B)
     await server.print(B, "[rank 0] four\n[rank 0] half of a")
@@ -263,10 +243,8 @@ async def test_a_stream_that_breaks_off_is_taken_up_where_it_broke(server: ApiSt
     assert await following.end() == ["three", "four", "half of a line", "five"]
 
 
-async def test_what_came_between_the_end_of_a_stream_and_that_of_its_container_is_not_lost(
-    server: ApiStandIn, api: UserApi
-) -> None:
-    following = Printing(api, Wanted())
+async def test_lines_after_the_end_of_a_stream_are_not_lost(server: ApiStandIn, api: UserApi) -> None:
+    following = Printing(api)
     following.follow()
     await server.followed(B)
     await server.end(B)
@@ -276,11 +254,9 @@ async def test_what_came_between_the_end_of_a_stream_and_that_of_its_container_i
     assert (await following.end())[-1] == f"[rank 0 on {B}] last"
 
 
-async def test_following_begins_with_the_tail_and_misses_nothing_of_what_comes(
-    server: ApiStandIn, api: UserApi
-) -> None:
+async def test_following_begins_with_the_tail(server: ApiStandIn, api: UserApi) -> None:
     await server.print(B, "[rank 0] four\n[rank 0] five\n")
-    following = Printing(api, Wanted(0), tail=1)
+    following = Printing(api, rank=0, tail=1)
     following.follow()
     await server.followed(B)
     await server.print(B, "[rank 0] six\n[rank 0] seven\n")
@@ -288,8 +264,8 @@ async def test_following_begins_with_the_tail_and_misses_nothing_of_what_comes(
     assert await following.end() == ["five", "six", "seven"]
 
 
-async def test_following_an_epoch_ends_with_it(server: ApiStandIn, api: UserApi) -> None:
-    following = Printing(api, Wanted(), epoch=2)
+async def test_following_one_round_ends_with_it(server: ApiStandIn, api: UserApi) -> None:
+    following = Printing(api, round=2)
     following.follow()
     await following.until("tres")
     await server.print(A, "[rank 1] cuatro\n" + begun(A, 3, 0) + "[rank 0] five\n")
@@ -298,7 +274,7 @@ async def test_following_an_epoch_ends_with_it(server: ApiStandIn, api: UserApi)
 
 
 async def test_following_one_pod_ends_with_it(server: ApiStandIn, api: UserApi) -> None:
-    following = Printing(api, Wanted(pod=B))
+    following = Printing(api, pod=B)
     following.follow()
     await server.followed(B)
     await server.end(B)
@@ -307,7 +283,7 @@ async def test_following_one_pod_ends_with_it(server: ApiStandIn, api: UserApi) 
 
 
 async def test_following_ends_when_the_job_is_deleted(server: ApiStandIn, api: UserApi) -> None:
-    following = Printing(api, Wanted())
+    following = Printing(api)
     following.follow()
     await following.until("tres")
     await server.remove("ElasticJob", JOB_UID)
@@ -320,7 +296,7 @@ async def test_following_ends_when_the_job_is_deleted(server: ApiStandIn, api: U
 async def test_following_can_begin_before_there_is_a_pod(server: ApiStandIn, api: UserApi) -> None:
     for name in ("aaaaa", "bbbbb"):
         await server.remove("Pod", f"uid-{name}")
-    following = Printing(api, Wanted())
+    following = Printing(api)
     following.follow()
     await server.print(C, begun(C, 3, 0, world=1) + "[rank 0] hello\n")
     await server.put("Pod", pod(1, "ccccc"))
@@ -333,22 +309,22 @@ async def test_following_can_begin_before_there_is_a_pod(server: ApiStandIn, api
 
 
 def ranks_of(log: bytes) -> list[tuple[int, int, bytes]]:
-    return [(line.epoch, line.rank, line.text) for line in PodLog(A).feed(log)]
+    return [(line.round, line.rank, line.text) for line in PodLog(A).feed(log)]
 
 
-def test_lines_are_told_apart_whatever_the_role_of_the_workers_and_whatever_they_print() -> None:
-    said = f"10:15:02 [{A}] epoch 2: started ranks 0, 1 of a world of 4"
+def test_lines_of_workers_and_agents_are_distinguished() -> None:
+    said = f"10:15:02 [{A}] round 2: started ranks 0, 1 of a world of 4"
     assert ranks_of(
-        f"{said}\n[trainer rank 1] [rank 9] x\n[rank x] y\n[rank 0] 10:15:02 [{A}] epoch 7: started rank 5\n".encode()
+        f"{said}\n[trainer rank 1] [rank 9] x\n[rank x] y\n[rank 0] 10:15:02 [{A}] round 7: started rank 5\n".encode()
     ) == [
         (2, AGENT, said.encode()),
         (2, 1, b"[rank 9] x"),
         (2, AGENT, b"[rank x] y"),
-        (2, 0, f"10:15:02 [{A}] epoch 7: started rank 5".encode()),
+        (2, 0, f"10:15:02 [{A}] round 7: started rank 5".encode()),
     ]
 
 
-def test_times_of_all_time_zones_are_compared() -> None:
+def test_timestamps_of_all_time_zones_are_read() -> None:
     log = PodLog(A)
     lines = b"2026-01-01T12:00:00.000000002+02:00 b\n2026-01-01T10:00:00.5Z c\n2026-13-01T10:00:00Z d\ne\n"
     assert [(line.time % 10**9, line.text) for line in log.feed(lines)] == [
@@ -363,7 +339,7 @@ def test_times_of_all_time_zones_are_compared() -> None:
 
 
 @given(st.data())
-def test_however_a_log_is_cut_and_taken_up_again_every_line_is_read_once(data: st.DataObject) -> None:
+def test_every_line_is_read_once_however_often_the_log_is_resumed(data: st.DataObject) -> None:
     texts = data.draw(st.lists(st.sampled_from([b"", b"a", b"b", b"[rank 0] x"]), max_size=12))
     # Several may come in the same second, and two streams may be written a little out of their order.
     times = st.lists(st.integers(0, 30), min_size=len(texts), max_size=len(texts), unique=True)

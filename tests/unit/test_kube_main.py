@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elastic_operator.kube.main import main
+from elastic_operator.kubernetes.main import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
 
-from elastic_operator.kube.api import Api, ApiError
-from elastic_operator.kube.cache import Cache
-from elastic_operator.kube.resources import ELASTIC_JOBS, PODS, SERVICES
-from elastic_operator.kube.writer import Writer
+from elastic_operator.kubernetes.client import Api, ApiError
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS, SERVICES
+from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.writer import Writer
 from tests.support.answering import answering
-from tests.support.builders import UID, a_job
+from tests.support.builders import UID
 from tests.support.object_server import NAMESPACE as TEAM
 from tests.support.object_server import ObjectServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.kube.resources import Resource
+    from elastic_operator.kubernetes.kinds import Resource
 
 NAMESPACE = "default"
 
@@ -66,47 +65,34 @@ async def api(server: Server) -> AsyncIterator[Api]:
 
 
 @pytest.fixture
-def cache() -> Cache:
-    cache = Cache(changed=lambda _key: None)
-    for resource in (PODS, SERVICES):
-        cache.put(resource, an_object(UID))
-    return cache
+def store() -> Store:
+    store = Store(changed=lambda _key: None)
+    for resource in (PODS, SERVICES, ELASTIC_JOBS):
+        store.put(resource, an_object(UID))
+    return store
 
 
 @pytest.mark.parametrize("resource", [PODS, SERVICES], ids=lambda resource: resource.plural)
 async def test_an_object_whose_removal_was_answered_with_a_conflict_is_not_taken_for_gone(
-    server: Server, api: Api, cache: Cache, resource: Resource
+    server: Server, api: Api, store: Store, resource: Resource
 ) -> None:
-    writer = Writer(api, cache)
+    writer = Writer(api, store)
     with pytest.raises(ApiError, match="has been modified"):
-        await writer.remove(resource, NAMESPACE, "digits", UID)
-    assert len(cache.belongings(resource, NAMESPACE, UID)) == 1
+        await writer.delete(resource, NAMESPACE, "digits", UID)
+    assert len(store.owned_by(resource, NAMESPACE, UID)) == 1
 
     server.has = "a successor's"
-    await writer.remove(resource, NAMESPACE, "digits", UID)
-    assert cache.belongings(resource, NAMESPACE, UID) == ()
-    assert server.asked == {"DELETE": 2, "GET": 2}
-
-
-async def test_nor_is_a_job(server: Server, api: Api, cache: Cache) -> None:
-    writer = Writer(api, cache)
-    with pytest.raises(ApiError, match="has been modified"):
-        await writer.remove_job(a_job())
-    server.has = None
-    await writer.remove_job(a_job())
+    await writer.delete(resource, NAMESPACE, "digits", UID)
+    assert store.owned_by(resource, NAMESPACE, UID) == ()
     assert server.asked == {"DELETE": 2, "GET": 2}
 
 
 @pytest.mark.parametrize("resource", [PODS, ELASTIC_JOBS], ids=lambda resource: resource.plural)
 async def test_a_successor_of_the_same_name_is_not_removed_in_place_of_what_is_gone(resource: Resource) -> None:
     async with ObjectServer() as server, Api(server.configuration) as api:
-        cache = Cache(changed=lambda _key: None)
-        writer = Writer(api, cache)
+        store = Store(changed=lambda _key: None)
+        writer = Writer(api, store)
         server.put(resource, "digits", metadata={"uid": "a successor's"})
-        job = replace(a_job(), namespace=TEAM)
-        if resource is ELASTIC_JOBS:
-            await writer.remove_job(job)
-        else:
-            await writer.remove(resource, TEAM, "digits", UID)
+        await writer.delete(resource, TEAM, "digits", UID)
         assert server.times("DELETE", resource) == 1
         assert server.get(resource, "digits")["metadata"]["uid"] == "a successor's"

@@ -1,22 +1,23 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elastic_operator.commands.logs import chosen
+from elastic_operator.client.local import select_files
 from elastic_operator.errors import NotFound
 from elastic_operator.local.log_files import LogReader, follow, log_files, tail_offset
-from elastic_operator.showing.wanted_logs import Wanted
+from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 
-def write(logs: Path, pod: str, epoch: int, rank: int, text: str, name: str = "output.log") -> Path:
-    path = logs / pod / f"epoch_{epoch}" / f"rank_{rank}" / name
+def write(logs: Path, pod: str, round: int, rank: int, text: str, name: str = "output.log") -> Path:
+    path = logs / pod / f"round_{round}" / f"rank_{rank}" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(text)
@@ -25,83 +26,85 @@ def write(logs: Path, pod: str, epoch: int, rank: int, text: str, name: str = "o
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """Two pods that traded their ranks in epoch 2."""
+    """Two pods that traded their ranks in round 2."""
     write(tmp_path, "digits-0-aaaaa", 1, 0, "one\ntwo\n")
     write(tmp_path, "digits-1-bbbbb", 1, 1, "uno\n")
     write(tmp_path, "digits-1-bbbbb", 2, 0, "three\n")
     write(tmp_path, "digits-0-aaaaa", 2, 1, "tres\n")
     for pod in ("digits-0-aaaaa", "digits-1-bbbbb"):
-        (tmp_path / pod / "agent.log").write_text(f"09:00:00 [{pod}] epoch 1\nTraceback\n")
+        (tmp_path / pod / "agent.log").write_text(f"09:00:00 [{pod}] round 1\nTraceback\n")
     return tmp_path
 
 
-def read(logs: Path, wanted: Wanted, epoch: int | None = None, *, tail: int | None = None) -> str:
+def read(logs: Path, wanted: LogSelector, round: int | None = None, *, tail: int | None = None) -> str:
     output: list[bytes] = []
-    reader = LogReader(output.append, label=not wanted.one_speaker, tail=tail)
-    reader.read(chosen(logs, wanted, epoch))
+    reader = LogReader(output.append, label=not wanted.single_source, tail=tail)
+    reader.read(select_files(logs, replace(wanted, round=round)))
     reader.finish()
     return b"".join(output).decode()
 
 
-def test_all_ranks_of_the_current_epoch_are_printed_each_line_with_its_rank(logs: Path) -> None:
-    assert read(logs, Wanted()) == "[rank 0] three\n[rank 1] tres\n"
+def test_all_ranks_of_the_current_round_are_printed_each_line_with_its_rank(logs: Path) -> None:
+    assert read(logs, LogSelector()) == "[rank 0] three\n[rank 1] tres\n"
 
 
 def test_one_rank_is_printed_as_it_wrote_it(logs: Path) -> None:
     write(logs, "digits-1-bbbbb", 2, 0, "10%\r20%\x1b[0m no newline")
-    assert read(logs, Wanted(0)) == "three\n10%\r20%\x1b[0m no newline"
+    assert read(logs, LogSelector(0)) == "three\n10%\r20%\x1b[0m no newline"
 
 
-def test_an_earlier_epoch_can_be_asked_for(logs: Path) -> None:
-    assert read(logs, Wanted(0), 1) == "one\ntwo\n"
+def test_an_earlier_round_can_be_asked_for(logs: Path) -> None:
+    assert read(logs, LogSelector(0), 1) == "one\ntwo\n"
 
 
 def test_the_workers_of_one_pod_can_be_asked_for(logs: Path) -> None:
-    assert read(logs, Wanted(pod="digits-0-aaaaa")) == "[rank 1] tres\n"
+    assert read(logs, LogSelector(pod="digits-0-aaaaa")) == "[rank 1] tres\n"
 
 
-def test_of_a_pod_that_has_left_the_last_epoch_in_which_it_took_part_is_printed(logs: Path) -> None:
+def test_of_a_pod_that_has_left_the_last_round_in_which_it_took_part_is_printed(logs: Path) -> None:
     write(logs, "digits-1-bbbbb", 3, 0, "alone\n")
-    assert read(logs, Wanted()) == "[rank 0] alone\n"
-    assert read(logs, Wanted(pod="digits-0-aaaaa")) == "[rank 1] tres\n"
+    assert read(logs, LogSelector()) == "[rank 0] alone\n"
+    assert read(logs, LogSelector(pod="digits-0-aaaaa")) == "[rank 1] tres\n"
 
 
 def test_agents_say_mostly_themselves_who_they_are(logs: Path) -> None:
     pod = "digits-0-aaaaa"
-    assert read(logs, Wanted(agents=True)).splitlines()[:2] == [f"09:00:00 [{pod}] epoch 1", f"[{pod}] Traceback"]
-    assert read(logs, Wanted(pod=pod, agents=True)) == f"09:00:00 [{pod}] epoch 1\nTraceback\n"
+    assert read(logs, LogSelector(agents=True)).splitlines()[:2] == [f"09:00:00 [{pod}] round 1", f"[{pod}] Traceback"]
+    assert read(logs, LogSelector(pod=pod, agents=True)) == f"09:00:00 [{pod}] round 1\nTraceback\n"
 
 
 def test_an_unended_line_is_printed_whole_where_several_speak(logs: Path) -> None:
     write(logs, "digits-1-bbbbb", 2, 0, "unended")
-    assert read(logs, Wanted()) == "[rank 0] three\n[rank 1] tres\n[rank 0] unended\n"
+    assert read(logs, LogSelector()) == "[rank 0] three\n[rank 1] tres\n[rank 0] unended\n"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "epoch", "sentence"),
+    ("wanted", "round", "sentence"),
     [
-        (Wanted(7), None, "there is no rank 7 in epoch 2; it has ranks 0-1"),
-        (Wanted(0), 9, "there is no log of epoch 9; there are logs of epochs 1-2"),
-        (Wanted(pod="x"), None, "there is no log of pod x; there are logs of digits-0-aaaaa, digits-1-bbbbb"),
+        (LogSelector(7), None, "there is no rank 7 in round 2; it has ranks 0-1"),
+        (LogSelector(0), 9, "there is no log of round 9; there are logs of rounds 1-2"),
+        (LogSelector(pod="x"), None, "there is no log of pod x; there are logs of digits-0-aaaaa, digits-1-bbbbb"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is(logs: Path, wanted: Wanted, epoch: int | None, sentence: str) -> None:
+def test_what_is_not_there_is_said_with_what_is(
+    logs: Path, wanted: LogSelector, round: int | None, sentence: str
+) -> None:
     with pytest.raises(NotFound) as error:
-        chosen(logs, wanted, epoch)
+        select_files(logs, replace(wanted, round=round))
     assert str(error.value) == sentence
 
 
 def test_before_any_worker_started_the_agents_logs_are_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no worker has started yet"):
-        chosen(tmp_path, Wanted(), None)
+        select_files(tmp_path, LogSelector(round=None))
 
 
-@pytest.mark.parametrize("name", ["epoch_x", "epoch_1_old"])
+@pytest.mark.parametrize("name", ["round_x", "round_1_old"])
 def test_folders_that_are_not_ours_are_passed_over(logs: Path, name: str) -> None:
     stray = logs / "digits-0-aaaaa" / name / "rank_0"
     stray.mkdir(parents=True)
     (stray / "output.log").write_text("stray\n")
-    assert all("stray" not in file.path.read_text() for file in log_files(logs, Wanted()))
+    assert all("stray" not in file.path.read_text() for file in log_files(logs, LogSelector()))
 
 
 @pytest.mark.parametrize(("text", "lines", "tail"), [
@@ -122,12 +125,12 @@ def test_a_tail_is_the_last_lines_of_a_file(tmp_path: Path, text: str, lines: in
 class Following:
     """``logs -f`` in a thread, and what it has printed."""
 
-    def __init__(self, logs: Path, wanted: Wanted, **how: Any) -> None:
+    def __init__(self, logs: Path, wanted: LogSelector, **how: Any) -> None:
         self.output = b""
         self.told: list[str] = []
         self.ended = threading.Event()
         self._grown = threading.Condition()
-        reader = LogReader(self._write, label=not wanted.one_speaker, tail=how.pop("tail", None))
+        reader = LogReader(self._write, label=not wanted.single_source, tail=how.pop("tail", None))
         self._thread = threading.Thread(
             target=follow, args=(logs, wanted, reader), kwargs={"ended": self.ended, "tell": self.told.append, **how}
         )
@@ -152,7 +155,7 @@ class Following:
 def following(logs: Path) -> Iterator[Any]:
     begun: list[Following] = []
 
-    def begin(wanted: Wanted, **how: Any) -> Following:
+    def begin(wanted: LogSelector, **how: Any) -> Following:
         begun.append(Following(logs, wanted, **how))
         return begun[-1]
 
@@ -162,14 +165,14 @@ def following(logs: Path) -> Iterator[Any]:
         each.join()
 
 
-def test_a_rank_is_followed_over_the_epochs_that_come(logs: Path, following: Any) -> None:
-    followed = following(Wanted(0))
+def test_a_rank_is_followed_over_the_rounds_that_come(logs: Path, following: Any) -> None:
+    followed = following(LogSelector(0))
     followed.until(b"three\n")
     write(logs, "digits-1-bbbbb", 2, 0, "four\n")
     followed.until(b"four\n")
     write(logs, "digits-2-ccccc", 3, 0, "five\n")
     followed.until(b"five\n")
-    assert followed.told == ["epoch 3 begins"]
+    assert followed.told == ["round 3 begins"]
     write(logs, "digits-2-ccccc", 3, 0, "last")
     followed.ended.set()
     assert followed.join() == b"three\nfour\nfive\nlast"
@@ -177,24 +180,24 @@ def test_a_rank_is_followed_over_the_epochs_that_come(logs: Path, following: Any
 
 def test_following_begins_with_the_tail_and_misses_nothing_of_what_comes(logs: Path, following: Any) -> None:
     write(logs, "digits-1-bbbbb", 2, 0, "four\n")
-    followed = following(Wanted(0), tail=1)
+    followed = following(LogSelector(0), tail=1)
     followed.until(b"four\n")
     write(logs, "digits-0-aaaaa", 3, 0, "five\nsix\n")
     followed.until(b"six\n")
     assert followed.output == b"four\nfive\nsix\n"
 
 
-def test_following_an_epoch_ends_with_it(logs: Path, following: Any) -> None:
-    followed = following(Wanted(), only=2)
+def test_following_an_round_ends_with_it(logs: Path, following: Any) -> None:
+    followed = following(LogSelector(), only=2)
     followed.until(b"[rank 1] tres\n")
     write(logs, "digits-0-aaaaa", 3, 0, "five\n")
     assert followed.join() == b"[rank 0] three\n[rank 1] tres\n"
 
 
 def test_following_can_begin_before_anything_is_there(tmp_path: Path) -> None:
-    followed = Following(tmp_path, Wanted(1))
+    followed = Following(tmp_path, LogSelector(1))
     write(tmp_path, "digits-0-aaaaa", 1, 1, "hello\n")
     followed.until(b"hello\n")
     followed.ended.set()
     assert followed.join() == b"hello\n"
-    assert followed.told == [], "the first epoch is no news"
+    assert followed.told == [], "the first round is no news"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.store_conformance import StoreBehaviour, confirmed, ended, seen
 from torchelastic.errors import HistoryCompacted, LeaseLost, StoreUnavailable
-from torchelastic.store import memory_data
+from torchelastic.store import memory
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ async def test_wiping_loses_keys_leases_and_history_as_an_etcd_without_its_disk(
 async def test_the_history_has_an_end_and_quiet_watches_survive_it(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_data, "HISTORY_LIMIT", 10)
+    monkeypatch.setattr(memory, "HISTORY_LIMIT", 10)
     async with contextlib.aclosing(store.watch("quiet", 1)) as watch:
         await confirmed(watch)
         for index in range(100):

@@ -18,17 +18,16 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.registry import Collector
 
 from tests.support.scraping import Page
-from torchelastic.agent.agent import Agent
-from torchelastic.agent.epoch_times import EpochTimes
-from torchelastic.contract import EpochRecord, ExitCode, RunState, SizeRecord, TimeSplit
+from torchelastic.agent.agent import Agent, RoundTimes
+from torchelastic.config.settings import AgentSettings, Program, ProgramKind, RendezvousSettings
 from torchelastic.errors import LeaseLost, StartError, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.platform_names import OPERATIONS
-from torchelastic.metrics.run_figures import RunFigures
-from torchelastic.settings import AgentSettings, Program, ProgramKind, RendezvousSettings
+from torchelastic.metrics.run_collector import RunCollector
+from torchelastic.metrics.series import OPERATIONS
+from torchelastic.protocol import ExitCode, RoundRecord, RunState, SizeRecord, TimeBreakdown
 from torchelastic.store import MemoryStore
-from torchelastic.store.measured import MeasuredStore
+from torchelastic.store.wrappers import MeasuredStore
 
 if TYPE_CHECKING:
     import socket
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry, Metric
 
-    from torchelastic.agent.workers import StoreServer, Workers
+    from torchelastic.agent.workers.pool import StoreServer, Workers
 
 REQUESTS = "torchelastic_store_request_duration_seconds_count"
 
@@ -70,12 +69,12 @@ class Fixed(Collector):
 def test_every_series_says_whose_it_is_whoever_made_it(agent: AgentMetrics) -> None:
     beside = Fixed(GaugeMetricFamily("my_app_loss", "Loss.", value=1))
     registry = agent.registry(beside)
-    agent.epoch(1, 2)
+    agent.round(1, 2)
     agent.store_answered("get", 0.1, succeeded=True)
     for _ in range(2):  # what a collector gives anew each time, and what it keeps
         shown = page(registry)
         assert shown.job == ("team", "digits")
-        assert shown.value("torchelastic_epoch") == shown.value("my_app_loss") == 1
+        assert shown.value("torchelastic_round") == shown.value("my_app_loss") == 1
         assert shown.value(REQUESTS, request="get", outcome="success") == 1
 
 
@@ -83,7 +82,7 @@ def test_every_series_says_whose_it_is_whoever_made_it(agent: AgentMetrics) -> N
 def test_any_name_of_a_job_gives_a_page_that_can_be_read(job: tuple[str, str]) -> None:
     with AgentMetrics(MetricRegistry(), job=job) as agent:
         registry = agent.registry()
-        agent.epoch(1, 2)
+        agent.round(1, 2)
         shown = page(registry)
     assert shown.job == (job[0], job[1].replace("\udc80", "\\udc80"))
 
@@ -122,7 +121,7 @@ async def test_every_request_to_the_store_is_measured_and_does_what_it_did(agent
     lease = await store.grant(10)
     await store.keep_alive(lease)
     revision = await store.put("/a/1", b"one", lease=lease)
-    assert await store.swap("/a/1", b"two", expected=revision) == revision + 1
+    assert await store.compare_and_swap("/a/1", b"two", expected=revision) == revision + 1
     entry = await store.get("/a/1")
     assert entry is not None
     assert entry.value == b"two"
@@ -135,7 +134,18 @@ async def test_every_request_to_the_store_is_measured_and_does_what_it_did(agent
     await store.revoke(lease)
     await store.close()
     counted = {dict(labels)["request"]: count for (_, labels), count in page(registry).named(REQUESTS).items()}
-    each_once = ("grant", "keep_alive", "put", "swap", "get", "list", "watch", "delete", "delete_prefix", "revoke")
+    each_once = (
+        "grant",
+        "keep_alive",
+        "put",
+        "compare_and_swap",
+        "get",
+        "list",
+        "watch",
+        "delete",
+        "delete_prefix",
+        "revoke",
+    )
     assert counted == dict.fromkeys(each_once, 1)
 
 
@@ -202,14 +212,14 @@ def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
     return {(dict(labels)["operation"], dict(labels)["outcome"]): count for (_, labels), count in found.items()}
 
 
-def test_what_an_epoch_costs_is_told_under_the_documented_names(agent: AgentMetrics) -> None:
+def test_what_an_round_costs_is_told_under_the_documented_names(agent: AgentMetrics) -> None:
     registry = agent.registry()
-    times = EpochTimes(agent)
+    times = RoundTimes(agent)
     times.waits()
     times.begun()
     times.started(None, succeeded=True)
     assert operations(registry) == {("rendezvous", "success"): 1, ("initialize_workers", "success"): 1}
-    times.begun()  # its workers have trained until this epoch stood
+    times.begun()  # its workers have trained until this round stood
     times.started(0.0, succeeded=False)
     assert operations(registry) == {
         ("rendezvous", "success"): 2,
@@ -228,7 +238,7 @@ class WorkersThatCannotBeStarted:
     async def ready(self) -> None:
         pass
 
-    async def start(self, epoch: int, workers: object) -> NoReturn:
+    async def start(self, round: int, workers: object) -> NoReturn:
         raise StartError("no worker can be started: Resource temporarily unavailable")
 
     async def serve_store(self, listener: socket.socket) -> StoreServer:
@@ -239,7 +249,7 @@ class WorkersThatCannotBeStarted:
 async def test_a_start_that_the_machine_does_not_allow_is_a_failure(agent: AgentMetrics, tmp_path: Path) -> None:
     registry = agent.registry()
     settings = AgentSettings(
-        rendezvous=RendezvousSettings("digits", SizeRecord(min=1, max=1, wanted=1), max_restarts=1),
+        rendezvous=RendezvousSettings("digits", SizeRecord(min=1, max=1, desired=1), max_restarts=1),
         store=None,
         node_name="here",
         address="127.0.0.1",
@@ -256,9 +266,9 @@ async def test_a_start_that_the_machine_does_not_allow_is_a_failure(agent: Agent
     }
 
 
-def test_a_wait_for_an_epoch_that_will_not_come_is_a_failure_and_only_one(agent: AgentMetrics) -> None:
+def test_a_wait_for_an_round_that_will_not_come_is_a_failure_and_only_one(agent: AgentMetrics) -> None:
     registry = agent.registry()
-    times = EpochTimes(agent)
+    times = RoundTimes(agent)
     times.failed()
     assert operations(registry) == {}
     times.waits()
@@ -271,9 +281,9 @@ def test_a_wait_for_an_epoch_that_will_not_come_is_a_failure_and_only_one(agent:
 def test_all_that_the_agent_measures_has_a_place_in_the_table() -> None:
     import inspect
 
-    from torchelastic.agent import agent, epoch_times
+    from torchelastic.agent import agent
 
-    source = inspect.getsource(agent) + inspect.getsource(epoch_times)
+    source = inspect.getsource(agent)
     for name in (name for name in OPERATIONS if "." in name):
         assert f'"{name}"' in source, f"{name} is documented and not measured"
 
@@ -285,22 +295,22 @@ def test_all_that_the_agent_measures_has_a_place_in_the_table() -> None:
 class ARun:
     """A run that this agent leads."""
 
-    split: TimeSplit
-    leads: bool = True
-    epoch: EpochRecord | None = None
+    time_breakdown: TimeBreakdown
+    is_leader: bool = True
+    round: RoundRecord | None = None
     restarts: int = 0
-    free: int = 0
+    uncharged_restarts: int = 0
     size: SizeRecord = field(default_factory=lambda: SizeRecord(min=1, max=1))
 
 
 def test_the_states_of_a_run_never_fall_and_add_up_also_when_training_turns_out_to_have_been_restoring(
     agent: AgentMetrics,
 ) -> None:
-    run = ARun(TimeSplit())
+    run = ARun(TimeBreakdown())
     agent.follow(run)
 
     def shown(**seconds: float) -> dict[str, float]:
-        run.split = TimeSplit(seconds={RunState(state): spent for state, spent in seconds.items()})
+        run.time_breakdown = TimeBreakdown(seconds={RunState(state): spent for state, spent in seconds.items()})
         found = page(agent.registry()).named("torchelastic_job_seconds_total")
         assert sum(found.values()) == sum(seconds.values())
         return {dict(labels)["state"]: value for (_, labels), value in found.items() if value}
@@ -310,7 +320,7 @@ def test_the_states_of_a_run_never_fall_and_add_up_also_when_training_turns_out_
     assert shown(waiting=6, restoring=30, training=20) == {"waiting": 6, "restoring": 10, "training": 40}
     assert shown(waiting=6, restoring=30, training=45) == {"waiting": 6, "restoring": 30, "training": 45}
     assert shown(waiting=6, restoring=31, training=45) == {"waiting": 6, "restoring": 31, "training": 45}
-    # In another epoch, training that is told of late was taken for restoring.
+    # In another round, training that is told of late was taken for restoring.
     assert shown(waiting=6, restoring=40, training=45) == {"waiting": 6, "restoring": 40, "training": 45}
     assert shown(waiting=6, restoring=32, training=60) == {"waiting": 6, "restoring": 40, "training": 52}
     assert shown(waiting=7, restoring=45, training=60) == {"waiting": 7, "restoring": 45, "training": 60}
@@ -325,8 +335,8 @@ def test_the_states_of_a_run_never_fall_and_add_up_whatever_is_learnt_late(
     steps: list[tuple[RunState, int, RunState, RunState, int]],
 ) -> None:
     spent: dict[RunState, float] = {}
-    run = ARun(TimeSplit())
-    figures = RunFigures()
+    run = ARun(TimeBreakdown())
+    figures = RunCollector()
     figures.follow(run)
     before: dict[str, float] = {}
     for state, more, source, target, moved in steps:
@@ -334,7 +344,7 @@ def test_the_states_of_a_run_never_fall_and_add_up_whatever_is_learnt_late(
         moved = min(moved, int(spent.get(source, 0)))
         spent[source] = spent.get(source, 0) - moved
         spent[target] = spent.get(target, 0) + moved
-        run.split = TimeSplit(seconds=dict(spent))
+        run.time_breakdown = TimeBreakdown(seconds=dict(spent))
         [family] = [each for each in figures.collect() if each.name == "torchelastic_job_seconds"]
         shown = {sample.labels["state"]: sample.value for sample in family.samples}
         assert sum(shown.values()) == sum(spent.values())

@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 from torchelastic import metrics
-from torchelastic.metrics.intake import REASONS
-from torchelastic.metrics.names import _RESERVED_BEGINNINGS, user_series
-from torchelastic.metrics.of_workers import MAX_INHERITED
-from torchelastic.metrics.platform_names import PLATFORM_SAMPLES
+from torchelastic.metrics.series import _RESERVED_BEGINNINGS, PLATFORM_SAMPLES, user_series
+from torchelastic.metrics.validation import REASONS
 from torchelastic.metrics.worker import MAX_NAMES
+from torchelastic.metrics.worker_collector import MAX_INHERITED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()

@@ -24,13 +24,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from torchelastic import metrics
-from torchelastic.contract import EpochReason
 from torchelastic.errors import SettingsError
 from torchelastic.metrics import MetricData, PrometheusMetricHandler
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.names import Form, Kind, snake_case, user_series
-from torchelastic.metrics.platform_names import WORKER_STATES
+from torchelastic.metrics.series import WORKER_STATES, Form, Kind, snake_case, user_series
+from torchelastic.protocol import RoundReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -164,11 +163,11 @@ def test_a_name_that_had_to_be_changed_is_the_same_in_every_process() -> None:
 
 def test_users_names_cannot_take_the_platforms_series(handler: PrometheusMetricHandler) -> None:
     put(handler, "state", 5, group="torchelastic_worker")
-    put(handler, "epoch_", 6, group="torchelastic")
-    put(handler, "epoch", 7, group="torchelastic")
+    put(handler, "round_", 6, group="torchelastic")
+    put(handler, "round", 7, group="torchelastic")
     put(handler, "workers.default.healthy", 1, group="torchelastic")
     samples = scrape(handler)
-    assert samples["torchelastic_epoch", ()] == 7
+    assert samples["torchelastic_round", ()] == 7
     assert samples["torchelastic_worker_state", (("role", "default"), ("state", "healthy"))] == 1
     assert sorted(number for (name, labels), number in samples.items() if not labels) == [5, 6, 7]
 
@@ -524,10 +523,10 @@ def test_a_loop_that_makes_new_names_meets_a_limit_and_is_told_once(caplog: pyte
     for step in range(1000):
         put(handler, f"loss_at_step_{step}", step)
     put(handler, "loss_at_step_5", -5)
-    put(handler, "epoch", 3, group="torchelastic")
+    put(handler, "round", 3, group="torchelastic")
     samples = scrape(handler)
     assert samples["my_app_loss_at_step_5", ()] == -5
-    assert samples["torchelastic_epoch", ()] == 3
+    assert samples["torchelastic_round", ()] == 3
     assert samples["torchelastic_metrics_dropped_total", (("reason", "too_many_names"),)] == 900
     assert len(samples) == 102
     assert len(handler._sinks) == 101
@@ -578,20 +577,20 @@ def test_the_state_of_the_workers_is_one_of_several(agent: AgentMetrics) -> None
     assert types(agent.handler) == {"torchelastic_worker_state": "gauge"}
 
 
-def test_an_epoch_shows_its_number_and_world_size(agent: AgentMetrics) -> None:
-    agent.epoch(7, world_size=16)
+def test_an_round_shows_its_number_and_world_size(agent: AgentMetrics) -> None:
+    agent.round(7, world_size=16)
     agent.remaining_restarts("default", 99)
     assert scrape(agent.handler) == {
-        ("torchelastic_epoch", ()): 7,
+        ("torchelastic_round", ()): 7,
         ("torchelastic_world_size", ()): 16,
         ("torchelastic_remaining_restarts", (("role", "default"),)): 99,
     }
 
 
 def test_recoveries_are_measured_in_seconds_by_cause(agent: AgentMetrics) -> None:
-    agent.recovered(0.2, EpochReason.WORKER_FAILED)
-    agent.recovered(3.0, EpochReason.WORKER_FAILED)
-    agent.recovered(0.1, EpochReason.NODE_LOST)
+    agent.recovered(0.2, RoundReason.WORKER_FAILED)
+    agent.recovered(3.0, RoundReason.WORKER_FAILED)
+    agent.recovered(0.1, RoundReason.NODE_LOST)
     name = "torchelastic_recovery_duration_seconds"
     assert value(agent.handler, f"{name}_bucket", cause="worker_failed", le="0.25") == 1
     assert value(agent.handler, f"{name}_count", cause="worker_failed") == 2
@@ -626,13 +625,13 @@ def test_operations_are_counted_by_outcome_and_timed(agent: AgentMetrics) -> Non
         pass
     with pytest.raises(OSError, match="no"), agent.measured("LocalElasticAgent._start_workers"):
         raise OSError("no")
-    put(agent.handler, "state_sync.duration.ms", 30, group="torchelastic")
+    put(agent.handler, "train_step.duration.ms", 30, group="torchelastic")
     put(agent.handler, "checkpoint.write_latency_ms", 2000, group="torchelastic")
     samples = scrape(agent.handler)
     assert samples["torchelastic_operations_total", (("operation", "rendezvous"), ("outcome", "success"))] == 1
     assert samples["torchelastic_operations_total", (("operation", "start_workers"), ("outcome", "failure"))] == 1
     assert samples["torchelastic_operation_duration_seconds_count", (("operation", "start_workers"),)] == 1
-    assert samples["torchelastic_operation_duration_seconds_sum", (("operation", "state_sync"),)] == 0.03
+    assert samples["torchelastic_operation_duration_seconds_sum", (("operation", "train_step"),)] == 0.03
     assert samples["torchelastic_checkpoint_write_latency_seconds_sum", ()] == 2
 
 
@@ -653,7 +652,7 @@ def test_roles_that_look_alike_on_the_page_do_not_share_a_series(agent: AgentMet
 def test_without_a_reader_the_agents_values_go_nowhere() -> None:
     registry = MetricRegistry()
     metrics = AgentMetrics(registry)
-    metrics.epoch(1, 2)
+    metrics.round(1, 2)
     assert scrape(metrics.handler) == {}
     metrics.close()
     assert registry._attached == ()

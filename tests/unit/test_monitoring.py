@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastic_operator.reconcile import ReconcileSettings
+from elastic_operator.controller.reconciler import ReconcileSettings
 from scripts.monitoring import __main__ as writing
 from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.files import DASHBOARDS, RULES, files
@@ -65,9 +65,9 @@ def test_the_runbook_says_how_often_what_fails_is_tried_again() -> None:
     assert "is tried again, later each time, and after about two minutes once a minute." in said
     assert said.count("tried again") == 2, "here, and that the log says in how many seconds"
     settings = ReconcileSettings()
-    waits = [settings.first_retry]
-    while waits[-1] < settings.longest_retry:
-        waits.append(min(2 * waits[-1], settings.longest_retry))
+    waits = [settings.base_delay]
+    while waits[-1] < settings.max_delay:
+        waits.append(min(2 * waits[-1], settings.max_delay))
     assert waits[-1] == 60
     assert sum(waits[:-1]) == pytest.approx(120, rel=0.2)
 

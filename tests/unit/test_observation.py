@@ -11,25 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.crd import apply_defaults
+from elastic_operator.api.constants import Reason
+from elastic_operator.api.status import JobStatus, status_to_json
+from elastic_operator.controller import messages
+from elastic_operator.controller.model import EtcdState, NewPod, Pod, PodPhase
 from elastic_operator.errors import BadInput
-from elastic_operator.kube.container_state import seconds
-from elastic_operator.kube.observation import (
-    etcd_hindrance,
-    etcd_state,
-    job_of,
-    pod_of,
-    told_cluster_ip,
-    trimmed_pod,
-)
-from elastic_operator.kube.settings import AGENT_METRICS_PORT, PodSettings
-from elastic_operator.kube.worker_pod import worker_pod
-from elastic_operator.model import EtcdState, JobStatus, Misfit, NewPod, Pod, PodPhase
-from elastic_operator.plan import words
-from elastic_operator.status_json import status_to_json
+from elastic_operator.kubernetes.container_state import seconds
+from elastic_operator.kubernetes.observe import etcd_blocked, etcd_state, job_of
+from elastic_operator.kubernetes.pod_status import etcd_address_of, pod_of, trimmed_pod
+from elastic_operator.manifest.crd import apply_defaults
+from elastic_operator.resources.pod_settings import AGENT_METRICS_PORT, PodSettings
+from elastic_operator.resources.worker_pod import worker_pod
 from tests.support.builders import UID, a_job, says, size
-from torchelastic.contract import (
-    CONTRACT_VERSION,
+from torchelastic.protocol import (
+    PROTOCOL_VERSION,
     FailureRecord,
     TerminationMessage,
     encode,
@@ -131,17 +126,17 @@ def test_a_pod_that_is_being_deleted_before_it_had_a_node_never_runs() -> None:
 def test_a_pod_ends_with_its_worker_whatever_its_sidecars_do() -> None:
     sidecar = {"name": "log", "state": RUNNING, "ready": True}
     lingering = pod_of(an_object("Running", sidecar, worker(ended(1, "x"))))
-    assert (lingering.phase, lingering.lingers, lingering.ready) == (PodPhase.FAILED, True, False)
+    assert (lingering.phase, lingering.sidecars_running, lingering.ready) == (PodPhase.FAILED, True, False)
     alone = pod_of(an_object("Running", {"name": "log", "state": ended(0)}, worker(ended(0, reason="Completed"))))
-    assert (alone.phase, alone.lingers) == (PodPhase.SUCCEEDED, False)
+    assert (alone.phase, alone.sidecars_running) == (PodPhase.SUCCEEDED, False)
     native = pod_of(an_object("Running", worker(ended(0)), initContainerStatuses=[sidecar]))
-    assert (native.phase, native.lingers) == (PodPhase.SUCCEEDED, False)
-    assert not pod_of(an_object("Running", sidecar, worker(RUNNING))).lingers
+    assert (native.phase, native.sidecars_running) == (PodPhase.SUCCEEDED, False)
+    assert not pod_of(an_object("Running", sidecar, worker(RUNNING))).sidecars_running
 
 
 def test_the_agents_last_words_are_read() -> None:
-    failure = FailureRecord(epoch=3, rank=1, local_rank=0, node="n.1", exit_code=-9, message="killed")
-    message = TerminationMessage(reason="WorkerFailed", message="rank 1 was killed", epoch=3, failure=failure)
+    failure = FailureRecord(round=3, rank=1, local_rank=0, node="n.1", exit_code=-9, message="killed")
+    message = TerminationMessage(reason="WorkerFailed", message="rank 1 was killed", round=3, failure=failure)
     pod = pod_of(an_object("Failed", worker(ended(1, encode_termination_message(message).decode() + "\n"))))
     assert pod == replace(
         BASE,
@@ -235,7 +230,7 @@ def test_what_ended_without_words_of_its_agent_is_told_in_the_clusters(
     assert (pod.phase, pod.exit_code) == (PodPhase.FAILED, code)
     assert str(pod.message).splitlines()[-1] == last_line
     assert pod.waiting == ""
-    assert not pod.lingers
+    assert not pod.sidecars_running
 
 
 def test_the_exit_code_of_an_init_container_is_told_apart_from_that_of_the_agent() -> None:
@@ -254,7 +249,7 @@ def test_the_agents_words_count_more_than_what_the_cluster_says_but_why_it_had_t
     assert pod_of(an_object("Failed", worker(ended(143, left)))).message == says("left on SIGTERM", "Left")
     evicted = pod_of(an_object("Failed", worker(ended(143, left)), reason="Evicted", message="memory"))
     assert evicted.message == "Evicted: memory"
-    assert words.fate(evicted) == "was evicted: memory"
+    assert messages.pod_disruption(evicted) == "was evicted: memory"
 
 
 def test_a_pod_that_is_called_succeeded_has_not_unless_its_worker_has() -> None:
@@ -400,10 +395,10 @@ CRUN = "container create failed: executable file `torchelastic-run` not found in
     ],
 )
 def test_an_image_without_the_agent_is_called_that(obj: dict[str, Any]) -> None:
-    unfit = pod_of(obj).unfit
-    assert unfit is not None
-    assert unfit.reason is Misfit.NO_AGENT
-    assert unfit.message == (
+    incompatible_image = pod_of(obj).incompatible_image
+    assert incompatible_image is not None
+    assert incompatible_image.reason is Reason.NO_AGENT
+    assert incompatible_image.message == (
         "the image team/train:1 has no torchelastic-run, with which every worker pod starts: install the agent in it, "
         "as docs/own-image.md shows, or name an image that has it"
     )
@@ -421,31 +416,31 @@ def test_an_image_without_the_agent_is_called_that(obj: dict[str, Any]) -> None:
     ],
 )
 def test_other_troubles_are_not_taken_for_that(state: dict[str, Any]) -> None:
-    assert pod_of(an_object("Pending", worker(state))).unfit is None
+    assert pod_of(an_object("Pending", worker(state))).incompatible_image is None
 
 
 def spoken(version: int, **more: Any) -> str:
     """The last words of an agent of another version, which may have more to say."""
-    return json.dumps({"reason": "BadInput", "message": "the versions differ", "contract": version, **more})
+    return json.dumps({"reason": "BadInput", "message": "the versions differ", "protocol": version, **more})
 
 
-@pytest.mark.parametrize("message", [spoken(7), spoken(7, epoch="one", news=[1])])
-def test_an_agent_of_another_contract_is_called_that_and_both_versions_are_named(message: str) -> None:
-    unfit = pod_of(an_object("Failed", worker(ended(2, message)))).unfit
-    assert unfit is not None
-    assert unfit.reason is Misfit.CONTRACT_MISMATCH
-    assert unfit.message == (
-        "the agent in the image team/train:1 speaks version 7 of the contract between operator and agents, and this "
-        f"operator version {CONTRACT_VERSION}: use an image with the agent of the operator's release, or the operator "
+@pytest.mark.parametrize("message", [spoken(7), spoken(7, round="one", news=[1])])
+def test_an_agent_of_another_protocol_is_called_that_and_both_versions_are_named(message: str) -> None:
+    incompatible_image = pod_of(an_object("Failed", worker(ended(2, message)))).incompatible_image
+    assert incompatible_image is not None
+    assert incompatible_image.reason is Reason.PROTOCOL_MISMATCH
+    assert incompatible_image.message == (
+        "the agent in the image team/train:1 speaks version 7 of the protocol between operator and agents, and this "
+        f"operator version {PROTOCOL_VERSION}: use an image with the agent of the operator's release, or the operator "
         "of the agent's"
     )
 
 
 @pytest.mark.parametrize(
-    "message", [spoken(CONTRACT_VERSION), '{"contract": 7}', '{"reason": "x", "contract": "7"}', ""]
+    "message", [spoken(PROTOCOL_VERSION), '{"protocol": 7}', '{"reason": "x", "protocol": "7"}', ""]
 )
-def test_an_agent_of_our_contract_or_of_none_is_not(message: str) -> None:
-    assert pod_of(an_object("Failed", worker(ended(2, message)))).unfit is None
+def test_an_agent_of_our_protocol_or_of_none_is_not(message: str) -> None:
+    assert pod_of(an_object("Failed", worker(ended(2, message)))).incompatible_image is None
 
 
 # What the pod carries
@@ -484,8 +479,8 @@ def test_an_annotation_that_somebody_has_spoiled_says_nothing(note: str) -> None
 )
 def test_the_address_that_a_pod_was_told_is_known_from_it(store: str, address: str | None) -> None:
     obj = worker_pod(a_job(), NewPod(NAME, 1, SIZE), PodSettings(), store=store)
-    assert told_cluster_ip(obj) == address
-    assert told_cluster_ip(trimmed_pod(obj)) == address
+    assert etcd_address_of(obj) == address
+    assert etcd_address_of(trimmed_pod(obj)) == address
 
 
 # Whatever an object says
@@ -568,7 +563,7 @@ def a_stored_job(**spec: Any) -> dict[str, Any]:
 
 
 def test_a_job_is_read_with_its_status() -> None:
-    status = JobStatus(replicas=2, restarts=7, accounted=frozenset({"a"}))
+    status = JobStatus(replicas=2, restarts=7, counted_pod_uids=frozenset({"a"}))
     job = job_of({**a_stored_job(etcd={"endpoint": "e:1"}), "status": {**status_to_json(status), "selector": "x=y"}})
     assert (job.name, job.namespace, job.uid, job.generation) == ("digits", "team", UID, 4)
     assert (job.created, job.deleting, job.status) == (AT_CREATED, False, status)
@@ -673,10 +668,10 @@ def test_where_the_etcd_stands(service: Any, deployment: Any, state: EtcdState) 
 
 def test_why_the_etcds_pod_cannot_be_made_is_told_in_the_clusters_words() -> None:
     failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "no such thing today"}
-    assert etcd_hindrance({"status": {"conditions": [failed]}}) == "no such thing today"
-    assert etcd_hindrance({"status": {"conditions": [{**failed, "status": "False"}]}}) is None
-    assert etcd_hindrance(a_deployment()) is None
-    assert etcd_hindrance(None) is None
+    assert etcd_blocked({"status": {"conditions": [failed]}}) == "no such thing today"
+    assert etcd_blocked({"status": {"conditions": [{**failed, "status": "False"}]}}) is None
+    assert etcd_blocked(a_deployment()) is None
+    assert etcd_blocked(None) is None
 
 
 def test_the_size_in_the_annotation_is_the_record_that_the_store_would_have() -> None:

@@ -1,4 +1,4 @@
-"""The form of what an agent prints: whoever reads a log can tell whose a line is, and of which epoch."""
+"""The form of what an agent prints: whoever reads a log can tell whose a line is, and of which round."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torchelastic.output import EPOCH_LINE, TIME_FORMAT, WORKER_LINE, log_format, started, worker_prefix
+from torchelastic.output import ROUND_LINE, TIME_FORMAT, WORKER_LINE, log_format, started, worker_prefix
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ def test_a_workers_line_begins_with_its_rank_and_with_its_role_where_that_is_a_s
 
 @pytest.mark.parametrize("node", ["digits-0-x4k2p", "100%s"])
 @pytest.mark.parametrize(("ranks", "said"), [([3], "rank 3"), ([4, 5], "ranks 4, 5")])
-def test_an_agent_says_which_ranks_of_which_epoch_follow(node: str, ranks: list[int], said: str) -> None:
+def test_an_agent_says_which_ranks_of_which_round_follow(node: str, ranks: list[int], said: str) -> None:
     record = logging.LogRecord("torchelastic", logging.INFO, "", 0, "%s", (started(7, ranks, 8),), None)
     line = logging.Formatter(log_format(node), TIME_FORMAT).format(record)
-    assert line.endswith(f" [{node}] epoch 7: started {said} of a world of 8")
-    match = EPOCH_LINE.fullmatch(line.encode())
+    assert line.endswith(f" [{node}] round 7: started {said} of a world of 8")
+    match = ROUND_LINE.fullmatch(line.encode())
     assert match is not None
-    assert int(match["epoch"]) == 7
+    assert int(match["round"]) == 7
     assert [int(rank) for rank in match["ranks"].split(b",")] == ranks
     assert WORKER_LINE.match(line.encode()) is None

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace as replaced
 
-from elastic_operator.model import EtcdState, JobState, LastFailure, Misfit, Plan, Unfit
-from elastic_operator.names import ConditionType, EventReason, Reason, pod_name
-from elastic_operator.plan import plan
-from elastic_operator.plan.clearing import FAREWELL
-from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
-from elastic_operator.plan.words import MESSAGE_LIMIT
-from elastic_operator.spec import FailureAction
+from elastic_operator.api.constants import ConditionType, EventReason, Reason, pod_name
+from elastic_operator.api.spec import FailureAction
+from elastic_operator.api.status import JobState, LastFailure
+from elastic_operator.controller.completion import EXIT_PERIOD
+from elastic_operator.controller.messages import MESSAGE_LIMIT
+from elastic_operator.controller.model import EtcdState, IncompatibleImage, Plan
+from elastic_operator.controller.plan import plan
+from elastic_operator.controller.scaling import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
 from tests.support.builders import (
     NAME,
     NOW,
     UID,
     a_failure,
     a_job,
+    a_round,
     a_world,
-    an_epoch,
     condition,
     died,
     evicted,
@@ -42,10 +43,10 @@ from tests.support.builders import (
     unready,
     with_status,
 )
-from torchelastic.contract import EpochReason, FailureRecord, ResumeRecord
+from torchelastic.protocol import FailureRecord, ResumeRecord, RoundReason, SizeRecord
 
 if TYPE_CHECKING:
-    from elastic_operator.model import Job, Observed, SizeRecord
+    from elastic_operator.controller.model import Job, Observed
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Case:
     replicas: int | None = None
 
 
-NO_AGENT = Unfit(Misfit.NO_AGENT, "the image busybox has no torchelastic-run")
-STRANGER = Unfit(Misfit.CONTRACT_MISMATCH, "the agent in the image speaks version 7")
+NO_AGENT = IncompatibleImage(Reason.NO_AGENT, "the image busybox has no torchelastic-run")
+STRANGER = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image speaks version 7")
 
 FRESH = a_job(replicas=2)
 TRAINED = that_trained(FRESH)
@@ -200,14 +201,14 @@ CASES = {
         TRAINED,
         a_world(running(0), pending(1), outcome=success()),
         removes=[1],
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
         state=JobState.SUCCEEDED,
     ),
     "so does failure": Case(
-        TRAINED, a_world(running(0), outcome=failure("no")), wakes_in=FAREWELL, state=JobState.FAILED
+        TRAINED, a_world(running(0), outcome=failure("no")), wakes_in=EXIT_PERIOD, state=JobState.FAILED
     ),
     "an agent's word for success is as good": Case(
-        TRAINED, a_world(succeeded(0), running(1)), wakes_in=FAREWELL, state=JobState.SUCCEEDED
+        TRAINED, a_world(succeeded(0), running(1)), wakes_in=EXIT_PERIOD, state=JobState.SUCCEEDED
     ),
     "also when its pod is being deleted": Case(
         TRAINED,
@@ -222,7 +223,7 @@ CASES = {
         TRAINED, a_world(died(0, 1, message="Traceback"), running(1)), creates=[0], state=JobState.RUNNING
     ),
     "input that an agent can't honour ends the job, and the other pods at once": Case(
-        TRAINED, a_world(died(0, 2), running(1)), removes=[1], wakes_in=FAREWELL, state=JobState.FAILED
+        TRAINED, a_world(died(0, 2), running(1)), removes=[1], wakes_in=EXIT_PERIOD, state=JobState.FAILED
     ),
     "a job that has finished gets no pod": Case(FINISHED, a_world(succeeded(0)), etcd=False),
     "a job that is being deleted loses its pods": Case(
@@ -239,66 +240,70 @@ CASES = {
         etcd=False,
     ),
     "where the cluster refuses what the spec asks for, nothing is made until the spec is another": Case(
-        FRESH, a_world(died(1, failures=3), refusal="no such volume"), state=JobState.PENDING
+        FRESH, a_world(died(1, failures=3), rejected="no such volume"), state=JobState.PENDING
     ),
     "no store either": Case(
         FRESH,
-        replace(a_world(store_read=False, refusal="no such volume"), etcd=EtcdState.ABSENT),
+        replace(a_world(store_read=False, rejected="no such volume"), etcd=EtcdState.ABSENT),
         state=JobState.PENDING,
         etcd=False,
     ),
     "but pods that live keep theirs": Case(
         TRAINED,
-        replace(a_world(running(0), store_read=False, refusal="no"), etcd=EtcdState.ABSENT),
+        replace(a_world(running(0), store_read=False, rejected="no"), etcd=EtcdState.ABSENT),
         state=JobState.RUNNING,
     ),
     "and there can still be fewer of them": Case(
         that_trained(a_job(replicas=1, generation=2)),
-        a_world(running(0), running(1), refusal="no such volume"),
+        a_world(running(0), running(1), rejected="no such volume"),
         removes=[1],
         tells=size(1, generation=2, going=(running(1).name,)),
         state=JobState.RUNNING,
     ),
     "what could not be made for now is planned all the same": Case(
-        TRAINED, a_world(running(0), hindrance="exceeded quota"), creates=[1], state=JobState.RUNNING
+        TRAINED, a_world(running(0), blocked="exceeded quota"), creates=[1], state=JobState.RUNNING
     ),
     "an image without an agent ends the job": Case(
         TRAINED,
-        a_world(running(0), died(1, 128, unfit=NO_AGENT)),
+        a_world(running(0), died(1, 128, incompatible_image=NO_AGENT)),
         removes=[0],
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
         state=JobState.FAILED,
     ),
     "also where that is known before the container has run": Case(
-        FRESH, a_world(pending(0, unfit=NO_AGENT), pending(1)), removes=[0, 1], wakes_in=FAREWELL, state=JobState.FAILED
+        FRESH,
+        a_world(pending(0, incompatible_image=NO_AGENT), pending(1)),
+        removes=[0, 1],
+        wakes_in=EXIT_PERIOD,
+        state=JobState.FAILED,
     ),
     "an agent of another version that leaves, or knows how the run ended, is understood": Case(
-        TRAINED, a_world(running(0), left(1, unfit=STRANGER)), creates=[1], state=JobState.RUNNING
+        TRAINED, a_world(running(0), left(1, incompatible_image=STRANGER)), creates=[1], state=JobState.RUNNING
     ),
     "one that succeeded, too": Case(
-        TRAINED, a_world(succeeded(0, unfit=STRANGER)), etcd=False, state=JobState.SUCCEEDED
+        TRAINED, a_world(succeeded(0, incompatible_image=STRANGER)), etcd=False, state=JobState.SUCCEEDED
     ),
     "a dead pod that lingers keeps its place's patience until another takes the place": Case(
-        TRAINED, a_world(running(0), died(1, failures=1, lingers=True)), wakes_in=1, state=JobState.RUNNING
+        TRAINED, a_world(running(0), died(1, failures=1, sidecars_running=True)), wakes_in=1, state=JobState.RUNNING
     ),
     "and then goes, log or no log": Case(
-        that_trained(a_job(replicas=2), accounted=frozenset({died(1).uid})),
-        a_world(running(0), died(1, lingers=True), running(1, after=died(1))),
+        that_trained(a_job(replicas=2), counted_pod_uids=frozenset({died(1).uid})),
+        a_world(running(0), died(1, sidecars_running=True), running(1, after=died(1))),
         removes=[1],
         state=JobState.RUNNING,
     ),
     "a finished job's pods go where another container still runs": Case(
-        FINISHED, a_world(succeeded(0), succeeded(1, lingers=True)), removes=[1], etcd=False
+        FINISHED, a_world(succeeded(0), succeeded(1, sidecars_running=True)), removes=[1], etcd=False
     ),
     "so do those of a job that has just finished": Case(
         TRAINED,
-        a_world(succeeded(0, lingers=True), running(1), outcome=success()),
+        a_world(succeeded(0, sidecars_running=True), running(1), outcome=success()),
         removes=[0],
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
         state=JobState.SUCCEEDED,
     ),
     "and those of a job that is being deleted": Case(
-        replace(TRAINED, deleting=True), a_world(died(0, lingers=True), died(1)), removes=[0], etcd=False
+        replace(TRAINED, deleting=True), a_world(died(0, sidecars_running=True), died(1)), removes=[0], etcd=False
     ),
 }
 
@@ -306,7 +311,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_job_and_what_is_observed_decide_what_is_done(case: Case) -> None:
     if case.state is JobState.RUNNING:
-        case = replace(case, world=replace(case.world, epoch=an_epoch(running(0), running(1))))
+        case = replace(case, world=replace(case.world, round=a_round(running(0), running(1))))
 
     made = plan(case.job, case.world, NOW)
 
@@ -393,7 +398,7 @@ def test_the_time_that_a_place_was_kept_waiting_was_not_healthy() -> None:
 @pytest.mark.parametrize("terminating", [False, True])
 def test_a_place_keeps_waiting_though_somebody_deletes_the_remains_of_what_failed_there(terminating: bool) -> None:
     dead = died(1, failures=4, ended=NOW - 1, terminating=terminating)
-    job = that_trained(a_job(), accounted=frozenset({dead.uid}))
+    job = that_trained(a_job(), counted_pod_uids=frozenset({dead.uid}))
     made = plan(job, a_world(running(0), dead), NOW)
     assert (made.create, made.wake_at) == ((), NOW - 1 + back_off(5))
 
@@ -449,15 +454,15 @@ def test_a_pod_that_its_own_deadline_ended_has_died() -> None:
 
 
 def test_where_no_pod_is_left_that_remembers_the_run_new_ones_are_told_of_it() -> None:
-    job = that_trained(a_job(replicas=2), epoch=7, restarts=3, free_restarts=1)
+    job = that_trained(a_job(replicas=2), round=7, restarts=3, uncharged_restarts=1)
     told_them = [pod.resume for pod in plan(job, a_world(lost(0), lost(1)), NOW).create]
-    assert told_them == [ResumeRecord(epoch=7, restarts=3, free=1)] * 2
+    assert told_them == [ResumeRecord(round=7, restarts=3, uncharged_restarts=1)] * 2
     assert [pod.resume for pod in plan(job, a_world(running(0), lost(1)), NOW).create] == [None]
 
 
 def test_what_keeps_etcd_from_serving_is_told_where_nothing_else_is_left() -> None:
     job = that_trained(a_job(replicas=1))
-    world = a_world(store_read=False, etcd_trouble="its etcd does not serve yet: no node takes it")
+    world = a_world(store_read=False, etcd_error="its etcd does not serve yet: no node takes it")
     waiting = condition(plan(job, world, NOW).status, ConditionType.WAITING)
     assert waiting.message.endswith("its etcd does not serve yet: no node takes it")
 
@@ -513,7 +518,7 @@ def test_a_death_is_charged_once_and_a_leave_never() -> None:
     first = plan(that_trained(a_job(replicas=3)), world, NOW).status
     assert first is not None
     assert first.pod_failures == 1
-    assert first.accounted == {died(0).uid, left(1).uid, going(2).uid}
+    assert first.counted_pod_uids == {died(0).uid, left(1).uid, going(2).uid}
     assert first.last_failure == LastFailure(
         f"{died(0).name} was killed by SIGKILL", pod=died(0).name, signal="SIGKILL", time=NOW
     )
@@ -524,23 +529,23 @@ def test_a_death_is_charged_once_and_a_leave_never() -> None:
 
 
 def test_what_is_gone_is_forgotten_with_the_next_write_and_not_before() -> None:
-    world = a_world(running(0), running(1), epoch=an_epoch(running(0), running(1)))
+    world = a_world(running(0), running(1), round=a_round(running(0), running(1)))
     settled = plan(TRAINED, world, NOW).status
     assert settled is not None
-    remembering = replace(TRAINED, status=replace(settled, accounted=frozenset({"somebody"})))
+    remembering = replace(TRAINED, status=replace(settled, counted_pod_uids=frozenset({"somebody"})))
 
     assert plan(remembering, world, NOW).status is None
     rewritten = plan(replace(remembering, generation=9), world, NOW).status
     assert rewritten is not None
-    assert rewritten.accounted == frozenset()
+    assert rewritten.counted_pod_uids == frozenset()
 
 
 def test_a_pod_that_was_to_go_and_stays_after_all_is_no_longer_accounted_for() -> None:
-    world = a_world(running(1), epoch=an_epoch(running(1)))
+    world = a_world(running(1), round=a_round(running(1)))
     job = that_trained(a_job(replicas=1, generation=2))
     settled = plan(job, replace(world, size=size(1, generation=2)), NOW).status
     assert settled is not None
-    sent_away = replace(job, status=replace(settled, accounted=frozenset({running(1).uid})))
+    sent_away = replace(job, status=replace(settled, counted_pod_uids=frozenset({running(1).uid})))
     status = plan(sent_away, replace(world, size=size(1, generation=2)), NOW).status
 
     assert status == settled
@@ -586,7 +591,7 @@ def test_as_many_deaths_as_restarts_are_allowed_do_not() -> None:
 def test_a_few_ended_pods_are_kept_for_their_logs_and_older_ones_go() -> None:
     ended = [died(index, ended=NOW - 100 + index, started=NOW - 200) for index in range(5)]
     alive = [running(index, after=ended[index]) for index in range(5)]
-    job = that_trained(a_job(replicas=5, maximum=5), accounted=frozenset(pod.uid for pod in ended))
+    job = that_trained(a_job(replicas=5, maximum=5), counted_pod_uids=frozenset(pod.uid for pod in ended))
     removed = [removal.name for removal in plan(job, a_world(*ended, *alive), NOW).remove]
 
     assert removed == [ended[1].name, ended[0].name]
@@ -614,28 +619,28 @@ def test_agents_that_do_not_end_by_themselves_are_removed_and_then_the_store_goe
     finished = plan(TRAINED, a_world(running(0), succeeded(1), outcome=success()), NOW).status
     assert finished is not None
     job = replace(TRAINED, status=finished)
-    patient = plan(job, a_world(running(0), succeeded(1)), NOW + FAREWELL - 1)
-    at_last = plan(job, a_world(running(0), succeeded(1)), NOW + FAREWELL)
+    patient = plan(job, a_world(running(0), succeeded(1)), NOW + EXIT_PERIOD - 1)
+    at_last = plan(job, a_world(running(0), succeeded(1)), NOW + EXIT_PERIOD)
 
-    assert (patient.remove, patient.etcd, patient.wake_at) == ((), True, NOW + FAREWELL)
+    assert (patient.remove, patient.etcd, patient.wake_at) == ((), True, NOW + EXIT_PERIOD)
     assert [removal.name for removal in at_last.remove] == [running(0).name]
     assert (at_last.etcd, at_last.wake_at) == (False, None)
 
 
 def test_success_is_said_in_conditions_and_an_event() -> None:
-    made = plan(TRAINED, a_world(running(0), running(1), outcome=success(epoch=4, restarts=1)), NOW)
+    made = plan(TRAINED, a_world(running(0), running(1), outcome=success(round=4, restarts=1)), NOW)
 
     for kind in (ConditionType.SUCCEEDED, ConditionType.FINISHED):
         assert condition(made.status, kind).status is True
     for kind in (ConditionType.RUNNING, ConditionType.WAITING, ConditionType.DEGRADED):
         assert condition(made.status, kind).status is False
     assert made.status is not None
-    assert (made.status.epoch, made.status.restarts, made.status.completed) == (4, 1, NOW)
-    assert told(made) == {EventReason.SUCCEEDED: "succeeded in epoch 4 after 1 restart"}
+    assert (made.status.round, made.status.restarts, made.status.completed) == (4, 1, NOW)
+    assert told(made) == {EventReason.SUCCEEDED: "succeeded in round 4 after 1 restart"}
 
 
 def test_failure_names_its_root_cause() -> None:
-    record = FailureRecord(epoch=1, rank=3, local_rank=1, node="digits-2.7f", exit_code=1, message="ValueError: no")
+    record = FailureRecord(round=1, rank=3, local_rank=1, node="digits-2.7f", exit_code=1, message="ValueError: no")
     made = plan(TRAINED, a_world(running(0), outcome=failure(record=record)), NOW)
 
     cause = "rank 3 on digits-2 exited with ValueError: no"
@@ -648,7 +653,7 @@ def test_failure_names_its_root_cause() -> None:
 
 
 def test_a_worker_that_was_killed_is_named_by_its_signal() -> None:
-    record = FailureRecord(epoch=1, rank=0, local_rank=0, node="digits-0.7f", exit_code=-9)
+    record = FailureRecord(round=1, rank=0, local_rank=0, node="digits-0.7f", exit_code=-9)
     made = plan(TRAINED, a_world(running(0), outcome=failure(record=record)), NOW)
 
     assert condition(made.status, ConditionType.FAILED).message == "rank 0 on digits-0 was killed by SIGKILL"
@@ -676,11 +681,11 @@ def test_refused_input_is_quoted() -> None:
 def test_the_status_of_a_finished_job_follows_its_last_pods() -> None:
     finished = plan(TRAINED, a_world(running(0), running(1), outcome=success()), NOW).status
     assert finished is not None
-    assert (finished.replicas, finished.ready) == (2, 2)
+    assert (finished.replicas, finished.ready_replicas) == (2, 2)
     left_over = plan(replace(TRAINED, status=finished), a_world(succeeded(0), running(1)), NOW).status
 
     assert left_over is not None
-    assert (left_over.replicas, left_over.ready, left_over.state) == (1, 1, JobState.SUCCEEDED)
+    assert (left_over.replicas, left_over.ready_replicas, left_over.state) == (1, 1, JobState.SUCCEEDED)
 
 
 # -- status and conditions
@@ -690,7 +695,7 @@ def test_the_status_counts_what_will_be_there() -> None:
     status = plan(that_trained(a_job(replicas=3)), a_world(running(0), died(1), unready(2)), NOW).status
 
     assert status is not None
-    assert (status.replicas, status.ready, status.desired) == (3, 1, 3)
+    assert (status.replicas, status.ready_replicas, status.desired) == (3, 1, 3)
 
 
 def test_the_status_speaks_of_the_generation_that_its_own_write_makes() -> None:
@@ -700,11 +705,11 @@ def test_the_status_speaks_of_the_generation_that_its_own_write_makes() -> None:
     assert status.observed_generation == 2
 
 
-def test_a_job_starts_when_its_first_epoch_forms() -> None:
+def test_a_job_starts_when_its_first_round_forms() -> None:
     job = that_had_pods(a_job(replicas=2))
     pods = (running(0), running(1))
     before = plan(job, a_world(*pods), NOW).status
-    made = plan(job, a_world(*pods, epoch=an_epoch(*pods)), NOW)
+    made = plan(job, a_world(*pods, round=a_round(*pods)), NOW)
 
     assert before is not None
     assert (before.state, before.started) == (JobState.PENDING, None)
@@ -737,7 +742,7 @@ def test_many_missing_pods_are_not_all_named() -> None:
 def test_a_job_with_fewer_pods_than_desired_is_degraded_once_it_has_trained() -> None:
     world = a_world(running(0), unready(1))
     new = plan(that_had_pods(a_job(replicas=2)), world, NOW).status
-    trained = plan(TRAINED, replace(world, epoch=an_epoch(running(0))), NOW).status
+    trained = plan(TRAINED, replace(world, round=a_round(running(0))), NOW).status
 
     assert condition(new, ConditionType.DEGRADED).status is False
     degraded = condition(trained, ConditionType.DEGRADED)
@@ -747,13 +752,13 @@ def test_a_job_with_fewer_pods_than_desired_is_degraded_once_it_has_trained() ->
 
 def test_a_condition_keeps_the_time_since_which_it_holds() -> None:
     pods = (running(0), running(1))
-    first = plan(TRAINED, a_world(*pods, epoch=an_epoch(*pods)), NOW).status
+    first = plan(TRAINED, a_world(*pods, round=a_round(*pods)), NOW).status
     assert first is not None
-    later = plan(replace(TRAINED, status=first), a_world(*pods, epoch=an_epoch(*pods, number=2)), NOW + 5).status
-    broken = plan(replace(TRAINED, status=first), a_world(*pods, epoch=an_epoch(number=2)), NOW + 5).status
+    later = plan(replace(TRAINED, status=first), a_world(*pods, round=a_round(*pods, number=2)), NOW + 5).status
+    broken = plan(replace(TRAINED, status=first), a_world(*pods, round=a_round(number=2)), NOW + 5).status
 
     assert condition(later, ConditionType.RUNNING).since == NOW
-    assert condition(later, ConditionType.RUNNING).message == "epoch 2 with world size 2"
+    assert condition(later, ConditionType.RUNNING).message == "round 2 with world size 2"
     assert condition(broken, ConditionType.RUNNING).since == NOW + 5
 
 
@@ -783,21 +788,21 @@ def test_many_causes_are_not_all_told_but_all_pods_are() -> None:
 
 def test_what_hinders_new_pods_is_said_and_told_once() -> None:
     job = that_trained(a_job(minimum=2))
-    world = a_world(running(0), hindrance="exceeded quota: pods.")
+    world = a_world(running(0), blocked="exceeded quota: pods.")
     made = plan(job, world, NOW)
     waiting, degraded = (condition(made.status, kind) for kind in (ConditionType.WAITING, ConditionType.DEGRADED))
 
     hindered = f"{pod_name(NAME, UID, 1, '')} cannot be made for now: exceeded quota: pods"
     assert waiting.message == f"1 of at least 2 pods is ready; {hindered}"
     assert degraded.message == f"1 of 2 pods ready; {hindered}"
-    assert waiting.reason == degraded.reason == Reason.HINDERED
-    assert told(made) == {EventReason.HINDERED: "pods cannot be made for now: exceeded quota: pods"}
+    assert waiting.reason == degraded.reason == Reason.RESOURCES_BLOCKED
+    assert told(made) == {EventReason.RESOURCES_BLOCKED: "pods cannot be made for now: exceeded quota: pods"}
     assert made.status is not None
     assert made.status.replicas == 1
 
-    again = plan(replace(job, status=made.status), replace(world, hindrance="exceeded quota: pods, again"), NOW)
+    again = plan(replace(job, status=made.status), replace(world, blocked="exceeded quota: pods, again"), NOW)
     assert again.events == ()
-    free = plan(replace(job, status=made.status), replace(world, hindrance=None), NOW).status
+    free = plan(replace(job, status=made.status), replace(world, blocked=None), NOW).status
     assert free is not None
     assert (free.replicas, condition(free, ConditionType.WAITING).reason) == (2, Reason.BELOW_MINIMUM)
 
@@ -805,21 +810,21 @@ def test_what_hinders_new_pods_is_said_and_told_once() -> None:
 def test_what_keeps_etcd_away_is_said_though_no_pod_has_to_be_made() -> None:
     job = that_had_pods(a_job(minimum=2))
     quota = 'pods "digits-etcd" is forbidden: exceeded quota: few.'
-    world = replace(a_world(unready(0), unready(1), hindrance=quota, store_read=False), etcd=EtcdState.STARTING)
+    world = replace(a_world(unready(0), unready(1), blocked=quota, store_read=False), etcd=EtcdState.STARTING)
     made = plan(job, world, NOW)
 
     hindered = f"not all that the job needs can be made for now: {quota.rstrip('.')}"
     waiting = condition(made.status, ConditionType.WAITING)
-    assert waiting.reason == Reason.HINDERED
+    assert waiting.reason == Reason.RESOURCES_BLOCKED
     assert waiting.message.endswith(f"; {hindered}")
-    assert told(made) == {EventReason.HINDERED: hindered}
+    assert told(made) == {EventReason.RESOURCES_BLOCKED: hindered}
 
 
 def test_workers_give_way_to_an_etcd_that_finds_no_room_and_come_back_when_it_is_there() -> None:
     job = that_had_pods(a_job(minimum=1, maximum=4, replicas=4))
     quota = 'pods "digits-etcd" is forbidden: exceeded quota: few'
     pods = (unready(0), unready(1), unready(2))
-    world = replace(a_world(*pods, hindrance=quota, etcd_hindered=True, store_read=False), etcd=EtcdState.STARTING)
+    world = replace(a_world(*pods, blocked=quota, etcd_blocked=True, store_read=False), etcd=EtcdState.STARTING)
     made = plan(job, world, NOW)
     assert ({each.name for each in made.remove}, made.create) == ({unready(1).name, unready(2).name}, ())
     assert {each.reason for each in made.remove} == {"the job's etcd needs its room first"}
@@ -834,7 +839,7 @@ def test_workers_give_way_to_an_etcd_that_finds_no_room_and_come_back_when_it_is
 
 def test_pods_that_have_trained_give_no_way_but_no_more_are_made() -> None:
     job = that_trained(a_job(minimum=1, maximum=4, replicas=4))
-    world = a_world(running(0), running(1), hindrance="exceeded quota", etcd_hindered=True, store_read=False)
+    world = a_world(running(0), running(1), blocked="exceeded quota", etcd_blocked=True, store_read=False)
     made = plan(job, replace(world, etcd=EtcdState.STARTING), NOW)
     assert (made.remove, made.create) == ((), ())
     assert len(plan(job, replace(world, etcd=EtcdState.READY), NOW).create) == 2
@@ -843,24 +848,29 @@ def test_pods_that_have_trained_give_no_way_but_no_more_are_made() -> None:
 def test_what_is_missing_while_all_pods_train_is_said_too_and_taken_back() -> None:
     pods = (running(0), running(1))
     world = a_world(
-        *pods, epoch=an_epoch(*pods), hindrance="a foreign Service is called digits-etcd", unguarded="no right"
+        *pods,
+        round=a_round(*pods),
+        blocked="a foreign Service is called digits-etcd",
+        disruption_budget_error="no right",
     )
     made = plan(TRAINED, world, NOW)
 
-    kinds = (ConditionType.HINDERED, ConditionType.UNGUARDED)
+    kinds = (ConditionType.RESOURCES_BLOCKED, ConditionType.DISRUPTION_BUDGET_FAILED)
     said = [condition(made.status, kind) for kind in kinds]
     assert [(each.status, each.reason, each.message) for each in said] == [
-        (True, Reason.HINDERED, "a foreign Service is called digits-etcd"),
-        (True, Reason.NO_BUDGET, "no right"),
+        (True, Reason.RESOURCES_BLOCKED, "a foreign Service is called digits-etcd"),
+        (True, Reason.BUDGET_REJECTED, "no right"),
     ]
-    assert told(made)[EventReason.HINDERED].endswith("for now: a foreign Service is called digits-etcd")
+    assert told(made)[EventReason.RESOURCES_BLOCKED].endswith("for now: a foreign Service is called digits-etcd")
     assert made.status is not None
-    mended = plan(replace(TRAINED, status=made.status), replace(world, hindrance=None, unguarded=None), NOW).status
+    mended = plan(
+        replace(TRAINED, status=made.status), replace(world, blocked=None, disruption_budget_error=None), NOW
+    ).status
     assert [condition(mended, kind).status for kind in kinds] == [False, False]
 
 
 def test_what_the_cluster_refuses_is_said_and_told_once_and_no_successor_is_promised() -> None:
-    made = plan(TRAINED, a_world(running(0), died(1), refusal="Pod is invalid: spec.volumes: no such volume."), NOW)
+    made = plan(TRAINED, a_world(running(0), died(1), rejected="Pod is invalid: spec.volumes: no such volume."), NOW)
 
     invalid = condition(made.status, ConditionType.INVALID)
     words = "Pod is invalid: spec.volumes: no such volume"
@@ -873,12 +883,12 @@ def test_what_the_cluster_refuses_is_said_and_told_once_and_no_successor_is_prom
         EventReason.REFUSED: f"the spec cannot be honoured, and no pod is made of it: {words}",
     }
     assert made.status is not None
-    same = plan(replace(TRAINED, status=made.status), a_world(running(0), died(1), refusal=f"{words}."), NOW)
+    same = plan(replace(TRAINED, status=made.status), a_world(running(0), died(1), rejected=f"{words}."), NOW)
     assert (same.status, same.events, same.create) == (None, (), ())
 
 
 def test_a_refusal_stands_until_the_spec_is_another_or_a_pod_was_taken() -> None:
-    refused = plan(TRAINED, a_world(running(0), refusal="no such volume"), NOW).status
+    refused = plan(TRAINED, a_world(running(0), rejected="no such volume"), NOW).status
     assert refused is not None
     job = replace(TRAINED, status=refused)
 
@@ -889,19 +899,19 @@ def test_a_refusal_stands_until_the_spec_is_another_or_a_pod_was_taken() -> None
 
     taken = plan(job, a_world(running(0), pending(1)), NOW).status
     mended = plan(replace(job, generation=2), a_world(running(0)), NOW).status
-    hindered = plan(job, a_world(running(0), hindrance="exceeded quota"), NOW).status
+    hindered = plan(job, a_world(running(0), blocked="exceeded quota"), NOW).status
     for status in (taken, mended, hindered):
         invalid = condition(status, ConditionType.INVALID)
-        assert (invalid.status, invalid.reason, invalid.message) == (False, Reason.GOOD_SPEC, "")
+        assert (invalid.status, invalid.reason, invalid.message) == (False, Reason.SPEC_VALID, "")
 
 
-@pytest.mark.parametrize("unfit", [NO_AGENT, STRANGER], ids=["no agent", "another version"])
-def test_why_no_agent_can_run_is_the_reason_of_the_failure(unfit: Unfit) -> None:
-    made = plan(TRAINED, a_world(died(0, 2, unfit=unfit), died(1)), NOW)
+@pytest.mark.parametrize("incompatible_image", [NO_AGENT, STRANGER], ids=["no agent", "another version"])
+def test_why_no_agent_can_run_is_the_reason_of_the_failure(incompatible_image: IncompatibleImage) -> None:
+    made = plan(TRAINED, a_world(died(0, 2, incompatible_image=incompatible_image), died(1)), NOW)
     failed = condition(made.status, ConditionType.FAILED)
 
-    assert (failed.reason, failed.message) == (Reason(unfit.reason.value), unfit.message)
-    assert told(made) == {EventReason.FAILED: f"failed: {unfit.message}"}
+    assert (failed.reason, failed.message) == (Reason(incompatible_image.reason.value), incompatible_image.message)
+    assert told(made) == {EventReason.FAILED: f"failed: {incompatible_image.message}"}
     assert made.status is not None
     assert made.status.pod_failures == 0
 
@@ -920,7 +930,7 @@ def test_a_spec_that_cannot_be_meant_is_said_to_be_invalid_until_it_is_mended() 
     made = plan(bad, a_world(), NOW)
     assert made.create == ()
     invalid = condition(made.status, ConditionType.INVALID)
-    assert (invalid.status, invalid.reason) == (True, Reason.BAD_SPEC)
+    assert (invalid.status, invalid.reason) == (True, Reason.SPEC_INVALID)
     assert "PET_NNODES" in invalid.message
     waiting = condition(made.status, ConditionType.WAITING).message
     assert waiting == f"0 of at least 1 pod are ready; no pod is made of this spec: {invalid.message}"
@@ -932,12 +942,12 @@ def test_a_spec_that_cannot_be_meant_is_said_to_be_invalid_until_it_is_mended() 
 
 
 def test_a_store_that_lost_its_keys_does_not_take_them_from_the_status() -> None:
-    job = with_status(TRAINED, epoch=7, restarts=3)
+    job = with_status(TRAINED, round=7, restarts=3)
     pods = (running(0), running(1))
     status = plan(job, a_world(*pods), NOW).status
 
     assert status is not None
-    assert (status.epoch, status.restarts, status.world_size, status.state) == (7, 3, 2, JobState.RUNNING)
+    assert (status.round, status.restarts, status.world_size, status.state) == (7, 3, 2, JobState.RUNNING)
 
 
 # -- events
@@ -990,16 +1000,16 @@ def test_pods_that_the_plan_itself_removes_are_not_told_as_deleted() -> None:
     assert plan(replace(job, status=first.status), after, NOW).events == ()
 
 
-def test_a_new_epoch_is_told_with_its_cause() -> None:
+def test_a_new_round_is_told_with_its_cause() -> None:
     pods = (running(0), running(1))
-    scaled = plan(TRAINED, a_world(*pods, epoch=an_epoch(*pods, number=2, cause="digits-1 joined")), NOW)
+    scaled = plan(TRAINED, a_world(*pods, round=a_round(*pods, number=2, cause="digits-1 joined")), NOW)
     cause = "rank 1 on digits-1: KeyError: 'x'"
-    anew = an_epoch(*pods, number=2, cause=cause, restarts=1, reason=EpochReason.WORKER_FAILED)
-    failed = plan(TRAINED, a_world(*pods, epoch=anew), NOW)
+    anew = a_round(*pods, number=2, cause=cause, restarts=1, reason=RoundReason.WORKER_FAILED)
+    failed = plan(TRAINED, a_world(*pods, round=anew), NOW)
 
-    assert told(scaled) == {EventReason.EPOCH: "epoch 2 with world size 2: digits-1 joined"}
+    assert told(scaled) == {EventReason.ROUND: "round 2 with world size 2: digits-1 joined"}
     assert [event.warning for event in scaled.events] == [False]
-    assert told(failed) == {EventReason.EPOCH: f"epoch 2 with world size 2: {cause}"}
+    assert told(failed) == {EventReason.ROUND: f"round 2 with world size 2: {cause}"}
     assert [event.warning for event in failed.events] == [True]
     assert failed.status is not None
     assert (failed.status.restarts, failed.status.last_failure) == (1, LastFailure(cause, time=NOW))
@@ -1007,10 +1017,10 @@ def test_a_new_epoch_is_told_with_its_cause() -> None:
 
 def test_a_worker_failure_after_which_the_job_goes_on_is_the_last_failure_with_all_that_is_known_of_it() -> None:
     pods = (running(0), running(1))
-    anew = an_epoch(*pods, number=2, restarts=1, cause="rank 3", reason=EpochReason.WORKER_FAILED, failure=a_failure())
-    raised = plan(TRAINED, a_world(*pods, epoch=anew), NOW).status
+    anew = a_round(*pods, number=2, restarts=1, cause="rank 3", reason=RoundReason.WORKER_FAILED, failure=a_failure())
+    raised = plan(TRAINED, a_world(*pods, round=anew), NOW).status
     killed = plan(
-        TRAINED, a_world(*pods, epoch=replaced(anew, failure=a_failure(exit_code=-9, message=""))), NOW
+        TRAINED, a_world(*pods, round=replaced(anew, failure=a_failure(exit_code=-9, message=""))), NOW
     ).status
 
     assert raised is not None
@@ -1025,27 +1035,27 @@ def test_a_worker_failure_after_which_the_job_goes_on_is_the_last_failure_with_a
 
 def test_what_came_after_a_failure_is_not_taken_for_it() -> None:
     pods = (running(0), running(1))
-    after = an_epoch(*pods, number=3, restarts=1, cause="digits-1 joined", failure=a_failure())
-    made = plan(TRAINED, a_world(*pods, epoch=after), NOW)
+    after = a_round(*pods, number=3, restarts=1, cause="digits-1 joined", failure=a_failure())
+    made = plan(TRAINED, a_world(*pods, round=after), NOW)
 
     failed = "rank 3 on digits-1-abcde exited with ValueError: no"
     assert told(made) == {
         EventReason.WORKER_FAILED: failed,
-        EventReason.EPOCH: "epoch 3 with world size 2: digits-1 joined",
+        EventReason.ROUND: "round 3 with world size 2: digits-1 joined",
     }
     assert [event.warning for event in made.events] == [True, False]
     assert made.status is not None
     assert made.status.last_failure is not None
     assert made.status.last_failure.message == failed
 
-    unknown = plan(TRAINED, a_world(*pods, epoch=replaced(after, failure=None)), NOW)
-    assert told(unknown) == {EventReason.EPOCH: "epoch 3 with world size 2: digits-1 joined"}
+    unknown = plan(TRAINED, a_world(*pods, round=replaced(after, failure=None)), NOW)
+    assert told(unknown) == {EventReason.ROUND: "round 3 with world size 2: digits-1 joined"}
     assert unknown.status is not None
     assert (unknown.status.restarts, unknown.status.last_failure) == (1, None)
 
 
-def test_an_epoch_without_members_is_told_as_a_pause() -> None:
-    made = plan(TRAINED, a_world(running(0), running(1), epoch=an_epoch(number=2, cause="digits-1 died")), NOW)
+def test_an_round_without_members_is_told_as_a_pause() -> None:
+    made = plan(TRAINED, a_world(running(0), running(1), round=a_round(number=2, cause="digits-1 died")), NOW)
 
     assert told(made) == {EventReason.PAUSED: "nobody trains now: digits-1 died"}
     assert made.status is not None

@@ -5,43 +5,39 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.model import (
-    Condition,
-    EtcdState,
-    Fate,
-    Job,
-    JobState,
-    JobStatus,
-    LastFailure,
-    Misfit,
-    Observed,
-    Plan,
-    Pod,
-    PodPhase,
-    Unfit,
-)
-from elastic_operator.names import ConditionType, Reason, pod_name
-from elastic_operator.pinned import pin
-from elastic_operator.plan import plan
-from elastic_operator.spec import (
+from elastic_operator.api.constants import ConditionType, Reason, pod_name
+from elastic_operator.api.spec import (
     MANAGER,
     CleanPodPolicy,
     ElasticJobSpec,
     FailureAction,
+    FailurePolicy,
     FailureRule,
     GangScheduler,
     PodCondition,
     SchedulingSpec,
 )
+from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure
+from elastic_operator.controller.model import (
+    EtcdState,
+    IncompatibleImage,
+    Job,
+    Observed,
+    Plan,
+    Pod,
+    PodPhase,
+    TerminationCause,
+)
+from elastic_operator.controller.plan import plan
 from tests.support.builders import NAME, NOW, UID
 from tests.support.simulated_cluster import is_live
-from torchelastic.contract import (
-    EpochReason,
-    EpochRecord,
+from torchelastic.protocol import (
     FailureRecord,
     Member,
     OutcomeRecord,
     OutcomeState,
+    RoundReason,
+    RoundRecord,
     SizeRecord,
     TerminationMessage,
 )
@@ -51,11 +47,11 @@ SECONDS = st.floats() | st.sampled_from([NOW - 1, NOW, NOW + 1])
 TEXTS = st.text(max_size=8)
 NAMES = TEXTS | st.builds(pod_name, st.just(NAME), st.just(UID), st.integers(0, 2), st.sampled_from(["", "a", "b"]))
 SIZES = st.builds(
-    SizeRecord, min=NUMBERS, max=NUMBERS, generation=NUMBERS, wanted=st.none() | NUMBERS, going=st.tuples(NAMES)
+    SizeRecord, min=NUMBERS, max=NUMBERS, generation=NUMBERS, desired=st.none() | NUMBERS, draining=st.tuples(NAMES)
 )
 FAILURES = st.builds(
     FailureRecord,
-    epoch=NUMBERS,
+    round=NUMBERS,
     rank=NUMBERS,
     local_rank=NUMBERS,
     node=TEXTS,
@@ -81,21 +77,21 @@ PODS = st.builds(
     failed=st.none() | SECONDS,
     size=st.none() | SIZES,
     waiting=TEXTS,
-    unfit=st.none() | st.builds(Unfit, reason=st.sampled_from(Misfit), message=TEXTS),
-    lingers=st.booleans(),
+    incompatible_image=st.none() | st.builds(IncompatibleImage, reason=st.sampled_from(Reason), message=TEXTS),
+    sidecars_running=st.booleans(),
     node=st.sampled_from(["", "m", "n"]),
-    fate=st.none() | st.sampled_from(Fate),
+    termination_cause=st.none() | st.sampled_from(TerminationCause),
     reasons=st.frozensets(st.sampled_from(["Evicted", "Error"])),
     conditions=st.dictionaries(st.just("DisruptionTarget"), st.sampled_from(["True", "False"])),
 )
-EPOCHS = st.builds(
-    EpochRecord,
+ROUNDS = st.builds(
+    RoundRecord,
     number=NUMBERS,
     members=st.lists(st.builds(Member, node=TEXTS, address=TEXTS, workers=NUMBERS), max_size=2).map(tuple),
     restarts=NUMBERS,
-    free=NUMBERS,
+    uncharged_restarts=NUMBERS,
     cause=TEXTS,
-    reason=st.sampled_from(EpochReason),
+    reason=st.sampled_from(RoundReason),
     failure=st.none() | FAILURES,
 )
 WORLDS = st.builds(
@@ -103,16 +99,16 @@ WORLDS = st.builds(
     pods=st.lists(PODS, max_size=6).map(tuple),
     etcd=st.sampled_from(EtcdState),
     store_read=st.booleans(),
-    epoch=st.none() | EPOCHS,
+    round=st.none() | ROUNDS,
     outcome=st.none()
     | st.builds(OutcomeRecord, state=st.sampled_from(OutcomeState), message=TEXTS, failure=st.none() | FAILURES),
     size=st.none() | SIZES,
-    refusal=st.none() | TEXTS,
-    hindrance=st.none() | TEXTS,
-    etcd_hindered=st.booleans(),
-    store_trouble=st.none() | TEXTS,
-    store_closed=st.booleans(),
-    unguarded=st.none() | TEXTS,
+    rejected=st.none() | TEXTS,
+    blocked=st.none() | TEXTS,
+    etcd_blocked=st.booleans(),
+    store_error=st.none() | TEXTS,
+    store_forbidden=st.booleans(),
+    disruption_budget_error=st.none() | TEXTS,
 )
 RULES = st.builds(
     FailureRule,
@@ -133,7 +129,7 @@ SPECS = st.builds(
     active_deadline=st.none() | NUMBERS,
     ttl_after_finished=st.none() | NUMBERS,
     clean_pod_policy=st.sampled_from(CleanPodPolicy),
-    failure_rules=st.lists(RULES, max_size=2).map(tuple),
+    failure_policy=st.lists(RULES, max_size=2).map(tuple).map(FailurePolicy),
     scheduling=st.sampled_from([SchedulingSpec(), SchedulingSpec(GangScheduler.VOLCANO)]),
     disruption_budget=st.booleans(),
     env=st.sampled_from([(), ({"name": "A"}, {"name": "A"}), ({},)]),
@@ -143,15 +139,15 @@ STATUSES = st.builds(
     JobStatus,
     state=st.sampled_from(JobState),
     desired=NUMBERS,
-    epoch=NUMBERS,
+    round=NUMBERS,
     restarts=NUMBERS,
-    free_restarts=NUMBERS,
+    uncharged_restarts=NUMBERS,
     pod_failures=NUMBERS,
     active=st.none() | SECONDS,
     last_failure=st.none() | st.builds(LastFailure, message=TEXTS),
-    excluded=st.sampled_from([(), ("m",)]),
-    pinned=st.none() | st.builds(pin, SPECS),
-    accounted=st.frozensets(st.sampled_from(["a", "b"])),
+    excluded_nodes=st.sampled_from([(), ("m",)]),
+    applied_spec=st.none() | SPECS.map(lambda spec: spec.applied),
+    counted_pod_uids=st.frozensets(st.sampled_from(["a", "b"])),
     size_generation=NUMBERS,
     started=st.none() | SECONDS,
     completed=st.none() | SECONDS,
@@ -193,10 +189,16 @@ def test_whatever_it_is_given_the_plan_never_raises_and_never_asks_for_too_much(
     assert not made.create or len(made.create) + len(staying) <= job.spec.desired
     assert len({pod.name for pod in made.create}) == len(made.create)
     assert len({pod.index for pod in made.create}) == len(made.create)
-    if observed.refusal is not None:
+    if observed.rejected is not None:
         assert made.create == ()
-    if made.hands_off:
-        assert made == Plan(hands_off=True)
+    if made.managed_elsewhere:
+        assert made == Plan(managed_elsewhere=True)
     if job.status.state.finished or job.deleting or job.spec.suspend:
-        assert (made.create, made.replicas, made.size, made.together, made.guarded) == ((), None, None, None, None)
+        assert (made.create, made.replicas, made.size, made.min_member, made.min_available) == (
+            (),
+            None,
+            None,
+            None,
+            None,
+        )
     assert not made.delete_job or job.spec.ttl_after_finished is not None

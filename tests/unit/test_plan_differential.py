@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.model import Job, JobState, JobStatus, PodPhase
-from elastic_operator.pinned import pin
-from elastic_operator.plan import plan
-from elastic_operator.spec import CleanPodPolicy, FailureAction, GangScheduler, SchedulingSpec
+from elastic_operator.api.spec import CleanPodPolicy, FailureAction, FailurePolicy, GangScheduler, SchedulingSpec
+from elastic_operator.controller.model import Job, PodPhase
+from elastic_operator.controller.plan import plan
 from tests.support.builders import a_job, on_reasons
 from tests.support.simulated_cluster import SimulatedCluster, is_live
-from torchelastic.contract import OutcomeState
+from torchelastic.protocol import OutcomeState
 
 if TYPE_CHECKING:
-    from elastic_operator.spec import ElasticJobSpec
+    from elastic_operator.api.spec import ElasticJobSpec
+    from elastic_operator.api.status import JobState, JobStatus
 
 ENOUGH = 8
 """So many reconciles bring every job here to rest."""
@@ -34,11 +35,11 @@ SPECS = st.builds(
     suspend=st.booleans(),
     active_deadline=st.none() | st.just(3600),
     clean_pod_policy=st.sampled_from(CleanPodPolicy),
-    failure_rules=st.sampled_from([(), (on_reasons(FailureAction.IGNORE, "OOMKilled"),)]),
+    failure_policy=st.sampled_from([(), (on_reasons(FailureAction.IGNORE, "OOMKilled"),)]).map(FailurePolicy),
     scheduling=st.sampled_from([SchedulingSpec(), SchedulingSpec(GangScheduler.VOLCANO)]),
     disruption_budget=st.booleans(),
 )
-MISTAKES = SPECS.map(lambda spec: replace(spec, env=({"name": "A"}, {"name": "A"})))
+MISTAKES = SPECS.map(lambda spec: msgspec.structs.replace(spec, env=({"name": "A"}, {"name": "A"})))
 """Specs of which no pod can be made."""
 
 
@@ -50,7 +51,7 @@ class Rest:
     observed: bool
     numbers: tuple[int, int, int, int]
     active: bool
-    pinned: object
+    applied_spec: object
     holds: frozenset[tuple[str, str]]
     pods: tuple[int, frozenset[str]]
     kept: tuple[bool, int | None, int | None]
@@ -66,7 +67,7 @@ def settle(cluster: SimulatedCluster) -> None:
         for pod in list(cluster.pods.values()):
             if is_live(pod) and not pod.ready:
                 cluster.change(pod, phase=PodPhase.RUNNING, ready=True, started=cluster.now)
-        cluster.agents_form_an_epoch()
+        cluster.agents_form_an_round()
 
 
 def edit(cluster: SimulatedCluster, spec: ElasticJobSpec) -> None:
@@ -80,13 +81,13 @@ def rest(cluster: SimulatedCluster) -> Rest:
     job: Job = cluster.job
     status: JobStatus = job.status
     live = [pod for pod in cluster.pods.values() if is_live(pod)]
-    kinds = frozenset(repr(pin(cluster.made_from[pod.uid])) for pod in live)
+    kinds = frozenset(repr(cluster.made_from[pod.uid].applied) for pod in live)
     return Rest(
         state=status.state,
         observed=status.observed_generation == job.generation,
-        numbers=(status.replicas, status.ready, status.desired, status.world_size),
+        numbers=(status.replicas, status.ready_replicas, status.desired, status.world_size),
         active=status.active is not None,
-        pinned=status.pinned,
+        applied_spec=status.applied_spec,
         holds=frozenset((each.type, each.reason) for each in status.conditions if each.status),
         pods=(len(live), kinds),
         kept=(cluster.etcd, cluster.group, cluster.guard),
@@ -100,9 +101,9 @@ def reached(edits: list[ElasticJobSpec], spec: ElasticJobSpec) -> SimulatedClust
     cluster = SimulatedCluster(replace(a_job(), spec=first))
     settle(cluster)
     for each in more:
-        if pin(each) != pin(cluster.job.spec):
-            edit(cluster, replace(cluster.job.spec, suspend=True))
-            edit(cluster, replace(each, suspend=True))
+        if each.applied != cluster.job.spec.applied:
+            edit(cluster, msgspec.structs.replace(cluster.job.spec, suspend=True))
+            edit(cluster, msgspec.structs.replace(each, suspend=True))
         edit(cluster, each)
     return cluster
 

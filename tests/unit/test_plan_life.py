@@ -5,22 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
-from elastic_operator.model import EtcdState, JobState, JobStatus, LastFailure, Plan
-from elastic_operator.names import ConditionType, EventReason, Reason
-from elastic_operator.pinned import as_pinned, pin
-from elastic_operator.plan import plan
-from elastic_operator.plan.clearing import FAREWELL
-from elastic_operator.plan.doubt import PATIENCE
-from elastic_operator.plan.toll import EXCLUDED_NODES_KEPT
-from elastic_operator.spec import CleanPodPolicy, EtcdSpec, FailureAction, GangScheduler, SchedulingSpec
+from elastic_operator.api.constants import ConditionType, EventReason, Reason
+from elastic_operator.api.spec import (
+    AppliedSpec,
+    CleanPodPolicy,
+    EtcdSpec,
+    FailureAction,
+    GangScheduler,
+    SchedulingSpec,
+)
+from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure
+from elastic_operator.controller.applied_spec import with_applied_spec
+from elastic_operator.controller.completion import EXIT_PERIOD
+from elastic_operator.controller.failures import EXCLUDED_NODES_KEPT
+from elastic_operator.controller.model import EtcdState, Plan
+from elastic_operator.controller.outcome_unknown import PATIENCE
+from elastic_operator.controller.plan import plan
 from tests.support.builders import (
     NOW,
     a_failure,
     a_job,
+    a_round,
     a_world,
-    an_epoch,
     condition,
     died,
     evicted,
@@ -38,16 +47,16 @@ from tests.support.builders import (
     succeeded,
     success,
     that_had_pods,
-    that_is_pinned,
     that_rests,
     that_trained,
     turned_away,
+    with_spec_applied,
     with_status,
 )
-from torchelastic.contract import FailureRecord, ResumeRecord, RunState, TimeSplit
+from torchelastic.protocol import FailureRecord, ResumeRecord, RunState, TimeBreakdown
 
 if TYPE_CHECKING:
-    from elastic_operator.model import Job, Observed
+    from elastic_operator.controller.model import Job, Observed
 
 NO_STORE = replace(a_world(store_read=False), etcd=EtcdState.ABSENT)
 GANG = SchedulingSpec(gang=GangScheduler.VOLCANO)
@@ -80,8 +89,8 @@ class Case:
     wakes_in: float | None = None
     etcd: bool = True
     deletes: bool = False
-    together: int | None = None
-    guarded: int | None = None
+    min_member: int | None = None
+    min_available: int | None = None
 
 
 def finished(ago: float = 0.0, *, reason: Reason = Reason.RUN_SUCCEEDED, **spec: object) -> Job:
@@ -128,7 +137,7 @@ CASES = {
         a_world(running(0), outcome=success()),
         state=JobState.SUCCEEDED,
         reason=Reason.RUN_SUCCEEDED,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     "also where only an agent says so": Case(
         that_trained(a_job(suspend=True)),
@@ -138,19 +147,21 @@ CASES = {
         etcd=False,
     ),
     "a job that is suspended while nobody knows whether its run has ended keeps its store": Case(
-        that_is_pinned(a_job(suspend=True)),
+        with_spec_applied(a_job(suspend=True)),
         a_world(store_read=False),
         state=JobState.SUSPENDED,
         wakes_in=PATIENCE,
     ),
     "until that is read": Case(
-        that_is_pinned(a_job(suspend=True)),
+        with_spec_applied(a_job(suspend=True)),
         a_world(outcome=success()),
         state=JobState.SUCCEEDED,
         reason=Reason.RUN_SUCCEEDED,
         etcd=False,
     ),
-    "or is known to be lost": Case(that_is_pinned(a_job(suspend=True)), NO_STORE, state=JobState.SUSPENDED, etcd=False),
+    "or is known to be lost": Case(
+        with_spec_applied(a_job(suspend=True)), NO_STORE, state=JobState.SUSPENDED, etcd=False
+    ),
     "one that only just comes up, for a job that has not trained, is not kept": Case(
         that_had_pods(a_job(suspend=True)),
         replace(a_world(store_read=False), etcd=EtcdState.STARTING),
@@ -161,14 +172,13 @@ CASES = {
     "a resumed job gets its pods at once, without waiting for its store": Case(
         that_rests(a_job()), NO_STORE, creates=[0, 1], state=JobState.WAITING
     ),
-    "while the last ones are still on their way out": Case(
-        that_rests(a_job(), accounted=frozenset({going(0).uid})),
+    "a resumed job waits until its former pods have ended": Case(
+        that_rests(a_job(), conditions=(Condition(ConditionType.SUSPENDED, status=False, reason=Reason.STOPPING),)),
         a_world(going(0)),
-        creates=[0, 1],
-        state=JobState.WAITING,
+        state=JobState.SUSPENDED,
     ),
     "one that never trained is pending again": Case(
-        that_rests(a_job(), started=None, epoch=0), NO_STORE, creates=[0, 1], state=JobState.PENDING
+        that_rests(a_job(), started=None, round=0), NO_STORE, creates=[0, 1], state=JobState.PENDING
     ),
     "nobody's deadline runs while the job is suspended": Case(
         that_trained(a_job(suspend=True, active_deadline=60), active=NOW - 60),
@@ -192,7 +202,7 @@ CASES = {
         a_world(replace(succeeded(1), reasons=frozenset({"OOMKilled"})), running(0)),
         state=JobState.SUCCEEDED,
         reason=Reason.RUN_SUCCEEDED,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     "an evicted pod is not": Case(
         that_trained(a_job()), a_world(running(0), evicted(1)), creates=[1], state=JobState.RUNNING
@@ -217,7 +227,7 @@ CASES = {
         state=JobState.FAILED,
         reason=Reason.POD_FAILURE_POLICY,
         charges=1,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     "or forgive what would be charged": Case(
         that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),), backoff_limit=0)),
@@ -238,7 +248,7 @@ CASES = {
         state=JobState.FAILED,
         reason=Reason.POD_FAILURES,
         charges=1,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     "the first rule that fits holds": Case(
         that_trained(
@@ -265,7 +275,7 @@ CASES = {
         a_world(died(0, 1, message=says("no"), reasons=frozenset({"Error"})), running(1)),
         state=JobState.FAILED,
         reason=Reason.RUN_FAILED,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     # -- how long it may take
     "a job that has taken too long fails": Case(
@@ -274,7 +284,7 @@ CASES = {
         removes=[0, 1],
         state=JobState.FAILED,
         reason=Reason.DEADLINE_EXCEEDED,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     "and is woken for that": Case(
         that_trained(a_job(active_deadline=61), active=NOW - 60),
@@ -307,7 +317,7 @@ CASES = {
     ),
     "but a store that cannot be read for a minute is not waited for any longer": Case(
         that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE),
-        a_world(store_read=False, store_trouble="connection refused"),
+        a_world(store_read=False, store_error="connection refused"),
         state=JobState.FAILED,
         reason=Reason.DEADLINE_EXCEEDED,
         etcd=False,
@@ -318,21 +328,21 @@ CASES = {
         removes=[0, 1],
         state=JobState.FAILED,
         reason=Reason.DEADLINE_EXCEEDED,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     "it is within that minute": Case(
         that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE + 1),
-        a_world(running(0), running(1), store_read=False, store_trouble="connection refused"),
+        a_world(running(0), running(1), store_read=False, store_error="connection refused"),
         state=JobState.RUNNING,
         wakes_in=1,
     ),
     "a store that was read before and is away now delays nothing": Case(
         that_trained(a_job(active_deadline=60), active=NOW - 60),
-        a_world(running(0), running(1), store_read=False, epoch=an_epoch(running(0), running(1))),
+        a_world(running(0), running(1), store_read=False, round=a_round(running(0), running(1))),
         removes=[0, 1],
         state=JobState.FAILED,
         reason=Reason.DEADLINE_EXCEEDED,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     # -- what died before the store was read
     "a death is not judged before the store has said whether the run had ended": Case(
@@ -357,7 +367,7 @@ CASES = {
     ),
     "and so it is a minute after it happened, where the store cannot be read": Case(
         that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
-        a_world(died(0, ended=NOW - PATIENCE), store_read=False, store_trouble="connection refused"),
+        a_world(died(0, ended=NOW - PATIENCE), store_read=False, store_error="connection refused"),
         state=JobState.FAILED,
         reason=Reason.POD_FAILURES,
         charges=1,
@@ -379,11 +389,11 @@ CASES = {
         etcd=False,
     ),
     "a store that the operator has no right to read is not waited for": Case(
-        that_trained(a_job()), a_world(store_read=False, store_closed=True), creates=[0, 1], state=JobState.WAITING
+        that_trained(a_job()), a_world(store_read=False, store_forbidden=True), creates=[0, 1], state=JobState.WAITING
     ),
     "nor does it keep a job from having taken too long": Case(
         that_trained(a_job(active_deadline=60), active=NOW - 60),
-        a_world(store_read=False, store_closed=True),
+        a_world(store_read=False, store_forbidden=True),
         state=JobState.FAILED,
         reason=Reason.DEADLINE_EXCEEDED,
         etcd=False,
@@ -394,16 +404,16 @@ CASES = {
         a_world(succeeded(0), running(1)),
         removes=[0],
         state=JobState.SUCCEEDED,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     "and those that do not end by themselves": Case(
-        finished(FAREWELL, clean_pod_policy=CleanPodPolicy.ALL),
+        finished(EXIT_PERIOD, clean_pod_policy=CleanPodPolicy.ALL),
         a_world(succeeded(0), running(1)),
         removes=[1, 0],
         etcd=False,
     ),
     "with the policy None no pod goes, but the store": Case(
-        finished(FAREWELL, clean_pod_policy=CleanPodPolicy.NONE),
+        finished(EXIT_PERIOD, clean_pod_policy=CleanPodPolicy.NONE),
         a_world(succeeded(0), running(1)),
         state=JobState.SUCCEEDED,
         etcd=False,
@@ -412,7 +422,7 @@ CASES = {
         finished(clean_pod_policy=CleanPodPolicy.NONE),
         a_world(running(0), running(1)),
         state=JobState.SUCCEEDED,
-        wakes_in=FAREWELL,
+        wakes_in=EXIT_PERIOD,
     ),
     "a finished job goes when its time has come": Case(
         finished(60, ttl_after_finished=60), a_world(succeeded(0)), etcd=False, deletes=True
@@ -427,11 +437,15 @@ CASES = {
         deletes=True,
     ),
     "but its agents come to their end before": Case(
-        finished(ttl_after_finished=0), a_world(running(0)), state=JobState.SUCCEEDED, wakes_in=FAREWELL
+        finished(ttl_after_finished=0), a_world(running(0)), state=JobState.SUCCEEDED, wakes_in=EXIT_PERIOD
     ),
     # -- together, and guarded
     "a gang has as many pods as the minimum, and all that are wanted are made": Case(
-        a_job(minimum=2, replicas=3, scheduling=GANG), a_world(), creates=[0, 1, 2], state=JobState.PENDING, together=2
+        a_job(minimum=2, replicas=3, scheduling=GANG),
+        a_world(),
+        creates=[0, 1, 2],
+        state=JobState.PENDING,
+        min_member=2,
     ),
     "its group goes with the end": Case(
         that_trained(a_job(scheduling=GANG, disruption_budget=True)),
@@ -447,7 +461,7 @@ CASES = {
         etcd=False,
     ),
     "the minimum is kept from being evicted where that is asked for": Case(
-        a_job(minimum=2, disruption_budget=True), a_world(), creates=[0, 1], state=JobState.PENDING, guarded=2
+        a_job(minimum=2, disruption_budget=True), a_world(), creates=[0, 1], state=JobState.PENDING, min_available=2
     ),
 }
 
@@ -455,7 +469,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_job_and_what_is_observed_decide_what_is_done(case: Case) -> None:
     if case.state is JobState.RUNNING and case.world.store_read:
-        case = replace(case, world=replace(case.world, epoch=an_epoch(running(0), running(1))))
+        case = replace(case, world=replace(case.world, round=a_round(running(0), running(1))))
 
     made = plan(case.job, case.world, NOW)
 
@@ -464,7 +478,7 @@ def test_a_job_and_what_is_observed_decide_what_is_done(case: Case) -> None:
     assert [index_of[removal.uid] for removal in made.remove] == case.removes
     assert made.etcd is case.etcd
     assert made.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
-    assert (made.delete_job, made.together, made.guarded) == (case.deletes, case.together, case.guarded)
+    assert (made.delete_job, made.min_member, made.min_available) == (case.deletes, case.min_member, case.min_available)
     if case.state is None:
         assert made.status is None
         return
@@ -500,39 +514,39 @@ def followed(job: Job, world: Observed) -> Job:
 
 
 def test_to_be_suspended_is_said_step_by_step() -> None:
-    job = that_is_pinned(a_job(suspend=True), active=NOW - 60, replicas=2)
+    job = with_spec_applied(a_job(suspend=True), active=NOW - 60, replicas=2)
     stopping = plan(job, a_world(running(0), running(1)), NOW)
     first = condition(stopping.status, ConditionType.SUSPENDED)
     assert (first.status, first.reason, first.message) == (False, Reason.STOPPING, "the pods are on their way out")
     assert told(stopping) == {EventReason.SUSPENDED: "suspended: its pods are asked to leave"}
     assert stopping.status is not None
-    assert (stopping.status.replicas, stopping.status.ready, stopping.status.active) == (0, 0, None)
+    assert (stopping.status.replicas, stopping.status.ready_replicas, stopping.status.active) == (0, 0, None)
     assert stopping.status.desired == 0
-    assert stopping.status.pinned == job.status.pinned
+    assert stopping.status.applied_spec == job.status.applied_spec
 
     rests = plan(replace(job, status=stopping.status), a_world(), NOW + 5)
     last = condition(rests.status, ConditionType.SUSPENDED)
     assert (last.status, last.reason, last.since) == (True, Reason.SUSPENDED, NOW + 5)
     assert rests.events == ()
     assert rests.status is not None
-    assert rests.status.pinned is None
+    assert rests.status.applied_spec is None
     for kind in (ConditionType.RUNNING, ConditionType.WAITING, ConditionType.DEGRADED):
         assert (condition(rests.status, kind).status, condition(rests.status, kind).reason) == (False, Reason.SUSPENDED)
 
 
 def test_what_was_counted_outlives_the_suspension_and_is_given_to_the_pods() -> None:
-    epoch = an_epoch(running(0), number=7, restarts=2, free=4)
-    job = that_trained(a_job(suspend=True), pod_failures=1, excluded=("node-3",))
-    stopping = followed(job, a_world(running(0), epoch=epoch))
+    round = a_round(running(0), number=7, restarts=2, free=4)
+    job = that_trained(a_job(suspend=True), pod_failures=1, excluded_nodes=("node-3",))
+    stopping = followed(job, a_world(running(0), round=round))
     rests = followed(stopping, NO_STORE).status
-    assert (rests.epoch, rests.restarts, rests.free_restarts, rests.pod_failures) == (7, 2, 4, 1)
+    assert (rests.round, rests.restarts, rests.uncharged_restarts, rests.pod_failures) == (7, 2, 4, 1)
     assert rests.started == NOW - 60
 
     resumed = plan(replace(that_trained(a_job()), status=rests), NO_STORE, NOW + 60)
     assert [(pod.resume, pod.excluded) for pod in resumed.create] == [
-        (ResumeRecord(epoch=7, restarts=2, free=4), ("node-3",))
+        (ResumeRecord(round=7, restarts=2, uncharged_restarts=4), ("node-3",))
     ] * 2
-    assert told(resumed) == {EventReason.RESUMED: "resumed after epoch 7"}
+    assert told(resumed) == {EventReason.RESUMED: "resumed after round 7"}
     suspended = condition(resumed.status, ConditionType.SUSPENDED)
     assert (suspended.status, suspended.reason) == (False, Reason.RESUMED)
     assert resumed.status is not None
@@ -541,15 +555,15 @@ def test_what_was_counted_outlives_the_suspension_and_is_given_to_the_pods() -> 
 
 def test_a_run_that_ended_before_a_suspension_that_nobody_saw_is_not_trained_again() -> None:
     away = a_world(store_read=False)
-    held = followed(that_is_pinned(a_job(suspend=True)), away)
+    held = followed(with_spec_applied(a_job(suspend=True)), away)
     suspended = condition(held.status, ConditionType.SUSPENDED)
     unknown = "whether the run has ended is not known while the store cannot be read"
     assert (suspended.status, suspended.reason, suspended.message) == (False, Reason.STORE_UNREADABLE, unknown)
-    assert held.status.pinned == pin(held.spec)
+    assert held.status.applied_spec == held.spec.applied
 
     resumed = replace(held, spec=a_job(etcd=EtcdSpec(endpoint="another:2379")).spec, generation=2)
     waits = plan(resumed, away, NOW)
-    assert (waits.create, as_pinned(resumed, waits).spec.etcd) == ((), EtcdSpec())
+    assert (waits.create, with_applied_spec(resumed, waits).spec.etcd) == ((), EtcdSpec())
     for job in (held, resumed, replace(resumed, status=waits.status)):
         over = plan(job, a_world(outcome=success()), NOW).status
         assert over is not None
@@ -557,8 +571,8 @@ def test_a_run_that_ended_before_a_suspension_that_nobody_saw_is_not_trained_aga
 
 
 def test_a_store_that_stays_unreadable_keeps_no_job_from_coming_to_rest() -> None:
-    away = a_world(store_read=False, store_trouble="connection refused")
-    held = followed(that_is_pinned(a_job(suspend=True)), away)
+    away = a_world(store_read=False, store_error="connection refused")
+    held = followed(with_spec_applied(a_job(suspend=True)), away)
     again = plan(held, away, NOW + PATIENCE - 1)
     assert (again.status, again.events, again.etcd, again.wake_at) == (None, (), True, NOW + PATIENCE)
 
@@ -566,19 +580,19 @@ def test_a_store_that_stays_unreadable_keeps_no_job_from_coming_to_rest() -> Non
     assert rests.etcd is False
     assert condition(rests.status, ConditionType.SUSPENDED).status is True
     assert rests.status is not None
-    assert (rests.status.pinned, rests.status.size_generation) == (None, 0)
+    assert (rests.status.applied_spec, rests.status.size_generation) == (None, 0)
     assert condition(rests.status, ConditionType.WAITING).status is False
 
 
 @pytest.mark.parametrize("job", [a_job(), that_rests(a_job())], ids=["new", "resumed"])
 def test_pods_that_were_not_taken_leave_no_doubt_about_how_the_run_ended(job: Job) -> None:
-    external = replace(job, spec=replace(job.spec, etcd=EtcdSpec(endpoint="etcd:2379")))
-    away = a_world(store_read=False, store_trouble="cannot be reached")
+    external = replace(job, spec=msgspec.structs.replace(job.spec, etcd=EtcdSpec(endpoint="etcd:2379")))
+    away = a_world(store_read=False, store_error="cannot be reached")
     tried = followed(external, away)
-    hindered = plan(tried, replace(away, hindrance="exceeded quota"), NOW + 1)
+    hindered = plan(tried, replace(away, blocked="exceeded quota"), NOW + 1)
     assert [pod.index for pod in hindered.create] == [0, 1]
-    assert condition(hindered.status, ConditionType.WAITING).reason == Reason.HINDERED
-    refused = followed(tried, replace(away, refusal="no such volume"))
+    assert condition(hindered.status, ConditionType.WAITING).reason == Reason.RESOURCES_BLOCKED
+    refused = followed(tried, replace(away, rejected="no such volume"))
 
     # An operator that has been started anew in between knows of neither, and makes them as well.
     for before in (tried, replace(tried, status=hindered.status), replace(refused, generation=2)):
@@ -611,7 +625,7 @@ def test_that_pods_were_seen_is_remembered_with_the_next_write_and_is_none_of_it
     ready = [replace(running(index), name=name) for index, name in enumerate(names)]
     seen = followed(job, a_world(*ready))
     assert seen.status.size_generation == 1
-    held = plan(seen, a_world(store_read=False, store_trouble="cannot be reached"), NOW)
+    held = plan(seen, a_world(store_read=False, store_error="cannot be reached"), NOW)
     assert held.create == ()
     assert condition(held.status, ConditionType.WAITING).message == (
         "whether the run has ended is not known while the store cannot be read; no pod is started until it can be "
@@ -622,7 +636,7 @@ def test_that_pods_were_seen_is_remembered_with_the_next_write_and_is_none_of_it
 def test_replacements_in_a_resumed_job_know_what_came_before_too_but_not_those_in_others() -> None:
     resumed = followed(that_rests(a_job()), NO_STORE)
     [successor] = plan(resumed, a_world(running(0), died(1)), NOW).create
-    assert successor.resume == ResumeRecord(epoch=5, restarts=2, free=3)
+    assert successor.resume == ResumeRecord(round=5, restarts=2, uncharged_restarts=3)
 
     [successor] = plan(that_trained(a_job(), restarts=2), a_world(running(0), died(1)), NOW).create
     assert successor.resume is None
@@ -632,21 +646,21 @@ def test_the_pods_of_a_job_that_was_suspended_before_it_had_any_are_told_for_how
     rests = followed(a_job(suspend=True), NO_STORE)
     made = plan(replace(a_job(), status=rests.status), NO_STORE, NOW + 60)
 
-    record = ResumeRecord(split=TimeSplit(until=NOW + 60, seconds={RunState.SUSPENDED: 60.0}))
+    record = ResumeRecord(time_breakdown=TimeBreakdown(until=NOW + 60, seconds={RunState.SUSPENDED: 60.0}))
     assert [pod.resume for pod in made.create] == [record, record]
     assert told(made) == {EventReason.RESUMED: "resumed"}
 
 
-def test_the_epoch_before_a_suspension_is_not_taken_for_training() -> None:
+def test_the_round_before_a_suspension_is_not_taken_for_training() -> None:
     former = plan(a_job(), NO_STORE, NOW).create
-    outlived = an_epoch(*(replace(running(pod.index), name=pod.name) for pod in former), number=5)
+    outlived = a_round(*(replace(running(pod.index), name=pod.name) for pod in former), number=5)
     rests = that_rests(a_job())
     pods = [replace(running(new.index), name=new.name) for new in plan(rests, NO_STORE, NOW).create]
     again = plan(replace(rests, status=replace(rests.status, active=NOW)), NO_STORE, NOW + 60).create
     assert [pod.name for pod in again] == [pod.name for pod in pods]
     job = followed(rests, a_world())
-    waits = plan(job, a_world(*pods, epoch=outlived), NOW).status
-    trains = plan(job, a_world(*pods, epoch=an_epoch(*pods, number=6)), NOW).status
+    waits = plan(job, a_world(*pods, round=outlived), NOW).status
+    trains = plan(job, a_world(*pods, round=a_round(*pods, number=6)), NOW).status
 
     assert waits is not None
     assert (waits.state, waits.world_size) == (JobState.WAITING, 0)
@@ -658,7 +672,7 @@ def test_a_spec_that_cannot_be_meant_is_said_to_be_so_while_the_job_is_suspended
     bad = that_rests(a_job(suspend=True, env=({"name": "A"}, {"name": "A"})))
     made = plan(bad, NO_STORE, NOW)
     invalid = condition(made.status, ConditionType.INVALID)
-    assert (invalid.status, invalid.reason) == (True, Reason.BAD_SPEC)
+    assert (invalid.status, invalid.reason) == (True, Reason.SPEC_INVALID)
     assert EventReason.REFUSED in told(made)
 
     assert made.status is not None
@@ -674,91 +688,91 @@ def test_what_pods_are_made_from_is_pinned_before_there_is_any() -> None:
     made = plan(job, a_world(), NOW)
 
     assert made.status is not None
-    assert made.status.pinned == {"args": ["train.py"], "image": "digits:1"}
-    assert as_pinned(job, made).spec == job.spec
+    assert made.status.applied_spec == AppliedSpec(args=("train.py",), image="digits:1")
+    assert with_applied_spec(job, made).spec == job.spec
 
 
 def test_a_change_of_it_waits_and_that_is_said_once() -> None:
-    before = that_is_pinned(a_job(args=("old.py",)))
+    before = with_spec_applied(a_job(args=("old.py",)))
     after = replace(
         before, spec=a_job(args=("new.py",), template={"metadata": {"labels": {"a": "b"}}}).spec, generation=2
     )
-    world = a_world(running(0), died(1), epoch=an_epoch(running(0)))
+    world = a_world(running(0), died(1), round=a_round(running(0)))
     made = plan(after, world, NOW)
 
     told_so = "spec.args and spec.template have changed; suspend the job and resume it to have that take effect"
-    waiting = condition(made.status, ConditionType.CHANGES_WAITING)
+    waiting = condition(made.status, ConditionType.RESTART_REQUIRED)
     assert (waiting.status, waiting.reason) == (True, Reason.SPEC_CHANGED)
     assert waiting.message.startswith(told_so)
-    assert told(made)[EventReason.CHANGES_WAITING] == waiting.message
+    assert told(made)[EventReason.RESTART_REQUIRED] == waiting.message
     assert [pod.index for pod in made.create] == [1]
-    assert as_pinned(after, made).spec.args == ("old.py",)
+    assert with_applied_spec(after, made).spec.args == ("old.py",)
     assert plan(followed(after, world), world, NOW).events == ()
 
     taken_back = plan(replace(followed(after, world), spec=before.spec, generation=3), world, NOW).status
-    in_effect = condition(taken_back, ConditionType.CHANGES_WAITING)
+    in_effect = condition(taken_back, ConditionType.RESTART_REQUIRED)
     assert (in_effect.status, in_effect.reason) == (False, Reason.SPEC_IN_EFFECT)
 
 
 def test_a_change_that_could_not_be_meant_says_so_while_it_waits_and_stops_nothing() -> None:
-    before = that_is_pinned(a_job())
+    before = with_spec_applied(a_job())
     after = replace(before, spec=a_job(env=({"name": "PET_NNODES", "value": "7"},)).spec)
     made = plan(after, a_world(running(0)), NOW)
 
     assert [pod.index for pod in made.create] == [1]
-    assert "as it stands, it could not be resumed: " in condition(made.status, ConditionType.CHANGES_WAITING).message
+    assert "as it stands, it could not be resumed: " in condition(made.status, ConditionType.RESTART_REQUIRED).message
 
 
 def test_it_takes_effect_on_resumption() -> None:
     rests = replace(
-        followed(that_is_pinned(a_job(suspend=True, args=("old.py",))), NO_STORE), spec=a_job(args=("new.py",)).spec
+        followed(with_spec_applied(a_job(suspend=True, args=("old.py",))), NO_STORE), spec=a_job(args=("new.py",)).spec
     )
     made = plan(rests, NO_STORE, NOW)
 
-    assert as_pinned(rests, made).spec.args == ("new.py",)
+    assert with_applied_spec(rests, made).spec.args == ("new.py",)
     assert made.status is not None
-    assert not any(each.type == ConditionType.CHANGES_WAITING for each in made.status.conditions)
+    assert not any(each.type == ConditionType.RESTART_REQUIRED for each in made.status.conditions)
 
 
 def test_pods_that_were_never_asked_to_go_stay_what_they_are_when_the_job_is_resumed() -> None:
-    suspended = followed(that_is_pinned(a_job(suspend=True, args=("old.py",))), a_world(running(0)))
+    suspended = followed(with_spec_applied(a_job(suspend=True, args=("old.py",))), a_world(running(0)))
     resumed = replace(suspended, spec=a_job(args=("new.py",)).spec, generation=2)
     made = plan(resumed, a_world(running(0)), NOW)
 
     assert (made.remove, [pod.index for pod in made.create]) == ((), [1])
-    assert as_pinned(resumed, made).spec.args == ("old.py",)
-    assert condition(made.status, ConditionType.CHANGES_WAITING).status is True
+    assert with_applied_spec(resumed, made).spec.args == ("old.py",)
+    assert condition(made.status, ConditionType.RESTART_REQUIRED).status is True
 
 
 def test_a_job_that_has_trained_keeps_to_it_though_all_its_pods_have_vanished() -> None:
-    job = replace(that_is_pinned(a_job(args=("old.py",))), spec=a_job(args=("new.py",)).spec)
+    job = replace(with_spec_applied(a_job(args=("old.py",))), spec=a_job(args=("new.py",)).spec)
 
-    assert as_pinned(job, plan(job, a_world(), NOW)).spec.args == ("old.py",)
+    assert with_applied_spec(job, plan(job, a_world(), NOW)).spec.args == ("old.py",)
 
 
 def test_it_takes_effect_at_once_as_long_as_there_was_no_pod() -> None:
-    refused = followed(a_job(image="no/such:image:at:all"), replace(NO_STORE, refusal="no such image"))
+    refused = followed(a_job(image="no/such:image:at:all"), replace(NO_STORE, rejected="no such image"))
     mended = replace(refused, spec=a_job(image="digits:1").spec, generation=2)
     made = plan(mended, a_world(), NOW)
 
     assert [pod.index for pod in made.create] == [0, 1]
-    assert as_pinned(mended, made).spec.image == "digits:1"
+    assert with_applied_spec(mended, made).spec.image == "digits:1"
 
 
 def test_sizes_budgets_and_times_change_at_any_time() -> None:
-    before = that_is_pinned(a_job())
+    before = with_spec_applied(a_job())
     changes = {"backoff_limit": 7, "active_deadline": 3600, "ttl_after_finished": 1, "disruption_budget": True}
     after = replace(before, spec=a_job(maximum=8, replicas=3, max_restarts=1, **changes).spec, generation=2)
     made = plan(after, a_world(running(0), running(1)), NOW)
 
     assert [pod.index for pod in made.create] == [2]
-    assert (made.guarded, made.wake_at) == (1, NOW + 3540)
+    assert (made.min_available, made.wake_at) == (1, NOW + 3540)
     assert made.status is not None
-    assert not any(each.type == ConditionType.CHANGES_WAITING for each in made.status.conditions)
+    assert not any(each.type == ConditionType.RESTART_REQUIRED for each in made.status.conditions)
 
 
 def test_the_failure_policy_that_holds_is_the_pinned_one() -> None:
-    before = that_is_pinned(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),)))
+    before = with_spec_applied(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),)))
     after = replace(before, spec=a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),)).spec)
     status = plan(after, a_world(running(0), out_of_memory(1)), NOW).status
 
@@ -813,12 +827,12 @@ def test_what_the_policy_ignores_is_told_and_what_fails_the_job_names_its_rule()
 
 def test_nodes_are_kept_away_from_where_a_rule_says_so() -> None:
     rules = (on_reasons(FailureAction.COUNT, "OOMKilled", exclude=True),)
-    job = that_trained(a_job(failure_rules=rules), excluded=("node-1",))
+    job = that_trained(a_job(failure_rules=rules), excluded_nodes=("node-1",))
     world = a_world(running(0), out_of_memory(1, node="node-2"))
     made = plan(job, world, NOW)
 
     assert made.status is not None
-    assert made.status.excluded == ("node-1", "node-2")
+    assert made.status.excluded_nodes == ("node-1", "node-2")
     assert [pod.excluded for pod in made.create] == [("node-1", "node-2")]
     assert told(made)[EventReason.NODE_EXCLUDED] == (
         f"later pods keep away from the node node-2, where {out_of_memory(1).name} ran out of memory"
@@ -830,11 +844,11 @@ def test_nodes_are_kept_away_from_where_a_rule_says_so() -> None:
 def test_of_many_excluded_nodes_the_first_are_forgiven() -> None:
     rules = (on_reasons(FailureAction.COUNT, "OOMKilled", exclude=True),)
     known = tuple(f"node-{number}" for number in range(EXCLUDED_NODES_KEPT))
-    job = that_trained(a_job(failure_rules=rules), excluded=known)
+    job = that_trained(a_job(failure_rules=rules), excluded_nodes=known)
     status = plan(job, a_world(running(0), out_of_memory(1, node="new")), NOW).status
 
     assert status is not None
-    assert status.excluded == (*known[1:], "new")
+    assert status.excluded_nodes == (*known[1:], "new")
 
 
 def test_a_death_that_is_charged_by_the_policy_is_charged_once() -> None:
@@ -848,7 +862,7 @@ def test_a_death_that_is_charged_by_the_policy_is_charged_once() -> None:
 
 
 def test_the_worker_for_which_the_run_failed_is_the_last_failure() -> None:
-    record = FailureRecord(epoch=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=-9)
+    record = FailureRecord(round=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=-9)
     status = plan(that_trained(a_job()), a_world(running(0), outcome=failure(record=record)), NOW).status
 
     assert status is not None
@@ -862,9 +876,9 @@ def test_the_worker_for_which_the_run_failed_is_the_last_failure() -> None:
     [
         ("killed by SIGKILL: out of memory", -9, "rank 3 on digits-2-abcde was killed by SIGKILL: out of memory"),
         (
-            "the process that serves the epoch's TCPStore was killed by SIGKILL: out of memory",
+            "the process that serves the round's TCPStore was killed by SIGKILL: out of memory",
             1,
-            "on digits-2-abcde the process that serves the epoch's TCPStore was killed by SIGKILL: out of memory",
+            "on digits-2-abcde the process that serves the round's TCPStore was killed by SIGKILL: out of memory",
         ),
         ("ValueError: no", 1, "rank 3 on digits-2-abcde exited with ValueError: no"),
         ("", 3, "rank 3 on digits-2-abcde exited with code 3"),
@@ -872,7 +886,7 @@ def test_the_worker_for_which_the_run_failed_is_the_last_failure() -> None:
 )
 def test_what_was_killed_for_want_of_memory_is_said_to_be(message: str, exit_code: int, told: str) -> None:
     record = FailureRecord(
-        epoch=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=exit_code, message=message
+        round=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=exit_code, message=message
     )
     status = plan(that_trained(a_job()), a_world(running(0), outcome=failure(record=record)), NOW).status
 
@@ -883,22 +897,22 @@ def test_what_was_killed_for_want_of_memory_is_said_to_be(message: str, exit_cod
 
 def test_free_restarts_are_counted_and_never_fall() -> None:
     pods = (running(0), running(1))
-    counted = followed(that_trained(a_job()), a_world(*pods, epoch=an_epoch(*pods, number=3, free=2)))
-    assert counted.status.free_restarts == 2
+    counted = followed(that_trained(a_job()), a_world(*pods, round=a_round(*pods, number=3, free=2)))
+    assert counted.status.uncharged_restarts == 2
     assert plan(counted, a_world(*pods), NOW).status is None
 
 
 @pytest.mark.parametrize("ended", ["outcome", "word"])
 def test_what_is_first_seen_when_the_job_has_ended_is_counted_all_the_same(ended: str) -> None:
     pods = (running(0), running(1))
-    epoch = an_epoch(*pods, number=3, restarts=1, free=2, failure=a_failure())
-    seen = a_world(*pods, epoch=epoch, outcome=success(epoch=3, restarts=1) if ended == "outcome" else None)
+    round = a_round(*pods, number=3, restarts=1, free=2, failure=a_failure())
+    seen = a_world(*pods, round=round, outcome=success(round=3, restarts=1) if ended == "outcome" else None)
     world = seen if ended == "outcome" else replace(seen, pods=(succeeded(0), running(1)))
     status = plan(that_had_pods(a_job()), world, NOW).status
 
     assert status is not None
     assert (status.state, status.started, status.world_size) == (JobState.SUCCEEDED, NOW, 2)
-    assert (status.epoch, status.restarts, status.free_restarts) == (3, 1, 2)
+    assert (status.round, status.restarts, status.uncharged_restarts) == (3, 1, 2)
     assert status.last_failure is not None
     assert status.last_failure.rank == 3
 
@@ -906,15 +920,15 @@ def test_what_is_first_seen_when_the_job_has_ended_is_counted_all_the_same(ended
 def test_an_ending_by_the_operator_keeps_what_came_with_it() -> None:
     pods = (running(0), running(1))
     job = that_trained(a_job(active_deadline=60), active=NOW - 60)
-    late = plan(job, a_world(*pods, epoch=an_epoch(*pods, number=9, restarts=7, free=3)), NOW).status
+    late = plan(job, a_world(*pods, round=a_round(*pods, number=9, restarts=7, free=3)), NOW).status
     assert late is not None
-    assert (late.state, late.epoch, late.restarts, late.free_restarts) == (JobState.FAILED, 9, 7, 3)
+    assert (late.state, late.round, late.restarts, late.uncharged_restarts) == (JobState.FAILED, 9, 7, 3)
 
     rules = (on_reasons(FailureAction.FAIL_JOB, "OOMKilled", exclude=True),)
     fatal = a_world(running(0), out_of_memory(1, node="node-2"))
     status = plan(that_trained(a_job(failure_rules=rules)), fatal, NOW).status
     assert status is not None
-    assert (status.state, status.excluded) == (JobState.FAILED, ("node-2",))
+    assert (status.state, status.excluded_nodes) == (JobState.FAILED, ("node-2",))
 
 
 # -- the end
@@ -931,9 +945,9 @@ def test_a_deadline_that_has_passed_is_said_in_words() -> None:
 
 
 def test_at_the_end_nothing_else_holds_any_more() -> None:
-    changed = replace(that_is_pinned(a_job()), spec=a_job(args=("new.py",)).spec)
-    job = followed(changed, replace(a_world(running(0)), store_trouble="connection refused"))
-    for kind in (ConditionType.CHANGES_WAITING, ConditionType.STORE_UNREACHABLE):
+    changed = replace(with_spec_applied(a_job()), spec=a_job(args=("new.py",)).spec)
+    job = followed(changed, replace(a_world(running(0)), store_error="connection refused"))
+    for kind in (ConditionType.RESTART_REQUIRED, ConditionType.STORE_UNREACHABLE):
         assert condition(job.status, kind).status is True
     over = plan(job, a_world(running(0), outcome=success()), NOW).status
 
@@ -945,7 +959,7 @@ def test_at_the_end_nothing_else_holds_any_more() -> None:
 
 def test_a_store_that_cannot_be_used_is_a_condition_and_pods_are_made_all_the_same() -> None:
     job = a_job(etcd=EtcdSpec(endpoint="etcd:2379"))
-    world = a_world(store_read=False, store_trouble="etcd:2379 cannot be reached: connection refused.")
+    world = a_world(store_read=False, store_error="etcd:2379 cannot be reached: connection refused.")
     made = plan(job, world, NOW)
 
     unreachable = condition(made.status, ConditionType.STORE_UNREACHABLE)
@@ -955,14 +969,14 @@ def test_a_store_that_cannot_be_used_is_a_condition_and_pods_are_made_all_the_sa
     assert [pod.index for pod in made.create] == [0, 1]
 
     with_pods = replace(world, pods=(pending(0), pending(1)))
-    again = plan(followed(job, world), replace(with_pods, store_trouble="timed out"), NOW)
+    again = plan(followed(job, world), replace(with_pods, store_error="timed out"), NOW)
     assert again.events == ()
-    reached = plan(followed(job, world), replace(with_pods, store_trouble=None), NOW).status
+    reached = plan(followed(job, world), replace(with_pods, store_error=None), NOW).status
     assert condition(reached, ConditionType.STORE_UNREACHABLE).reason == Reason.REACHABLE
 
 
 def test_of_a_store_that_may_not_be_read_enough_pods_are_all_that_is_known() -> None:
-    world = a_world(running(0), running(1), store_read=False, store_trouble="no right to read", store_closed=True)
+    world = a_world(running(0), running(1), store_read=False, store_error="no right to read", store_forbidden=True)
     status = plan(that_had_pods(a_job(minimum=2)), world, NOW).status
 
     assert status is not None
@@ -974,9 +988,9 @@ def test_of_a_store_that_may_not_be_read_enough_pods_are_all_that_is_known() -> 
 
 
 def test_what_holds_while_a_job_was_suspended_is_taken_back() -> None:
-    job = followed(replace(that_is_pinned(a_job()), spec=a_job(args=("new.py",)).spec), a_world(running(0)))
+    job = followed(replace(with_spec_applied(a_job()), spec=a_job(args=("new.py",)).spec), a_world(running(0)))
     rests = followed(replace(job, spec=a_job(args=("new.py",), suspend=True).spec), a_world(running(0)))
-    assert condition(rests.status, ConditionType.CHANGES_WAITING).status is False
+    assert condition(rests.status, ConditionType.RESTART_REQUIRED).status is False
 
 
 def test_the_pin_of_a_job_that_never_had_one_binds_from_now_on() -> None:
@@ -984,5 +998,5 @@ def test_the_pin_of_a_job_that_never_had_one_binds_from_now_on() -> None:
     status: JobStatus | None = plan(job, a_world(running(0), running(1)), NOW).status
 
     assert status is not None
-    assert status.pinned == pin(job.spec)
-    assert with_status(job, pinned=status.pinned).status.pinned == {"args": ["train.py"]}
+    assert status.applied_spec == job.spec.applied
+    assert with_status(job, applied_spec=status.applied_spec).status.applied_spec == AppliedSpec(args=("train.py",))

@@ -9,16 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_operator.model import Fate, Job, JobState, Misfit, Observed, Plan, Pod, PodPhase, Unfit
-from elastic_operator.names import Reason
-from elastic_operator.plan import plan
-from elastic_operator.plan.clearing import FAREWELL
-from elastic_operator.plan.places import ENDED_PODS_KEPT, LONGEST_BACK_OFF
-from elastic_operator.spec import CleanPodPolicy, FailureAction, GangScheduler, SchedulingSpec
+from elastic_operator.api.constants import Reason
+from elastic_operator.api.spec import CleanPodPolicy, FailureAction, GangScheduler, SchedulingSpec
+from elastic_operator.api.status import JobState
+from elastic_operator.controller.completion import EXIT_PERIOD
+from elastic_operator.controller.model import IncompatibleImage, Job, Observed, Plan, Pod, PodPhase, TerminationCause
+from elastic_operator.controller.plan import plan
+from elastic_operator.controller.scaling import ENDED_PODS_KEPT, LONGEST_BACK_OFF
 from tests.support.builders import a_job, on_disruption, on_reasons
 from tests.support.simulated_cluster import (
     NODES,
@@ -30,10 +32,10 @@ from tests.support.simulated_cluster import (
     is_live,
     runs,
 )
-from torchelastic.contract import ExitCode, OutcomeState
+from torchelastic.protocol import ExitCode, OutcomeState
 
 if TYPE_CHECKING:
-    from elastic_operator.spec import FailureRule
+    from elastic_operator.api.spec import FailureRule
 
 ACCIDENTS = st.sampled_from([137, 139, 3, 1, 127, None])
 LEAVES = st.sampled_from([143, 130])
@@ -146,7 +148,7 @@ class AnyLife(RuleBasedStateMachine):
         """Whether pods could not be made when that was tried last, or the status says so."""
         cluster = self.cluster
         said = {condition.reason for condition in cluster.job.status.conditions if condition.status}
-        return bool(cluster.refusal or cluster.hindrance or said & {Reason.REFUSED, Reason.HINDERED})
+        return bool(cluster.refusal or cluster.blocked or said & {Reason.REFUSED, Reason.RESOURCES_BLOCKED})
 
     def _reconcile(self, lateness: int = 0) -> None:
         job, observed = self.cluster.observe(lateness)
@@ -165,15 +167,15 @@ class AnyLife(RuleBasedStateMachine):
         assert again == Plan(
             report=again.report,
             etcd=self.cluster.etcd,
-            together=self.cluster.group,
-            guarded=self.cluster.guard,
+            min_member=self.cluster.group,
+            min_available=self.cluster.guard,
             wake_at=again.wake_at,
             create=again.create if self.cluster.full and not self.cluster.refuses else (),
         )
         if not job.status.state.finished and not job.deleting:
             empty = job.spec.desired - sum(is_live(pod) for pod in observed.pods)
             # Whoever died before the store was read stays until it has been.
-            judged = [pod for pod in observed.pods if pod.uid in job.status.accounted]
+            judged = [pod for pod in observed.pods if pod.uid in job.status.counted_pod_uids]
             remains = [pod for pod in judged if pod.phase.ended and not pod.terminating]
             assert len(remains) <= max(ENDED_PODS_KEPT, empty)
 
@@ -199,10 +201,10 @@ class AnyLife(RuleBasedStateMachine):
                 self._start(pod, ready=True)
         self.cluster.look()
 
-    @rule(data=st.data(), code=ACCIDENTS, lingers=st.booleans())
-    def a_pod_dies(self, data: st.DataObject, code: int | None, lingers: bool) -> None:
+    @rule(data=st.data(), code=ACCIDENTS, sidecars_running=st.booleans())
+    def a_pod_dies(self, data: st.DataObject, code: int | None, sidecars_running: bool) -> None:
         if (pod := self._pick(data, list(filter(runs, self.cluster.pods.values())))) is not None:
-            self.cluster.end(pod, code, lingers=lingers)
+            self.cluster.end(pod, code, sidecars_running=sidecars_running)
             self.cluster.look()
 
     @rule(data=st.data())
@@ -210,20 +212,22 @@ class AnyLife(RuleBasedStateMachine):
         pods = [pod for pod in self.cluster.pods.values() if pod.phase is PodPhase.RUNNING]
         if (pod := self._pick(data, pods)) is not None:
             reasons = pod.reasons | {"OOMKilled"}
-            self.cluster.end(pod, 137, fate=pod.fate or Fate.OUT_OF_MEMORY, reasons=reasons)
+            self.cluster.end(
+                pod, 137, termination_cause=pod.termination_cause or TerminationCause.OUT_OF_MEMORY, reasons=reasons
+            )
             self.cluster.look()
 
-    @rule(data=st.data(), fate=st.sampled_from([Fate.DISRUPTED, Fate.NODE_LOST]))
-    def a_pod_has_to_go(self, data: st.DataObject, fate: Fate) -> None:
+    @rule(data=st.data(), termination_cause=st.sampled_from([TerminationCause.DISRUPTED, TerminationCause.NODE_LOST]))
+    def a_pod_has_to_go(self, data: st.DataObject, termination_cause: TerminationCause) -> None:
         if (pod := self._pick(data, [pod for pod in self.cluster.pods.values() if is_live(pod)])) is not None:
-            self.cluster.disrupt(pod, fate)
+            self.cluster.disrupt(pod, termination_cause)
             self.cluster.look()
 
     @rule(data=st.data())
     def a_node_has_no_room_after_all(self, data: st.DataObject) -> None:
         pods = [pod for pod in self.cluster.pods.values() if pod.phase is PodPhase.PENDING and not pod.terminating]
         if (pod := self._pick(data, pods)) is not None:
-            self.cluster.disrupt(pod, Fate.NOT_ADMITTED)
+            self.cluster.disrupt(pod, TerminationCause.NOT_ADMITTED)
             self.cluster.look()
 
     @rule(data=st.data())
@@ -232,23 +236,25 @@ class AnyLife(RuleBasedStateMachine):
             self.cluster.evict(pod)
             self.cluster.look()
 
-    @rule(data=st.data(), code=LEAVES, lingers=st.booleans())
-    def a_pod_leaves(self, data: st.DataObject, code: int, lingers: bool) -> None:
+    @rule(data=st.data(), code=LEAVES, sidecars_running=st.booleans())
+    def a_pod_leaves(self, data: st.DataObject, code: int, sidecars_running: bool) -> None:
         if (pod := self._pick(data, self.cluster.serving())) is not None:
-            self.cluster.end(pod, code, lingers=lingers)
+            self.cluster.end(pod, code, sidecars_running=sidecars_running)
             self.cluster.look()
 
     @rule(data=st.data())
-    def what_lingers_ends(self, data: st.DataObject) -> None:
-        if (pod := self._pick(data, [pod for pod in self.cluster.pods.values() if pod.lingers])) is not None:
-            self.cluster.change(pod, lingers=False)
+    def what_sidecars_running_ends(self, data: st.DataObject) -> None:
+        if (pod := self._pick(data, [pod for pod in self.cluster.pods.values() if pod.sidecars_running])) is not None:
+            self.cluster.change(pod, sidecars_running=False)
             self.cluster.look()
 
     @rule(data=st.data(), dice=st.integers(0, 4))
     def a_pod_has_no_agent(self, data: st.DataObject, dice: int) -> None:
         pods = [pod for pod in self.cluster.pods.values() if pod.phase is PodPhase.PENDING]
         if dice == 0 and (pod := self._pick(data, pods)) is not None:
-            self.cluster.end(pod, 128, unfit=Unfit(Misfit.NO_AGENT, "the image has no torchelastic-run"))
+            self.cluster.end(
+                pod, 128, incompatible_image=IncompatibleImage(Reason.NO_AGENT, "the image has no torchelastic-run")
+            )
             self.cluster.no_agent = True
             self.cluster.look()
 
@@ -272,8 +278,8 @@ class AnyLife(RuleBasedStateMachine):
     # -- agents
 
     @rule()
-    def the_agents_form_an_epoch(self) -> None:
-        self.cluster.agents_form_an_epoch()
+    def the_agents_form_an_round(self) -> None:
+        self.cluster.agents_form_an_round()
         self.cluster.look()
 
     @rule(state=st.sampled_from(OutcomeState))
@@ -288,7 +294,7 @@ class AnyLife(RuleBasedStateMachine):
     ) -> None:
         cluster = self.cluster
         self.all_pods_start()
-        cluster.agents_form_an_epoch()
+        cluster.agents_form_an_round()
         cluster.agents_end_the_run(state)
         if cluster.run_ended is not None:
             cluster.pods = {}
@@ -299,10 +305,10 @@ class AnyLife(RuleBasedStateMachine):
             cluster.seen = cluster.seen[-1:]
 
     @precondition(lambda self: self.cluster.run_ended is not None)
-    @rule(data=st.data(), lingers=st.booleans())
-    def an_agent_hears_of_the_end(self, data: st.DataObject, lingers: bool) -> None:
+    @rule(data=st.data(), sidecars_running=st.booleans())
+    def an_agent_hears_of_the_end(self, data: st.DataObject, sidecars_running: bool) -> None:
         if (pod := self._pick(data, self.cluster.serving())) is not None:
-            self.cluster.agents_hear_of_the_end(pod, lingers=lingers)
+            self.cluster.agents_hear_of_the_end(pod, sidecars_running=sidecars_running)
             self.cluster.look()
 
     @precondition(lambda self: self.cluster.run_ended is None)
@@ -376,7 +382,7 @@ class AnyLife(RuleBasedStateMachine):
 
     def _edit(self, **fields: Any) -> None:
         job = self.cluster.job
-        spec = replace(job.spec, **fields)
+        spec = msgspec.structs.replace(job.spec, **fields)
         if spec != job.spec:
             self.cluster.job = replace(job, spec=spec, generation=job.generation + 1)
             self.cluster.look()
@@ -414,7 +420,7 @@ class AnyLife(RuleBasedStateMachine):
         for _ in range(20):
             self.deletions_come_to_their_end()
             self.all_pods_start()
-            cluster.agents_form_an_epoch()
+            cluster.agents_form_an_round()
             self.a_second_plan_does_nothing()
             if cluster.job.status.state.finished:
                 break
@@ -433,14 +439,14 @@ class AnyLife(RuleBasedStateMachine):
         status = cluster.job.status
         if not status.state.finished and not cluster.job.deleting:
             assert status.state is JobState.SUSPENDED
-            assert (status.pinned, status.active, status.replicas) == (None, None, 0)
+            assert (status.applied_spec, status.active, status.replicas) == (None, None, 0)
             assert all(pod.terminating and not runs(pod) for pod in cluster.pods.values())
             assert (cluster.etcd, cluster.group, cluster.guard) == (False, None, None)
 
     def _is_complete(self) -> bool:
-        epoch, job = self.cluster.store.epoch, self.cluster.job
+        round, job = self.cluster.store.round, self.cluster.job
         live = [pod for pod in self.cluster.pods.values() if is_live(pod)]
-        return epoch is not None and len(epoch.members) == len(live) == job.spec.desired
+        return round is not None and len(round.members) == len(live) == job.spec.desired
 
     def _assert_the_right_end(self) -> None:
         cluster = self.cluster
@@ -459,12 +465,12 @@ class AnyLife(RuleBasedStateMachine):
                 pass  # judged by the cluster when it was said
             case _:
                 assert status.pod_failures == len(cluster.deaths_seen)
-        cluster.now += max(FAREWELL, job.spec.ttl_after_finished or 0.0)
+        cluster.now += max(EXIT_PERIOD, job.spec.ttl_after_finished or 0.0)
         for _ in range(3):
             self.a_second_plan_does_nothing()
             self.deletions_come_to_their_end()
         assert cluster.deleted is (job.spec.ttl_after_finished is not None), "the job goes when its time has come"
-        left = [pod for pod in cluster.pods.values() if pod.lingers or runs(pod)]
+        left = [pod for pod in cluster.pods.values() if pod.sidecars_running or runs(pod)]
         if cluster.deleted or job.spec.clean_pod_policy is not CleanPodPolicy.NONE:
             assert not left, "a pod outlives its job"
         if job.spec.clean_pod_policy is CleanPodPolicy.ALL and not cluster.deleted:
@@ -477,8 +483,8 @@ def _standing(todo: Plan) -> dict[str, Any]:
     return {
         "report": todo.report,
         "etcd": todo.etcd,
-        "together": todo.together,
-        "guarded": todo.guarded,
+        "min_member": todo.min_member,
+        "min_available": todo.min_available,
         "wake_at": todo.wake_at,
     }
 
@@ -494,7 +500,7 @@ TestAnyLife.settings = settings(
 )
 
 
-def test_before_the_first_epoch_too_a_pod_that_vanishes_costs_one_write_of_the_status() -> None:
+def test_before_the_first_round_too_a_pod_that_vanishes_costs_one_write_of_the_status() -> None:
     cluster = SimulatedCluster(a_job(minimum=1, maximum=1, replicas=None))
 
     def writes() -> int:

@@ -6,29 +6,31 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.model import Job, JobState, Observed, Plan
-from elastic_operator.plan import plan
-from elastic_operator.spec import EtcdSpec
-from elastic_operator.status_json import status_from_json, status_to_json
+from elastic_operator.api.spec import EtcdSpec
+from elastic_operator.api.status import JobState, status_from_json, status_to_json
+from elastic_operator.controller.model import Job, Observed, Plan
+from elastic_operator.controller.plan import plan
 from tests.support.builders import (
     NOW,
     a_job,
+    a_round,
     a_world,
-    an_epoch,
     running,
     success,
-    that_is_pinned,
     that_rests,
+    with_spec_applied,
     with_status,
 )
-from torchelastic.contract import HistoryRecord, NodeEnd, PastEpoch, ResumeRecord, RunState, TimeSplit
+from torchelastic.protocol import HistoryRecord, NodeEnd, PastRound, ResumeRecord, RunState, TimeBreakdown
 
 if TYPE_CHECKING:
-    from elastic_operator.model import JobStatus, Pod
+    from elastic_operator.api.status import JobStatus
+    from elastic_operator.controller.model import Pod
 
 NO_STORE = Observed()
 
@@ -41,7 +43,7 @@ class Life:
         self.now = NOW
         self.unheard = 0.0
         self.expected: dict[RunState, float] = {}
-        self.told: TimeSplit | None = None
+        self.told: TimeBreakdown | None = None
         self.pods: tuple[Pod, ...] = ()
         self.resume: ResumeRecord | None = None
         self.last = Plan()
@@ -53,10 +55,14 @@ class Life:
 
     def plan(self, **more: Any) -> None:
         """The operator looks, and writes the status."""
-        epoch = an_epoch(*self.pods) if self.told is not None and self.pods else None
-        world = a_world(*self.pods, split=self.told, epoch=epoch, **more) if self.pods else replace(NO_STORE, **more)
+        round = a_round(*self.pods) if self.told is not None and self.pods else None
+        world = (
+            a_world(*self.pods, time_breakdown=self.told, round=round, **more)
+            if self.pods
+            else replace(NO_STORE, **more)
+        )
         if not self.pods and self.told is not None:
-            world = a_world(split=self.told, **more)
+            world = a_world(time_breakdown=self.told, **more)
         self.last = plan(self.job, world, self.now)
         if self.last.status is not None:
             written = json.loads(json.dumps(status_to_json(self.last.status)))
@@ -88,11 +94,11 @@ class Life:
 
     def is_counted(self) -> None:
         """The leader writes where all of it went."""
-        self.told = TimeSplit(until=self.now, state=RunState.TRAINING, seconds=dict(self.expected), joined=2)
+        self.told = TimeBreakdown(until=self.now, state=RunState.TRAINING, seconds=dict(self.expected), joined=2)
 
     def is_suspended(self, after: float) -> None:
         """The user suspends it, and its pods end so many seconds later."""
-        self.job = replace(self.job, spec=replace(self.job.spec, suspend=True))
+        self.job = replace(self.job, spec=msgspec.structs.replace(self.job.spec, suspend=True))
         self.plan()
         if self.pods:
             self.passes_unheard(after)
@@ -102,12 +108,12 @@ class Life:
         self.told = None  # with the store
 
     def is_resumed(self) -> None:
-        self.job = replace(self.job, spec=replace(self.job.spec, suspend=False))
+        self.job = replace(self.job, spec=msgspec.structs.replace(self.job.spec, suspend=False))
         self.plan()
 
     def split_is_right(self) -> None:
         """What the status says is what has passed."""
-        split = self.status.split
+        split = self.status.time_breakdown
         assert split is not None
         assert split.until == pytest.approx(self.now, abs=0.01)
         assert sum(split.seconds.values()) == pytest.approx(self.now - self.job.created, abs=0.01)
@@ -146,7 +152,7 @@ def test_each_second_from_a_jobs_creation_to_its_end_is_counted_once(
         life.is_resumed()
         life.split_is_right()
         assert life.resume is not None
-        assert life.resume.split == life.status.split
+        assert life.resume.time_breakdown == life.status.time_breakdown
     if trains_last is not None:
         life.passes(trains_last, RunState.TRAINING)
         life.is_counted()
@@ -156,7 +162,7 @@ def test_each_second_from_a_jobs_creation_to_its_end_is_counted_once(
     life.split_is_right()
     assert life.status.state is JobState.SUCCEEDED
     assert life.last.report is not None
-    assert life.last.report.split == life.status.split
+    assert life.last.report.time_breakdown == life.status.time_breakdown
 
 
 def test_all_pods_of_one_life_are_told_the_same() -> None:
@@ -168,8 +174,8 @@ def test_all_pods_of_one_life_are_told_the_same() -> None:
     life.is_resumed()
     first = life.resume
     assert first is not None
-    assert first.split is not None
-    assert first.split.seconds == {RunState.TRAINING: 60, RunState.STOPPING: 5, RunState.SUSPENDED: 100}
+    assert first.time_breakdown is not None
+    assert first.time_breakdown.seconds == {RunState.TRAINING: 60, RunState.STOPPING: 5, RunState.SUSPENDED: 100}
     life.now += 500
     life.is_counted()
     life.pods = life.pods[:1]
@@ -186,26 +192,35 @@ def test_while_a_job_runs_or_rests_nothing_is_written_for_the_sake_of_its_time()
         life.passes(10, RunState.TRAINING)
         life.is_counted()
         life.plan()
-        assert (life.last.status, life.last.report, life.status.split) == (None, None, None)
+        assert (life.last.status, life.last.report, life.status.time_breakdown) == (None, None, None)
     life.is_suspended(1)
-    split = life.status.split
+    split = life.status.time_breakdown
     life.passes(1000, RunState.SUSPENDED)
     life.plan()
-    assert (life.last.status, life.last.report, life.status.split) == (None, None, split)
+    assert (life.last.status, life.last.report, life.status.time_breakdown) == (None, None, split)
 
 
-def test_a_job_that_is_resumed_while_its_pods_stop_was_never_suspended() -> None:
+def test_pods_that_leave_at_a_suspension_followed_at_once_by_a_resumption_count_as_left() -> None:
     life = Life()
     life.passes(10, RunState.TRAINING)
     life.is_counted()
     life.plan()
-    life.job = replace(life.job, spec=replace(life.job.spec, suspend=True))
+    life.job = replace(life.job, spec=msgspec.structs.replace(life.job.spec, suspend=True))
     life.plan()
     life.passes(3, RunState.STOPPING)
     life.pods = tuple(replace(pod, terminating=True) for pod in life.pods)
-    life.job = replace(life.job, spec=replace(life.job.spec, suspend=False))
+    life.is_resumed()
+    assert (life.last.create, life.status.state) == ((), JobState.SUSPENDED)
+
+    life.pods = ()
     life.plan()
     life.split_is_right()
+    life.told = None
+    life.plan()
+    assert len(life.last.create) == 2
+    for known in (life.status.time_breakdown, life.resume and life.resume.time_breakdown):
+        assert known is not None
+        assert known.gone == {NodeEnd.LEFT: 2}
 
 
 def test_what_was_read_of_a_former_life_is_not_taken_for_the_word_of_this_one() -> None:
@@ -221,13 +236,19 @@ def test_what_was_read_of_a_former_life_is_not_taken_for_the_word_of_this_one() 
 
 
 def test_what_leaders_count_beside_time_is_kept_over_a_suspension() -> None:
-    told = TimeSplit(
-        until=NOW + 30, seconds={RunState.TRAINING: 30.0}, lost=4.5, joined=3, gone={NodeEnd.DIED: 1}, epoch=4, kept=NOW
+    told = TimeBreakdown(
+        until=NOW + 30,
+        seconds={RunState.TRAINING: 30.0},
+        lost=4.5,
+        joined=3,
+        gone={NodeEnd.DIED: 1},
+        round=4,
+        last_checkpoint_at=NOW,
     )
-    job = that_is_pinned(a_job(suspend=True))
-    status = plan(job, a_world(split=told), NOW + 30).status
+    job = with_spec_applied(a_job(suspend=True))
+    status = plan(job, a_world(time_breakdown=told), NOW + 30).status
     assert status is not None
-    assert status.split == TimeSplit(
+    assert status.time_breakdown == TimeBreakdown(
         until=NOW + 30,
         seconds={RunState.TRAINING: 30.0},
         lost=4.5,
@@ -237,22 +258,22 @@ def test_what_leaders_count_beside_time_is_kept_over_a_suspension() -> None:
 
 
 def test_where_a_job_has_trained_and_nobody_has_told_its_time_is_not_known() -> None:
-    trained = that_is_pinned(a_job(suspend=True))
+    trained = with_spec_applied(a_job(suspend=True))
     status = plan(trained, a_world(), NOW + 30).status
     assert status is not None
-    assert status.split is None
+    assert status.time_breakdown is None
     resumed = plan(replace(that_rests(a_job()), spec=a_job().spec), NO_STORE, NOW + 60)
     assert resumed.status is not None
-    assert resumed.status.split is None
-    assert [new.resume and new.resume.split for new in resumed.create] == [None, None]
+    assert resumed.status.time_breakdown is None
+    assert [new.resume and new.resume.time_breakdown for new in resumed.create] == [None, None]
 
 
 def test_a_store_that_is_closed_to_the_operator_leaves_no_older_split_standing() -> None:
-    known = TimeSplit(until=NOW, seconds={RunState.SUSPENDED: 10.0})
-    job = with_status(that_is_pinned(a_job(etcd=EtcdSpec(endpoint="etcd:2379"))), split=known)
-    status = plan(job, a_world(store_read=False, store_closed=True, outcome=success()), NOW + 30).status
+    known = TimeBreakdown(until=NOW, seconds={RunState.SUSPENDED: 10.0})
+    job = with_status(with_spec_applied(a_job(etcd=EtcdSpec(endpoint="etcd:2379"))), time_breakdown=known)
+    status = plan(job, a_world(store_read=False, store_forbidden=True, outcome=success()), NOW + 30).status
     assert status is not None
-    assert status.split is None
+    assert status.time_breakdown is None
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -268,13 +289,13 @@ def test_of_a_resumed_job_that_has_trained_and_whose_store_nobody_can_read_the_t
     life.is_resumed()
     life.passes(20, RunState.WAITING)
     if trains:
-        epoch = an_epoch(*life.pods, number=2)
-        life.job = replace(life.job, status=plan(life.job, a_world(*life.pods, epoch=epoch), life.now).status)
+        round = a_round(*life.pods, number=2)
+        life.job = replace(life.job, status=plan(life.job, a_world(*life.pods, round=round), life.now).status)
         life.passes(3000, RunState.TRAINING)
-    unread = a_world(*life.pods, store_read=False, store_trouble="it does not answer")
+    unread = a_world(*life.pods, store_read=False, store_error="it does not answer")
     life.job = replace(life.job, status=plan(life.job, unread, life.now).status or life.status)
     if end == "rests":
-        life.job = replace(life.job, spec=replace(life.job.spec, suspend=True))
+        life.job = replace(life.job, spec=msgspec.structs.replace(life.job.spec, suspend=True))
         for world in (unread, replace(unread, pods=()), replace(unread, pods=())):
             life.job = replace(life.job, status=plan(life.job, world, life.now).status or life.status)
             life.passes(61, RunState.WAITING)
@@ -283,48 +304,48 @@ def test_of_a_resumed_job_that_has_trained_and_whose_store_nobody_can_read_the_t
         life.job = replace(life.job, status=plan(life.job, replace(unread, outcome=success()), life.now).status)
         assert life.status.state is JobState.SUCCEEDED
     if trains:
-        assert life.status.split is None
+        assert life.status.time_breakdown is None
     else:
-        assert life.status.split is not None
-        assert RunState.TRAINING in life.status.split.seconds
+        assert life.status.time_breakdown is not None
+        assert RunState.TRAINING in life.status.time_breakdown.seconds
 
 
 @pytest.mark.parametrize(("after", "state"), [(60, RunState.STOPPING), (61, RunState.WAITING)])
 def test_a_long_time_after_the_last_word_is_no_stopping(after: float, state: RunState) -> None:
-    told = TimeSplit(until=NOW + 30, seconds={RunState.TRAINING: 30.0})
-    status = plan(that_is_pinned(a_job()), a_world(split=told, outcome=success()), NOW + 30 + after).status
+    told = TimeBreakdown(until=NOW + 30, seconds={RunState.TRAINING: 30.0})
+    status = plan(with_spec_applied(a_job()), a_world(time_breakdown=told, outcome=success()), NOW + 30 + after).status
     assert status is not None
-    assert status.split is not None
-    assert status.split.seconds == {RunState.TRAINING: 30.0, state: after}
+    assert status.time_breakdown is not None
+    assert status.time_breakdown.seconds == {RunState.TRAINING: 30.0, state: after}
 
 
 @pytest.mark.parametrize(
     "told",
     [
-        TimeSplit(until=NOW + 10**6, seconds={RunState.TRAINING: 10.0}),
-        TimeSplit(until=NOW + 30, seconds={RunState.TRAINING: 1e10, RunState.WAITING: 1e10}),
+        TimeBreakdown(until=NOW + 10**6, seconds={RunState.TRAINING: 10.0}),
+        TimeBreakdown(until=NOW + 30, seconds={RunState.TRAINING: 1e10, RunState.WAITING: 1e10}),
     ],
     ids=["of another time", "of more time than there was"],
 )
-def test_a_word_that_cannot_be_is_not_believed(told: TimeSplit) -> None:
-    known = TimeSplit(until=NOW, seconds={})
-    job = with_status(that_is_pinned(a_job()), split=known, state=JobState.WAITING, world_size=0)
-    status = plan(job, a_world(split=told, outcome=success()), NOW + 30).status
+def test_a_word_that_cannot_be_is_not_believed(told: TimeBreakdown) -> None:
+    known = TimeBreakdown(until=NOW, seconds={})
+    job = with_status(with_spec_applied(a_job()), time_breakdown=known, state=JobState.WAITING, world_size=0)
+    status = plan(job, a_world(time_breakdown=told, outcome=success()), NOW + 30).status
     assert status is not None
-    assert status.split == TimeSplit(until=NOW + 30, seconds={RunState.WAITING: 30.0})
+    assert status.time_breakdown == TimeBreakdown(until=NOW + 30, seconds={RunState.WAITING: 30.0})
 
 
 def test_a_leaders_clock_that_is_ahead_adds_nothing() -> None:
-    told = TimeSplit(until=NOW + 32.5, seconds={RunState.TRAINING: 32.5})
-    status = plan(that_is_pinned(a_job()), a_world(split=told, outcome=success()), NOW + 30).status
+    told = TimeBreakdown(until=NOW + 32.5, seconds={RunState.TRAINING: 32.5})
+    status = plan(with_spec_applied(a_job()), a_world(time_breakdown=told, outcome=success()), NOW + 30).status
     assert status is not None
-    assert status.split == told
+    assert status.time_breakdown == told
 
 
 # -- what is kept
 
 
-HISTORY = HistoryRecord(created=NOW - 5, epochs=(PastEpoch(number=1, began=NOW, nodes=2),))
+HISTORY = HistoryRecord(created=NOW - 5, rounds=(PastRound(number=1, began=NOW, nodes=2),))
 
 
 def finished(job: Job, status: JobStatus | None) -> Job:
@@ -335,14 +356,14 @@ def finished(job: Job, status: JobStatus | None) -> Job:
 def test_what_the_store_knows_is_kept_with_the_status_that_says_how_it_ended_and_again_until_the_store_is_gone() -> (
     None
 ):
-    job = that_is_pinned(a_job())
+    job = with_spec_applied(a_job())
     world = a_world(running(0), running(1), outcome=success(), history=HISTORY)
     ends = plan(job, world, NOW + 0.7)
     assert ends.etcd is True, "the agents may still read there how it ended"
     report = ends.report
     assert report is not None
     assert (report.name, report.uid, report.state, report.created) == (job.name, job.uid, JobState.SUCCEEDED, NOW)
-    assert report.history == HistoryRecord(created=NOW, epochs=HISTORY.epochs)
+    assert report.history == HistoryRecord(created=NOW, rounds=HISTORY.rounds)
     assert report.outcome == success()
 
     later = plan(finished(job, ends.status), replace(world, pods=()), NOW + 3)
@@ -357,36 +378,38 @@ def test_of_a_job_that_never_trained_it_is_kept_that_it_failed() -> None:
     job = with_status(job, active=NOW)
     ends = plan(job, NO_STORE, NOW + 61)
     assert ends.report is not None
-    assert (ends.report.state, ends.report.history.epochs) == (JobState.FAILED, ())
+    assert (ends.report.state, ends.report.history.rounds) == (JobState.FAILED, ())
     assert ends.report.message.startswith("the job has not come to its end")
-    assert ends.report.split == TimeSplit(until=NOW + 61, seconds={RunState.WAITING: 61.0})
+    assert ends.report.time_breakdown == TimeBreakdown(until=NOW + 61, seconds={RunState.WAITING: 61.0})
     assert ends.report.completed == NOW + 61
 
 
 def test_what_the_store_knows_is_kept_when_a_job_has_come_to_rest_and_not_before() -> None:
-    job = that_is_pinned(a_job(suspend=True))
+    job = with_spec_applied(a_job(suspend=True))
     stopping = plan(job, a_world(running(0), history=HISTORY), NOW)
     assert stopping.report is None
-    told = TimeSplit(
+    told = TimeBreakdown(
         until=NOW + 4,
         state=RunState.STOPPING,
         seconds={RunState.TRAINING: 4.0},
         joined=7,
         gone={NodeEnd.DIED: 2, NodeEnd.LEFT: 1},
     )
-    rests = plan(finished(job, stopping.status), a_world(history=HISTORY, split=told), NOW + 5.0004)
+    rests = plan(finished(job, stopping.status), a_world(history=HISTORY, time_breakdown=told), NOW + 5.0004)
     assert rests.report is not None
     assert (rests.report.state, rests.report.completed) == (JobState.SUSPENDED, None)
-    assert rests.report.history.epochs == HISTORY.epochs
+    assert rests.report.history.rounds == HISTORY.rounds
     assert rests.report.rested == (NOW + 5,)
-    assert rests.report.split is not None
-    assert rests.report.split.gone == {NodeEnd.DIED: 2, NodeEnd.LEFT: 5}, "those that were still there have left"
+    assert rests.report.time_breakdown is not None
+    assert rests.report.time_breakdown.gone == {NodeEnd.DIED: 2, NodeEnd.LEFT: 5}, (
+        "those that were still there have left"
+    )
     assert rests.etcd is False
 
 
 def test_of_a_job_that_is_removed_at_once_or_by_hand_nothing_is_kept() -> None:
     world = a_world(outcome=success(), history=HISTORY)
-    at_once = plan(that_is_pinned(a_job(ttl_after_finished=0)), world, NOW)
+    at_once = plan(with_spec_applied(a_job(ttl_after_finished=0)), world, NOW)
     assert (at_once.delete_job, at_once.report) == (True, None)
-    assert plan(that_is_pinned(a_job(deleting=True)), world, NOW).report is None
-    assert plan(that_is_pinned(a_job(managed_by="somebody.else/x")), world, NOW).report is None
+    assert plan(with_spec_applied(a_job(deleting=True)), world, NOW).report is None
+    assert plan(with_spec_applied(a_job(managed_by="somebody.else/x")), world, NOW).report is None

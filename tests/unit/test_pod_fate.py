@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.kube.observation import pod_of
-from elastic_operator.model import Fate
-from elastic_operator.plan.roster import Verdict, verdict
+from elastic_operator.controller.model import TerminationCause
+from elastic_operator.controller.pods import PodEnd, pod_end
+from elastic_operator.kubernetes.pod_status import pod_of
 from tests.support.builders import says
-from torchelastic.contract import encode_termination_message
+from torchelastic.protocol import encode_termination_message
 
 STARTED, ENDED = "2026-03-01T12:00:05Z", "2026-03-01T12:01:00Z"
 RUNNING = {"running": {"startedAt": STARTED}}
@@ -61,18 +61,18 @@ SILENT = (ready("False"), ready("True", "ContainersReady"))
 def test_a_pod_that_others_need_the_place_of_was_disrupted(reason: str, end: tuple[str, Any]) -> None:
     phase, state = end
     pod = pod_of(a_pod(phase, state, disrupted(reason), going=phase == "Running"))
-    assert pod.fate is Fate.DISRUPTED
+    assert pod.termination_cause is TerminationCause.DISRUPTED
     assert reason in pod.reasons
     assert pod.conditions["DisruptionTarget"] == "True"
 
 
 def test_one_that_is_only_about_to_be_has_no_fate_yet() -> None:
     pod = pod_of(a_pod("Running", RUNNING, disrupted("PreemptionByScheduler")))
-    assert (pod.fate, pod.conditions) == (None, {"DisruptionTarget": "True"})
+    assert (pod.termination_cause, pod.conditions) == (None, {"DisruptionTarget": "True"})
 
 
 def test_a_disruption_that_did_not_happen_is_none() -> None:
-    assert pod_of(a_pod("Failed", ended(1), disrupted("EvictionByEvictionAPI", "False"))).fate is None
+    assert pod_of(a_pod("Failed", ended(1), disrupted("EvictionByEvictionAPI", "False"))).termination_cause is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_pod_that_its_node_ended_for_the_sake_of_others_was_disrupted(
     reason: str, message: str, conditions: tuple[dict[str, str], ...]
 ) -> None:
     pod = pod_of(a_pod("Failed", ended(137), *conditions, reason=reason, message=message))
-    assert pod.fate is Fate.DISRUPTED
+    assert pod.termination_cause is TerminationCause.DISRUPTED
     assert pod.reasons >= {reason, "Error"}
 
 
@@ -104,9 +104,9 @@ def test_a_pod_that_its_node_ended_for_the_sake_of_others_was_disrupted(
 def test_a_pod_that_wrote_more_than_it_may_has_itself_to_blame(message: str) -> None:
     words = encode_termination_message(says("left on SIGTERM", "Left")).decode()
     pod = pod_of(a_pod("Failed", ended(143, message=words), reason="Evicted", message=message))
-    assert (pod.fate, pod.reasons) == (Fate.OVER_LIMIT, {"Evicted", "Error"})
+    assert (pod.termination_cause, pod.reasons) == (TerminationCause.OVER_LIMIT, {"Evicted", "Error"})
     assert pod.message == f"Evicted: {message.strip()}"
-    assert verdict(pod) is Verdict.DIED
+    assert pod_end(pod) is PodEnd.FAILED
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_a_pod_that_wrote_more_than_it_may_has_itself_to_blame(message: str) -> 
     ],
 )
 def test_a_pod_on_a_node_that_is_gone_or_silent_is_lost_with_it(obj: dict[str, Any]) -> None:
-    assert pod_of(obj).fate is Fate.NODE_LOST
+    assert pod_of(obj).termination_cause is TerminationCause.NODE_LOST
 
 
 def test_that_a_node_is_silent_is_told_and_ends_nothing_by_itself() -> None:
     pod = pod_of(a_pod("Running", RUNNING, *SILENT))
-    assert (pod.fate, pod.waiting) == (None, "its node node-1 is silent")
+    assert (pod.termination_cause, pod.waiting) == (None, "its node node-1 is silent")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_that_a_node_is_silent_is_told_and_ends_nothing_by_itself() -> None:
 )
 def test_a_pod_that_is_merely_not_ready_is_not_taken_for_lost(obj: dict[str, Any]) -> None:
     pod = pod_of(obj)
-    assert (pod.fate, pod.waiting) == (None, "")
+    assert (pod.termination_cause, pod.waiting) == (None, "")
 
 
 @pytest.mark.parametrize(
@@ -157,31 +157,31 @@ def test_a_pod_that_is_merely_not_ready_is_not_taken_for_lost(obj: dict[str, Any
 @pytest.mark.parametrize("state", [None, {"waiting": {"reason": "ContainerCreating"}}])
 def test_a_pod_for_which_its_node_had_no_room_was_not_admitted(reason: str, state: Any) -> None:
     pod = pod_of(a_pod("Failed", state, reason=reason, message="Pod was rejected: no"))
-    assert (pod.fate, pod.reasons) == (Fate.NOT_ADMITTED, {reason})
+    assert (pod.termination_cause, pod.reasons) == (TerminationCause.NOT_ADMITTED, {reason})
 
 
 @pytest.mark.parametrize("reason", ["SysctlForbidden", "DeadlineExceeded", "PodOSNotSupported", ""])
 def test_what_the_next_node_would_say_as_well_is_a_failure(reason: str) -> None:
-    assert pod_of(a_pod("Failed", None, reason=reason)).fate is None
+    assert pod_of(a_pod("Failed", None, reason=reason)).termination_cause is None
 
 
 def test_a_container_that_was_killed_for_memory_ran_out_of_it() -> None:
     pod = pod_of(a_pod("Failed", ended(137, "OOMKilled", "step 7")))
-    assert (pod.fate, pod.reasons) == (Fate.OUT_OF_MEMORY, {"OOMKilled"})
+    assert (pod.termination_cause, pod.reasons) == (TerminationCause.OUT_OF_MEMORY, {"OOMKilled"})
 
 
 def test_exit_code_0_counts_more_than_any_reason() -> None:
     pod = pod_of(a_pod("Succeeded", ended(0, "OOMKilled"), disrupted("PreemptionByScheduler"), reason="Evicted"))
-    assert pod.fate is None
+    assert pod.termination_cause is None
     assert "OOMKilled" not in pod.reasons
 
 
 def test_an_agent_that_outlived_a_process_that_was_killed_for_memory_has_the_word() -> None:
     words = encode_termination_message(says("left on SIGTERM", "Left")).decode()
-    assert pod_of(a_pod("Failed", ended(143, "OOMKilled", words))).fate is None
+    assert pod_of(a_pod("Failed", ended(143, "OOMKilled", words))).termination_cause is None
 
 
 def test_a_pod_that_lives_or_died_by_itself_has_no_fate() -> None:
-    assert pod_of(a_pod("Running", RUNNING, ready("True"))).fate is None
-    assert pod_of(a_pod("Failed", ended(1))).fate is None
-    assert pod_of(a_pod("Pending", None)).fate is None
+    assert pod_of(a_pod("Running", RUNNING, ready("True"))).termination_cause is None
+    assert pod_of(a_pod("Failed", ended(1))).termination_cause is None
+    assert pod_of(a_pod("Pending", None)).termination_cause is None

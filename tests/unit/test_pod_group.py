@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.kube.disruption_budget import disruption_budget
-from elastic_operator.kube.pod_group import not_installed, pod_group, requests_of
-from elastic_operator.spec import GangScheduler, SchedulingSpec
+from elastic_operator.api.spec import GangScheduler, SchedulingSpec
+from elastic_operator.resources.pdb import disruption_budget
+from elastic_operator.resources.podgroup import not_installed, pod_group, requests_of
 from tests.support.builders import UID, a_job
 
 LABELS = {

@@ -6,34 +6,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from elastic_operator.model import NewPod
-from elastic_operator.pods import (
-    RESERVED,
-    AgentCommand,
-    Surroundings,
-    agent_command,
-    ending_of,
-    problem_of,
-    program_of,
-    resolved,
-    user_env,
-)
-from elastic_operator.spec import (
+from elastic_operator.api.spec import (
+    CheckpointSpec,
     EtcdSpec,
     ExitCodes,
     FailureAction,
     FailureRule,
     GangScheduler,
     PodCondition,
+    PortRange,
     RendezvousSpec,
     SchedulingSpec,
 )
+from elastic_operator.api.template import program_of, user_env
+from elastic_operator.api.validation import RESERVED, problem_of
+from elastic_operator.controller.model import NewPod
+from elastic_operator.resources.agent_command import AgentCommand, Surroundings, agent_command, ending_of, resolved
 from tests.support.builders import UID, a_job, size
-from torchelastic.arguments import parse
-from torchelastic.contract import CONTRACT_VERSION, Env, ResumeRecord, SizeRecord, decode
-from torchelastic.settings import AgentSettings, ProgramKind
+from torchelastic.config.main import parse
+from torchelastic.config.settings import AgentSettings, ProgramKind
+from torchelastic.protocol import PROTOCOL_VERSION, Env, ResumeRecord, SizeRecord, decode
 
 POD = NewPod(name="digits-1-abcde", index=1, size=size(2, generation=3, minimum=1, maximum=4))
 HERE = Surroundings(
@@ -110,7 +105,7 @@ def test_the_size_travels_as_the_record_that_the_store_would_have() -> None:
     env = agent_command(a_job(), POD, HERE).env
 
     assert decode(env[Env.SIZE].encode(), SizeRecord) == POD.size
-    assert env[Env.CONTRACT] == str(CONTRACT_VERSION)
+    assert env[Env.PROTOCOL] == str(PROTOCOL_VERSION)
     assert env[Env.CHECKPOINT_DIR] == "/checkpoints/digits/1"
 
 
@@ -130,12 +125,12 @@ def test_what_is_known_only_later_is_left_to_others() -> None:
 
 
 def test_every_variable_that_is_given_is_reserved() -> None:
-    resumed = replace(POD, resume=ResumeRecord(epoch=1))
+    resumed = replace(POD, resume=ResumeRecord(round=1))
     assert set(agent_command(a_job(), resumed, HERE).env) == RESERVED
 
 
 def test_a_run_that_was_suspended_is_gone_on_with() -> None:
-    resume = ResumeRecord(epoch=12, restarts=3, free=5)
+    resume = ResumeRecord(round=12, restarts=3, uncharged_restarts=5)
     env = agent_command(a_job(), replace(POD, resume=resume), HERE).env
 
     assert decode(env[Env.RESUME].encode(), ResumeRecord) == resume
@@ -143,7 +138,7 @@ def test_a_run_that_was_suspended_is_gone_on_with() -> None:
 
 
 def exit_rule(action: FailureAction, *codes: int, negated: bool = False) -> FailureRule:
-    return FailureRule(action, exit_codes=ExitCodes(frozenset(codes), negated=negated))
+    return FailureRule(action, exit_codes=ExitCodes(frozenset(codes), "NotIn" if negated else "In"))
 
 
 FAIL, IGNORE, COUNT = FailureAction.FAIL_JOB, FailureAction.IGNORE, FailureAction.COUNT
@@ -178,22 +173,22 @@ def test_how_the_pods_meet_is_given_to_the_agents(tmp_path: Path) -> None:
     settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
 
     meeting = settings.rendezvous
-    assert (meeting.joining_window, meeting.join_timeout, meeting.lease) == (30.0, 1200.0, 10.0)
+    assert (meeting.last_call_timeout, meeting.join_timeout, meeting.lease) == (30.0, 1200.0, 10.0)
     assert "PET_RDZV_CONF" not in agent_command(a_job(), POD, HERE).env
-    ports = agent_command(a_job(rendezvous=RendezvousSpec(ports=(20000, 20031))), POD, HERE).env
+    ports = agent_command(a_job(rendezvous=RendezvousSpec(ports=PortRange(20000, 20031))), POD, HERE).env
     assert (ports["PET_PORT_RANGE"], "PET_RDZV_CONF" in ports) == ("20000-20031", False)
 
 
 def test_the_agent_understands_the_rules_and_the_run_that_it_goes_on_with(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     rules = (exit_rule(FAIL, 3, 64, 65), exit_rule(IGNORE, 1, 3, negated=True))
-    job = a_job(args=(str(script),), failure_rules=rules, rendezvous=RendezvousSpec(ports=(20000, 20031)))
-    resumed = replace(POD, resume=ResumeRecord(epoch=12, restarts=3, free=5))
+    job = a_job(args=(str(script),), failure_rules=rules, rendezvous=RendezvousSpec(ports=PortRange(20000, 20031)))
+    resumed = replace(POD, resume=ResumeRecord(round=12, restarts=3, uncharged_restarts=5))
     settings = as_the_agent_reads_it(agent_command(job, resumed, HERE))
 
     assert settings.final_exit_codes == {3, 64, 65}
     assert settings.free_exit_codes == {*range(1, 256)} - {1, 3, 64, 65}
-    assert settings.rendezvous.resume == ResumeRecord(epoch=12, restarts=3, free=5)
+    assert settings.rendezvous.resume == ResumeRecord(round=12, restarts=3, uncharged_restarts=5)
     assert settings.rendezvous.ports is not None
     assert (settings.rendezvous.ports.first, settings.rendezvous.ports.last) == (20000, 20031)
 
@@ -212,7 +207,7 @@ def test_the_workers_get_the_grace_that_the_job_gives_them(tmp_path: Path, perio
     settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
 
     assert settings.stop_grace == grace
-    assert problem_of(replace(job.spec, image="i")) is None
+    assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
     if period is None:
         assert settings.rendezvous.notice + grace < ending_of(job.spec).period
     else:
@@ -378,7 +373,7 @@ def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
         ),
         (
             {
-                "checkpoint_volume": {"emptyDir": {}},
+                "checkpoint": CheckpointSpec({"emptyDir": {}}),
                 "template": template(volumeMounts=[{"name": "mine", "mountPath": "/checkpoints/"}]),
             },
             (
@@ -450,7 +445,7 @@ def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
             "spec.etcd.tlsSecret and the environment variable PET_RDZV_CONF are both given; remove one of the two",
         ),
         (
-            {"rendezvous": RendezvousSpec(ports=(2000, 2015)), "args": ("--port-range=1-2", "x.py")},
+            {"rendezvous": RendezvousSpec(ports=PortRange(2000, 2015)), "args": ("--port-range=1-2", "x.py")},
             "spec.rendezvous.ports and --port-range in args are both given; remove one of the two",
         ),
         (
@@ -606,7 +601,7 @@ def test_what_is_too_long_to_start_a_program_with_is_named_before_a_pod_is_made(
     assert problem(args=("x.py", "ü" * longest)).startswith("one of the arguments is too long to start a program with;")
 
 
-COUNTS_4 = FailureRule(FailureAction.COUNT, exit_codes=ExitCodes(frozenset({4})))
+COUNTS_4 = FailureRule(FailureAction.COUNT, exit_codes=ExitCodes(frozenset({4}), "In"))
 
 
 @pytest.mark.parametrize(
@@ -631,7 +626,7 @@ COUNTS_4 = FailureRule(FailureAction.COUNT, exit_codes=ExitCodes(frozenset({4}))
             "restartPolicyRules of the template's container worker are given, but pods are replaced and never",
         ),
         *(
-            ({"checkpoint_volume": volume}, "which is no source of a volume")
+            ({"checkpoint": CheckpointSpec(volume)}, "which is no source of a volume")
             for volume in ({"persistentVolumeClaim": None}, {"name": "x"}, {"hostPath": "/x"})
         ),
         (

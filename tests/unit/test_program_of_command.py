@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from torchelastic.agent.program import program_of_command
-from torchelastic.settings import Program, ProgramKind, StartMethod
+from torchelastic.agent.workers.program import program_of_command
+from torchelastic.config.settings import Program, ProgramKind, StartMethod
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 

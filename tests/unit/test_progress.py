@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import torchelastic
-from torchelastic import metrics, progress, worker
-from torchelastic.agent.progress import Progress
-from torchelastic.agent.worker_channel import WorkerChannel
-from torchelastic.contract import EpochRecord, Member
+from torchelastic import metrics
+from torchelastic.agent.worker_socket import Progress, WorkerSocket
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.worker import CHANNEL
+from torchelastic.protocol import Member, RoundRecord
+from torchelastic.training import progress
+from torchelastic.training.agent_socket import CHANNEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
 PATIENCE = 20.0
-RECORD = EpochRecord(number=3, members=(Member("a.1", "10.0.0.1", 2), Member("b.1", "10.0.0.2", 2)))
+RECORD = RoundRecord(number=3, members=(Member("a.1", "10.0.0.1", 2), Member("b.1", "10.0.0.2", 2)))
 
 
 class Node:
@@ -38,8 +38,8 @@ class Node:
         self.reports: list[dict[str, Any]] = []
         self._more = asyncio.Event()
 
-    def report(self, epoch: int, **changes: Any) -> None:
-        assert epoch == RECORD.number
+    def report(self, round: int, **changes: Any) -> None:
+        assert round == RECORD.number
         self.reports.append(changes)
         self._more.set()
 
@@ -59,19 +59,18 @@ class Agent:
         self.changes = 0
         self.node = Node()
         self.progress = Progress(self.node)
-        self.channel = WorkerChannel(folder, stands=self._stands, changed=self._changed, progress=self.progress)
+        self.channel = WorkerSocket(folder, stands=self._stands, changed=self._changed, progress=self.progress)
         self.began = 0.0
 
     def begin(self) -> None:
         self.began = time.time()
         self.channel.expect(RECORD.number)
         self.progress.begin(RECORD)
-        self.channel.began({0: os.getpid(), 1: 1})
 
     def _changed(self) -> None:
         self.changes += 1
 
-    async def _stands(self, epoch: int, seconds: float) -> bool:
+    async def _stands(self, round: int, seconds: float) -> bool:
         return True
 
 
@@ -79,7 +78,6 @@ class Agent:
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[progress._Here]:
     """A process that has called nothing yet."""
     here = progress._Here()
-    monkeypatch.setattr(worker, "_here", worker._Here())
     monkeypatch.setattr(progress, "_here", here)
     yield here
     here._owed.clear()
@@ -90,7 +88,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[progress._Here]:
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: progress._Here) -> AsyncIterator[Agent]:
     agent = Agent(tmp_path)
     async with agent.channel as channel:
-        for name, value in {**channel.variables, "TORCHELASTIC_EPOCH": "3", "LOCAL_RANK": "0", "RANK": "0"}.items():
+        for name, value in {**channel.variables, "TORCHELASTIC_ROUND": "3", "LOCAL_RANK": "0", "RANK": "0"}.items():
             monkeypatch.setenv(name, value)
         agent.begin()
         yield agent
@@ -118,14 +116,14 @@ def measured() -> Iterator[Measured]:
 async def test_the_first_step_says_since_when_the_program_trains_and_the_others_nothing(agent: Agent) -> None:
     torchelastic.step()
     after = time.time()
-    said = await agent.node.until(lambda said: said["stepped"])
-    assert agent.began - 0.001 <= said["stepped"] <= after + 0.001
-    assert said["kept"] == 0
+    said = await agent.node.until(lambda said: said["first_step_at"])
+    assert agent.began - 0.001 <= said["first_step_at"] <= after + 0.001
+    assert said["last_checkpoint_at"] == 0
     for _ in range(100):
         torchelastic.step()
     with torchelastic.checkpoint():
         pass
-    assert (await agent.node.until(lambda said: said["kept"]))["stepped"] == said["stepped"]
+    assert (await agent.node.until(lambda said: said["last_checkpoint_at"]))["first_step_at"] == said["first_step_at"]
 
 
 async def test_a_checkpoint_that_is_written_keeps_what_was_before_it_began(agent: Agent) -> None:
@@ -133,16 +131,16 @@ async def test_a_checkpoint_that_is_written_keeps_what_was_before_it_began(agent
     with torchelastic.checkpoint():
         began = time.time()
         await asyncio.sleep(0.05)
-    said = await agent.node.until(lambda said: said["kept"])
-    assert before - 0.001 <= said["kept"] <= began + 0.001
-    assert said["stepped"] == 0
+    said = await agent.node.until(lambda said: said["last_checkpoint_at"])
+    assert before - 0.001 <= said["last_checkpoint_at"] <= began + 0.001
+    assert said["first_step_at"] == 0
 
 
 async def test_a_checkpoint_that_fails_keeps_nothing(agent: Agent, measured: Measured) -> None:
     with pytest.raises(OSError, match="full"), torchelastic.checkpoint():
         raise OSError("the disk is full")
     torchelastic.step()
-    assert (await agent.node.until(lambda said: said["stepped"]))["kept"] == 0
+    assert (await agent.node.until(lambda said: said["first_step_at"]))["last_checkpoint_at"] == 0
     assert measured.values == []
 
 
@@ -152,10 +150,10 @@ async def test_of_checkpoints_within_a_second_the_last_is_told_of_when_it_is_ove
     writing.append(torchelastic.checkpoint())
     for each in writing:
         each.done()
-    first = await agent.node.until(lambda said: said["kept"])
-    last = await agent.node.until(lambda said: said["kept"] == round(writing[-1]._began, 3))
-    assert first["kept"] == round(writing[0]._began, 3)
-    assert last["stepped"] == 0
+    first = await agent.node.until(lambda said: said["last_checkpoint_at"])
+    last = await agent.node.until(lambda said: said["last_checkpoint_at"] == round(writing[-1]._began, 3))
+    assert first["last_checkpoint_at"] == round(writing[0]._began, 3)
+    assert last["first_step_at"] == 0
     assert len(agent.node.reports) == 2
 
 
@@ -163,11 +161,13 @@ async def test_a_checkpoint_that_was_begun_later_is_not_taken_back_by_one_that_t
     slow = torchelastic.checkpoint()
     quick = torchelastic.checkpoint()
     await asyncio.to_thread(quick.done)
-    said = await agent.node.until(lambda said: said["kept"])
+    said = await agent.node.until(lambda said: said["last_checkpoint_at"])
     await asyncio.to_thread(slow.done)
     torchelastic.step()
-    assert (await agent.node.until(lambda said: said["stepped"]))["kept"] == said["kept"]
-    assert said["kept"] == round(quick._began, 3)
+    assert (await agent.node.until(lambda said: said["first_step_at"]))["last_checkpoint_at"] == said[
+        "last_checkpoint_at"
+    ]
+    assert said["last_checkpoint_at"] == round(quick._began, 3)
 
 
 async def test_a_checkpoint_in_the_background_is_told_of_when_its_future_has_written_it(
@@ -180,7 +180,7 @@ async def test_a_checkpoint_in_the_background_is_told_of_when_its_future_has_wri
     assert cancelled.cancel()
     assert measured.values == []
     written.set_result(None)
-    await agent.node.until(lambda said: said["kept"])
+    await agent.node.until(lambda said: said["last_checkpoint_at"])
     assert [name for name, _ in measured.values] == ["checkpoint.write_latency_ms"]
 
 
@@ -200,7 +200,7 @@ async def test_the_time_between_two_steps_and_that_of_a_checkpoint_are_measured(
 
 async def test_who_says_how_far_it_is_asks_for_no_notice_and_changes_none(agent: Agent, here: progress._Here) -> None:
     torchelastic.step()
-    await agent.node.until(lambda said: said["stepped"])
+    await agent.node.until(lambda said: said["first_step_at"])
     agent.channel.tell(10.0, reason="resized", cause="two are wanted")
     assert (agent.channel.asked, agent.channel.answered) == (0, True)
     agent.channel.take_back()
@@ -235,19 +235,21 @@ async def test_what_the_agent_could_not_take_goes_along_with_a_later_step(
         while not agent.node.reports:
             torchelastic.step()
             await asyncio.sleep(0.01)
-    assert agent.node.reports == [{"stepped": agent.node.reports[0]["stepped"], "kept": round(writing._began, 3)}]
-    assert agent.node.reports[0]["stepped"] > 0
+    assert agent.node.reports == [
+        {"first_step_at": agent.node.reports[0]["first_step_at"], "last_checkpoint_at": round(writing._began, 3)}
+    ]
+    assert agent.node.reports[0]["first_step_at"] > 0
 
 
 async def test_an_agent_that_hangs_up_is_called_again(agent: Agent) -> None:
     torchelastic.step()
-    said = await agent.node.until(lambda said: said["stepped"])
+    said = await agent.node.until(lambda said: said["first_step_at"])
     agent.channel.forget(0)
     async with asyncio.timeout(PATIENCE):
-        while agent.node.reports[-1]["kept"] == 0:
+        while agent.node.reports[-1]["last_checkpoint_at"] == 0:
             with torchelastic.checkpoint():
                 await asyncio.sleep(0.05)
-    assert agent.node.reports[-1]["stepped"] == said["stepped"]
+    assert agent.node.reports[-1]["first_step_at"] == said["first_step_at"]
 
 
 async def test_an_agent_that_takes_nothing_in_holds_nobody_up(
@@ -257,7 +259,7 @@ async def test_an_agent_that_takes_nothing_in_holds_nobody_up(
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(tmp_path / "channel"))
         listener.listen(1)
-        for name, value in {CHANNEL: str(tmp_path / "channel"), "TORCHELASTIC_EPOCH": "1", "RANK": "0"}.items():
+        for name, value in {CHANNEL: str(tmp_path / "channel"), "TORCHELASTIC_ROUND": "1", "RANK": "0"}.items():
             monkeypatch.setenv(name, value)
         torchelastic.step()
         assert math.isinf(here.due)  # told, for all that is known
@@ -298,7 +300,7 @@ async def test_only_the_node_with_rank_0_reports(agent: Agent) -> None:
 
 async def test_a_node_without_workers_does_not_have_rank_0(agent: Agent) -> None:
     agent.node.node = "b.1"
-    agent.progress.begin(EpochRecord(number=3, members=(Member("a.1", "10.0.0.1", 0), Member("b.1", "10.0.0.2", 1))))
+    agent.progress.begin(RoundRecord(number=3, members=(Member("a.1", "10.0.0.1", 0), Member("b.1", "10.0.0.2", 1))))
     agent.progress.told(0, stepped=time.time())
     assert len(agent.node.reports) == 1
 
@@ -309,15 +311,15 @@ async def test_however_much_is_told_it_is_reported_once_in_a_second_and_at_once_
     assert len(agent.node.reports) == 1
     agent.progress.report()
     agent.progress.report()
-    assert [said["kept"] for said in agent.node.reports][1:] == [round(agent.progress.kept, 3)]
+    assert [said["last_checkpoint_at"] for said in agent.node.reports][1:] == [round(agent.progress.kept, 3)]
     agent.progress.told(0, kept=time.time() + 1)
     agent.progress.told(0, stepped=time.time())
     assert len(agent.node.reports) == 2
-    await agent.node.until(lambda said: said["stepped"])
+    await agent.node.until(lambda said: said["first_step_at"])
     assert len(agent.node.reports) == 3
 
 
-async def test_with_the_next_epoch_nothing_of_the_last_one_is_reported(agent: Agent) -> None:
+async def test_with_the_next_round_nothing_of_the_last_one_is_reported(agent: Agent) -> None:
     for _ in range(2):
         agent.progress.told(0, stepped=time.time(), kept=time.time())
     agent.begin()

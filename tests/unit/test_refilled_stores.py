@@ -1,21 +1,25 @@
-"""A store that comes back empty is filled again by the nodes: with the epoch, the budget, and how the run has ended."""
+"""A store that comes back empty is filled again by the nodes: with the round, the budget, and how the run has ended."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
-from tests.support.nodes import Clients, Meeting, all_with
+from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
 from tests.support.views import failure
-from torchelastic.contract import NodePhase, OutcomeState
+from torchelastic.protocol import NodePhase, NodeRecord, OutcomeState, RunKeys, decode
+from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tests.support.nodes import TestNode
-    from torchelastic.contract import OutcomeRecord
+    from torchelastic.protocol import OutcomeRecord
+    from torchelastic.store import Listing, Store
 
 LEASE = 0.5
 
@@ -46,17 +50,17 @@ async def test_a_run_that_ends_while_the_store_loses_everything_has_its_outcome_
     end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
 ) -> None:
     clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE, joining_window=0.2, max_restarts=0) as meeting:
+    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.2, max_restarts=0) as meeting:
         nodes = [await meeting.node(name, wanted=2) for name in "ab"]
-        epoch = await all_with(*nodes)
+        round = await all_with(*nodes)
         clients.reach(False)
-        await end(nodes, epoch.number)
+        await end(nodes, round.number)
         clients.data.wipe()
         clients.reach(True)
         for node in nodes:
             outcome = await outcome_of(node)
-            assert (outcome.state, outcome.epoch) == (state, epoch.number)
-            assert [record.number for record in node.epochs] == [epoch.number]
+            assert (outcome.state, outcome.round) == (state, round.number)
+            assert [record.number for record in node.rounds] == [round.number]
     assert state is OutcomeState.SUCCEEDED or "the data are broken" in outcome.message
 
 
@@ -65,19 +69,62 @@ async def test_whoever_has_not_heard_of_the_outcome_before_the_store_lost_it_hea
     end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
 ) -> None:
     clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE, joining_window=0.2, max_restarts=0) as meeting:
+    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.2, max_restarts=0) as meeting:
         nodes = [await meeting.node(name, wanted=2) for name in "ab"]
-        epoch = await all_with(*nodes)
-        late = nodes[1] if nodes[0].inner._leadership is not None else nodes[0]
+        round = await all_with(*nodes)
+        late = nodes[1] if nodes[0].inner._leader is not None else nodes[0]
         (first,) = set(nodes) - {late}
         if state is OutcomeState.SUCCEEDED:
             await late.says(phase=NodePhase.DONE)
         clients.all[nodes.index(late)].reachable = False
-        await end([late, first], epoch.number)
+        await end([late, first], round.number)
         told = await outcome_of(first)
         clients.data.wipe()
         clients.reach(True)
         assert msgspec.structs.replace(await outcome_of(late), failure=None) == msgspec.structs.replace(
             told, failure=None
         )
-        assert [record.number for record in late.epochs] == [epoch.number]
+        assert [record.number for record in late.rounds] == [round.number]
+
+
+class NamedCluster(MemoryStore):
+    """A client of a store whose cluster has an id that a test can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster_id = "1"
+        self.was_listed = asyncio.Event()
+
+    async def list(self, prefix: str) -> Listing:
+        listing = await super().list(prefix)
+        if prefix == RunKeys.of("run").control:
+            self.was_listed.set()
+        return dataclasses.replace(listing, cluster_id=self.cluster_id)
+
+
+@pytest.mark.parametrize("cluster_id", ["1", "", "2"])
+async def test_a_node_offers_another_port_to_another_cluster_of_no_lower_revision(cluster_id: str) -> None:
+    store, keys = NamedCluster(), RunKeys.of("run")
+
+    async def connect() -> Store:
+        return store
+
+    async def offered() -> int:
+        [entry] = (await data.list(keys.nodes)).entries
+        return decode(entry.value, NodeRecord).store
+
+    data = store.another()
+    async with Meeting(connect, "run", lease=600.0, last_call_timeout=0.2) as meeting:
+        node = await meeting.node("a", wanted=1)
+        await all_with(node)
+        await node.inner.flush()
+        before = await offered()
+        store.was_listed.clear()
+        store.cluster_id = cluster_id
+        store.reachable = False
+        store.reachable = True
+        async with asyncio.timeout(PATIENCE):
+            await store.was_listed.wait()
+        await asyncio.sleep(0.01)
+        await node.inner.flush()
+        assert (await offered() != before) == (cluster_id == "2")

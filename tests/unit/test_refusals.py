@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +13,6 @@ from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
     from torchelastic.store import Store
-    from torchelastic.store.memory_data import MemoryData
 
 
 class Doorkeeper(MemoryStore):
@@ -21,7 +20,7 @@ class Doorkeeper(MemoryStore):
 
     refused = False
 
-    async def _reached(self) -> MemoryData:
+    async def _reached(self) -> Any:
         if self.refused:
             raise StoreRefused("etcd does not allow this user to use these keys: permission denied")
         return await super()._reached()
@@ -41,7 +40,7 @@ async def test_training_goes_on_and_so_do_changes_when_the_store_has_come_to_its
         clients.append(client)
         return client
 
-    async with Meeting(connect, "run", lease=0.5, joining_window=0.2) as meeting:
+    async with Meeting(connect, "run", lease=0.5, last_call_timeout=0.2) as meeting:
         a, b = [await meeting.node(name) for name in "ab"]
         first = await all_with(a, b)
         for client in clients:
@@ -52,9 +51,9 @@ async def test_training_goes_on_and_so_do_changes_when_the_store_has_come_to_its
         for client in clients:
             client.refused = False
         c = await meeting.node("c")
-        epoch = await all_with(a, b, c)
-        assert (epoch.number, epoch.nodes[:2]) == (2, first.nodes)
-        assert not any(node.isolated or node.inner.failed.done() for node in (a, b, c))
+        round = await all_with(a, b, c)
+        assert (round.number, round.nodes[:2]) == (2, first.nodes)
+        assert not any(node.partitioned or node.inner.failed.done() for node in (a, b, c))
 
 
 async def test_at_the_start_it_is_an_error() -> None:

@@ -10,23 +10,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_operator.api.report import (
+    Report,
+    bounded,
+    decode_report,
+    encode_report,
+    merged,
+    report_from_json,
+    report_to_json,
+)
+from elastic_operator.api.status import JobState
 from elastic_operator.errors import BadInput
-from elastic_operator.model import JobState
-from elastic_operator.report import Report, bounded, merged
-from elastic_operator.report_json import decode_report, encode_report, report_from_json, report_to_json
 from tests.support.builders import NAME, NOW, UID, a_failure
-from torchelastic.contract import (
+from torchelastic.protocol import (
     HISTORY_LIMIT,
-    EpochReason,
     FailureKind,
     FailureRecord,
     HistoryRecord,
     NodeEnd,
     OutcomeRecord,
     OutcomeState,
-    PastEpoch,
+    PastRound,
+    RoundReason,
     RunState,
-    TimeSplit,
+    TimeBreakdown,
 )
 
 COUNTS = st.integers(0, 1_000_000)
@@ -35,7 +42,7 @@ SECONDS = st.integers(0, 10**9).map(lambda milliseconds: milliseconds / 1000)
 TIMES = st.integers(0, 4 * 10**12).map(lambda milliseconds: milliseconds / 1000)
 FAILURES = st.builds(
     FailureRecord,
-    epoch=COUNTS,
+    round=COUNTS,
     rank=COUNTS,
     local_rank=COUNTS,
     node=TEXTS,
@@ -45,23 +52,23 @@ FAILURES = st.builds(
     pid=COUNTS,
     message=TEXTS,
     uptime=SECONDS,
-    final=st.booleans(),
-    free=st.booleans(),
+    non_retryable=st.booleans(),
+    uncharged=st.booleans(),
 )
-EPOCHS = st.builds(
-    PastEpoch,
+ROUNDS = st.builds(
+    PastRound,
     number=COUNTS,
     began=TIMES,
     nodes=COUNTS,
     workers=COUNTS,
-    reason=st.sampled_from(EpochReason),
+    reason=st.sampled_from(RoundReason),
     cause=TEXTS,
     failure=st.none() | FAILURES,
     lost=st.none() | SECONDS,
     ended=TIMES,
 )
 SPLITS = st.builds(
-    TimeSplit,
+    TimeBreakdown,
     until=TIMES,
     seconds=st.dictionaries(st.sampled_from(RunState), SECONDS),
     lost=st.none() | SECONDS,
@@ -71,7 +78,7 @@ SPLITS = st.builds(
 OUTCOMES = st.builds(
     OutcomeRecord,
     state=st.sampled_from(OutcomeState),
-    epoch=COUNTS,
+    round=COUNTS,
     restarts=COUNTS,
     message=TEXTS,
     failure=st.none() | FAILURES,
@@ -81,7 +88,7 @@ OUTCOMES = st.builds(
 @st.composite
 def reports(draw: st.DrawFn) -> Report:
     created = draw(TIMES)
-    epochs = tuple(draw(st.lists(EPOCHS, max_size=4)))
+    rounds = tuple(draw(st.lists(ROUNDS, max_size=4)))
     return Report(
         namespace=draw(TEXTS),
         name=draw(TEXTS),
@@ -90,22 +97,22 @@ def reports(draw: st.DrawFn) -> Report:
         state=draw(st.sampled_from(JobState)),
         completed=draw(st.none() | TIMES),
         message=draw(TEXTS),
-        split=draw(st.none() | SPLITS),
-        history=HistoryRecord(created=created, epochs=epochs, omitted=draw(COUNTS)),
+        time_breakdown=draw(st.none() | SPLITS),
+        history=HistoryRecord(created=created, rounds=rounds, omitted=draw(COUNTS)),
         outcome=draw(st.none() | OUTCOMES),
         rested=tuple(sorted(draw(st.lists(TIMES, max_size=3)))),
     )
 
 
 def a_report(*numbers: int, omitted: int = 0, **fields: Any) -> Report:
-    epochs = tuple(PastEpoch(number=number, began=NOW + number, nodes=2, workers=4) for number in numbers)
-    history = HistoryRecord(created=NOW, epochs=epochs, omitted=omitted)
+    rounds = tuple(PastRound(number=number, began=NOW + number, nodes=2, workers=4) for number in numbers)
+    history = HistoryRecord(created=NOW, rounds=rounds, omitted=omitted)
     known = {"namespace": "team", "name": NAME, "uid": UID, "created": NOW, "state": JobState.SUCCEEDED}
     return Report(**{**known, "history": history, **fields})
 
 
 def numbers_of(report: Report) -> list[int]:
-    return [epoch.number for epoch in report.history.epochs]
+    return [round.number for round in report.history.rounds]
 
 
 @settings(database=None, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -117,12 +124,12 @@ def test_a_report_comes_back_as_it_was_written(report: Report) -> None:
 
 def test_a_report_reads_like_what_it_is() -> None:
     failure = a_failure(host="10.0.0.7", pid=41, uptime=2.5)
-    last = PastEpoch(
+    last = PastRound(
         number=2,
         began=NOW + 9.5,
         nodes=2,
         workers=4,
-        reason=EpochReason.WORKER_FAILED,
+        reason=RoundReason.WORKER_FAILED,
         cause="rank 3 failed",
         failure=failure,
         lost=1.25,
@@ -132,9 +139,9 @@ def test_a_report_reads_like_what_it_is() -> None:
         report,
         completed=NOW + 20,
         rested=(NOW + 5.25,),
-        history=HistoryRecord(created=NOW, epochs=(*report.history.epochs, last)),
-        split=TimeSplit(until=NOW + 20, seconds={RunState.TRAINING: 20.0}, lost=1.25, joined=2),
-        outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED, epoch=2, restarts=1),
+        history=HistoryRecord(created=NOW, rounds=(*report.history.rounds, last)),
+        time_breakdown=TimeBreakdown(until=NOW + 20, seconds={RunState.TRAINING: 20.0}, lost=1.25, joined=2),
+        outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED, round=2, restarts=1),
     )
     assert json.loads(encode_report(report)) == {
         "job": {
@@ -146,14 +153,14 @@ def test_a_report_reads_like_what_it_is() -> None:
             "state": "Succeeded",
             "message": "",
         },
-        "split": {
+        "timeBreakdown": {
             "asOf": "2023-11-14T22:13:40.000Z",
             "seconds": {"training": 20.0},
             "lostSeconds": 1.25,
             "joined": 2,
             "gone": {},
         },
-        "epochs": [
+        "rounds": [
             {
                 "number": 1,
                 "began": "2023-11-14T22:13:21.000Z",
@@ -170,7 +177,7 @@ def test_a_report_reads_like_what_it_is() -> None:
                 "reason": "worker_failed",
                 "cause": "rank 3 failed",
                 "failure": {
-                    "epoch": 1,
+                    "round": 1,
                     "rank": 3,
                     "localRank": 1,
                     "node": "digits-1-abcde.7f",
@@ -180,15 +187,15 @@ def test_a_report_reads_like_what_it_is() -> None:
                     "kind": "program",
                     "message": "ValueError: no",
                     "uptime": 2.5,
-                    "final": False,
-                    "free": False,
+                    "nonRetryable": False,
+                    "uncharged": False,
                 },
                 "lostSeconds": 1.25,
             },
         ],
         "omitted": 0,
         "rested": ["2023-11-14T22:13:25.250Z"],
-        "outcome": {"state": "succeeded", "epoch": 2, "restarts": 1, "message": ""},
+        "outcome": {"state": "succeeded", "round": 2, "restarts": 1, "message": ""},
     }
 
 
@@ -203,11 +210,11 @@ def test_a_report_reads_like_what_it_is() -> None:
         b'{"job": {"name": "a", "state": "Odd"}}',
         b'{"job": {"name": "a", "created": "yesterday"}}',
         b'{"job": {"name": "a"}, "omitted": -1}',
-        b'{"job": {"name": "a"}, "epochs": [{"number": -1}]}',
-        b'{"job": {"name": "a"}, "epochs": [{"number": 1, "began": "0001-01-01T00:00:00Z"}]}',
-        b'{"job": {"name": "a"}, "epochs": [{"number": 1, "reason": "boredom"}]}',
+        b'{"job": {"name": "a"}, "rounds": [{"number": -1}]}',
+        b'{"job": {"name": "a"}, "rounds": [{"number": 1, "began": "0001-01-01T00:00:00Z"}]}',
+        b'{"job": {"name": "a"}, "rounds": [{"number": 1, "reason": "boredom"}]}',
         b'{"job": {"name": "a"}, "outcome": {"state": "maybe"}}',
-        b'{"job": {"name": "a"}, "split": {"asOf": "2023-11-14T22:13:40Z", "seconds": {"waiting": -1}}}',
+        b'{"job": {"name": "a"}, "timeBreakdown": {"asOf": "2023-11-14T22:13:40Z", "seconds": {"waiting": -1}}}',
         b"[" * 100_000,
     ],
 )
@@ -225,18 +232,18 @@ def test_what_a_later_version_says_beside_it_is_passed_over() -> None:
 def test_a_report_is_never_larger_than_what_can_be_kept_and_its_sentences_are_shortened_first(letter: str) -> None:
     words = letter * 16000
     failure = a_failure(message=words)
-    epochs = tuple(
-        PastEpoch(number=number, began=NOW, cause=words, failure=failure) for number in range(1, HISTORY_LIMIT + 1)
+    rounds = tuple(
+        PastRound(number=number, began=NOW, cause=words, failure=failure) for number in range(1, HISTORY_LIMIT + 1)
     )
-    report = replace(a_report(), message=words, history=HistoryRecord(created=NOW, epochs=epochs))
+    report = replace(a_report(), message=words, history=HistoryRecord(created=NOW, rounds=rounds))
     text = encode_report(report)
     assert len(text) <= 900_000
     kept = decode_report(text)
     assert numbers_of(kept) == list(range(1, HISTORY_LIMIT + 1))
     assert "…" in kept.message
     few = decode_report(encode_report(report, limit=20_000))
-    assert 0 < len(few.history.epochs) < HISTORY_LIMIT
-    assert few.history.omitted == HISTORY_LIMIT - len(few.history.epochs)
+    assert 0 < len(few.history.rounds) < HISTORY_LIMIT
+    assert few.history.omitted == HISTORY_LIMIT - len(few.history.rounds)
     assert (numbers_of(few)[0], numbers_of(few)[-1]) == (1, HISTORY_LIMIT)
     assert decode_report(encode_report(report, limit=1)).history.omitted == HISTORY_LIMIT
 
@@ -244,11 +251,11 @@ def test_a_report_is_never_larger_than_what_can_be_kept_and_its_sentences_are_sh
 # -- over suspensions
 
 
-def test_the_epochs_of_a_later_life_are_added_to_those_that_were_kept() -> None:
-    kept = a_report(1, 2, 3, state=JobState.SUSPENDED, split=TimeSplit(until=NOW + 5))
+def test_the_rounds_of_a_later_life_are_added_to_those_that_were_kept() -> None:
+    kept = a_report(1, 2, 3, state=JobState.SUSPENDED, time_breakdown=TimeBreakdown(until=NOW + 5))
     later = merged(kept, a_report(4, 5))
     assert (numbers_of(later), later.history.omitted, later.state) == ([1, 2, 3, 4, 5], 0, JobState.SUCCEEDED)
-    assert later.split == kept.split, "where nobody knows of more"
+    assert later.time_breakdown == kept.time_breakdown, "where nobody knows of more"
     assert numbers_of(merged(kept, a_report())) == [1, 2, 3]
 
 
@@ -266,14 +273,14 @@ def test_to_keep_the_same_life_twice_adds_nothing() -> None:
     assert merged(once, second) == once
 
 
-def test_epochs_that_a_leader_has_left_out_are_counted_once() -> None:
+def test_rounds_that_a_leader_has_left_out_are_counted_once() -> None:
     kept = merged(None, a_report(1, 2, 9, 10, omitted=6))
     later = merged(kept, a_report(11, 15, omitted=3))
     assert (numbers_of(later), later.history.omitted) == ([1, 2, 9, 10, 11, 15], 9)
     assert merged(later, a_report(11, 15, omitted=3)) == later
 
 
-def test_of_many_epochs_the_first_and_the_last_are_kept() -> None:
+def test_of_many_rounds_the_first_and_the_last_are_kept() -> None:
     later = merged(a_report(*range(1, 151)), a_report(*range(151, 301)))
     half = HISTORY_LIMIT // 2
     assert numbers_of(later) == [*range(1, half + 1), *range(301 - half, 301)]

@@ -1,4 +1,4 @@
-"""``elasticjob report``: the page, as text; in a browser it is looked at elsewhere."""
+"""``elasticjob report``: the content of the page; tests/real opens it in a browser."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from elastic_operator.model import JobState
-from elastic_operator.report import Report
-from elastic_operator.showing.markup import Markup, element, escaped
-from elastic_operator.showing.report_facts import facts
-from elastic_operator.showing.report_page import page
+from elastic_operator.api.report import Report
+from elastic_operator.api.status import JobState
+from elastic_operator.reports.facts import facts
+from elastic_operator.reports.page import page
 from tests.support.reports import START, TRACEBACK, failed, killed, long, report
-from torchelastic.contract import EpochReason, HistoryRecord, PastEpoch, RunState, TimeSplit
+from torchelastic.protocol import HistoryRecord, PastRound, RoundReason, RunState, TimeBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,10 +59,10 @@ def percent(text: str | None) -> float:
     return float(text[:-1])
 
 
-# -- what it says
+# -- the text
 
 
-def test_a_job_that_succeeded_is_told_with_what_it_cost() -> None:
+def test_the_page_of_a_job_that_succeeded_has_its_costs() -> None:
     text = read(report()).text
     for said in ("digits: succeeded after 1m40s", "Succeeded", "78.0 %", "1m40s", "2 to 3", "4 pods came"):
         assert said in text
@@ -72,10 +71,10 @@ def test_a_job_that_succeeded_is_told_with_what_it_cost() -> None:
     assert "6s" in text.split("Work lost")[1][:10]
 
 
-def test_a_job_that_failed_is_told_with_its_root_cause_and_the_failure() -> None:
+def test_the_page_of_a_job_that_failed_has_the_root_cause_and_the_failures() -> None:
     found = read(failed())
     assert "Root cause: \nrank 0 on digits-0-aaaaa failed" in found.text
-    wrong = found.text.split("What went wrong")[1].split("Epochs")[0]
+    wrong = found.text.split("What went wrong")[1].split("Rounds")[0]
     for said in (
         "rank 1, digits-1-bbbbb",
         "SIGKILL",
@@ -85,15 +84,15 @@ def test_a_job_that_failed_is_told_with_its_root_cause_and_the_failure() -> None
     ):
         assert said in wrong
     assert TRACEBACK in found.text
-    assert wrong.count("The job failed of this.") == 1
+    assert wrong.count("The job failed because of this.") == 1
 
 
-def test_a_job_that_failed_without_a_worker_says_why() -> None:
+def test_the_page_has_the_reason_of_a_failure_without_a_worker() -> None:
     shown = report(state=JobState.FAILED, message="the deadline of 90 seconds has passed", outcome=None)
     assert read(shown).text.count("the deadline of 90 seconds has passed") >= 2
 
 
-def test_a_run_that_did_not_finish_is_called_what_it_is() -> None:
+def test_the_state_of_an_unfinished_run_is_how_it_ended() -> None:
     unfinished = report(state=JobState.RUNNING, completed=None, outcome=None)
     assert "digits: running after 1m40s" in read(unfinished).text
     interrupted = Reader(page(unfinished, "interrupted")).text
@@ -102,26 +101,26 @@ def test_a_run_that_did_not_finish_is_called_what_it_is() -> None:
     assert "digits: succeeded after" in page(report(), "succeeded")
 
 
-def test_what_nobody_has_told_is_left_out() -> None:
+def test_unknown_facts_are_left_out() -> None:
     bare = Report(namespace="", name="digits", uid="", created=START, state=JobState.SUSPENDED)
     found = read(bare)
     for said in ("Timeline", "Where the time went", "What went wrong", "UID"):
         assert said not in found.text
     assert "Suspended" in found.text
     unknown = report(
-        split=None,
-        history=HistoryRecord(created=START, epochs=(PastEpoch(1, START + 5, 2, 2, EpochReason.NODE_JOINED),)),
+        time_breakdown=None,
+        history=HistoryRecord(created=START, rounds=(PastRound(1, START + 5, 2, 2, RoundReason.NODE_JOINED),)),
     )
-    epochs = read(unknown).text.split("Epochs")[-1]
-    assert "lost" not in epochs
-    assert "node joined" in epochs
+    rounds = read(unknown).text.split("Rounds")[-1]
+    assert "lost" not in rounds
+    assert "node joined" in rounds
 
 
 def test_the_facts_are_those_of_the_report() -> None:
     found = facts(failed())
-    assert [(span.end or 0) - span.epoch.began for span in found.spans] == [20, 20, 20, 5, 30]
+    assert [(span.end or 0) - span.round.began for span in found.spans] == [20, 20, 20, 5, 30]
     assert [span.lost for span in found.spans] == [0.0, 4.0, 1.5, 0.5, None]
-    assert [(each.epoch, each.rank, each.what, each.final) for each in found.troubles] == [
+    assert [(each.round, each.rank, each.what, each.final) for each in found.failures] == [
         (2, 1, "SIGKILL", False),
         (3, None, "pod lost", False),
         (5, 0, "exit code 1", True),
@@ -129,29 +128,24 @@ def test_the_facts_are_those_of_the_report() -> None:
     assert found.goodput == pytest.approx(0.78)
 
 
-def test_an_epoch_before_a_suspension_ends_when_the_job_came_to_rest() -> None:
-    found = facts(report(rested=(START + 1, START + 30, START + 71)))
-    assert [(span.end or 0) - span.epoch.began for span in found.spans] == [20, 5, 20, 5, 1], "the last one, too"
+def test_a_round_ends_with_a_suspension_or_with_its_workers() -> None:
+    def lasted(shown: Report) -> list[float]:
+        return [(span.end or 0) - span.round.began for span in facts(shown).spans]
 
-
-def test_an_epoch_lasts_until_its_workers_ran_no_more() -> None:
+    assert lasted(report(rested=(START + 1, START + 30, START + 71))) == [20, 5, 20, 5, 1], "the last one, too"
     whole = report()
-    first, second, *others = whole.history.epochs
+    first, second, *others = whole.history.rounds
     second = msgspec.structs.replace(second, ended=START + 41)
-    history = msgspec.structs.replace(whole.history, epochs=(first, second, *others))
-    assert [(span.end or 0) - span.epoch.began for span in facts(replace(whole, history=history)).spans][:3] == [
-        20,
-        16,
-        20,
-    ]
+    history = msgspec.structs.replace(whole.history, rounds=(first, second, *others))
+    assert lasted(replace(whole, history=history))[:3] == [20, 16, 20]
 
 
-# -- what it looks like
+# -- the charts
 
 
-def test_epochs_and_states_are_as_wide_as_they_lasted() -> None:
+def test_rounds_and_states_are_as_wide_as_they_lasted() -> None:
     found = read(report())
-    bars = found.of_class("epoch")[:5]
+    bars = found.of_class("round")[:5]
     assert [(percent(bar["x"]), percent(bar["width"])) for bar in bars] == [
         (5, 20),
         (25, 20),
@@ -169,11 +163,11 @@ def test_epochs_and_states_are_as_wide_as_they_lasted() -> None:
     assert len(found.of_class("failure")) == 2 + 1, "and one in the legend"
 
 
-def test_a_very_long_history_says_what_is_not_kept() -> None:
+def test_a_long_history_says_what_is_not_kept() -> None:
     found = read(long())
-    assert "1800 epochs of 2000 are not kept, those in the middle." in found.text
-    assert "epochs 101 to 1900 are not kept, nor when epoch 100 ended" in found.text
-    bars = [about for about in found.of_class("epoch") if "%" in (about.get("x") or "")]
+    assert "1800 rounds of 2000 are not kept, those in the middle." in found.text
+    assert "rounds 101 to 1900 were not kept, nor when round 100 ended" in found.text
+    bars = [about for about in found.of_class("round") if "%" in (about.get("x") or "")]
     assert len(bars) == 199
     ends = sorted((percent(bar["x"]), percent(bar["x"]) + percent(bar["width"])) for bar in bars)
     assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(ends))
@@ -182,7 +176,7 @@ def test_a_very_long_history_says_what_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("shown", [report, failed, long])
-def test_nothing_is_loaded_and_nothing_can_be(shown: Callable[[], Report]) -> None:
+def test_the_page_loads_nothing(shown: Callable[[], Report]) -> None:
     text = page(shown())
     found = Reader(text)
     assert not {tag for tag, _ in found.elements} & {"script", "link", "img", "iframe", "object", "form", "base", "use"}
@@ -194,15 +188,15 @@ def test_nothing_is_loaded_and_nothing_can_be(shown: Callable[[], Report]) -> No
     assert (policy or "").startswith("default-src 'none'; style-src 'sha256-")
 
 
-def test_text_of_the_programs_stays_text() -> None:
+def test_text_of_the_program_is_escaped() -> None:
     evil = '</title><script>alert("1")</script><b onclick=x>\x00\ud800 &amp;'
     failure = killed(1, 0, message=evil, node=f"{evil}.1")
-    epochs = (PastEpoch(2, START + 1, 1, 1, EpochReason.WORKER_FAILED, evil, failure, 1.0),)
+    rounds = (PastRound(2, START + 1, 1, 1, RoundReason.WORKER_FAILED, evil, failure, 1.0),)
     whole = report(
-        name=evil, namespace=evil, uid=evil, message=evil, state=JobState.FAILED, history=HistoryRecord(epochs=epochs)
+        name=evil, namespace=evil, uid=evil, message=evil, state=JobState.FAILED, history=HistoryRecord(rounds=rounds)
     )
     text = page(whole)
-    plain = page(report(state=JobState.FAILED, history=HistoryRecord(epochs=epochs[:1]), message="x"))
+    plain = page(report(state=JobState.FAILED, history=HistoryRecord(rounds=rounds[:1]), message="x"))
     assert [tag for tag, _ in Reader(text).elements if tag in ("script", "b")] == ["b"]
     assert "<script" not in text
     assert "\x00" not in text
@@ -210,37 +204,28 @@ def test_text_of_the_programs_stays_text() -> None:
     assert Reader(plain).elements[:3] == Reader(text).elements[:3]
 
 
-def test_markup_escapes_all_but_markup() -> None:
-    assert element("p", "a < b", Markup("<br>"), title='"x"', class_="y", hidden=None) == (
-        '<p title="&quot;x&quot;" class="y">a &lt; b<br></p>'
-    )
-    assert element("rect", x=1.50001, stroke_width=2) == '<rect x="1.5" stroke-width="2"></rect>'
-    assert escaped(Markup("<b>")) == "<b>"
-    assert escaped("\x1b[31m") == "\ufffd[31m"
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"completed": START - 5},
-        {"created": 0.0, "completed": None, "split": None},
+        {"created": 0.0, "completed": None, "time_breakdown": None},
         {"created": START + 1000, "completed": None},
-        {"split": TimeSplit()},
-        {"split": TimeSplit(until=START, seconds={RunState.TRAINING: 0.0}, lost=7.0)},
-        {"split": TimeSplit(until=START, seconds={RunState.TRAINING: 1.0}, lost=1e9)},
+        {"time_breakdown": TimeBreakdown()},
+        {"time_breakdown": TimeBreakdown(until=START, seconds={RunState.TRAINING: 0.0}, lost=7.0)},
+        {"time_breakdown": TimeBreakdown(until=START, seconds={RunState.TRAINING: 1.0}, lost=1e9)},
         {
             "history": HistoryRecord(
-                epochs=(PastEpoch(7, START), PastEpoch(7, START - 9, lost=5.0), PastEpoch(3, START + 9))
+                rounds=(PastRound(7, START), PastRound(7, START - 9, lost=5.0), PastRound(3, START + 9))
             )
         },
-        {"history": HistoryRecord(epochs=(PastEpoch(1, 1e11, 1_000_000, 1_000_000), PastEpoch(2, 0.0)))},
+        {"history": HistoryRecord(rounds=(PastRound(1, 1e11, 1_000_000, 1_000_000), PastRound(2, 0.0)))},
         {"completed": 1e11},
     ],
 )
-def test_times_that_cannot_be_break_nothing(changes: dict[str, Any]) -> None:
+def test_impossible_times_keep_all_shapes_within_the_chart(changes: dict[str, Any]) -> None:
     for shown in (report(**changes), failed(**changes)):
         found = read(shown)
-        for about in (*found.of_class("epoch"), *found.of_class("state"), *found.of_class("lost")):
+        for about in (*found.of_class("round"), *found.of_class("state"), *found.of_class("lost")):
             if "%" in (about.get("x") or ""):
                 assert 0 <= percent(about["x"]) <= 100
                 assert 0 <= percent(about["width"]) <= 100.001
@@ -249,7 +234,7 @@ def test_times_that_cannot_be_break_nothing(changes: dict[str, Any]) -> None:
 def test_signals_and_exit_codes_are_named() -> None:
     def how(code: int) -> str:
         failure = msgspec.structs.replace(killed(1, 0), exit_code=code)
-        epochs = (PastEpoch(2, START + 1, 1, 1, EpochReason.WORKER_FAILED, "", failure),)
-        return facts(report(history=HistoryRecord(epochs=epochs))).troubles[0].what
+        rounds = (PastRound(2, START + 1, 1, 1, RoundReason.WORKER_FAILED, "", failure),)
+        return facts(report(history=HistoryRecord(rounds=rounds))).failures[0].what
 
     assert [how(code) for code in (-11, -250, 3, 0)] == ["SIGSEGV", "signal 250", "exit code 3", "exit code 0"]

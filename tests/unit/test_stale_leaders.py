@@ -1,75 +1,175 @@
-"""A leader that stood still while others went on begins nothing and ends nothing by what it knew before."""
+"""A leader that was paused while others went on cannot change what they have committed."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.support.nodes import PATIENCE, Meeting
-from torchelastic.contract import EpochRecord, LeaderRecord, Member, RunKeys, encode
-from torchelastic.rendezvous.leader import Leadership
+import pytest
+
+from tests.support.nodes import PATIENCE, Meeting, all_with
+from tests.support.views import failure
+from torchelastic.protocol import (
+    LeaderRecord,
+    Member,
+    NodePhase,
+    OutcomeState,
+    RoundRecord,
+    RunKeys,
+    StateRecord,
+    decode_state,
+    encode,
+)
+from torchelastic.rendezvous.events import RoundStarted
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import AsyncGenerator
 
     from tests.support.nodes import TestNode
-    from torchelastic.store import Store
+    from torchelastic.store import Change, Store
 
 KEYS = RunKeys.of("run")
 SUCCESSOR = LeaderRecord(node="b.9", address="127.0.0.1:1")
+REQUESTS = 12
+"""More than a leader sends from a failure to the end of the run."""
 
 
-def let_it_hear_nothing(node: TestNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node.inner._control, "_set", lambda _key, _entry: None)
+class PausedStore:
+    """A store as a process has it that is stopped before one of its requests, and goes on later."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self._left: int | None = None
+        self._going = asyncio.Event()
+        self._going.set()
+        self.paused = asyncio.Event()
+
+    def pause_before(self, request: int) -> None:
+        self._left = request
+
+    def resume(self) -> None:
+        self._left = None
+        self._going.set()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        async def request(*args: Any, **options: Any) -> Any:
+            if self._left is not None:
+                self._left -= 1
+                if self._left < 0 and not self.paused.is_set():
+                    self.paused.set()
+                    self._going.clear()
+            await self._going.wait()
+            return await method(*args, **options)
+
+        return request
+
+    async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
+        async for batch in self._store.watch(prefix, start):
+            await self._going.wait()
+            yield batch
+
+    async def close(self) -> None:
+        await self._store.close()
 
 
-async def looks_before_it_acts(monkeypatch: pytest.MonkeyPatch) -> bool:
-    """What the only leader of this process finds when it looks, and then has had the time to act upon."""
-    look, found = Leadership._is_fresh, asyncio.get_running_loop().create_future()
-
-    async def watched(leadership: Leadership) -> bool:
-        fresh = await look(leadership)
-        if not found.done():
-            found.set_result(fresh)
-        return fresh
-
-    monkeypatch.setattr(Leadership, "_is_fresh", watched)
-    async with asyncio.timeout(PATIENCE):
-        fresh = await found
-    assert isinstance(fresh, bool)
-    return fresh
+async def state_of(store: Store) -> StateRecord:
+    entry = await store.get(KEYS.state)
+    return StateRecord() if entry is None else decode_state(entry.value)
 
 
-async def test_it_does_not_end_a_run_that_others_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+async def go_on(data: MemoryStore, before: RoundRecord) -> bool:
+    """Commit the next round as the paused leader's successor; return whether the run was not over."""
+    leader, state = await data.get(KEYS.leader), await data.get(KEYS.state)
+    assert leader is not None
+    assert state is not None
+    await data.put(KEYS.leader, encode(SUCCESSOR))
+    if decode_state(state.value) != StateRecord(before):
+        return False
+    member = Member("b.9", "127.0.0.1", 1)
+    after = RoundRecord(before.number + 1, "successor", (member,), "127.0.0.1:1", restarts=1)
+    return await data.compare_and_swap(KEYS.state, encode(StateRecord(after)), expected=state.modified) is not None
+
+
+def fail(node: TestNode, number: int, *, final: bool) -> None:
+    node.inner.report(number, failure=failure(node.name, number=number, final=final))
+
+
+def succeed(node: TestNode, number: int) -> None:
+    node.inner.report(number, phase=NodePhase.DONE)
+
+
+@pytest.mark.parametrize("what", ["it fails", "a worker fails", "it succeeds"])
+async def test_a_leader_that_is_paused_before_any_of_its_requests_changes_nothing_afterwards(what: str) -> None:
+    was_paused = []
+    for request in range(REQUESTS):
+        data = MemoryStore()
+        store = PausedStore(data.another())
+
+        async def connect(store: PausedStore = store) -> Store:
+            return store
+
+        async with Meeting(connect, "run", lease=600.0, unique_run=True) as meeting:
+            a = await meeting.node("a", wanted=1)
+            first = await all_with(a)
+            await a.inner.flush()
+            store.pause_before(request)
+            if what == "it succeeds":
+                succeed(a, first.number)
+            else:
+                fail(a, first.number, final=what == "it fails")
+            next_event = asyncio.create_task(a.inner.events.get())
+            paused = asyncio.create_task(store.paused.wait())
+            async with asyncio.timeout(PATIENCE):
+                await asyncio.wait((next_event, paused), return_when=asyncio.FIRST_COMPLETED)
+            if goes_on := store.paused.is_set() and await go_on(data, first):
+                was_paused.append(request)
+                committed = await state_of(data)
+            store.resume()
+            async with asyncio.timeout(PATIENCE):
+                event = await next_event
+            if isinstance(event, RoundStarted) and event.store is not None:
+                event.store.close()
+            if goes_on:
+                assert event.record == committed.round  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+                assert await state_of(data) == committed
+            paused.cancel()
+    assert len(was_paused) >= 2
+
+
+async def test_a_paused_leader_neither_ends_nor_begins_a_run_that_others_have_taken_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = MemoryStore()
 
     async def connect() -> Store:
         return data.another()
 
-    async with Meeting(connect, "run", lease=60.0, join_timeout=0.3) as meeting:
+    async with Meeting(connect, "run", lease=0.3, join_timeout=0.3, last_call_timeout=0.3) as meeting:
         a = await meeting.node("a", low=2, wanted=2)
-        await a.inner._succession.until_leading()
-        let_it_hear_nothing(a, monkeypatch)
+        await a.inner._election.until_leader()
+        monkeypatch.setattr(a.inner._run, "apply", lambda _change: None)
         await data.put(KEYS.leader, encode(SUCCESSOR))
-        assert not await looks_before_it_acts(monkeypatch)
-        assert await data.get(KEYS.outcome) is None
+        await asyncio.sleep(0.6)  # its time to wait for nodes is over
+        assert (await state_of(data)).outcome is None
 
 
-async def test_it_does_not_begin_anew_what_others_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("state", list(OutcomeState))
+async def test_an_outcome_is_committed_beside_its_round(state: OutcomeState) -> None:
     data = MemoryStore()
 
     async def connect() -> Store:
         return data.another()
 
-    async with Meeting(connect, "run", lease=0.3, joining_window=0.3) as meeting:
-        a = await meeting.node("a")
-        await a.inner._succession.until_leading()
-        let_it_hear_nothing(a, monkeypatch)
-        await data.put(KEYS.leader, encode(SUCCESSOR))
-        begun = encode(EpochRecord(number=1, members=(Member("b.9", "127.0.0.1", 1),), store="127.0.0.1:1"))
-        await data.put(KEYS.epoch, begun)
-        assert not await looks_before_it_acts(monkeypatch)
-        entry = await data.get(KEYS.epoch)
-        assert entry is not None
-        assert entry.value == begun
+    async with Meeting(connect, "run") as meeting:
+        a = await meeting.node("a", wanted=1)
+        first = await all_with(a)
+        if state is OutcomeState.SUCCEEDED:
+            succeed(a, first.number)
+        else:
+            fail(a, first.number, final=True)
+        await a.until(lambda node: node.outcome is not None)
+        assert await state_of(data) == StateRecord(first, a.outcome)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.spec import AppliedSpec
+from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_from_json, status_to_json
+from elastic_operator.api.wire import moment, rfc3339
 from elastic_operator.errors import BadInput
-from elastic_operator.model import Condition, JobState, JobStatus, LastFailure
-from elastic_operator.names import ConditionType, Reason
-from elastic_operator.split_json import moment
-from elastic_operator.status_json import rfc3339, status_from_json, status_to_json
 from tests.support.builders import NOW
-from torchelastic.contract import NodeEnd, RunState, TimeSplit
+from torchelastic.protocol import NodeEnd, RunState, TimeBreakdown
 
 COUNTS = st.integers(0, 1_000_000)
 TIMES = st.integers(0, 4_000_000_000).map(float)
@@ -38,37 +38,40 @@ FAILURES = st.builds(
 )
 SPENT = st.integers(0, 10**9).map(lambda milliseconds: milliseconds / 1000)
 SPLITS = st.builds(
-    TimeSplit,
+    TimeBreakdown,
     until=st.integers(0, 4 * 10**12).map(lambda milliseconds: milliseconds / 1000),
     seconds=st.dictionaries(st.sampled_from(RunState), SPENT),
     lost=st.none() | SPENT,
     joined=COUNTS,
     gone=st.dictionaries(st.sampled_from(NodeEnd), COUNTS),
 )
-PINS = st.sampled_from(
-    [{}, {"args": ["train.py"], "template": {"metadata": {"labels": {"a": "b"}}}, "nprocPerNode": "gpu"}]
+APPLIED = st.sampled_from(
+    [
+        AppliedSpec(),
+        AppliedSpec(args=("train.py",), template={"metadata": {"labels": {"a": "b"}}}, nproc_per_node="gpu"),
+    ]
 )
 STATUSES = st.builds(
     JobStatus,
     state=st.sampled_from(JobState),
     observed_generation=COUNTS,
     replicas=COUNTS,
-    ready=COUNTS,
+    ready_replicas=COUNTS,
     desired=COUNTS,
-    epoch=COUNTS,
+    round=COUNTS,
     world_size=COUNTS,
     restarts=COUNTS,
     pod_failures=COUNTS,
-    accounted=st.frozensets(st.uuids().map(str), max_size=4),
+    counted_pod_uids=st.frozensets(st.uuids().map(str), max_size=4),
     size_generation=COUNTS,
     started=st.none() | TIMES,
     completed=st.none() | TIMES,
-    free_restarts=COUNTS,
+    uncharged_restarts=COUNTS,
     active=st.none() | TIMES,
     last_failure=st.none() | FAILURES,
-    excluded=st.lists(st.text(max_size=9), max_size=3).map(tuple),
-    pinned=st.none() | PINS,
-    split=st.none() | SPLITS,
+    excluded_nodes=st.lists(st.text(max_size=9), max_size=3).map(tuple),
+    applied_spec=st.none() | APPLIED,
+    time_breakdown=st.none() | SPLITS,
     conditions=st.lists(CONDITIONS, max_size=4).map(tuple),
 )
 
@@ -80,9 +83,9 @@ def test_a_status_comes_back_as_it_was_written(status: JobStatus) -> None:
 
 
 def test_a_status_reads_as_in_kubernetes() -> None:
-    running = Condition(ConditionType.RUNNING, status=True, reason=Reason.TRAINING, message="epoch 1", since=NOW + 0.9)
+    running = Condition(ConditionType.RUNNING, status=True, reason=Reason.TRAINING, message="round 1", since=NOW + 0.9)
     status = JobStatus(
-        state=JobState.RUNNING, observed_generation=3, ready=1, desired=2, started=NOW, conditions=(running,)
+        state=JobState.RUNNING, observed_generation=3, ready_replicas=1, desired=2, started=NOW, conditions=(running,)
     )
     document = status_to_json(status)
 
@@ -96,22 +99,30 @@ def test_a_status_reads_as_in_kubernetes() -> None:
             "observedGeneration": 3,
             "lastTransitionTime": "2023-11-14T22:13:20Z",
             "reason": "Training",
-            "message": "epoch 1",
+            "message": "round 1",
         }
     ]
-    optional = {"completionTime", "activeSince", "accounted", "lastFailure", "excludedNodes", "pinned", "timeSplit"}
+    optional = {
+        "completionTime",
+        "activeSince",
+        "countedPodUIDs",
+        "lastFailure",
+        "excludedNodes",
+        "appliedSpec",
+        "timeBreakdown",
+    }
     assert not optional & document.keys()
 
 
 def test_where_the_time_went_is_told_in_milliseconds() -> None:
-    split = TimeSplit(
+    split = TimeBreakdown(
         until=NOW + 90.25,
         state=RunState.STOPPING,
         seconds={RunState.TRAINING: 80.0, RunState.WAITING: 10.25},
         joined=3,
         gone={NodeEnd.NOT_NEEDED: 1},
     )
-    assert status_to_json(JobStatus(split=split))["timeSplit"] == {
+    assert status_to_json(JobStatus(time_breakdown=split))["timeBreakdown"] == {
         "asOf": "2023-11-14T22:14:50.250Z",
         "seconds": {"waiting": 10.25, "training": 80.0},
         "joined": 3,
@@ -142,12 +153,12 @@ def test_what_is_not_there_yet_has_its_default_and_what_is_not_ours_is_passed_ov
         {"state": "Odd"},
         {"startTime": "yesterday"},
         {"lastFailure": "a text"},
-        {"timeSplit": {}},
-        {"timeSplit": {"asOf": "2023-11-14T22:14:50Z", "seconds": {"dreaming": 1}}},
-        {"timeSplit": {"asOf": "2023-11-14T22:14:50Z", "seconds": {"waiting": -1}}},
-        {"pinned": {"args": 7}},
-        {"pinned": {"etcd": 7}},
-        {"pinned": {"failurePolicy": {"rules": [{"action": "Odd"}]}}},
+        {"timeBreakdown": {}},
+        {"timeBreakdown": {"asOf": "2023-11-14T22:14:50Z", "seconds": {"dreaming": 1}}},
+        {"timeBreakdown": {"asOf": "2023-11-14T22:14:50Z", "seconds": {"waiting": -1}}},
+        {"appliedSpec": {"args": 7}},
+        {"appliedSpec": {"etcd": 7}},
+        {"appliedSpec": {"failurePolicy": {"rules": [{"action": "Odd"}]}}},
     ],
 )
 def test_a_status_that_cannot_be_ours_is_refused_and_not_forgotten(document: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tests.support.nodes import Meeting
-from torchelastic.contract import CONTRACT_VERSION, LeaderRecord, NodeRecord, RunKeys, SizeRecord, encode
+from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, NodeRecord, RunKeys, SizeRecord, encode
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     from torchelastic.store import Store
 
 LEASE = 0.3
-OTHER = CONTRACT_VERSION + 1
+OTHER = PROTOCOL_VERSION + 1
 KEYS = RunKeys.of("run")
 
 
-async def test_it_waits_aside_until_the_others_are_gone_and_then_counts_on_from_their_epoch(
+async def test_it_waits_aside_until_the_others_are_gone_and_then_counts_on_from_their_round(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     data = MemoryStore()
     theirs = await data.grant(60)
-    record = NodeRecord(name="old", address="127.0.0.1", workers=1, size=SizeRecord(min=1, max=8), contract=OTHER)
-    await data.put(KEYS.node("old.1"), encode(msgspec.structs.replace(record, epoch=4)), lease=theirs)
-    leader = LeaderRecord(node="old.1", address="127.0.0.1:1", contract=OTHER)
+    record = NodeRecord(name="old", address="127.0.0.1", workers=1, size=SizeRecord(min=1, max=8), protocol=OTHER)
+    await data.put(KEYS.node("old.1"), encode(msgspec.structs.replace(record, round=4)), lease=theirs)
+    leader = LeaderRecord(node="old.1", address="127.0.0.1:1", protocol=OTHER)
     await data.put(KEYS.leader, encode(leader), lease=theirs)
-    await data.put(KEYS.epoch, b'{"e":4,"m":"in another form","v":%d}' % OTHER)
+    await data.put(KEYS.state, b'{"round":{"number":4,"members":"in another form","protocol":%d}}' % OTHER)
 
     async def connect() -> Store:
         return data.another()
 
-    async with Meeting(connect, "run", lease=LEASE, joining_window=0.1, gather=0.0) as meeting:
+    async with Meeting(connect, "run", lease=LEASE, last_call_timeout=0.1, join_debounce=0.0) as meeting:
         new = await meeting.node("new")
-        await new.until(lambda node: bool(node.epochs))
-        assert (new.epochs[-1].number, new.epochs[-1].members) == (4, ())
-        assert f"({OTHER}, and {CONTRACT_VERSION} here)" in new.epochs[-1].cause
+        await new.until(lambda node: bool(node.rounds))
+        assert (new.rounds[-1].number, new.rounds[-1].members) == (4, ())
+        assert f"({OTHER}, and {PROTOCOL_VERSION} here)" in new.rounds[-1].cause
 
         await data.revoke(theirs)
-        epoch = await new.until_with("new")
-        assert (epoch.number, epoch.contract) == (5, CONTRACT_VERSION)
+        round = await new.until_with("new")
+        assert (round.number, round.protocol) == (5, PROTOCOL_VERSION)
     assert "old.1 leads, and this node cannot take part" in caplog.text
 
 
@@ -50,7 +50,7 @@ async def test_a_size_that_an_operator_of_another_version_wrote_is_not_followed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     data = MemoryStore()
-    size = SizeRecord(min=2, max=2, wanted=2, generation=9, contract=OTHER)
+    size = SizeRecord(min=2, max=2, desired=2, generation=9, protocol=OTHER)
     await data.put(KEYS.size, encode(size))
 
     async def connect() -> Store:

@@ -1,3 +1,5 @@
+"""What `elasticjob run` shows: the live picture, plain lines, the outcome, and what can be typed meanwhile."""
+
 from __future__ import annotations
 
 import io
@@ -6,136 +8,106 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from elastic_operator.local.act import Act
-from elastic_operator.local.hints import Hints, own_hints
 from elastic_operator.local.render import render
-from elastic_operator.local.view import LiveView, PlainView, choose_view, outcome
-from elastic_operator.showing import words
-from elastic_operator.showing.shown import Shown
+from elastic_operator.local.view import LiveView, PlainView, choose_view
+from elastic_operator.local.view_text import Hints, Step, outcome, own_hints
+from elastic_operator.views import formatting
+from elastic_operator.views.job_view import JobView
 from tests.support.snapshots import FOLDER, KILLED, RUN, START, event, pod, snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 NOW = START + 72
+HINTS = Hints(first=". ~/project/.venv/bin/activate")
 
 
-def picture(of: dict[str, Any], width: int = 80, height: int | None = None, **how: Any) -> list[str]:
+def picture(of: dict[str, Any], width: int = 80, height: int | None = 24, **options: Any) -> list[str]:
     console = Console(file=io.StringIO(), record=True, width=width, height=200, color_system=None)
-    console.print(render(of, NOW, width, height, **how))
-    return console.export_text().splitlines()
+    console.print(render(of, NOW, width, height, **options))
+    return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_picture_says_what_matters_at_any_width(width: int) -> None:
-    lines = picture(snapshot(), width, hints=Hints())
-    text = " ".join(" ".join(line.split()) for line in lines)
-    assert all(len(line) <= width for line in lines)
+def words(lines: list[str]) -> list[str]:
+    return [" ".join(line.split()) for line in lines]
+
+
+# The live picture
+
+
+@pytest.mark.parametrize("width", [80, 120, 400])
+def test_the_picture_says_what_matters(width: int) -> None:
+    lines = picture(snapshot(), width, hints=HINTS)
+    text = " ".join(words(lines))
+    assert all(len(line) <= min(width, 120) for line in lines)
     assert lines[0].split() == ["digits", "Running", "1:12"]
-    assert lines[1].split()[:9] == ["epoch", "4", "world", "size", "2", "pods", "2/3", *lines[1].split()[7:9]]
+    assert words(lines)[1].startswith("round 4 world size 2 pods 2/3 ")
     assert "restarts 1" in lines[1]
     assert "epoch 12/120 step 612/1348 loss 0.213" in text
-    assert KILLED in text, "what died and why is told to its end"
-    if width >= 80:
-        assert f"logs {FOLDER}/logs" in text
-        assert f"checkpoints {FOLDER}/checkpoints" in text
-    else:
-        assert f"logs and checkpoints are below {FOLDER} " in text
+    assert KILLED in text, "the whole reason"
+    assert {f"logs {FOLDER}/logs", f"checkpoints {FOLDER}/checkpoints"} <= {*words(lines)}
+    assert {". ~/project/.venv/bin/activate once, in each new terminal"} <= {*words(lines)}
     for command in ("scale digits --replicas 2", "logs digits --rank 0 -f", "describe digits", "get", "delete digits"):
         assert f"elasticjob {command}" in text
 
 
-def test_each_pod_has_a_line_with_its_process_state_ranks_and_age() -> None:
-    lines = [line.split() for line in picture(snapshot())]
-    assert ["POD", "PID", "STATE", "RANKS", "AGE"] in lines
-    assert ["digits-0-aaaaa", "48200", "training", "0", "1m12s"] in lines
-    assert ["digits-2-ddddd", "48202", "starting", "-", "3s"] in lines
-    assert ["digits-2-ccccc", "-", "SIGKILL", "-", "1m08s"] in lines
+def test_a_terminal_of_24_lines_has_room_for_all_that_matters() -> None:
+    lines = "\n".join(picture(snapshot(), hints=HINTS)[:24])
+    for text in ("digits-2-ddddd", "last checkpoint.", f"{FOLDER}/logs", "elasticjob scale digits --replicas 2"):
+        assert text in lines
 
 
-def test_the_last_words_of_a_pod_that_ended_are_shown() -> None:
-    last_words = {"reason": "StoreUnavailable", "message": "etcd at 127.0.0.1:1 does not answer", "contract": 1}
+def test_each_pod_has_a_line() -> None:
+    last_words = {"reason": "StoreUnavailable", "message": "etcd at 127.0.0.1:1 does not answer", "protocol": 1}
     ended = pod(1, "bbbbb", phase="Failed", ended=NOW, exitCode=3, message=last_words)
-    lines = picture(snapshot(pods=[pod(0, "aaaaa"), ended]))
-    assert any("failed (3)" in line and "etcd at 127.0.0.1:1 does n" in line and "1m12s" in line for line in lines)
-    assert all(len(line) <= 80 for line in lines)
-
-
-def test_events_are_timed_from_the_start_of_the_job() -> None:
-    lines = picture(snapshot(events=[event(3, "epoch 1: 2 workers."), event(3723, "epoch 2: 3 workers.")]))
-    assert "  0:03  epoch 1: 2 workers." in lines
-    assert "1:02:03  epoch 2: 3 workers." in [line.strip() for line in lines]
-
-
-@pytest.mark.parametrize("height", range(6, 40))
-def test_the_picture_fits_the_terminal_however_small(height: int) -> None:
-    many = snapshot(
-        pods=[pod(index, "aaaaa") for index in range(12)],
-        events=[event(at, f"something happened at {at}") for at in range(20)],
-    )
-    lines = picture(many, 80, height, hints=Hints())
-    assert len(lines) <= height
-    assert lines[0].split()[:2] == ["digits", "Running"]
-    assert any("digits-0-aaaaa" in line for line in lines)
-
-
-def test_on_an_ordinary_terminal_of_24_lines_nothing_important_is_missing() -> None:
-    lines = picture(snapshot(), 80, 24, hints=Hints(first=". ~/project/.venv/bin/activate"))
-    text = "\n".join(lines)
-    assert KILLED in " ".join(text.split())
-    assert f"{FOLDER}/logs" in text
-    assert "digits-2-ddddd" in text
-    assert "elasticjob scale digits --replicas 2" in text
-
-
-@pytest.mark.parametrize("width", [1, 7, 20, 33, 400])
-@pytest.mark.parametrize("height", [1, 2, 5, 400])
-def test_no_size_of_the_terminal_is_too_strange(width: int, height: int) -> None:
-    many = snapshot(pods=[pod(index, "aaaaa", ranks=list(range(8 * index, 8 * index + 8))) for index in range(40)])
-    lines = picture(many, width, height, hints=Hints(), acts=[Act("scale to 3", ">")])
-    assert len(lines) <= max(height, 2)
-    assert all(len(line) <= width for line in lines)
+    lines = words(picture(snapshot()))
+    assert "POD PID STATE RANKS AGE" in lines
+    assert "digits-0-aaaaa 48200 training 0 1m12s" in lines
+    assert "digits-2-ddddd 48202 starting - 3s" in lines
+    assert "digits-2-ccccc - SIGKILL - 1m08s" in lines
+    lines = words(picture(snapshot(pods=[pod(0, "aaaaa"), ended])))
+    assert any(line.startswith("digits-1-bbbbb - failed (3) - 1m12s etcd at 127.0.0.1:1 does n") for line in lines)
 
 
 def test_pods_that_do_not_fit_are_counted() -> None:
-    lines = picture(snapshot(pods=[pod(index, "aaaaa") for index in range(12)]), 80, 14)
+    lines = words(picture(snapshot(pods=[pod(index, "aaaaa") for index in range(12)])))
     shown = [line for line in lines if "aaaaa" in line]
-    assert f"and {12 - len(shown)} more pods" in [line.strip() for line in lines]
+    assert f"and {12 - len(shown)} more pods" in lines
+    assert (
+        len([line for line in picture(snapshot(pods=[pod(i, "a") for i in range(12)]), height=50) if "-a " in line])
+        == 12
+    )
+
+
+def test_events_are_timed_from_the_start_of_the_job() -> None:
+    lines = picture(snapshot(events=[event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]))
+    assert {"0:03 round 1: 2 workers.", "1:02:03 round 2: 3 workers."} <= {*words(lines)}
 
 
 def test_a_long_path_is_never_shortened() -> None:
-    place = "/" + "x" * 70 + "/logs"
-    lines = picture(snapshot(run={"logs": place}), 60)
-    assert place in "".join(lines)
+    path = "/" + "x" * 90 + "/logs"
+    assert path in "".join("".join(picture(snapshot(run={"logs": path}))).split())
 
 
-def test_the_suggested_size_is_one_that_the_job_may_have() -> None:
-    def suggested(replicas: int, least: int, most: int) -> str:
-        of = snapshot(spec={"minReplicas": least, "maxReplicas": most}, status={"desired": replicas})
-        return "\n".join(picture(of, hints=Hints()))
-
-    assert "scale digits --replicas 3" in suggested(2, 1, 3)
-    assert "scale digits --replicas 2" in suggested(3, 1, 3)
-    assert "scale" not in suggested(2, 2, 2)
-
-
-def test_a_job_that_rests_can_be_resumed_and_not_scaled() -> None:
-    text = "\n".join(picture(snapshot(status={"state": "Suspended"}, pods=[]), hints=Hints()))
-    assert "digits  Suspended" in text
-    assert "elasticjob resume digits" in text
-    assert "scale" not in text
+@pytest.mark.parametrize(
+    ("desired", "low", "high", "suggested"),
+    [(2, 1, 3, "scale digits --replicas 3"), (3, 1, 3, "scale digits --replicas 2"), (2, 2, 2, "")],
+)
+def test_the_suggested_size_is_valid(desired: int, low: int, high: int, suggested: str) -> None:
+    of = snapshot(spec={"minReplicas": low, "maxReplicas": high}, status={"desired": desired})
+    text = "\n".join(picture(of, hints=Hints()))
+    assert suggested in text
+    assert bool(suggested) == ("scale" in text)
 
 
-def test_suggestions_start_with_what_makes_the_command_available() -> None:
-    lines = picture(snapshot(), hints=Hints(first=". ~/project/.venv/bin/activate"))
-    start = next(number for number, line in enumerate(lines) if "second terminal" in line)
-    assert ". ~/project/.venv/bin/activate" in lines[start + 1]
-
-
-def test_while_it_ends_the_picture_says_so_and_suggests_nothing() -> None:
-    text = "\n".join(picture(snapshot(), hints=Hints(), ending="ending…"))
-    assert "ending…" in text
-    assert "second terminal" not in text
+def test_the_suggestions_follow_the_state_of_the_job() -> None:
+    suspended = "\n".join(picture(snapshot(status={"state": "Suspended"}, pods=[]), hints=Hints()))
+    assert "digits  Suspended" in suspended
+    assert "elasticjob resume digits" in suspended
+    assert "scale" not in suspended
+    ending = "\n".join(picture(snapshot(), hints=Hints(), ending="ending…"))
+    assert "ending…" in ending
+    assert "second terminal" not in ending
 
 
 def test_what_a_program_prints_cannot_disturb_the_picture() -> None:
@@ -145,81 +117,67 @@ def test_what_a_program_prints_cannot_disturb_the_picture() -> None:
     assert not any("\x1b" in line or "before" in line or "title" in line for line in lines)
 
 
-def test_a_job_that_has_only_begun_can_be_shown() -> None:
-    begun = snapshot(status={"state": "Pending", "epoch": 0, "worldSize": 0, "ready": 0}, pods=[], events=[])
-    lines = picture(begun | {"progress": None, "etcd": {"pid": None, "endpoint": None, "restarts": 0}})
+def test_a_snapshot_of_an_early_moment_or_another_version_is_shown() -> None:
+    early = snapshot(status={"state": "Pending", "round": 0, "worldSize": 0, "readyReplicas": 0}, pods=[], events=[])
+    lines = picture(early | {"progress": None, "etcd": {"pid": None, "endpoint": None, "restarts": 0}})
     assert lines[0].split()[:2] == ["digits", "Pending"]
+    assert JobView.of(snapshot(news=[1, 2], status={"suspended": True})).status.round == 4
+    assert JobView.of({"manifest": {"metadata": {"name": "old"}}}).name == "old"
 
 
-def test_a_snapshot_of_another_version_is_still_shown() -> None:
-    later = snapshot(news=[1, 2], status={"suspended": True})
-    assert Shown.of(later).status.epoch == 4
-    assert Shown.of({"manifest": {"metadata": {"name": "old"}}}).name == "old"
+def test_the_steps_of_the_demo_are_marked() -> None:
+    steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
+    lines = words(picture(snapshot(), steps=steps))
+    assert {"✔ start with 2 pods 4.1 s", "▶ scale to 3", "· kill -9 a worker"} <= {*lines}
 
 
-def test_the_acts_of_the_demo_are_marked() -> None:
-    acts = [Act("start with 2 pods", "+", "4.1 s"), Act("scale to 3", ">"), Act("kill -9 a worker")]
-    lines = [line.strip() for line in picture(snapshot(), acts=acts)]
-    assert "✔ start with 2 pods  4.1 s" in lines
-    assert "▶ scale to 3" in [line.rstrip() for line in lines]
-    assert "· kill -9 a worker" in lines
+# Plain lines
 
 
-class Clock:
-    def __init__(self, now: float = NOW) -> None:
-        self.now = now
+class Plain:
+    """A view of plain lines, and what it printed."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self) -> None:
+        self.output = io.StringIO()
+        self.view = PlainView(self.output, Hints(), lambda: NOW)
 
-
-def said_by(view: PlainView, output: io.StringIO) -> list[str]:
-    lines = [line[10:] for line in output.getvalue().splitlines()]
-    output.seek(0)
-    output.truncate()
-    return lines
-
-
-def test_plain_lines_begin_with_the_time_the_places_and_what_to_try() -> None:
-    output = io.StringIO()
-    PlainView(output, Hints(), Clock()).on_snapshot(snapshot())
-    lines = output.getvalue().splitlines()
-    assert all(line[2] == line[5] == ":" and line[8:10] == "  " for line in lines)
-    assert lines[0][10:] == f"logs: {FOLDER}/logs"
-    assert lines[1][10:] == f"checkpoints: {FOLDER}/checkpoints"
-    assert any("elasticjob scale digits --replicas 2" in line for line in lines)
+    def printed(self) -> list[str]:
+        lines = self.output.getvalue().splitlines()
+        assert all(line[2] == line[5] == ":" and line[8:10] == "  " for line in lines)
+        self.output.seek(0)
+        self.output.truncate()
+        return [line[10:] for line in lines]
 
 
 def test_plain_lines_say_each_event_and_each_change_once() -> None:
-    output = io.StringIO()
-    view = PlainView(output, Hints(), Clock())
+    plain = Plain()
     first = snapshot()
-    view.on_snapshot(first)
-    assert f"! {KILLED}" in said_by(view, output)
-    view.on_snapshot(first)
-    assert said_by(view, output) == []
-    # The oldest has been dropped meanwhile.
-    grown = [*first["events"][1:], event(80, "epoch 5: 3 workers on 3 pods.")]
-    view.on_snapshot(snapshot(events=grown, status={"epoch": 5, "worldSize": 3, "ready": 3}))
-    assert said_by(view, output) == ["epoch 5: 3 workers on 3 pods."]
-    view.on_snapshot(snapshot(events=grown, status={"state": "Waiting", "worldSize": 0}))
-    assert said_by(view, output) == ["digits is Waiting"]
+    plain.view.on_snapshot(first)
+    lines = plain.printed()
+    assert lines[:2] == [f"logs: {FOLDER}/logs", f"checkpoints: {FOLDER}/checkpoints"]
+    assert any("elasticjob scale digits --replicas 2" in line for line in lines)
+    assert f"! {KILLED}" in lines
+    plain.view.on_snapshot(first)
+    assert plain.printed() == []
+    events = [*first["events"][1:], event(80, "round 5: 3 workers on 3 pods.")]  # the oldest was dropped
+    plain.view.on_snapshot(snapshot(events=events, status={"round": 5, "worldSize": 3, "readyReplicas": 3}))
+    assert plain.printed() == ["round 5: 3 workers on 3 pods."]
+    plain.view.on_snapshot(snapshot(events=events, status={"state": "Waiting", "worldSize": 0}))
+    assert plain.printed() == ["digits is Waiting"]
 
 
-def test_plain_lines_give_progress_no_more_often_than_every_five_seconds() -> None:
-    output = io.StringIO()
-    view = PlainView(output, Hints(), Clock())
+def test_plain_lines_give_progress_at_most_every_five_seconds() -> None:
+    plain = Plain()
     for second in range(12):
-        view.on_snapshot(snapshot(progress={"line": f"step {second}", "time": NOW + second}))
-    assert [line for line in said_by(view, output) if line.startswith("|")] == ["| step 0", "| step 5", "| step 10"]
+        plain.view.on_snapshot(snapshot(progress={"line": f"step {second}", "time": NOW + second}))
+    assert [line for line in plain.printed() if line[0] == "|"] == ["| step 0", "| step 5", "| step 10"]
 
 
-def test_plain_lines_announce_each_act() -> None:
-    output = io.StringIO()
-    view = PlainView(output, Hints(), Clock())
-    view.show_acts([Act("scale to 3", ">"), Act("success")])
-    view.show_acts([Act("scale to 3", "+", "0.4 s"), Act("success", ">")])
-    assert said_by(view, output) == ["--- scale to 3", "--- scale to 3: 0.4 s", "--- success"]
+def test_plain_lines_announce_each_step_of_the_demo() -> None:
+    plain = Plain()
+    plain.view.on_steps([Step("scale to 3", ">"), Step("success")])
+    plain.view.on_steps([Step("scale to 3", "+", "0.4 s"), Step("success", ">")])
+    assert plain.printed() == ["--- scale to 3", "--- scale to 3: 0.4 s", "--- success"]
 
 
 def test_a_reader_that_goes_away_does_not_end_the_training() -> None:
@@ -227,16 +185,19 @@ def test_a_reader_that_goes_away_does_not_end_the_training() -> None:
         def write(self, _: str) -> int:
             raise BrokenPipeError
 
-    view = PlainView(Gone(), Hints(), Clock())
+    view = PlainView(Gone(), Hints())
     view.on_snapshot(snapshot())
-    assert view.say_outcome(0) is None
+    view.say_outcome(0)
+
+
+# The outcome
 
 
 def ended(how: str, code: int, message: str = "") -> dict[str, Any]:
     return {"ended": {"how": how, "exitCode": code, "message": message, "time": NOW}, "alive": False}
 
 
-def test_success_is_told_with_the_last_line_of_the_program_and_the_places() -> None:
+def test_the_outcome_is_told_with_its_reason_the_paths_and_how_to_go_on() -> None:
     done = snapshot(
         status={"state": "Succeeded"}, run=ended("succeeded", 0), progress={"line": "test accuracy 0.973", "time": NOW}
     )
@@ -245,18 +206,12 @@ def test_success_is_told_with_the_last_line_of_the_program_and_the_places() -> N
         f"logs         {FOLDER}/logs",
         f"checkpoints  {FOLDER}/checkpoints",
     ]
-
-
-def test_failure_is_told_with_its_reason_and_how_to_go_on() -> None:
     failed = snapshot(status={"state": "Failed"}, run=ended("failed", 1, "rank 0 exited with ValueError: no"))
     first, *rest = outcome(failed, NOW, 1, Hints())
     assert first == "digits failed after 1m12s: rank 0 exited with ValueError: no"
     assert rest[-1] == f"go on with   elasticjob run --resume {RUN} /home/ada/examples/digits.yaml"
-
-
-@pytest.mark.parametrize(("code", "said"), [(3, "was deleted"), (130, "was interrupted")])
-def test_other_ends_are_told_as_what_they_are(code: int, said: str) -> None:
-    assert outcome(snapshot(), NOW, code, Hints())[0] == f"digits {said} after 1m12s."
+    assert outcome(snapshot(), NOW, 3, Hints())[0] == "digits was deleted after 1m12s."
+    assert outcome(snapshot(), NOW, 130, Hints())[0] == "digits was interrupted after 1m12s."
 
 
 class Terminal(io.StringIO):
@@ -267,7 +222,7 @@ class Terminal(io.StringIO):
 def test_the_live_view_gives_the_terminal_back_and_leaves_the_outcome() -> None:
     output = Terminal()
     console = Console(file=output, force_terminal=True, width=80, height=30, color_system=None, legacy_windows=False)
-    view = LiveView(console, Hints(), Clock())
+    view = LiveView(console, Hints(), lambda: NOW)
     with view:
         view.on_snapshot(snapshot())
     during = output.getvalue()
@@ -284,66 +239,61 @@ def test_the_live_view_gives_the_terminal_back_and_leaves_the_outcome() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain", "environ"),
-    [(True, {"TERM": "xterm"}), (False, {"TERM": "xterm", "NO_COLOR": "1"}), (False, {"TERM": "dumb"}), (False, {})],
+    ("plain", "environ", "output", "kind"),
+    [
+        (False, {"TERM": "xterm"}, Terminal(), LiveView),
+        (False, {"TERM": "xterm"}, io.StringIO(), PlainView),
+        (True, {"TERM": "xterm"}, Terminal(), PlainView),
+        (False, {"TERM": "xterm", "NO_COLOR": "1"}, Terminal(), PlainView),
+        (False, {"TERM": "dumb"}, Terminal(), PlainView),
+        (False, {}, Terminal(), PlainView),
+    ],
 )
-def test_plain_lines_are_given_to_those_who_ask_for_them(plain: bool, environ: dict[str, str]) -> None:
-    view = choose_view(plain=plain, hints=Hints(), output=Terminal(), environ=environ)
-    assert isinstance(view, PlainView)
+def test_a_terminal_gets_the_live_view(plain: bool, environ: dict[str, str], output: io.StringIO, kind: type) -> None:
+    assert isinstance(choose_view(plain=plain, hints=Hints(), output=output, environ=environ), kind)
 
 
-def test_a_terminal_gets_the_live_view_and_a_file_gets_lines() -> None:
-    environ = {"TERM": "xterm-256color"}
-    assert isinstance(choose_view(plain=False, hints=Hints(), output=Terminal(), environ=environ), LiveView)
-    assert isinstance(choose_view(plain=False, hints=Hints(), output=io.StringIO(), environ=environ), PlainView)
+def test_the_command_is_spelled_as_the_next_terminal_needs_it(tmp_path: Path) -> None:
+    def executable(path: Path) -> str:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+        return str(path)
 
-
-def executable(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\n")
-    path.chmod(0o755)
-    return path
-
-
-def test_a_command_that_every_terminal_finds_is_just_its_name(tmp_path: Path) -> None:
-    command = executable(tmp_path / "bin" / "elasticjob")
-    assert own_hints(str(command), {"PATH": str(command.parent)}) == Hints()
-
-
-def test_a_command_in_a_virtual_environment_is_found_after_activating_it(tmp_path: Path) -> None:
+    command = executable(tmp_path / "tools" / "elasticjob")
+    assert own_hints(command, {"PATH": str(tmp_path / "tools")}) == Hints()
+    assert own_hints(command, {"PATH": "/nowhere"}) == Hints(command=command, here=command)
     command = executable(tmp_path / "bin" / "elasticjob")
     executable(tmp_path / "bin" / "activate")
     first = f". {tmp_path}/bin/activate"
-    assert own_hints(str(command), {"PATH": "/nowhere"}) == Hints(first=first, here=str(command))
-    activated = {"PATH": str(command.parent), "VIRTUAL_ENV": str(tmp_path)}
-    assert own_hints(str(command), activated) == Hints(first=first), "the next terminal has not activated it"
+    assert own_hints(command, {"PATH": "/nowhere"}) == Hints(first=first, here=command)
+    activated = {"PATH": str(tmp_path / "bin"), "VIRTUAL_ENV": str(tmp_path)}
+    assert own_hints(command, activated) == Hints(first=first), "the next terminal has not activated it"
 
 
-def test_a_command_off_the_path_is_spelled_out(tmp_path: Path) -> None:
-    command = executable(tmp_path / "tools" / "elasticjob")
-    assert own_hints(str(command), {"PATH": "/nowhere"}) == Hints(command=str(command), here=str(command))
+# Formatting
 
 
-def test_paths_to_type_are_quoted_where_a_shell_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_quoted_for_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    assert words.path_to_type("/home/ada/runs/x") == "~/runs/x"
-    assert words.path_to_type("/home/ada/my runs/x") == "'/home/ada/my runs/x'"
-    assert words.path_to_type(".venv/bin/elasticjob") == ".venv/bin/elasticjob"
+    assert formatting.shell_path("/home/ada/runs/x") == "~/runs/x"
+    assert formatting.shell_path("/home/ada/my runs/x") == "'/home/ada/my runs/x'"
+    assert formatting.shell_path(".venv/bin/elasticjob") == ".venv/bin/elasticjob"
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0, "0s"), (59.9, "59s"), (72, "1m12s"), (3600, "1h00m"), (7500, "2h05m"), (90000, "1d1h"), (-3, "0s")],
 )
-def test_durations_are_said_as_kubectl_says_them(seconds: float, said: str) -> None:
-    assert words.duration(seconds) == said
+def test_durations_are_written_as_kubectl_does(seconds: float, said: str) -> None:
+    assert formatting.duration(seconds) == said
 
 
 @pytest.mark.parametrize(
     ("numbers", "said"), [((), "-"), ((3,), "3"), ((0, 1, 2, 3), "0-3"), ((0, 1, 4, 6, 7), "0-1, 4, 6-7")]
 )
-def test_ranks_are_said_as_a_person_writes_them(numbers: tuple[int, ...], said: str) -> None:
-    assert words.ranks(numbers) == said
+def test_ranks_are_written_as_ranges(numbers: tuple[int, ...], said: str) -> None:
+    assert formatting.rank_list(numbers) == said
 
 
 @pytest.mark.parametrize(
@@ -361,6 +311,6 @@ def test_ranks_are_said_as_a_person_writes_them(numbers: tuple[int, ...], said: 
         ({"phase": "Failed", "ended": NOW, "exitCode": None}, "ended"),
     ],
 )
-def test_what_a_pod_is_doing_is_a_word(changes: dict[str, Any], word: str) -> None:
-    shown = Shown.of(snapshot(pods=[pod(0, "aaaaa", **changes)]))
-    assert words.doing(shown.pods[0]).word == word
+def test_the_activity_of_a_pod_is_a_word(changes: dict[str, Any], word: str) -> None:
+    view = JobView.of(snapshot(pods=[pod(0, "aaaaa", **changes)]))
+    assert formatting.activity(view.pods[0]).word == word

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,20 +16,18 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.support.scraping import Page
-from tests.support.spoiling import BESIDE, DROPPED, SPOILING, VALUES, write_names
 from torchelastic.metrics import MetricStream
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.memory import MemoryReader, MemoryWriter
-from torchelastic.metrics.names import Form, Kind, forms_of
-from torchelastic.metrics.of_workers import MAX_INHERITED, WorkerMetrics
+from torchelastic.metrics.series import Form, Kind, forms_of
+from torchelastic.metrics.shared_memory import MemoryWriter
 from torchelastic.metrics.worker import WorkerMetricHandler
-from torchelastic.worker import METRICS_FILE
+from torchelastic.metrics.worker_collector import MAX_INHERITED, WorkerMetrics
+from torchelastic.training.agent_socket import METRICS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from torchelastic.metrics.memory import Source
 
 FORMS = forms_of(["samples"], {"size": [1, 10]})
 
@@ -42,12 +38,12 @@ class Node:
     def __init__(self, folder: Path, agent: AgentMetrics) -> None:
         self.metrics = WorkerMetrics(folder / "memory", folder / "beside")
         self.registry = agent.registry(self.metrics)
-        self._epoch = 0
+        self._round = 0
 
     def begin(self, *ranks: int) -> Sequence[MetricStream]:
-        """Start an epoch with workers of these ranks; those of the one before end."""
-        self._epoch += 1
-        variables, self.workers = self.metrics.begin(self._epoch, dict(enumerate(ranks)))
+        """Start a round with workers of these ranks; those of the one before end."""
+        self._round += 1
+        variables, self.workers = self.metrics.begin(self._round, dict(enumerate(ranks)))
         self.files = [Path(variables[local_rank][METRICS_FILE]) for local_rank in range(len(ranks))]
         return [_stream(variables[local_rank]) for local_rank in range(len(ranks))]
 
@@ -183,7 +179,7 @@ def test_a_group_and_a_name_are_told_apart_wherever_the_one_ends_and_the_other_b
 
 NAMES = st.text(max_size=8) | st.sampled_from(
     [
-        "epoch",
+        "round",
         "world_size",
         "checkpoint.write_latency_ms",
         "workers.a.run_total",
@@ -212,98 +208,39 @@ NAMES = st.text(max_size=8) | st.sampled_from(
     )
 )
 def test_whatever_workers_measure_the_page_is_well_formed_and_no_series_is_there_twice(
-    tmp_path_factory: pytest.TempPathFactory, epochs: list[list[tuple[str, str, Form | None]]]
+    tmp_path_factory: pytest.TempPathFactory, rounds: list[list[tuple[str, str, Form | None]]]
 ) -> None:
     with AgentMetrics(MetricRegistry()) as agent:
-        agent.epoch(1, 2)
+        agent.round(1, 2)
         agent.run_ended("a", succeeded=True, restarts=0)
         node = Node(tmp_path_factory.mktemp("node"), agent)
-        for measured in epochs:
+        for measured in rounds:
             for worker in node.begin(0, 1):
                 for group, name, form in measured:
                     worker._registry.declare(group, {} if form is None else {name: form})
                     worker._registry.add(group, name, 3)
         page = node.page()
         for rank in ("0", "1"):
-            assert sum(("rank", rank) in labels for _, labels in page.samples) >= len(epochs[-1])
+            assert sum(("rank", rank) in labels for _, labels in page.samples) >= len(rounds[-1])
 
 
-@pytest.mark.parametrize("change", (SPOILING | BESIDE).values(), ids=SPOILING | BESIDE)
-def test_whatever_a_worker_does_to_its_memory_others_are_shown_and_the_next_epoch_begins(
-    node: Node, change: Callable[[Path], None]
-) -> None:
+def test_a_worker_that_truncates_its_memory_harms_itself_only(node: Node) -> None:
     for worker in node.begin(0, 1):
         worker.add_value("samples", 10)
-    first, second = node.begin(0, 1)
-    first.add_value("samples", 100)
-    second.add_value("samples", 1)
-    change(node.files[0])
-    shown = node.samples()
-    assert shown["1"] == 11
-    assert shown["0"] == (110 if change in BESIDE.values() else 10)
-    first, second = node.begin(0, 1)
-    assert node.samples() == shown
-    for worker in (first, second):
+    for worker in node.begin(0, 1):
         worker.add_value("samples", 1)
-    assert node.samples() == {rank: samples + 1 for rank, samples in shown.items()}
-
-
-WORDS = st.text(max_size=3) | st.sampled_from(["a\0b", "a", "b", "torchelastic", "epoch", "train_step.success"])
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.lists(WORDS, min_size=2, max_size=3),
-            st.sampled_from(Kind),
-            st.sampled_from([[], [1], [1.0, 2], [-1, 1e300], [10**400], [True], ["1"]]),
-            st.integers(0, 30) | st.integers(),
-        ),
-        max_size=8,
-    ),
-    st.lists(st.floats() | st.integers(0, 5).map(float), max_size=8),
-)
-def test_whatever_stands_in_the_memory_the_page_is_well_formed_and_no_series_is_there_twice(
-    tmp_path_factory: pytest.TempPathFactory, names: list[object], values: list[float]
-) -> None:
-    with AgentMetrics(MetricRegistry()) as agent:
-        node = Node(tmp_path_factory.mktemp("node"), agent)
-        _, second = node.begin(0, 1)
-        second.add_value("samples", 3)
-        write_names(node.files[0], *(json.dumps(name).encode() for name in names))
-        with node.files[0].open("r+b") as file:
-            for begin in (DROPPED, VALUES):
-                file.seek(begin)
-                file.write(struct.pack(f"{len(values)}d", *values))
-        for _ in range(2):
-            page = Page(parse_text(generate_latest(node.registry).decode()))
-            assert page.value("my_app_samples_total", rank="1") == 3
-            node.begin(0, 1)
-
-
-def test_where_what_a_worker_has_left_cannot_be_read_the_next_one_begins_at_0(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    node.files[0].write_text("")
+    assert node.samples() == {"0": 10, "1": 11}
     for worker in node.begin(0, 1):
-        worker.add_value("samples", 10)
-    values, broken = MemoryReader.values, node.workers[0]._reader
-
-    def fail(reader: MemoryReader) -> Mapping[Source, tuple[float, ...]]:
-        if reader is broken:
-            raise MemoryError("no more of it")
-        return values(reader)
-
-    monkeypatch.setattr(MemoryReader, "values", fail)
-    node.begin(0, 1)[0].add_value("samples", 1)
-    assert node.samples() == {"0": 1, "1": 10}
-    assert "What rank 0 has counted cannot be read" in caplog.text
+        worker.add_value("samples", 1)
+    assert node.samples() == {"0": 11, "1": 12}
 
 
-def test_epochs_leave_no_descriptors(tmp_path: Path) -> None:
+def test_rounds_leave_no_descriptors(tmp_path: Path) -> None:
     metrics = WorkerMetrics(tmp_path / "memory")
     open_after = []
-    for epoch in range(5):
-        metrics.begin(epoch, {0: 0, 1: 1})
+    for round in range(5):
+        metrics.begin(round, {0: 0, 1: 1})
         open_after.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
     assert len(set(open_after)) == 1
 
@@ -347,11 +284,11 @@ def test_a_signal_handler_that_measures_under_a_new_name_spoils_no_other(
 
 
 def test_workers_that_make_new_counters_at_each_start_have_the_page_grow_to_a_limit(node: Node) -> None:
-    for epoch in range(5):
+    for round in range(5):
         (worker,) = node.begin(0)
-        worker._registry.declare("my_app", dict.fromkeys((f"{epoch}.{n}" for n in range(900)), Form(Kind.COUNTER)))
+        worker._registry.declare("my_app", dict.fromkeys((f"{round}.{n}" for n in range(900)), Form(Kind.COUNTER)))
         for number in range(900):
-            worker.add_value(f"{epoch}.{number}", 1)
+            worker.add_value(f"{round}.{number}", 1)
     node.begin(0)
     page = node.page()
     assert len(page.named("my_app")) == MAX_INHERITED
@@ -363,9 +300,9 @@ def test_where_there_is_no_room_in_the_first_folder_the_next_one_is_taken(
 ) -> None:
     (tmp_path / "file").touch()
     metrics = WorkerMetrics(tmp_path / "file" / "folder", tmp_path / "other")
-    for epoch in (1, 2):
-        variables, _ = metrics.begin(epoch, {0: 0})
-        assert variables[0][METRICS_FILE] == str(tmp_path / "other" / f"{epoch}.0")
+    for round in (1, 2):
+        variables, _ = metrics.begin(round, {0: 0})
+        assert variables[0][METRICS_FILE] == str(tmp_path / "other" / f"{round}.0")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["2.0"]
     assert not caplog.records
 
@@ -375,8 +312,8 @@ def test_where_there_is_no_room_workers_do_without_and_it_is_told_once(
 ) -> None:
     (tmp_path / "file").touch()
     metrics = WorkerMetrics(tmp_path / "file" / "folder")
-    for epoch in (1, 2):
-        variables, _ = metrics.begin(epoch, {0: 0, 1: 1})
+    for round in (1, 2):
+        variables, _ = metrics.begin(round, {0: 0, 1: 1})
         assert variables == {0: {}, 1: {}}
     assert list(metrics.collect()) == []
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.kube.settings import PodSettings
-from elastic_operator.kube.worker_pod import worker_pod
-from elastic_operator.model import NewPod
-from elastic_operator.pod_ending import AROUND, GRACE, NOTICE
-from elastic_operator.pods import RESERVED, problem_of
-from elastic_operator.spec import EtcdSpec, GangScheduler, SchedulingSpec
+from elastic_operator.api.spec import CheckpointSpec, EtcdSpec, GangScheduler, SchedulingSpec
+from elastic_operator.api.validation import AROUND, RESERVED, problem_of
+from elastic_operator.controller.model import NewPod
+from elastic_operator.resources.agent_command import GRACE, NOTICE
+from elastic_operator.resources.pod_settings import PodSettings
+from elastic_operator.resources.worker_pod import worker_pod
 from tests.support.builders import UID, a_job, size
-from torchelastic.contract import CONTRACT_VERSION, Env, ResumeRecord, decode
-from torchelastic.settings import AgentSettings, RendezvousSettings
+from torchelastic.config.settings import AgentSettings, RendezvousSettings
+from torchelastic.protocol import PROTOCOL_VERSION, Env, ResumeRecord, decode
 
 POD = NewPod(name="digits-1-bcdfg", index=1, size=size(2, generation=3), failures=2)
 STORE = "10.96.0.7:2379"
@@ -53,8 +53,8 @@ def env_of(container: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
-    size_record = '{"n":1,"x":4,"g":3,"w":2,"v":1}'
-    assert CONTRACT_VERSION == 1
+    size_record = '{"min":1,"max":4,"generation":3,"desired":2,"protocol":1}'
+    assert PROTOCOL_VERSION == 1
     assert pod_of() == {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -75,7 +75,7 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
                 "prometheus.io/scrape": "true",
                 "prometheus.io/port": "9464",
                 "prometheus.io/path": "/metrics",
-                "elastic.pytorch.org/contract-version": "1",
+                "elastic.pytorch.org/protocol-version": "1",
                 "elastic.pytorch.org/failures": "2",
                 "elastic.pytorch.org/size": size_record,
                 "elastic.pytorch.org/metrics-port": "9464",
@@ -125,7 +125,7 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
                         {"name": "TORCHELASTIC_UNIQUE_RUN", "value": "1"},
                         {"name": "TORCHELASTIC_CHECKPOINT_DIR", "value": "/checkpoints/digits/1"},
                         {"name": "TORCHELASTIC_TERMINATION_LOG", "value": "/dev/termination-log"},
-                        {"name": "TORCHELASTIC_CONTRACT", "value": "1"},
+                        {"name": "TORCHELASTIC_PROTOCOL", "value": "1"},
                         {"name": "TORCHELASTIC_METRICS_PORT", "value": "9464"},
                         {
                             "name": "TORCHELASTIC_NODE_ADDRESS",
@@ -154,7 +154,7 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
 
 def test_every_variable_that_is_given_is_reserved() -> None:
     job = a_job(image="i", args=("x.py",))
-    resumed = replace(POD, resume=ResumeRecord(epoch=7, restarts=2, free=1))
+    resumed = replace(POD, resume=ResumeRecord(round=7, restarts=2, uncharged_restarts=1))
     told = env_of(worker_of(worker_pod(job, resumed, PodSettings(), store=STORE)))
     assert told.keys() == RESERVED
     assert decode(told[Env.RESUME].encode(), ResumeRecord) == resumed.resume
@@ -175,7 +175,7 @@ def test_image_and_program_may_stand_in_the_template() -> None:
 
 
 def test_a_given_volume_carries_the_checkpoints() -> None:
-    pod = pod_of(checkpoint_volume={"persistentVolumeClaim": {"claimName": "mine"}})
+    pod = pod_of(checkpoint=CheckpointSpec({"persistentVolumeClaim": {"claimName": "mine"}}))
     assert {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "mine"}} in pod["spec"]["volumes"]
     assert mounts_of(worker_of(pod))["/checkpoints"] == "checkpoints"
 

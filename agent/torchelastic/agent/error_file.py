@@ -1,4 +1,4 @@
-"""Telling the agent of an exception through the file named by TORCHELASTIC_ERROR_FILE, as torch's ``@record`` does."""
+"""Write a worker's exception to the file named by TORCHELASTIC_ERROR_FILE, as torch's ``@record`` does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRACE_LIMIT: Final = 32 << 10
 
 
 def write(error: BaseException) -> None:
-    """Tell of an exception that nobody caught, unless ``@record`` has done so."""
+    """Write an uncaught exception, unless ``@record`` has written it."""
     name, text = type(error).__qualname__, _text_of(error)
     trace = "".join(traceback.format_exception(error))
     write_message(f"{name}: {text}" if text else name, trace, final=is_final(error))
@@ -32,18 +32,18 @@ def _text_of(error: BaseException) -> str:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether the program says by this exception that trying again is no use."""
-    worker = sys.modules.get("torchelastic.worker")
-    return worker is not None and isinstance(error, worker.NonRetryableException)
+    """Whether this exception says that a restart is of no use."""
+    module = sys.modules.get("torchelastic.training.non_retryable")
+    return module is not None and isinstance(error, module.NonRetryableException)
 
 
 def write_message(message: str, trace: str = "", *, final: bool = False) -> None:
-    """Tell why the process ends; written in full or not at all, and never in the place of what stands there.
+    """Write why the process ends, whole or not at all, unless the file exists.
 
     Args:
         message: the exception, or another reason.
-        trace: where it was raised.
-        final: whether trying again is no use. ``@record`` knows nothing of that, so it is added to what stands there.
+        trace: its traceback.
+        final: a restart is of no use. Unlike the rest, this is added to an existing file: ``@record`` does not know it.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -55,12 +55,12 @@ def write_message(message: str, trace: str = "", *, final: bool = False) -> None
     details: dict[str, Any] = {"py_callstack": _bounded(trace, _TRACE_LIMIT), "timestamp": str(int(time.time()))}
     if final:
         details["final"] = True
-    with contextlib.suppress(OSError):  # the end of what it prints tells the same
+    with contextlib.suppress(OSError):  # its output tells the same
         _put(path, {"message": {"message": _bounded(message, _MESSAGE_LIMIT), "extraInfo": details}})
 
 
 def _mark_final(path: str) -> None:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # something else stands there
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not written by @record
         record = json.loads(Path(path).read_text(encoding="utf-8"))
         record["message"]["extraInfo"]["final"] = True
         _put(path, record)

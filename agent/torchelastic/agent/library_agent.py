@@ -1,120 +1,113 @@
-"""The agent as part of somebody else's program: it listens to no signals, and leaves that program's children alone.
-
-It is asked to go with :meth:`LibraryAgent.ask_to_go`, from any thread. Where it meets its peers is either our own
-rendezvous, or a handler that is not ours.
-"""
+"""The agent as part of a user's program: it handles no signals, and does not touch that program's children."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from torchelastic.agent.agent import Agent
-from torchelastic.agent.happenings import Signalled
-from torchelastic.agent.server.api import ProcessFailure
-from torchelastic.agent.signals import Signals
-from torchelastic.agent.workers import workers_of
-from torchelastic.contract import ExitCode
+from torchelastic.agent.events import Signalled, Signals
+from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerState
+from torchelastic.agent.workers.pool import workers_of
+from torchelastic.errors import SettingsError
+from torchelastic.metrics.agent import AgentMetrics
+from torchelastic.protocol import ExitCode
+from torchelastic.rendezvous.api import RendezvousConnectionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AsyncExitStack
-    from pathlib import Path
     from types import TracebackType
 
-    from torchelastic.agent.ending import Ending
+    from torchelastic.agent.exit_status import ExitStatus
     from torchelastic.agent.function_call import FunctionCall
-    from torchelastic.agent.workers import WorkerExit, Workers
-    from torchelastic.contract import FailureRecord
-    from torchelastic.metrics.agent import AgentMetrics
+    from torchelastic.agent.workers.pool import WorkerExit, Workers
+    from torchelastic.config.settings import AgentSettings
+    from torchelastic.protocol import FailureRecord
     from torchelastic.rendezvous.node import RendezvousNode
-    from torchelastic.rendezvous.polled import PolledNode
-    from torchelastic.settings import AgentSettings
 
 
 class LibraryAgent(Agent):
-    """Runs one node of a run to its end, in a program that does other things, too.
+    """Runs one node of a run in a program that does other things, too.
 
     Args:
         settings: what to do.
-        metrics: what happens is told to this.
-        node: this node on a handler that is not ours; None for our own rendezvous.
-        node_id: this node's id.
-        call: what the workers call; None where they run a command.
-
-    Attributes:
-        failures: of this node's workers in the last epoch, by global rank.
-        results: what they returned, by global rank, where the run has succeeded; None for commands.
+        call: what the workers call; None if they run a command.
     """
 
-    def __init__(
-        self,
-        settings: AgentSettings,
-        metrics: AgentMetrics,
-        *,
-        node: PolledNode | None,
-        node_id: str,
-        call: FunctionCall | None,
-    ) -> None:
-        super().__init__(settings, metrics)
-        self.failures: dict[int, ProcessFailure] = {}
-        self.results: dict[int, Any] = {}
-        self._failed_in = 0
-        self._node_id = node_id
-        self._foreign = node
+    def __init__(self, settings: AgentSettings, call: FunctionCall | None) -> None:
+        super().__init__(settings, AgentMetrics())
         self._call = call
-        self._requests = _Requests(lambda number: self._happenings.put(Signalled(number)))
+        self._failures_here: dict[int, ProcessFailure] = {}
+        self._failed_in = 0
+        self._results: dict[int, Any] = {}
+        self._requests = _Requests(lambda number: self._events.put(Signalled(number)))
         self._signals = self._requests
 
-    def ask_to_go(self) -> None:
-        """Have the agent leave the run, as on SIGTERM; asked twice, it does not wait for its workers."""
-        self._requests.ask()
-
-    async def run_beside(self) -> Ending:
-        """Run beside what else the program does: see :meth:`Agent.run`.
+    def launch(self) -> RunResult:
+        """Run the workers to their end, with an event loop of its own.
 
         Raises:
-            SettingsError: the workers' output cannot go where it is to go, or the machine does not allow workers.
+            RendezvousConnectionError: this node cannot meet the others.
+            SettingsError: what is asked for cannot be done; the message says what to change.
         """
-        async with workers_of(self._settings, alone=False) as workers:
+        with self._metrics:
+            return self._result(asyncio.run(self._run()))
+
+    def stop(self) -> None:
+        """Leave the run, as on SIGTERM; from any thread. The second time, without waiting for the workers."""
+        self._requests.ask()
+
+    async def _run(self) -> ExitStatus:
+        async with workers_of(self._settings, owns_process=False) as workers:
             if self._call is not None:
                 self._call.put(workers.scratch)
             return await self.run(workers)
 
-    async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
-        if self._foreign is not None:
-            return cast("RendezvousNode", self._foreign)  # it does what is asked of one here
-        return await super()._make_node(stack, metrics_port)
-
-    async def _live(self, workers: Workers, node: RendezvousNode) -> Ending:
+    async def _live(self, workers: Workers, node: RendezvousNode) -> ExitStatus:
         ending = await super()._live(workers, node)
-        if ending.code is ExitCode.SUCCEEDED:
-            self._take_results(workers.scratch)
+        round = self._round
+        if ending.code is ExitCode.SUCCEEDED and round is not None and self._node_id in round.nodes:
+            first = round.first_rank(self._node_id)
+            ranks = range(first, first + self._settings.workers)
+            call = self._call
+            self._results = dict.fromkeys(ranks) if call is None else call.results(workers.scratch, round.number, ranks)
         return ending
 
-    def _take_results(self, scratch: Path) -> None:
-        epoch = self._epoch
-        if epoch is None or self._node_id not in epoch.nodes:
-            return
-        position = epoch.nodes.index(self._node_id)
-        first = epoch.first_rank(self._node_id)
-        ranks = range(first, first + epoch.members[position].workers)
-        self.results = dict.fromkeys(ranks) if self._call is None else self._call.results(scratch, epoch.number, ranks)
-
-    def _failure(self, worker: WorkerExit, epoch: int) -> FailureRecord:
-        failure = super()._failure(worker, epoch)
-        if self._failed_in != epoch:
-            self._failed_in = epoch
-            self.failures.clear()
-        self.failures[failure.rank] = process_failure(failure)
+    def _failure(self, worker: WorkerExit, round: int) -> FailureRecord:
+        failure = super()._failure(worker, round)
+        if self._failed_in != round:
+            self._failed_in = round
+            self._failures_here.clear()
+        self._failures_here[failure.rank] = _process_failure(failure)
         return failure
 
+    def _result(self, ending: ExitStatus) -> RunResult:
+        message = ending.message
+        match ending.code:
+            case ExitCode.SUCCEEDED:
+                return RunResult(WorkerState.SUCCEEDED, return_values=self._results)
+            case ExitCode.FAILED if message.failure is not None:
+                return RunResult(WorkerState.FAILED, failures=self._failures_after(message.failure))
+            case ExitCode.LEFT | ExitCode.INTERRUPTED:
+                return RunResult(WorkerState.STOPPED)
+            case ExitCode.BAD_INPUT:
+                raise SettingsError(message.message)
+            case _:
+                raise RendezvousConnectionError(message.message)
 
-def process_failure(failure: FailureRecord) -> ProcessFailure:
-    """A failure as launchers see it."""
+    def _failures_after(self, cause: FailureRecord) -> dict[int, ProcessFailure]:
+        """The failures of this node, after the one that has ended the run, to which torch gives the earliest time."""
+        others = {rank: failure for rank, failure in self._failures_here.items() if rank != cause.rank}
+        first = _process_failure(cause)
+        earliest = min([first.timestamp, *(failure.timestamp for failure in others.values())])
+        return {cause.rank: dataclasses.replace(first, timestamp=earliest), **others}
+
+
+def _process_failure(failure: FailureRecord) -> ProcessFailure:
     return ProcessFailure(
         local_rank=failure.local_rank,
         pid=failure.pid,
@@ -126,7 +119,7 @@ def process_failure(failure: FailureRecord) -> ProcessFailure:
 
 
 class _Requests(Signals):
-    """Stands in the place of signals, which are the program's own: whoever wants the agent to go says so."""
+    """Requests to leave, in place of signals, which are handled by the program."""
 
     def __init__(self, came: Callable[[signal.Signals], None]) -> None:
         super().__init__(came)
@@ -149,7 +142,7 @@ class _Requests(Signals):
             self._loop = None
 
     def ask(self) -> None:
-        """Say that the agent is to go; from any thread, before it runs or while it does."""
+        """Ask the agent to leave; from any thread, before it runs or while it does."""
         with self._lock:
             self._asked += 1
             if self._loop is not None:

@@ -1,1 +1,1 @@
-"""Older names of launchers: ``python -m torchelastic.distributed.launch``, and :mod:`.launcher` as torch has it."""
+"""Launchers under the paths that they have in torch: :mod:`.launch` and :mod:`.launcher`."""

@@ -1,9 +1,4 @@
-"""The launcher as older guides start it: ``python -m torchelastic.distributed.launch``, with the same arguments.
-
-It is :func:`torchelastic.run.main` under another name, nothing else.
-"""
-
-from __future__ import annotations
+"""``python -m torchelastic.distributed.launch``, the older name of ``torchelastic-run``."""
 
 import sys
 

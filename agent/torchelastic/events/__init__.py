@@ -1,21 +1,17 @@
-"""Events of a run, and where they go: torch's, under torchelastic's name.
-
-torch is imported when one of the names is first used. Our agent tells what happens in its log, in its metrics and in
-the store; it records no events of this kind.
-"""
+"""Events of a run: torch's, which is imported at the first use of a name. Our agent records none."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchelastic.torchs import names_of
+from torchelastic.torch_reexports import reexport
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.events import construct_and_record_rdzv_event, record, record_rdzv_event
-    from torch.distributed.elastic.events.api import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
-    from torch.distributed.elastic.events.handlers import get_logging_handler
+    from torch.distributed.elastic.events import *  # noqa: F403
+    from torch.distributed.elastic.events.api import *  # noqa: F403
+    from torch.distributed.elastic.events.handlers import *  # noqa: F403
 
-__all__ = [
+__all__ = [  # noqa: F405 - see above
     "Event",
     "EventMetadataValue",
     "EventSource",
@@ -27,4 +23,4 @@ __all__ = [
     "record_rdzv_event",
 ]
 
-__getattr__ = names_of("torch.distributed.elastic.events", __name__, __all__)
+__getattr__ = reexport("torch.distributed.elastic.events", __name__, __all__)

@@ -1,7 +1,5 @@
 """Launching a function, or a command, from Python: see :mod:`torchelastic.launcher.api`."""
 
-from __future__ import annotations
-
 from torchelastic.launcher.api import LaunchConfig, elastic_launch, launch_agent
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

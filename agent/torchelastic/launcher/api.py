@@ -1,24 +1,34 @@
 """Launching a function, or a command, with one call: ``elastic_launch(LaunchConfig(…), fn)(*args)``.
 
-The names are torch's, and what they mean is, too; what runs is our agent, and by default our rendezvous.
+The names and their meaning are torch's; what runs is our agent, and by default our rendezvous.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import json
 import logging
+import shutil
+import tempfile
 import uuid
+import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from torchelastic.agent.server.api import WorkerSpec
+from torchelastic.agent.server.api import NOT_AVAILABLE, WorkerSpec
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torchelastic.output import DEFAULT_ROLE
-from torchelastic.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torchelastic.rendezvous.api import RendezvousParameters, rendezvous_handler_registry
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from torchelastic.agent.server.api import ProcessFailure
+    from torchelastic.rendezvous.api import RendezvousHandler
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
@@ -30,21 +40,21 @@ class LaunchConfig:
     """How a function is launched on this node.
 
     Attributes:
-        min_nodes: fewer do not train.
-        max_nodes: more do not train.
+        min_nodes: the smallest number of nodes.
+        max_nodes: the largest number of nodes.
         nproc_per_node: workers on this node.
-        logs_specs: torch's word for where output goes: its folder is taken, where ``log_dir`` is not given.
-        run_id: nodes with the same one train together; may be left out where there is one node.
+        logs_specs: torch's way to name a folder for output, used if ``log_dir`` is not given.
+        run_id: nodes with the same one train together; may be left out for one node.
         role: of the workers.
-        rdzv_endpoint: where the nodes meet; for our rendezvous an etcd, and needed where there are several nodes.
-        rdzv_backend: "torchelastic" (or "etcd") is ours; c10d, static and whatever else torch knows are torch's.
-        rdzv_configs: more about the meeting, with the keys of ``--rdzv-conf``.
+        rdzv_endpoint: where the nodes meet; for our rendezvous an etcd, needed for several nodes.
+        rdzv_backend: "torchelastic" (or "etcd") is ours; c10d, static and others that torch knows are torch's.
+        rdzv_configs: more settings of the rendezvous, with the keys of ``--rdzv-conf``.
         rdzv_timeout: seconds for which too few nodes wait for more; -1 to leave that to ``rdzv_configs``.
         max_restarts: how many failures of workers the run may have.
-        monitor_interval: seconds after which a rendezvous that is not ours is asked for changes.
+        monitor_interval: seconds between two looks at a rendezvous that is not ours.
         start_method: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         metrics_cfg: for :func:`torchelastic.metrics.initialize_metrics`.
-        local_addr: where the other nodes reach this one; None to have it found out.
+        local_addr: where the other nodes reach this one; None to find it out.
         log_dir: a folder for the workers' output; None for no files.
         redirects: see :class:`~torchelastic.agent.server.WorkerSpec`.
         tee: likewise.
@@ -73,13 +83,11 @@ class LaunchConfig:
 
 
 class elastic_launch:  # noqa: N801 - torch's name
-    """What launches a function or a command when it is called with its arguments.
-
-    Called, it returns what the function returned by global rank, of the workers of this node.
+    """Launches a function or a command when it is called with its arguments; see :func:`launch_agent`.
 
     Args:
-        config: how.
-        entrypoint: the function; or the name of a command, whose arguments are then given.
+        config: how to launch it.
+        entrypoint: the function, or the name of a command.
     """
 
     def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
@@ -87,7 +95,7 @@ class elastic_launch:  # noqa: N801 - torch's name
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - whatever the function takes
-        """Launch it; see :func:`launch_agent`."""
+        """Launch it with these arguments."""
         return launch_agent(self._config, self._entrypoint, args)
 
 
@@ -95,18 +103,18 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     """Launch a function or a command on this node, and wait for the end of the run.
 
     Args:
-        config: how.
+        config: how to launch it.
         entrypoint: the function, or the name of a command.
         args: its arguments.
 
     Returns:
-        What the function returned, by global rank, of the workers of this node; None for commands. Empty where this
-        node was not needed, or has left the run.
+        What the function returned, by global rank, of the workers of this node; None for commands. Empty if this node
+        was not needed, or has left the run.
 
     Raises:
         ChildFailedError: the run has failed; torch's exception, with the root cause as its first failure.
         RendezvousError: this node cannot meet the others.
-        SettingsError: what is asked for cannot be; the message says what to change.
+        SettingsError: what is asked for cannot be done; the message says what to change.
     """
     from torchelastic import metrics
 
@@ -131,12 +139,16 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
         shutdown_timeout=config.shutdown_timeout,
     )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-    with _closing(handler):
+    try:
         result = agent.run(config.role)
-        if result.is_failed():
-            from torchelastic.launcher.failing import child_failed
-
-            raise child_failed(spec.get_entrypoint_name(), result.failures)
+    except Exception:
+        _shut_down(handler)
+        raise
+    # After another exception, such as that of Ctrl-C, this node leaves a run that goes on, which a handler of torch's
+    # would close for all nodes.
+    _shut_down(handler)
+    if result.is_failed():
+        raise _child_failed(spec.get_entrypoint_name(), result.failures)
     return result.return_values
 
 
@@ -144,12 +156,11 @@ def _parameters(config: LaunchConfig) -> RendezvousParameters:
     options = dict(config.rdzv_configs)
     if config.rdzv_timeout != -1:
         options["timeout"] = config.rdzv_timeout
-    # A handler of torch's needs one in any case; ours asks for one where there can be a second node.
-    alone = config.max_nodes == 1
+    # torch's handlers need an id in any case; ours asks for one if there can be a second node.
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
-        run_id=config.run_id or (uuid.uuid4().hex if alone else ""),
+        run_id=config.run_id or (uuid.uuid4().hex if config.max_nodes == 1 else ""),
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,
@@ -157,22 +168,25 @@ def _parameters(config: LaunchConfig) -> RendezvousParameters:
     )
 
 
-@contextlib.contextmanager
-def _closing(handler: RendezvousHandler) -> Iterator[None]:
-    """Let a handler that is not ours go of everything, unless this node only leaves a run that goes on.
-
-    torch's handlers close the rendezvous for all nodes then.
-    """
-    try:
-        yield
-    except Exception:
-        _shut_down(handler)
-        raise
-    _shut_down(handler)
-
-
 def _shut_down(handler: RendezvousHandler) -> None:
     try:
         handler.shutdown()
     except Exception:
         logger.exception("the rendezvous handler could not be shut down")
+
+
+def _child_failed(name: str, failures: Mapping[int, ProcessFailure]) -> ChildFailedError:
+    """Torch's exception, whose failures have a file each: ``@record`` copies the first one to this program's own."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    folder = Path(tempfile.mkdtemp(prefix="torchelastic-"))
+    described = {}
+    for rank, failure in failures.items():
+        described[rank] = failure
+        if failure.error_file == NOT_AVAILABLE:
+            path = folder / f"{rank}.json"
+            path.write_text(json.dumps({"message": failure.message, "timestamp": failure.timestamp}), encoding="utf-8")
+            described[rank] = dataclasses.replace(failure, error_file=str(path))
+    error = ChildFailedError(name, cast("dict[int, Any]", described))
+    weakref.finalize(error, shutil.rmtree, folder, ignore_errors=True)
+    return error

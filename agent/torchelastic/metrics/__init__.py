@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 from torchelastic.metrics import torch_bridge, worker
 from torchelastic.metrics.api import (
+    ConsoleMetricHandler,
+    ConsoleMetricsHandler,
     MetricData,
     MetricHandler,
     MetricsConfig,
@@ -36,7 +38,6 @@ from torchelastic.metrics.api import (
     prof,
     put_metric,
 )
-from torchelastic.metrics.handlers import ConsoleMetricHandler, ConsoleMetricsHandler
 
 if TYPE_CHECKING:
     from torchelastic.metrics.prometheus import PrometheusMetricHandler

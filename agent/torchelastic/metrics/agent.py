@@ -1,7 +1,7 @@
 """What the agent says of itself, as values of the group ``torchelastic``.
 
 The names are torchelastic's documented ones, so that a handler of the user's for that group sees what it always saw.
-:mod:`torchelastic.metrics.platform_names` has the table of the series that they become.
+:mod:`torchelastic.metrics.series` has the table of the series that they become.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Self
 
 from torchelastic.metrics.api import PLATFORM_GROUP, REGISTRY, measured
-from torchelastic.metrics.names import printable
-from torchelastic.metrics.run_figures import RunFigures
+from torchelastic.metrics.run_collector import RunCollector
+from torchelastic.metrics.series import printable
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.registry import Collector
 
-    from torchelastic.contract import EpochReason
     from torchelastic.metrics.api import MetricRegistry
     from torchelastic.metrics.prometheus import PrometheusMetricHandler
-    from torchelastic.metrics.run_figures import Run
+    from torchelastic.metrics.run_collector import Run
     from torchelastic.metrics.store_requests import StoreRequests
+    from torchelastic.protocol import RoundReason
 
 WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
 """The states that the workers of a node can be in, as torchelastic names them."""
@@ -45,7 +45,7 @@ class AgentMetrics:
         self._job = job
         self._handler: PrometheusMetricHandler | None = None
         self._store_requests: StoreRequests | None = None
-        self._run_figures = RunFigures()
+        self._run_collector = RunCollector()
 
     @property
     def handler(self) -> PrometheusMetricHandler:
@@ -66,7 +66,7 @@ class AgentMetrics:
         """
         from prometheus_client import CollectorRegistry
 
-        from torchelastic.metrics.page import MetricsPage
+        from torchelastic.metrics.exposition import MetricsPage
         from torchelastic.metrics.store_requests import StoreRequests
 
         if self._store_requests is None:
@@ -75,7 +75,7 @@ class AgentMetrics:
         if self._job is not None:
             labels = dict(zip(("job_namespace", "elasticjob"), map(printable, self._job), strict=True))
         registry = CollectorRegistry()
-        registry.register(MetricsPage((self.handler, self._run_figures, self._store_requests, *beside), labels))
+        registry.register(MetricsPage((self.handler, self._run_collector, self._store_requests, *beside), labels))
         return registry
 
     def close(self) -> None:
@@ -94,11 +94,11 @@ class AgentMetrics:
 
     def follow(self, run: Run) -> None:
         """Show this run as a whole wherever this agent leads it."""
-        self._run_figures.follow(run)
+        self._run_collector.follow(run)
 
-    def epoch(self, number: int, world_size: int) -> None:
-        """A new epoch began; a world size of 0 says that too few nodes are there to train."""
-        self._put("epoch", number)
+    def round(self, number: int, world_size: int) -> None:
+        """A new round began; a world size of 0 says that too few nodes are there to train."""
+        self._put("round", number)
         self._put("world_size", world_size)
 
     def worker_state(self, role: str, state: WorkerStateName) -> None:
@@ -109,7 +109,7 @@ class AgentMetrics:
         """So many failures of workers the run may still have."""
         self._put(f"workers.{role}.remaining_restarts", remaining)
 
-    def recovered(self, seconds: float, reason: EpochReason) -> None:
+    def recovered(self, seconds: float, reason: RoundReason) -> None:
         """The workers of this node were started again.
 
         Args:
@@ -139,7 +139,7 @@ class AgentMetrics:
         """Measure the success and the duration of a block.
 
         Args:
-            operation: one of :data:`~torchelastic.metrics.platform_names.OPERATIONS`, as
+            operation: one of :data:`~torchelastic.metrics.series.OPERATIONS`, as
                 ``LocalElasticAgent._start_workers``.
         """
         return measured(operation, PLATFORM_GROUP, self._registry)
@@ -156,7 +156,7 @@ class AgentMetrics:
         self._put(f"{operation}.duration.ms", seconds * 1000)
 
     def store_answered(self, request: str, seconds: float, *, succeeded: bool) -> None:
-        """A request to the store has ended; see :class:`~torchelastic.store.measured.Answered`."""
+        """A request to the store has ended; see :class:`~torchelastic.store.wrappers.RequestEnded`."""
         if self._store_requests is not None:
             self._store_requests.answered(request, seconds, succeeded=succeeded)
 

@@ -16,12 +16,12 @@ import contextlib
 import functools
 import inspect
 import logging
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.names import Form, Kind, forms_of
-from torchelastic.metrics.platform_names import DURATION_BUCKETS
+from torchelastic.metrics.series import DURATION_BUCKETS, Form, Kind, forms_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -75,7 +75,21 @@ class NullMetricHandler(MetricHandler):
 
 
 NullMetricsHandler = NullMetricHandler
-"""The same under the other name that torchelastic's documentation has for it."""
+"""The same under the other name in torchelastic's documentation."""
+
+
+class ConsoleMetricHandler(MetricHandler):
+    """Prints each value: ``[timestamp][group]: name=value``."""
+
+    def emit(self, metric_data: MetricData) -> None:
+        """Print one line to the standard output."""
+        timestamp, group, name, value = metric_data
+        # In one piece, so that lines of several threads do not mix.
+        sys.stdout.write(f"[{timestamp}][{group}]: {name}={value}\n")
+
+
+ConsoleMetricsHandler = ConsoleMetricHandler
+"""The same under the other name in torchelastic's documentation."""
 
 
 class MetricsConfig:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from torchelastic.metrics.platform_names import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION
+from torchelastic.metrics.series import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client import Metric
 
-    from torchelastic.metrics.names import Series
+    from torchelastic.metrics.series import Series
 
     Readings = dict[tuple[Series, str], float]
     """Values by series and GPU."""

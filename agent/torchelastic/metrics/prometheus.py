@@ -4,9 +4,9 @@ Usable in any program::
 
     metrics.configure(PrometheusMetricHandler(port=9100), group="my_app")
 
-and, attached to the registry, what an agent tells of itself under ``/metrics``. :mod:`torchelastic.metrics.names`
-decides what a name becomes, :mod:`torchelastic.metrics.intake` which values are taken; here are the series themselves.
-What was not taken is counted in ``torchelastic_metrics_dropped_total``.
+and, attached to the registry, for the values that an agent serves under ``/metrics``.
+:mod:`torchelastic.metrics.series` decides what a name becomes, :mod:`torchelastic.metrics.validation` which values are
+accepted. Dropped values are counted in ``torchelastic_metrics_dropped_total``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.registry import Collector
 
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.intake import Intake
-from torchelastic.metrics.names import Kind, forms_of
-from torchelastic.metrics.platform_names import DROPPED
+from torchelastic.metrics.series import DROPPED, Kind, NameRegistry, forms_of
 from torchelastic.metrics.server import unusable_port
-from torchelastic.metrics.taken_names import TakenNames
+from torchelastic.metrics.validation import ValidatingHandler
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,13 +28,13 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from torchelastic.metrics.intake import Sink
-    from torchelastic.metrics.names import Form, Series
+    from torchelastic.metrics.series import Form, Series
+    from torchelastic.metrics.validation import Sink
 
 _Family = Gauge | Counter | Histogram
 
 
-class PrometheusMetricHandler(Intake, Collector):
+class PrometheusMetricHandler(ValidatingHandler, Collector):
     """Turns values into Prometheus' series.
 
     Args:
@@ -74,7 +72,7 @@ class PrometheusMetricHandler(Intake, Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._families: dict[str, _Family] = {}
-        self._taken = TakenNames()
+        self._taken = NameRegistry()
         self._dropped = Counter(DROPPED.name, DROPPED.help, ("reason",), registry=None)
         self._server = None if port is None else _serve(port, address, self.registry)
 

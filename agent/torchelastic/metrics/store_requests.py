@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Histogram
 from prometheus_client.registry import Collector
 
-from torchelastic.metrics.platform_names import STORE_REQUESTS
+from torchelastic.metrics.series import STORE_REQUESTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,21 +13,21 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.intake import Intake
-from torchelastic.metrics.memory import MemoryWriter
-from torchelastic.metrics.names import Form, Kind
-from torchelastic.worker import METRICS_FILE, is_worker
+from torchelastic.metrics.series import Form, Kind
+from torchelastic.metrics.shared_memory import MemoryWriter
+from torchelastic.metrics.validation import ValidatingHandler
+from torchelastic.training.agent_socket import METRICS_FILE, is_worker
 
 if TYPE_CHECKING:
     from torchelastic.metrics.api import MetricRegistry
-    from torchelastic.metrics.intake import Sink
-    from torchelastic.metrics.names import Series
+    from torchelastic.metrics.series import Series
+    from torchelastic.metrics.validation import Sink
 
 MAX_NAMES: Final = 1000
 """Different names of a worker that its agent shows; the platform's own have a limit of the same size beside it."""
 
 
-class WorkerMetricHandler(Intake):
+class WorkerMetricHandler(ValidatingHandler):
     """Leaves values where the agent finds them.
 
     Args:

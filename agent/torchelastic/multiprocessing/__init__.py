@@ -1,32 +1,15 @@
-"""Processes of workers, their streams and failures: torch's, under torchelastic's name.
-
-torch is imported when one of the names is first used. Our agent has no part in this but
-:mod:`torchelastic.multiprocessing.errors`: it starts and watches its workers by itself.
-"""
+"""Processes of workers and their streams: torch's, which is imported at the first use of a name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchelastic.torchs import names_of
+from torchelastic.torch_reexports import reexport
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        LogsDest,
-        LogsSpecs,
-        MultiprocessContext,
-        PContext,
-        ProcessFailure,
-        RunProcsResult,
-        SignalException,
-        Std,
-        SubprocessContext,
-        start_processes,
-        to_map,
-    )
+    from torch.distributed.elastic.multiprocessing import *  # noqa: F403
 
-__all__ = [
+__all__ = [  # noqa: F405 - see above
     "DefaultLogsSpecs",
     "LogsDest",
     "LogsSpecs",
@@ -41,4 +24,4 @@ __all__ = [
     "to_map",
 ]
 
-__getattr__ = names_of("torch.distributed.elastic.multiprocessing", __name__, __all__)
+__getattr__ = reexport("torch.distributed.elastic.multiprocessing", __name__, __all__)

@@ -1,12 +1,12 @@
 """How the nodes of a run agree on who trains together.
 
-One node leads. It alone watches the others and commits numbered epochs by compare-and-swap; everybody watches the
-committed epoch. :mod:`.decide` holds the rules as pure functions, :mod:`.leader` carries them out, :mod:`.node` is what
-every node does, :mod:`.link` tells a death within milliseconds, and :mod:`.ranks` turns an epoch into ranks.
+One node leads. It watches the others and commits numbered rounds by compare-and-swap; every node watches the
+committed round. :mod:`.policy` holds the rules as pure functions, :mod:`.leader` carries them out, :mod:`.node` is what
+every node does, :mod:`.peer_connection` detects a death within milliseconds, and :mod:`.worker_environment` computes
+the ranks.
 
-For launchers, and for torch's own: :mod:`.api` has handlers and their registry, :mod:`.handler` is ours for callers
-that block, :mod:`.torchrun` what torchrun finds of it, and :mod:`.polled` puts a handler that is not ours in the place
-of our node.
+For launchers: :mod:`.api` has handlers and their registry, :mod:`.handler` is ours for callers that block, and
+:mod:`.torchrun` is that one with torch's types.
 """
 
 from __future__ import annotations
@@ -15,23 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchelastic.rendezvous.api import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousError,
-        RendezvousGracefulExitError,
-        RendezvousHandler,
-        RendezvousHandlerCreator,
-        RendezvousHandlerRegistry,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStateError,
-        RendezvousStoreInfo,
-        RendezvousTimeoutError,
-        rendezvous_handler_registry,
-    )
+    from torchelastic.rendezvous.api import *  # noqa: F403
 
-__all__ = [
+__all__ = [  # noqa: F405 - see above
     "RendezvousClosedError",
     "RendezvousConnectionError",
     "RendezvousError",

@@ -1,7 +1,6 @@
-"""What a launcher's author works with: handlers, what they give out, and how they are chosen by name.
+"""Rendezvous handlers, what they return, and how they are chosen by name.
 
-The names are torch's, and so is their meaning; what differs is what has to be there. A handler of somebody's own needs
-one method. Nothing here imports torch: its store is handed through as it comes.
+The names and their meaning are torch's, but a user's handler needs one method only. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -35,29 +34,24 @@ __all__ = [
 
 
 class RendezvousConnectionError(RendezvousError):
-    """The place where the nodes meet cannot be reached, or refuses this one."""
+    """The store in which the nodes meet cannot be reached, or refuses this node."""
 
 
 class RendezvousStateError(RendezvousError):
-    """What stands in the place where the nodes meet cannot be understood."""
+    """The state of the rendezvous cannot be understood."""
 
 
 class RendezvousTimeoutError(RendezvousError):
-    """The nodes did not come together in time."""
+    """The nodes did not meet in time."""
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """This node is not needed, and goes; no failure of anything."""
+    """This node is not needed, and leaves without a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousStoreInfo:
-    """Where workers find the store in which they meet.
-
-    Attributes:
-        master_addr: its host.
-        master_port: its port.
-    """
+    """Host and port of the store in which workers meet."""
 
     master_addr: str
     master_port: int
@@ -65,13 +59,13 @@ class RendezvousStoreInfo:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """What a rendezvous has come to. It can be taken apart like the tuple of its first three fields.
+    """The result of a rendezvous; unpacks like the tuple of its first three fields.
 
     Attributes:
         store: in which the agents meet.
         rank: of this node, from 0.
         world_size: how many nodes there are.
-        bootstrap_store_info: where workers meet; None where it is for the agents to agree on that.
+        bootstrap_store_info: where workers meet; None if the agents agree on that.
     """
 
     store: Store
@@ -84,78 +78,64 @@ class RendezvousInfo:
 
 
 class RendezvousHandler(abc.ABC):
-    """What brings the nodes together; a subclass has to write :meth:`next_rendezvous` and nothing else.
+    """Brings the nodes together; a subclass has to write :meth:`next_rendezvous` only.
 
-    The agent calls all of it from one thread, which is its own.
+    An agent makes all calls in one thread.
     """
 
     @abc.abstractmethod
     def next_rendezvous(self) -> RendezvousInfo | tuple[Store, int, int]:
-        """Wait until the nodes have come together.
+        """Wait until the nodes have met; return a store, this node's rank, and how many nodes there are.
 
-        Called again whenever workers have failed, or :meth:`num_nodes_waiting` says that somebody waits.
-
-        Returns:
-            The store of this meeting, this node's rank, and how many nodes there are; or the same as a
-            :class:`RendezvousInfo`.
+        Called again whenever workers have failed, or :meth:`num_nodes_waiting` is above 0.
 
         Raises:
-            RendezvousError: they do not come together.
+            RendezvousError: they do not meet.
         """
 
     def get_backend(self) -> str:
-        """The name under which it is chosen."""
+        """Return the name under which it is chosen."""
         return type(self).__name__
 
     def get_run_id(self) -> str:
-        """The id that the nodes of a run have in common."""
+        """Return the id that the nodes of a run have in common."""
         return "none"
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for the next rendezvous; asked again and again while the workers run."""
+        """Return how many nodes wait for the next rendezvous; called again and again while the workers run."""
         return 0
 
     def is_closed(self) -> bool:
-        """Whether nobody can meet any more."""
+        """Return whether the run is closed, so that no node can join it."""
         return False
 
-    def set_closed(self) -> None:  # noqa: B027 - nothing that every handler has to be able to do
-        """See to it that nobody can meet any more."""
+    def set_closed(self) -> None:  # noqa: B027 - optional
+        """Close the run."""
 
     def shutdown(self) -> bool:
-        """Let go of everything; called when all is over.
-
-        Returns:
-            Whether that worked.
-        """
+        """Release everything at the end; return whether that worked."""
         return True
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers may meet in the store that :meth:`next_rendezvous` gives out.
-
-        Of no matter to our agent, which serves one for each epoch.
-        """
+        """Whether the workers may meet in the store that :meth:`next_rendezvous` returns."""
         return False
 
 
 class RendezvousParameters:
-    """What a handler is made from.
+    """The parameters of a handler.
 
     Args:
-        backend: its name.
+        backend: the handler's name.
         endpoint: where the nodes meet.
-        run_id: what they have in common.
-        min_nodes: fewer do not train.
-        max_nodes: more do not train.
-        local_addr: under which address the others reach this node; None to have it found out.
-        kwargs: what the handler of that name understands beside this, as ``--rdzv-conf`` gives it.
-
-    Attributes:
-        config: those.
+        run_id: the id that they have in common.
+        min_nodes: the smallest number of nodes.
+        max_nodes: the largest number of nodes.
+        local_addr: where the other nodes reach this one; None to find it out.
+        kwargs: more parameters of that handler, as ``--rdzv-conf`` gives them; kept in ``config``.
 
     Raises:
-        ValueError: there is no name, or the numbers make no sense.
+        ValueError: there is no name, or the numbers contradict each other.
     """
 
     def __init__(
@@ -183,15 +163,11 @@ class RendezvousParameters:
         self.config = kwargs
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - whatever was given
-        """What was given beside the fixed parameters, under this name."""
+        """Return the further parameter of this name."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """The same, as on or off.
-
-        Raises:
-            ValueError: it is neither.
-        """
+        """Return the further parameter of this name as a bool; raise ValueError if it is none."""
         match self.get(key, default):
             case None | bool() as value:
                 return value
@@ -205,11 +181,7 @@ class RendezvousParameters:
                 raise ValueError(f"The rendezvous' {key}={other!r} is neither true nor false.")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """The same, as a whole number.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Return the further parameter of this name as an int; raise ValueError if it is none."""
         value = self.get(key, default)
         try:
             return None if value is None else int(value)
@@ -218,41 +190,31 @@ class RendezvousParameters:
 
 
 RendezvousHandlerCreator: TypeAlias = "Callable[[RendezvousParameters], RendezvousHandler]"
-"""What makes a handler of one name."""
 
 
 class RendezvousHandlerRegistry:
-    """Handlers by name: what a program registers, ours, and whatever torch knows."""
+    """Handlers by name: those that a program registers, ours, and those that torch knows."""
 
     def __init__(self) -> None:
         self._creators: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Let a handler be chosen by name.
-
-        Args:
-            backend: the name.
-            creator: makes it from its parameters.
-
-        Raises:
-            ValueError: the name is empty, or that of another handler.
-        """
+        """Register a handler under a name; raise ValueError if the name is empty or that of another handler."""
         if not backend:
             raise ValueError("The name of the rendezvous (backend) is empty.")
         if self._creators.setdefault(backend, creator) is not creator:
             raise ValueError(f"There is another rendezvous handler with the name {backend}; choose another name.")
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """Make the handler that the parameters name.
+        """Create the handler that the parameters name.
 
         Raises:
-            ValueError: nobody knows that name.
-            SettingsError: ours is named, and cannot be what is asked for.
+            ValueError: there is no handler of that name.
+            SettingsError: our handler cannot honour the parameters.
         """
-        from torchelastic.rendezvous import known
+        from torchelastic.rendezvous import builtin_backends
 
-        creator = self._creators.get(params.backend) or known.creator_of(params.backend)
-        return creator(params)
+        return self._creators.get(params.backend, builtin_backends.create)(params)
 
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()

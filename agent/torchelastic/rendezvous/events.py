@@ -9,28 +9,28 @@ if TYPE_CHECKING:
     import asyncio
     import socket
 
-    from torchelastic.contract import EpochRecord, NoticeRecord, OutcomeRecord
+    from torchelastic.protocol import NoticeRecord, OutcomeRecord, RoundRecord
 
 
 @dataclass(frozen=True, slots=True)
-class EpochBegan:
-    """A new epoch stands.
+class RoundStarted:
+    """A new round stands.
 
     Attributes:
         record: who trains together.
-        store: the listening socket on which this node has to serve the epoch's TCPStore, where it is the one; the
+        store: the listening socket on which this node has to serve the round's TCPStore, where it is the one; the
             receiver owns it.
     """
 
-    record: EpochRecord
+    record: RoundRecord
     store: socket.socket | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """The epoch in which this node is is about to change, or (with 0 seconds) is not after all.
+    """The round in which this node is is about to change, or (with 0 seconds) is not after all.
 
-    Only members are told. Whoever's workers asked for it says with ``report(epoch, saved=serial)`` that all of them
+    Only members are told. Whoever's workers asked for it says with ``report(round, saved=serial)`` that all of them
     have answered. The same notice is told once; one that comes after it has a higher serial.
     """
 
@@ -45,16 +45,16 @@ class RunEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Isolated:
-    """This node reaches neither the store nor the peers of its epoch: it must stop its workers."""
+class Partitioned:
+    """This node reaches neither the store nor the peers of its round: it must stop its workers."""
 
 
-Event = EpochBegan | Noticed | RunEnded | Isolated
+Event = RoundStarted | Noticed | RunEnded | Partitioned
 
 
 def close_unclaimed(queue: asyncio.Queue[Any]) -> None:
-    """Close the sockets of epochs that nobody has received: no one else would, whatever else stands in the queue."""
+    """Close the sockets of rounds that nobody has received: no one else would, whatever else stands in the queue."""
     while not queue.empty():
         event = queue.get_nowait()
-        if isinstance(event, EpochBegan) and event.store is not None:
+        if isinstance(event, RoundStarted) and event.store is not None:
             event.store.close()

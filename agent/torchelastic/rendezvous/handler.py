@@ -1,13 +1,13 @@
-"""Our rendezvous for whoever calls it and waits: torchrun's own agent, or a launcher of somebody's own.
+"""Our rendezvous for callers that block: torchrun's own agent, or a launcher of a user's own.
 
 Under our agent it is event-driven, and little in this module runs. An agent that is not ours stops its workers, calls
-:meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new ones; so an epoch may have come and gone before all its
-nodes have called. Were some to go on with it and others with the next one, the first would wait for ever. Therefore the
-nodes of an epoch meet once more in its store, in which one word is written once, by compare-and-swap: that all have
-come, or that somebody has seen a later epoch first. Whatever it says, it says to all.
+:meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new ones, so a round may be over before all its nodes have
+called. If some went on with it and others with the next one, the first would wait without end. Therefore the nodes of a
+round meet once more in its store, in which one verdict is written by compare-and-swap: that all have come, or that one
+of them has seen a later round first. The verdict is the same for all.
 
-Between an agent that stops its workers and one that learns of it lies that agent's own interval, so until all have come
-the store is asked every 20 ms. All else here waits for events.
+An agent learns at its own interval that it has to call, so until all have come the store is asked every 20 ms.
+Everything else waits for events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import dataclasses
 import datetime as dt
-import logging
 import os
 import socket
 import sys
@@ -24,8 +23,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.contract import FailureKind, FailureRecord, NodePhase, OutcomeState
-from torchelastic.endpoints import split_endpoint
+from torchelastic.protocol import FailureKind, FailureRecord, NodePhase, OutcomeState
 from torchelastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -35,50 +33,43 @@ from torchelastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torchelastic.rendezvous.handler_settings import read_settings
-from torchelastic.rendezvous.threaded import Ended, ThreadedNode
+from torchelastic.rendezvous.node_thread import Ended, NodeThread
+from torchelastic.store.endpoints import split_endpoint
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     from torchelastic.rendezvous.handler_settings import HandlerSettings, Parameters
-    from torchelastic.rendezvous.threaded import Standing
-
-logger = logging.getLogger(__name__)
+    from torchelastic.rendezvous.node_thread import Told
 
 NO_LIMIT: Final = 1_000_000
-"""As many failures never come."""
+"""More failures than a run can have."""
 
-STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
-"""For which a store is waited for where nobody says otherwise; by then all nodes of the epoch have come."""
-
-OUTCOME_PATIENCE: Final = 10.0
-"""Seconds for which a node whose workers have succeeded waits until all others' have."""
+OUTCOME_TIMEOUT: Final = 10.0
+"""Seconds for which a node whose workers have succeeded waits for those of the others."""
 
 _LEFT: Final = "This node has left the run."
+_STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
+_CONNECT_TIMEOUT: Final = dt.timedelta(seconds=3)
+_POLL_INTERVAL: Final = 0.02
+_LOST_AFTER: Final = 15.0
+"""Seconds after which a round in which the nodes cannot meet is reported as failed."""
 
-_ARRIVED: Final = "torchelastic/arrived"
-_ARRIVED_ALL: Final = "torchelastic/arrived all"
-_CONFIRMED: Final = "torchelastic/confirmed"
-_VERDICT: Final = "torchelastic/verdict"
-_ALL: Final = b"all have come"
-_LATER: Final = b"a later epoch has come"
-_ASKING: Final = 0.02
-_TRY: Final = dt.timedelta(seconds=3)
-_LOSS: Final = 15.0
-"""Seconds after which an epoch that cannot be met in, though it stands, is reported as failed."""
+# Keys of a round's store, and the verdicts.
+_ARRIVED, _ARRIVED_ALL = "torchelastic/arrived", "torchelastic/arrived all"
+_CONFIRMED, _VERDICT = "torchelastic/confirmed", "torchelastic/verdict"
+_ALL, _LATER = "all have come", "a later round has come"
 
 
 class ElasticRendezvousHandler(RendezvousHandler):
-    """A node of a run, for callers that block.
-
-    A node's going never closes the run for the others, whatever is called.
+    """A node of a run, for callers that block. A node that leaves never closes the run for the others.
 
     Args:
         parameters: torch's or ours.
 
     Attributes:
-        settings: what they come to.
-        bounds_early_failures: whether they say how many failures soon after the start end the run.
+        settings: what is read from them.
+        bounds_crash_loops: whether they set ``crash_loop_limit``.
 
     Raises:
         SettingsError: they cannot be honoured; the message says what to change.
@@ -86,19 +77,19 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def __init__(self, parameters: Parameters) -> None:
         self.settings: HandlerSettings = read_settings(parameters, os.environ)
-        self.bounds_early_failures = any(key.replace("-", "_") == "early_failures" for key in parameters.config)
+        self.bounds_crash_loops = any(key.replace("-", "_") == "crash_loop_limit" for key in parameters.config)
         self._backend = parameters.backend
-        self._node: ThreadedNode[TCPStore] | None = None
-        self._given: Standing[TCPStore] | None = None
+        self._node: NodeThread | None = None
+        self._given: Told | None = None
         self._since = 0.0
-        # That of the epoch before serves the workers of nodes which have not heard yet that it is over.
+        # The store before the last one serves workers of nodes that do not know yet that their round is over.
         self._stores: deque[TCPStore] = deque(maxlen=2)
         self._closed = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for an epoch that this node is in and that all its nodes have come to.
+        """Wait for a round that this node is in and that all its nodes have come to.
 
-        Called while the epoch before still stands, it says that the workers here have failed in that.
+        A call while the last round stands reports that its workers have failed here.
 
         Raises:
             RendezvousClosedError: the run has ended.
@@ -114,44 +105,43 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 seen = self._given.serial
                 self._report_failure(node, self._given, "its workers have failed or were stopped", FailureKind.PROGRAM)
             while True:
-                standing = node.next(seen)
-                seen = standing.serial
-                if (store := self._meet(node, standing)) is not None:
-                    return self._info(node, standing, store)
+                told = node.next(seen)
+                seen = told.serial
+                if (store := self._meet(node, told)) is not None:
+                    return self._info(node, told, store)
         except Ended as end:
             raise self._explained(end) from None
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait, or 1 where the epoch is about to change otherwise: it may also become smaller.
+        """How many nodes wait, or 1 if the round is about to change otherwise: it may also become smaller.
 
         Raises:
             RendezvousConnectionError: the store refuses this node for good.
         """
-        node, given = self._node, self._given
-        if node is None or given is None:
+        if self._node is None or self._given is None:
             return 0
-        if node.outcome is not None or node.isolated:
+        told = self._node.told
+        if told.outcome is not None or told.partitioned:
             return 1
         try:
-            if not node.news_since(given.serial, timeout=0):
+            if not self._node.is_over(self._given.serial):
                 return 0
         except Ended as end:
             raise self._explained(end) from None
-        now = node.standing
-        return max(1, len(set(now.record.nodes).difference(given.record.nodes)) if now is not None else 1)
+        return max(1, len(set(told.record.nodes).difference(self._given.record.nodes)))
 
     def is_closed(self) -> bool:
         """Whether the run has ended, or this node has left it."""
-        return self._closed or (self._node is not None and self._node.outcome is not None)
+        return self._closed or (self._node is not None and self._node.told.outcome is not None)
 
     def set_closed(self) -> None:
         """Leave the run; it goes on for the others."""
         self._end(succeeded=False)
 
     def shutdown(self) -> bool:
-        """Leave the run; where the workers have succeeded, once those of all nodes have.
+        """Leave the run; if the workers have succeeded, after those of all nodes.
 
-        They have if this is not called because of an exception: a launcher calls it when its agent has come to an end.
+        They have unless this is called because of an exception: a launcher calls it at the end of its agent.
         """
         self._end(succeeded=sys.exception() is None)
         return True
@@ -166,84 +156,81 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers meet in the epoch's own store."""
+        """Workers meet in the round's own store."""
         return True
 
-    # -- coming
+    @property
+    def meeting_point(self) -> tuple[str, int]:
+        """Host and port of the store of the last round that was returned."""
+        return split_endpoint("" if self._given is None else self._given.record.store)
 
-    def _started(self) -> ThreadedNode[TCPStore]:
-        # Whoever calls this counts restarts by himself: whatever is started again, the run goes on.
-        rules = dataclasses.replace(self.settings.rendezvous, max_restarts=NO_LIMIT, early_failures=NO_LIMIT)
-        node = ThreadedNode(dataclasses.replace(self.settings, rendezvous=rules), _serve)
+    # -- joining
+
+    def _started(self) -> NodeThread:
+        # The caller counts restarts itself: whatever it restarts, the run goes on.
+        rules = dataclasses.replace(self.settings.rendezvous, max_restarts=NO_LIMIT, crash_loop_limit=NO_LIMIT)
+        node = NodeThread(dataclasses.replace(self.settings, rendezvous=rules), _serve)
         node.start()
-        atexit.register(self.set_closed)  # where an agent was ended by a signal, nothing else is called
+        atexit.register(self.set_closed)  # nothing else is called if an agent is ended by a signal
         return node
 
-    def _meet(self, node: ThreadedNode[TCPStore], standing: Standing[TCPStore]) -> TCPStore | None:
-        """The epoch's store, once all its nodes have come; None where a later epoch came first."""
+    def _meet(self, node: NodeThread, told: Told) -> TCPStore | None:
+        """The round's store, once all its nodes have come; None if a later round came first."""
         from torch.distributed import DistError
 
         try:
-            store = standing.server or self._connected(node, standing)
+            store: TCPStore | None = told.server or self._connected(node, told)
             if store is None:
                 return None
             self._stores.append(store)
-            if _all_come(store, node, standing):
+            if _all_come(store, node, told):
                 return store
-            why = "not all nodes have come to the epoch"
+            why = "not all nodes have come to the round"
         except (OSError, DistError) as error:
-            why = f"the epoch's store is gone: {error}".partition("\n")[0]
-        if not node.news_since(standing.serial, timeout=_LOSS):
-            self._report_failure(node, standing, why, FailureKind.COMMUNICATION)
+            why = f"the round's store is gone: {error}".partition("\n")[0]
+        if not node.is_over(told.serial, timeout=_LOST_AFTER):
+            self._report_failure(node, told, why, FailureKind.COMMUNICATION)
         return None
 
-    def _connected(self, node: ThreadedNode[TCPStore], standing: Standing[TCPStore]) -> TCPStore | None:
-        """The epoch's store on another node; None where a later epoch came first."""
+    def _connected(self, node: NodeThread, told: Told) -> TCPStore | None:
+        """The round's store on another node; None if a later round came first."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # not in its __all__
 
-        host, port = split_endpoint(standing.record.store)
-        deadline = time.monotonic() + _LOSS
+        host, port = split_endpoint(told.record.store)
+        deadline = time.monotonic() + _LOST_AFTER
         while True:
-            # torch tries again for long, and does not hear meanwhile that there is nothing to wait for any more: it is
-            # let try only where somebody listens, and not for long.
+            # torch retries for long without learning that the round is over, so it connects only if the port is open.
             try:
-                socket.create_connection((host, port), timeout=_TRY.total_seconds()).close()
-                store = TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=_TRY)
+                socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT.total_seconds()).close()
+                store = TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
             except (OSError, DistError):
-                if node.news_since(standing.serial, timeout=_ASKING):
+                if node.is_over(told.serial, timeout=_POLL_INTERVAL):
                     return None
                 if time.monotonic() > deadline:
                     raise
             else:
-                store.set_timeout(STORE_TIMEOUT)
+                store.set_timeout(_STORE_TIMEOUT)
                 return store
 
-    def _info(self, node: ThreadedNode[TCPStore], standing: Standing[TCPStore], store: TCPStore) -> RendezvousInfo:
-        record = standing.record
-        self._given = standing
+    def _info(self, node: NodeThread, told: Told, store: TCPStore) -> RendezvousInfo:
+        self._given = told
         self._since = time.monotonic()
-        os.environ["TORCHELASTIC_EPOCH"] = str(record.number)  # the workers' agent hands its environment on
+        os.environ["TORCHELASTIC_ROUND"] = str(told.record.number)  # the agent passes its environment on to its workers
         return RendezvousInfo(
             store=store,
-            rank=record.nodes.index(node.node),
-            world_size=len(record.members),
+            rank=told.record.nodes.index(node.node),
+            world_size=len(told.record.members),
             bootstrap_store_info=RendezvousStoreInfo(*self.meeting_point),
         )
 
-    @property
-    def meeting_point(self) -> tuple[str, int]:
-        """Host and port of the store of the last epoch that was given out."""
-        return split_endpoint("" if self._given is None else self._given.record.store)
+    # -- leaving
 
-    # -- going
-
-    def _report_failure(
-        self, node: ThreadedNode[TCPStore], standing: Standing[TCPStore], message: str, kind: FailureKind
-    ) -> None:
-        record = standing.record
+    def _report_failure(self, node: NodeThread, told: Told, message: str, kind: FailureKind) -> None:
+        if node.told.serial != told.serial or node.told.partitioned:
+            return
         failure = FailureRecord(
-            epoch=record.number,
-            rank=record.nodes.index(node.node),
+            round=told.record.number,
+            rank=told.record.nodes.index(node.node),
             local_rank=0,
             node=node.node,
             exit_code=1,
@@ -252,9 +239,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             message=message,
             uptime=round(time.monotonic() - self._since, 3),
         )
-        now = node.standing
-        if now is not None and now.serial == standing.serial and not node.isolated:
-            node.report(record.number, failure=failure)
+        node.report(told.record.number, failure=failure)
 
     def _explained(self, end: Ended) -> Exception:
         outcome = end.outcome
@@ -276,48 +261,53 @@ class ElasticRendezvousHandler(RendezvousHandler):
         atexit.unregister(self.set_closed)
         if succeeded and self._given is not None:
             node.report(self._given.record.number, phase=NodePhase.DONE)
-            node.until_over(self._given.serial, timeout=OUTCOME_PATIENCE)
-        node.stop(leave=node.outcome is None)
+            with contextlib.suppress(Ended):
+                node.is_over(self._given.serial, timeout=OUTCOME_TIMEOUT)
+        node.stop(leave=node.told.outcome is None)
         self._stores.clear()
 
 
 def _serve(listener: socket.socket) -> TCPStore:
-    """An epoch's store, in this process."""
+    """A round's store, in this process."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     host, port = listener.getsockname()[:2]
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
     return TCPStore(
-        local,
+        {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host),  # noqa: S104 - compared, not bound
         port,
         None,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        timeout=STORE_TIMEOUT,
+        timeout=_STORE_TIMEOUT,
     )
 
 
-def _all_come(store: TCPStore, node: ThreadedNode[TCPStore], standing: Standing[TCPStore]) -> bool:
-    """Wait until all nodes of an epoch have come; False where one of them goes, or has seen a later epoch first.
+def _all_come(store: TCPStore, node: NodeThread, told: Told) -> bool:
+    """Wait until all nodes of a round have come; False if one of them leaves, or has seen a later round first.
 
-    They come in two steps: whoever has died while it waited for the last one does not take the second.
+    They come in two steps: a node that dies while it waits for the last one does not take the second.
     """
-    nodes = len(standing.record.members)
+
+    def veto() -> bytes:
+        verdict: bytes = store.compare_set(_VERDICT, "", _LATER)
+        return verdict
+
+    nodes = len(told.record.members)
     try:
         for step, over in ((_ARRIVED, _ARRIVED_ALL), (_CONFIRMED, _VERDICT)):
             if store.add(step, 1) == nodes:
-                store.compare_set(over, "", _ALL.decode())
+                store.compare_set(over, "", _ALL)
             while not (store.check([over]) or store.check([_VERDICT])):
-                if node.news_since(standing.serial, timeout=_ASKING):
-                    store.compare_set(_VERDICT, "", _LATER.decode())
+                if node.is_over(told.serial, timeout=_POLL_INTERVAL):
+                    veto()
         verdict: bytes = store.get(_VERDICT)
-    except Ended:  # this node goes, so the others must not wait for it; but where they have met, it meets them
-        verdict = store.compare_set(_VERDICT, "", _LATER.decode())
-        if verdict != _ALL:
+    except Ended:  # this node leaves, so the others must not wait for it; but if all have met, it has met them too
+        verdict = veto()
+        if verdict.decode() != _ALL:
             raise
     except BaseException:
         with contextlib.suppress(RuntimeError):
-            store.compare_set(_VERDICT, "", _LATER.decode())
+            veto()
         raise
-    return verdict == _ALL
+    return verdict.decode() == _ALL

@@ -1,28 +1,23 @@
-"""What a handler of ours is asked for: from torch's parameters, and what the operator says, to our own settings.
-
-The values are read like the flags of ``torchelastic-run``, with the same words where one cannot be honoured.
-"""
+"""From the parameters of a handler of ours to settings; values are read as those of ``torchelastic-run``'s flags."""
 
 from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchelastic import machine
-from torchelastic.contract import Env
+from torchelastic.config.flags import CommandLine
+from torchelastic.config.parsing import Given
+from torchelastic.config.rendezvous import read_conf, read_rendezvous, read_size, read_store
 from torchelastic.errors import SettingsError
-from torchelastic.flags import CommandLine, Given
-from torchelastic.rendezvous_arguments import read_backend, read_conf, read_rendezvous, read_size, read_store
+from torchelastic.protocol import Env
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torchelastic.settings import RendezvousSettings
+    from torchelastic.config.settings import RendezvousSettings
     from torchelastic.store.api import StoreSettings
-
-_NOT_FOR_US: Final = ("rank",)
-"""What torchrun adds for its own static rendezvous."""
 
 
 class Parameters(Protocol):
@@ -43,8 +38,8 @@ class HandlerSettings:
 
     Attributes:
         rendezvous: the rules.
-        store: where; None for a run of one node that needs no etcd.
-        node_name: how this node is called.
+        store: where they meet; None for a run of one node that needs no etcd.
+        node_name: the name of this node.
         address: where its peers reach it.
         interface: the network interface of an address that was given, for gloo and NCCL; else empty.
         place: nodes with the same one are neighbours.
@@ -59,28 +54,38 @@ class HandlerSettings:
 
 
 def read_settings(parameters: Parameters, environ: Mapping[str, str]) -> HandlerSettings:
-    """What was asked for.
+    """Return the settings of a node.
 
     Args:
         parameters: the handler's.
         environ: the operator's variables are read from here.
 
     Raises:
-        SettingsError: it cannot be honoured; the message says what to change.
+        SettingsError: they cannot be honoured; the message says what to change.
     """
-    line = CommandLine({key: Given(f"--{key}", text) for key, text in _flags(parameters) if text}, ())
-    size, conf = read_size(line, environ), read_conf(line)
-    version = read_backend(line)
-    endpoint = line.get("rdzv-endpoint")
-    if endpoint is None and size.max > 1:
+    least, most = parameters.min_nodes, parameters.max_nodes
+    flags = {
+        "rdzv-backend": parameters.backend,
+        "rdzv-endpoint": parameters.endpoint,
+        "rdzv-id": parameters.run_id,
+        "rdzv-conf": _conf(parameters.config),
+        "nnodes": f"{least}" if least == most else f"{least}:{most}",
+    }
+    variables = {"size": Env.SIZE, "unique-run": Env.UNIQUE_RUN, "resume": Env.RESUME}
+    line = CommandLine(
+        {name: Given(f"--{name}", text) for name, text in flags.items() if text}
+        | {name: Given(key, environ[key]) for name, key in variables.items() if environ.get(key)}
+    )
+    size, conf = read_size(line), read_conf(line)
+    store = read_store(line, conf)
+    if store is None and size.max > 1:
         raise SettingsError(
             f"A run of up to {size.max} nodes needs an etcd where they meet: name it as the rendezvous' endpoint, "
             "HOST:2379."
         )
-    store = None if endpoint is None else read_store(endpoint, conf, version=version)
     given = (parameters.local_addr or environ.get(Env.NODE_ADDRESS) or "").strip().removeprefix("[").removesuffix("]")
     return HandlerSettings(
-        rendezvous=read_rendezvous(line, environ, size=size, conf=conf),
+        rendezvous=read_rendezvous(line, size, conf),
         store=store,
         node_name=environ.get(Env.NODE_NAME) or socket.gethostname(),
         address=given or ("127.0.0.1" if store is None else machine.own_address(store.endpoints)),
@@ -89,21 +94,9 @@ def read_settings(parameters: Parameters, environ: Mapping[str, str]) -> Handler
     )
 
 
-def _flags(parameters: Parameters) -> list[tuple[str, str]]:
-    """The parameters as ``torchelastic-run`` would be given them."""
-    least, most = parameters.min_nodes, parameters.max_nodes
-    return [
-        ("rdzv-backend", parameters.backend),
-        ("rdzv-endpoint", parameters.endpoint),
-        ("rdzv-id", parameters.run_id),
-        ("rdzv-conf", _conf(parameters.config)),
-        ("nnodes", f"{least}" if least == most else f"{least}:{most}"),
-    ]
-
-
 def _conf(config: Mapping[str, Any]) -> str:
-    """The pairs as ``--rdzv-conf`` has them; of two words for the same, ours: launchers add torch's by themselves."""
-    pairs = {key.replace("-", "_"): value for key, value in config.items() if key not in _NOT_FOR_US}
+    """The pairs as ``--rdzv-conf`` has them, without what torchrun adds for its own handlers."""
+    pairs = {key.replace("-", "_"): value for key, value in config.items() if key != "rank"}
     if "join_timeout" in pairs:
         pairs.pop("timeout", None)
     for key, value in pairs.items():

@@ -1,151 +1,142 @@
-"""What the leading node does: it watches the others, and commits what :func:`~.decide.decide` says."""
+"""The leader: watches the nodes, and commits what :func:`~.policy.plan.plan` returns.
+
+Every commit of a round or an outcome is one compare-and-swap of the run's state, on the revision from which the leader
+decided. So a leader that was paused, and replaced, cannot change what its successor has committed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import secrets
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.contract import NodeEnd, OutcomeState, RunState, encode
+import msgspec
+
 from torchelastic.errors import StoreUnavailable
-from torchelastic.rendezvous.chronicler import Chronicler
-from torchelastic.rendezvous.decide import decide
-from torchelastic.rendezvous.looks import Looks
-from torchelastic.rendezvous.pulse import Pulse
-from torchelastic.rendezvous.roster import Roster
-from torchelastic.rendezvous.view import Decision, EndRun, FormEpoch, GiveNotice, GiveWay, Hold
+from torchelastic.protocol import (
+    PROTOCOL_VERSION,
+    NodeEnd,
+    NoticeRecord,
+    OutcomeRecord,
+    OutcomeState,
+    RoundRecord,
+    RunState,
+    StateRecord,
+    encode,
+)
+from torchelastic.rendezvous.change_signal import ChangeSignal
+from torchelastic.rendezvous.history_writer import HistoryWriter
+from torchelastic.rendezvous.leader_election import Candidacy
+from torchelastic.rendezvous.liveness import LivenessProber
+from torchelastic.rendezvous.membership import Membership
+from torchelastic.rendezvous.policy.plan import plan
+from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold
 from torchelastic.store.api import Listing
-from torchelastic.store.following import follow_for_good
-from torchelastic.store.retrying import retry_delay
+from torchelastic.store.backoff import backoff_delay
+from torchelastic.store.list_and_watch import follow_forever
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from torchelastic.contract import EpochRecord, RunKeys
-    from torchelastic.rendezvous.chronicle import Chronicle
-    from torchelastic.rendezvous.control import Control
-    from torchelastic.rendezvous.looks import Links
-    from torchelastic.rendezvous.view import View
-    from torchelastic.settings import RendezvousSettings
-    from torchelastic.store.api import Entry, Store
-    from torchelastic.store.lasting import LastingKeys
+    from torchelastic.rendezvous.history import History
+    from torchelastic.rendezvous.leader_election import LeaderElection
+    from torchelastic.rendezvous.peer_connection import PeerServer
+    from torchelastic.rendezvous.policy.snapshot import Snapshot
+    from torchelastic.rendezvous.run_state import RunContext, Versioned
+    from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
 
-SHORT: Final = 1e-3
-"""Seconds that a decision takes at most for every piece of news to have one of its own."""
+QUICK_DECISION: Final = 1e-3
+"""Seconds; a slower decision is not made again for every single change."""
 
-SHARE: Final = 3
-"""A decision that took longer waits, after the next news, for twice its own time, in which more may come: among a
-thousand nodes the leader is kept from spending more than a third of its time on looking at all of them again."""
+PAUSE_FACTOR: Final = 2
+"""After a slow decision the leader waits for this multiple of its time, so that it takes a third of a processor at
+most among a thousand nodes."""
 
-BREATH: Final = 1.0
-"""Seconds between two sentences of a leader on what it waits for, while nodes come one after the other."""
+LOG_INTERVAL: Final = 1.0
+"""Seconds between two log messages about what the leader waits for."""
 
 
-class Leadership:
-    """One node's time as the leader.
+class Leader:
+    """One node's term as the leader.
 
     Args:
-        node: this node's id.
-        store: where.
-        keys: the run's keys.
-        lasting: writes those of them that outlive this node; kept for as long as it leads.
-        settings: the rules.
-        control: the view of the keys that everybody watches.
-        links: who holds a link.
-        chronicle: what is known of the run's past.
-        remembered: gives the last epoch that this node has seen.
-        give_way: leaves the lead to others.
-        gave_way: whether this node has done that before.
-        has_linked: whether this node has held a link to a leader before it: links work in this network.
-        took_expired_at: when this node took the lead, if the lease of the leader before had ended: others' leases may
-            have ended with it, and their keys be on their way back.
-        dead: nodes that are known to be dead from the start: the leader before.
+        context: the node's.
+        election: knows how this node came to lead.
+        server: knows which nodes are connected.
+        history: what is known of the run's past.
     """
 
-    def __init__(
-        self,
-        *,
-        node: str,
-        store: Store,
-        keys: RunKeys,
-        lasting: LastingKeys,
-        settings: RendezvousSettings,
-        control: Control,
-        links: Links,
-        chronicle: Chronicle,
-        remembered: Callable[[], EpochRecord | None],
-        give_way: Callable[[], Awaitable[None]],
-        gave_way: bool,
-        has_linked: bool = False,
-        took_expired_at: float | None = None,
-        dead: frozenset[str] = frozenset(),
-    ) -> None:
-        self._node = node
-        self._store = store
-        self._keys = keys
-        self._lasting = lasting
-        self._settings = settings
-        self._control = control
-        self._links = links
-        self._chronicle = chronicle
-        self._chronicler = Chronicler(chronicle, store, keys, lasting)
-        self._remembered = remembered
-        self._changed = Pulse()
-        self._roster = Roster(node, control, keys, settings.size, dead)
-        self._looks = Looks(node, settings, self._roster, links, changed=self._changed, links_work=has_linked)
-        self._took_expired_at = took_expired_at
-        self._give_way = give_way
-        self._gave_way = gave_way
+    def __init__(self, context: RunContext, election: LeaderElection, server: PeerServer, history: History) -> None:
+        self._context = context
+        self._node = context.node
+        self._settings = context.settings
+        self._run = context.run
+        self._keys = context.keys
+        self._election = election
+        self._server = server
+        self._history = history
+        self._history_writer = HistoryWriter(history, context)
+        self._changed = ChangeSignal()
+        dead = () if election.dead_leader is None else (election.dead_leader,)
+        self._membership = Membership(context.node, context.run, context.keys, context.settings.size, dead)
+        self._liveness = LivenessProber(
+            context.node,
+            context.settings,
+            self._membership,
+            server,
+            changed=self._changed,
+            connections_work=election.connections_work,
+        )
+        self._took_expired_at = election.took_expired_at
         self._listed = False
         self._said = ""
-        self._say_from = 0.0
+        self._silent_until = 0.0
 
     async def run(self) -> None:
-        """Lead, until cancelled."""
+        """Lead until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._looks.run())
-            tasks.create_task(self._lasting.keep(at_once=self._control.epoch.record is None))
+            tasks.create_task(self._liveness.run())
+            tasks.create_task(self._context.lasting.keep(at_once=self._run.round is None))
             tasks.create_task(self._watch_nodes())
-            tasks.create_task(self._chronicler.run(lambda: self._control.away_since is not None, self._changed.send))
-            tasks.create_task(self._hear_of_the_run())
+            tasks.create_task(self._history_writer.run(self._changed.send))
+            tasks.create_task(self._forward_changes())
             tasks.create_task(self._decide())
             tasks.create_task(self._end_patience())
 
     @property
-    def knows_the_past(self) -> bool:
-        """Whether what the leader before has written is known."""
-        return self._chronicler.has_read
+    def has_read_history(self) -> bool:
+        """Whether the run's history in the store is known."""
+        return self._history_writer.has_read
 
     async def hand_over(self) -> None:
-        """Write what is known of the run's past, before another node leads; nothing, where not all of it was read.
+        """Write the run's history for the next leader, unless this one has not read it yet.
 
         Raises:
             StoreUnavailable: as the store does.
         """
-        if self.knows_the_past:
-            await self._chronicler.write()
+        if self.has_read_history:
+            await self._history_writer.write()
 
-    def link_came(self, node: str) -> None:
-        """A node holds a link: it is alive, whatever was thought of it."""
-        self._looks.link_came(node)
+    def peer_connected(self, node: str) -> None:
+        """Note that a node is connected, and so alive."""
+        self._liveness.peer_connected(node)
 
-    def link_broke(self, node: str) -> None:
-        """A node's link broke: look again before it counts as dead."""
-        self._looks.link_broke(node)
+    def peer_lost(self, node: str) -> None:
+        """Note that a node's connection is lost."""
+        self._liveness.peer_lost(node)
 
     async def reaches_a_peer(self, within: float) -> bool:
-        """Whether one of those that hold a link answers within so many seconds, looked at now."""
-        return await self._looks.find_one_alive(within)
+        """Whether one of the connected nodes answers a probe within so many seconds."""
+        return await self._liveness.reaches_a_peer(within)
 
     # -- watching
 
     async def _watch_nodes(self) -> None:
-        # That the store is away is said by whoever watches the run's keys.
-        async with aclosing(follow_for_good(self._store, self._keys.nodes, lost=lambda _: None)) as news:
+        # The watch of the run's keys reports that the store is away.
+        async with aclosing(follow_forever(self._context.store, self._keys.nodes, lost=lambda _: None)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):
                     self._relist(batch)
@@ -158,20 +149,16 @@ class Leadership:
                 if batch:
                     self._changed.send()
 
-    async def _hear_of_the_run(self) -> None:
-        """Pass on what happens to the run's keys, so that there is one thing to wait for.
-
-        The other way round, all that a node does would be woken by each of a thousand others.
-        """
-        changed = self._control.changed
-        seen = changed.count
+    async def _forward_changes(self) -> None:
+        """Forward changes of the run's keys, so that the leader waits for one signal; the others need not see ours."""
+        seen = self._run.changed.count
         while True:
-            seen = await changed.after(seen)
+            seen = await self._run.changed.after(seen)
             self._changed.send()
 
     def _relist(self, listing: Listing) -> None:
         present = {entry.key for entry in listing.entries}
-        for node in [node for node in self._roster.peers if self._keys.node(node) not in present]:
+        for node in [node for node in self._membership.peers if self._keys.node(node) not in present]:
             self._gone(node)
         for entry in listing.entries:
             self._saw(entry)
@@ -180,34 +167,30 @@ class Leadership:
 
     def _saw(self, entry: Entry) -> None:
         node = entry.key.removeprefix(self._keys.nodes)
-        answers = node == self._node or self._links.holds(node)
-        newcomer = self._roster.saw(entry, now=self._now(), answers=answers)
-        self._hear_of_progress(node)
+        answers = node == self._node or self._server.is_connected(node)
+        newcomer = self._membership.saw(entry, now=self._now(), answers=answers)
+        peer = self._membership.peers.get(node)
+        if peer is not None and self._history.note_progress(peer.record):
+            self._history_writer.notify()
         if newcomer is not None and not newcomer.answers:
-            self._looks.expect_link(node)
-
-    def _hear_of_progress(self, node: str) -> None:
-        """Take in what the program has told on this node; that of rank 0 tells something."""
-        peer = self._roster.peers.get(node)
-        if peer is not None and self._chronicle.hear(peer.record):
-            self._chronicler.note()
+            self._liveness.expect_connection(node)
 
     def _gone(self, node: str) -> None:
-        peer = self._roster.gone(node)
-        if peer is not None and (node == self._node or self._links.holds(node)):
-            # Its lease ended. If it answers, then only the store was away; else silence and lease agree.
-            self._roster.keep_silent(node)
-            self._looks.look_at_silent(peer)
+        peer = self._membership.gone(node)
+        if peer is not None and (node == self._node or self._server.is_connected(node)):
+            # Its lease expired. If it answers, only the store was away.
+            self._membership.keep_silent(node)
+            self._liveness.probe_silent(peer)
 
     # -- patience with a store that was away
 
     def _patient_until(self) -> float:
-        """A lease's time after the store came back, or this node took a lead that had expired, whichever was later."""
-        times = [time for time in (self._control.back_at, self._took_expired_at) if time is not None]
+        """One lease after the store came back, or after this node took an expired lead, whichever is later."""
+        times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
         return max(times, default=-math.inf) + self._settings.lease
 
     async def _end_patience(self) -> None:
-        """See to it that it is decided anew when the patience ends."""
+        """Decide again when the patience ends."""
         ended = -math.inf
         while True:
             seen, until = self._changed.count, self._patient_until()
@@ -226,116 +209,123 @@ class Leadership:
         while True:
             seen = self._changed.count
             began = self._now()
-            view = self._view() if self._ready() else None
-            decision = Hold() if view is None else decide(view, self._settings)
+            snapshot = self._snapshot() if self._is_ready() else None
+            decision = Hold() if snapshot is None else plan(snapshot, self._settings)
             took = self._now() - began
-            if view is not None:
-                self._tell_state(view)
+            if snapshot is not None:
+                self._note_run_state(snapshot)
             if isinstance(decision, Hold):
-                until = min(self._say(decision.why), math.inf if decision.until is None else decision.until)
+                until = min(self._log(decision.why), math.inf if decision.until is None else decision.until)
                 wait = None if until == math.inf else max(until - self._now(), 0.0)
-                if await self._changed.after(seen, timeout=wait) != seen and took > SHORT:
-                    await asyncio.sleep((SHARE - 1) * took)
+                if await self._changed.after(seen, timeout=wait) != seen and took > QUICK_DECISION:
+                    await asyncio.sleep(PAUSE_FACTOR * took)
                 continue
             try:
-                await self._carry_out(decision)
+                if not await self._carry_out(decision):
+                    # Another node was faster, or this node's own write is on its way back through the watch.
+                    await self._changed.after(seen, timeout=self._settings.lease)
                 tries = 0
             except StoreUnavailable:
-                await asyncio.sleep(retry_delay(tries))
+                await asyncio.sleep(backoff_delay(tries))
                 tries += 1
 
-    def _ready(self) -> bool:
-        """Whether this node leads and has read enough to decide: deciding on half a view would lose nodes."""
-        leader = self._control.leader.record
-        read = self._listed and self._chronicler.has_read
-        return read and self._control.away_since is None and leader is not None and leader.node == self._node
+    def _is_ready(self) -> bool:
+        """Whether this node leads and has read everything: deciding on half of it would lose nodes."""
+        leader = self._run.leader.record
+        read = self._listed and self.has_read_history
+        return read and self._run.away_since is None and leader is not None and leader.node == self._node
 
-    def _tell_state(self, view: View) -> None:
-        """Tell the chronicle what can be seen here first: whether pods are missing, and that an epoch has ended."""
-        if view.epoch is None or not view.epoch.members:
-            enough = sum(not view.leaves(node) for node in view.peers) >= view.size.target
-            self._chronicle.enter(RunState.RENDEZVOUS if enough else RunState.WAITING)
-        elif view.failed_since is not None:
-            self._chronicle.broke()
+    def _snapshot(self) -> Snapshot:
+        round = self._run.accepted_round
+        return self._membership.snapshot(
+            now=self._now(),
+            patient_until=self._patient_until(),
+            remembered=round if round is not None and round.protocol == PROTOCOL_VERSION else None,
+            gave_way=self._election.candidacy is Candidacy.YIELDED,
+        )
+
+    def _note_run_state(self, snapshot: Snapshot) -> None:
+        """Note in the history what the leader sees first: nodes are missing, or a round has ended."""
+        round = snapshot.round or snapshot.remembered  # a store that has lost the round does not end it
+        if round is None or not round.members:
+            enough = sum(not snapshot.is_leaving(node) for node in snapshot.peers) >= snapshot.size.target
+            self._history.enter(RunState.RENDEZVOUS if enough else RunState.WAITING)
+        elif snapshot.failed_since is not None:
+            self._history.round_broke()
 
     def _end_of(self, node: str) -> NodeEnd | None:
-        """What became of a node of the epoch that stands; None where it is there."""
-        if self._roster.said_goodbye(node):
+        """Return why a member of the current round is gone; None if it is present."""
+        if self._membership.is_departure_expected(node):
             return NodeEnd.LEFT
-        return None if self._roster.is_there(node) else NodeEnd.DIED
+        return None if self._membership.is_present(node) else NodeEnd.DIED
 
-    def _say(self, why: str) -> float:
-        """Say why nothing happens, at once and then once in a while; returns when to say it, where that is later."""
+    def _log(self, why: str) -> float:
+        """Log why nothing happens, once in a while; return when to log it, if that is later."""
         if why == self._said:
             return math.inf
-        if why and self._now() < self._say_from:
-            return self._say_from
+        if why and self._now() < self._silent_until:
+            return self._silent_until
         self._said = why
         if why:
-            self._say_from = self._now() + BREATH
+            self._silent_until = self._now() + LOG_INTERVAL
             logger.info("%s", why)
         return math.inf
 
-    async def _carry_out(self, decision: Decision) -> None:
-        seen = self._changed.count
-        if isinstance(decision, FormEpoch):
-            record = decision.record
-            expected = self._control.epoch.modified
-            revision = None
-            if expected or await self._is_fresh():
-                record = self._chronicle.settle(record, self._end_of)
-                revision = await self._lasting.swap(self._keys.epoch, encode(record), expected=expected)
-            if revision is not None:
-                logger.debug("committed epoch %d: %s", record.number, record.cause)
-                self._control.set_epoch(record, revision)
-                self._chronicler.note(anew=True)
-                return
-        elif isinstance(decision, GiveNotice):
-            notice = decision.record
-            expected = self._control.notice.modified
-            revision = await self._lasting.swap(self._keys.notice, encode(notice), expected=expected)
-            if revision is not None:
-                taken_back = "taken back: " if not notice.seconds else ""
-                logger.debug(
-                    "notice %d of the end of epoch %d: %s%s", notice.serial, notice.epoch, taken_back, notice.cause
-                )
-                self._control.set_notice(notice, revision)
-                return
-        elif isinstance(decision, EndRun):
-            expected = self._control.outcome.modified
-            if await self._is_fresh():
-                outcome = encode(decision.record)
-                # Before the run is over: whoever looks then finds all of it.
-                succeeded = decision.record.state is OutcomeState.SUCCEEDED
-                with suppress(StoreUnavailable):  # what is for people holds up nobody's end
-                    await self._chronicler.finish(self._chronicle.last_word(succeeded=succeeded))
-                if await self._lasting.swap(self._keys.outcome, outcome, expected=expected) is not None:
-                    logger.debug("committed the outcome: %s", decision.record.state)
-        elif isinstance(decision, GiveWay) and await self._is_fresh():
-            logger.info("%s", decision.why)
-            await self._give_way()
-        # Somebody else was faster, or this node's own write is on its way back through the watch.
-        await self._changed.after(seen, timeout=self._settings.lease)
+    # -- committing
 
-    async def _is_fresh(self) -> bool:
-        """Whether this node still leads the epoch on which it has just decided, read from the store.
+    async def _carry_out(self, decision: Decision) -> bool:
+        """Carry out a decision on the snapshot just taken; return whether this node knows the result already."""
+        match decision:
+            case FormRound(record):
+                return await self._commit_round(record, self._run.state)
+            case GiveNotice(record):
+                return await self._commit_notice(record)
+            case EndRun(record):
+                await self._commit_outcome(record, self._run.state)
+            case GiveWay(why):
+                logger.info("%s", why)
+                await self._election.give_way()
+        return False
 
-        An epoch is committed in the place of the one that its leader knew, and so by no leader of the past. The first
-        one has nothing before it, nor has an outcome: a leader that stood still for a while must not begin anew, or
-        end, what others have gone on with. Nor is the lead given up over an epoch that has only not been heard of yet.
-        """
-        listing = await self._store.list(self._keys.control)
-        stands = {entry.key: entry.modified for entry in listing.entries}
-        own = {self._keys.leader: self._control.leader.modified, self._keys.epoch: self._control.epoch.modified}
-        return all(stands.get(key, 0) == modified for key, modified in own.items())
-
-    def _view(self) -> View:
-        return self._roster.view(
-            now=self._now(),
-            patient_until=self._patient_until(),
-            remembered=self._remembered(),
-            gave_way=self._gave_way,
+    async def _commit_round(self, round: RoundRecord, decided_on: Versioned[StateRecord]) -> bool:
+        round = self._history.with_breakdown(round, self._end_of)
+        if not round.nonce:
+            round = msgspec.structs.replace(round, nonce=secrets.token_hex(8))
+        state = StateRecord(round)
+        revision = await self._context.lasting.compare_and_swap(
+            self._keys.state, encode(state), expected=decided_on.modified
         )
+        if revision is None:
+            return False
+        logger.debug("committed round %d: %s", round.number, round.cause)
+        self._run.note_state(state, revision)
+        self._history_writer.notify(rewrite=True)
+        return True
+
+    async def _commit_notice(self, notice: NoticeRecord) -> bool:
+        expected = self._run.notice.modified
+        revision = await self._context.lasting.compare_and_swap(self._keys.notice, encode(notice), expected=expected)
+        if revision is None:
+            return False
+        action = "notice" if notice.seconds else "withdrawn notice"
+        logger.debug("%s %d of the end of round %d: %s", action, notice.serial, notice.round, notice.cause)
+        self._run.note_notice(notice, revision)
+        return True
+
+    async def _commit_outcome(self, outcome: OutcomeRecord, decided_on: Versioned[StateRecord]) -> None:
+        entry = await self._context.store.get(self._keys.leader)
+        if entry is None or entry.modified != self._run.leader.modified:
+            return  # this node was paused, and what it has decided on may be of the past
+        succeeded = outcome.state is OutcomeState.SUCCEEDED
+        # Written before the run is over, so that readers of the outcome find all of it; a failure delays no end.
+        with suppress(StoreUnavailable):
+            await self._history_writer.finish(self._history.final_breakdown(succeeded=succeeded))
+        round = None if decided_on.record is None else decided_on.record.round
+        state = encode(StateRecord(round, outcome))
+        if await self._context.lasting.compare_and_swap(self._keys.state, state, expected=decided_on.modified) is None:
+            self._history_writer.resume()
+        else:
+            logger.debug("committed the outcome: %s", outcome.state)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

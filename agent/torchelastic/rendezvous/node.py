@@ -1,7 +1,7 @@
-"""A node's part in the rendezvous: be present, follow the leader, lead when it is its turn.
+"""A node's part in the rendezvous: it registers, follows the leader, and leads when it is its turn.
 
-:class:`RendezvousNode` is what the agent talks to. It keeps the node's record in the store, gives out every new epoch
-and the outcome, and hides which node leads.
+:class:`RendezvousNode` is the agent's interface. It keeps the node's record in the store, emits every new round and the
+outcome as events, and hides which node leads.
 """
 
 from __future__ import annotations
@@ -11,57 +11,98 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from torchelastic.contract import (
-    CONTRACT_VERSION,
-    EpochRecord,
-    NodePhase,
-    NodeRecord,
-    NoticeRecord,
-    RunKeys,
-    bracketed,
-    decode,
-)
+import msgspec
+
 from torchelastic.errors import MalformedRecord, StoreError
-from torchelastic.rendezvous.chronicle import Chronicle
-from torchelastic.rendezvous.chronicler import Chronicler
-from torchelastic.rendezvous.control import Control
-from torchelastic.rendezvous.events import EpochBegan, Event, Isolated, Noticed, RunEnded, close_unclaimed
-from torchelastic.rendezvous.finished_runs import forget_finished_run
-from torchelastic.rendezvous.isolation import Isolation
-from torchelastic.rendezvous.leader import Leadership
-from torchelastic.rendezvous.link import LinkServer, listen
-from torchelastic.rendezvous.session import Session
-from torchelastic.rendezvous.succession import Succession
-from torchelastic.store.lasting import LastingKeys
-from torchelastic.store.steady import SteadyStore
+from torchelastic.protocol import NodePhase, NodeRecord, NoticeRecord, RoundRecord, RunKeys, bracketed, decode
+from torchelastic.rendezvous.events import Event, Noticed, Partitioned, RoundStarted, RunEnded, close_unclaimed
+from torchelastic.rendezvous.history import History
+from torchelastic.rendezvous.history_writer import HistoryWriter
+from torchelastic.rendezvous.leader import Leader
+from torchelastic.rendezvous.leader_election import LeaderElection
+from torchelastic.rendezvous.node_registration import NodeRegistration
+from torchelastic.rendezvous.partition import PartitionDetector
+from torchelastic.rendezvous.peer_connection import PeerServer, listen
+from torchelastic.rendezvous.run_state import RunContext, RunStateWatch
+from torchelastic.rendezvous.stale_run_cleanup import remove_finished_run
+from torchelastic.store.run_lease import RunLease
+from torchelastic.store.wrappers import NeverRefusingStore
 
 if TYPE_CHECKING:
+    import socket
     from types import TracebackType
 
-    from torchelastic.contract import SizeRecord, TimeSplit
-    from torchelastic.settings import RendezvousSettings
+    from torchelastic.config.settings import PortRange, RendezvousSettings
+    from torchelastic.protocol import SizeRecord, TimeBreakdown
     from torchelastic.store.api import Store
 
-__all__ = ["EpochBegan", "Event", "Isolated", "Noticed", "RendezvousNode", "RunEnded"]
+__all__ = ["Event", "Noticed", "Partitioned", "RendezvousNode", "RoundStarted", "RunEnded"]
 
 logger = logging.getLogger(__name__)
 
-GOODBYE_LIMIT: Final = 2.0
-"""Seconds that a node that ends takes at most to clear its keys away; where the store is away, its lease does it."""
+LEAVE_TIMEOUT: Final = 2.0
+"""Seconds that a node takes at most to delete its keys; without the store, its lease does that."""
 
-STORES_SHARE: Final = 0.75
-"""What the store has of the time for the question whether an epoch stands; the rest is a peer's, where it is away."""
+STORE_SHARE: Final = 0.75
+"""The store's share of the time for :meth:`RendezvousNode.is_current`; the rest is a peer's, if the store is away."""
+
+
+class StorePortOffer:
+    """The port on which this node offers to serve the next round's TCPStore.
+
+    An offer is good for one round, and for one incarnation of the store: :meth:`renew` replaces it before the node
+    registers again with a store that may have lost a round. The offer before that stays open, because a leader may
+    have used it just before.
+    """
+
+    def __init__(self, host: str, ports: PortRange | None) -> None:
+        self._host = host
+        self._ports = ports
+        self._listeners = [listen(host, ports)]
+
+    @property
+    def port(self) -> int:
+        """The port that is offered now."""
+        port: int = self._listeners[-1].getsockname()[1]
+        return port
+
+    def renew(self) -> int:
+        """Offer another port; return it."""
+        port = self.port
+        while len(self._listeners) > (1 if self._ports is None else 0):
+            self._listeners.pop(0).close()
+        self._listeners.append(listen(self._host, self._ports, after=port))
+        return self.port
+
+    def take(self, round: RoundRecord, *, is_member: bool, missed_rounds: bool) -> socket.socket | None:
+        """Return the listener that a round has named, if it is this node's; then offer another port.
+
+        Another node on this host may have named the same port, and so may a round that this node missed.
+        """
+        ports = [f"{bracketed(self._host)}:{listener.getsockname()[1]}" for listener in self._listeners]
+        named = round.store in ports
+        taken = self._listeners.pop(ports.index(round.store)) if named and is_member else None
+        if named or missed_rounds:
+            fresh = listen(self._host, self._ports, after=int(ports[-1].rpartition(":")[2]))
+            self.close()
+            self._listeners = [fresh]
+        return taken
+
+    def close(self) -> None:
+        """Close all listeners that were not taken."""
+        for listener in self._listeners:
+            listener.close()
 
 
 class RendezvousNode:
-    """One node of a run; an async context manager that is present in the store while it is open.
+    """One node of a run; an async context manager that is registered in the store while it is open.
 
     Args:
         store: where the nodes meet.
         settings: the rules, and the run's id.
-        node: this node's id: its name, a dot, and something unique for this life of it.
-        record: what it says of itself; addresses of its link and store are filled in.
-        chronicle: what it knows of the run's past; None for what the settings say of it.
+        node: this node's id: its name, a dot, and a text unique to this process.
+        record: the node's record; the ports of its peer server and TCPStore are filled in.
+        history: what it knows of the run's past; None for what the settings say.
 
     Raises:
         NoPortFree: no port is free of those on which it may listen.
@@ -74,372 +115,318 @@ class RendezvousNode:
         *,
         node: str,
         record: NodeRecord,
-        chronicle: Chronicle | None = None,
+        history: History | None = None,
     ) -> None:
         self.node = node
-        self.keys = RunKeys.of(settings.run_id)
+        self.keys = keys = RunKeys.of(settings.run_id)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         """What happened, in order."""
-        self.chronicle = Chronicle(None, settings.resume.split) if chronicle is None else chronicle
-        """What is known here of the run's past."""
-        self._store = store = SteadyStore(store)
+        self.history = History(None, settings.resume.time_breakdown) if history is None else history
+        """What this node knows of the run's past."""
         self._settings = settings
-        self._lasting = LastingKeys(store, settings.run_id, ttl=settings.run_lease)
-        self._control = Control(store, self.keys)
-        self._offer = listen(record.address, settings.ports)
+        store = NeverRefusingStore(store)
+        self._run = RunStateWatch(store, keys)
+        lasting = RunLease(store, settings.run_id, ttl=settings.run_lease)
+        self._context = RunContext(node, settings, store, keys, lasting, self._run)
+        self._offer = StorePortOffer(record.address, settings.ports)
         try:
-            self._server = LinkServer(
+            self._server = PeerServer(
                 run=settings.run_id, node=node, host=record.address, observer=self, ports=settings.ports
             )
         except BaseException:
             self._offer.close()
             raise
-        self._session = Session(
-            store,
-            self.keys,
-            node,
-            NodeRecord(
-                name=record.name,
-                address=record.address,
-                workers=record.workers,
-                size=record.size,
-                link=self._server.port,
-                store=self._offer.getsockname()[1],
-                metrics=record.metrics,
-                place=record.place,
-                epoch=settings.resume.epoch,
-                restarts=settings.resume.restarts,
-                free=settings.resume.free,
-            ),
-            settings.lease,
-            self._control.changed,
+        resume = settings.resume
+        record = msgspec.structs.replace(
+            record,
+            link=self._server.port,
+            store=self._offer.port,
+            round=resume.round,
+            restarts=resume.restarts,
+            uncharged_restarts=resume.uncharged_restarts,
         )
-        self._succession = Succession(
-            run_id=settings.run_id,
-            lease=settings.lease,
-            store=store,
-            keys=self.keys,
-            lasting=self._lasting,
-            control=self._control,
-            session=self._session,
-            address=f"{bracketed(record.address)}:{self._server.port}",
-        )
-        self._leadership: Leadership | None = None
-        self._ended = False
-        self._told = settings.resume.epoch
-        self._noticed: NoticeRecord | None = None
+        self._registration = NodeRegistration(self._context, record, self._offer.renew)
+        address = f"{bracketed(record.address)}:{self._server.port}"
+        self._election = LeaderElection(self._context, self._registration, address)
+        self._leader: Leader | None = None
+        self._last_number = resume.round
+        self._restored = 0
+        self._notice: NoticeRecord | None = None
         self._leaving = False
         self._running: asyncio.Task[None] | None = None
 
-    # -- what the agent does
-
     async def __aenter__(self) -> Self:
         try:
-            await forget_finished_run(self._store, self.keys, self._settings)
-            await self._server.__aenter__()
+            await remove_finished_run(self._context)
+            await self._server.start()
         except BaseException:
             await self._close_sockets()
             raise
-        self._running = asyncio.create_task(self._run())
+        self._running = asyncio.create_task(self._take_part())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await self._cancel()
         await self._close_sockets()
-        close_unclaimed(self.events)
         try:
-            async with asyncio.timeout(GOODBYE_LIMIT):
-                await self._say_last_word()
-                await self._succession.leave()
-                await self._session.withdraw()
+            async with asyncio.timeout(LEAVE_TIMEOUT):
+                await self._write_final_history()
+                await self._election.leave()
+                await self._registration.withdraw()
         except (StoreError, TimeoutError):
             logger.info("the store is away: this node's key goes when its lease ends")
 
-    async def _say_last_word(self) -> None:
-        """Write where the time went, where this node led last and nobody leads after it: all nodes leave at once."""
-        if self._control.led_last != self.node or self._control.outcome.record is not None:
+    async def abort(self) -> None:
+        """Stop without telling the store, as a process that is killed does: its listener closes first."""
+        await self._server.close()
+        await self._cancel()
+        await self._close_sockets()
+
+    async def _cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _write_final_history(self) -> None:
+        """Write where the time went, if this node led last and no node leads after it: all nodes leave at once."""
+        if self._run.last_leader != self.node or self._run.outcome is not None:
             return
         with suppress(StoreError, TimeoutError):
-            async with asyncio.timeout(GOODBYE_LIMIT / 2):
-                # What was saved on the way out is told by nodes that nobody leads any more.
-                for entry in (await self._store.list(self.keys.nodes)).entries:
+            async with asyncio.timeout(LEAVE_TIMEOUT / 2):
+                # Nodes without a leader report the checkpoints of their last moments in their records.
+                for entry in (await self._context.store.list(self.keys.nodes)).entries:
                     with suppress(MalformedRecord):
-                        self.chronicle.hear(decode(entry.value, NodeRecord))
-                self.chronicle.hear(self._session.record)
-                chronicler = Chronicler(self.chronicle, self._store, self.keys, self._lasting)
-                await chronicler.read()  # of one that left just before, this node had perhaps not heard all
-                await chronicler.finish(self.chronicle.last_word(succeeded=False))
+                        self.history.note_progress(decode(entry.value, NodeRecord))
+                self.history.note_progress(self._registration.record)
+                writer = HistoryWriter(self.history, self._context)
+                await writer.read()
+                await writer.finish(self.history.final_breakdown(succeeded=False))
 
     async def _close_sockets(self) -> None:
         await self._server.close()
         self._offer.close()
+        close_unclaimed(self.events)
+
+    # -- what the agent asks
 
     @property
     def failed(self) -> asyncio.Task[None]:
-        """Ends, with the error, when the node cannot take part: the store has refused it from the beginning."""
+        """Ends, with the error, if the node cannot take part: the store refused it from the beginning."""
         if self._running is None:
             raise RuntimeError("the node is not open")
         return self._running
 
     @property
-    def leads(self) -> bool:
-        """Whether this node leads the run, as far as can be known."""
-        leadership = self._leadership
-        return leadership is not None and leadership.knows_the_past and self._succession.leads
+    def is_leader(self) -> bool:
+        """Whether this node leads the run, as far as it knows."""
+        return self._leader is not None and self._leader.has_read_history and self._election.is_leader
 
     @property
-    def epoch(self) -> EpochRecord | None:
-        """The last epoch that this node was told of."""
-        return self._succession.epoch
+    def has_leader(self) -> bool:
+        """Whether a node forms the next round when it is time, as far as known; False while the store is away."""
+        return self._run.away_since is None and self._election.has_leader
+
+    @property
+    def round(self) -> RoundRecord | None:
+        """The last round that this node was told of."""
+        return self._run.accepted_round
 
     @property
     def restarts(self) -> int:
         """Restarts charged to the run, as far as this node knows."""
-        return self._settings.resume.restarts if self.epoch is None else self.epoch.restarts
+        return (self.round or self._settings.resume).restarts
 
     @property
-    def free(self) -> int:
-        """Restarts of the run that were charged to nobody, as far as this node knows."""
-        return self._settings.resume.free if self.epoch is None else self.epoch.free
+    def uncharged_restarts(self) -> int:
+        """Restarts of the run without a charge, as far as this node knows."""
+        return (self.round or self._settings.resume).uncharged_restarts
 
     @property
-    def split(self) -> TimeSplit:
-        """Where the run's time went, up to now, as far as this node knows."""
-        return self.chronicle.split()
+    def time_breakdown(self) -> TimeBreakdown:
+        """Where the run's time went until now, as far as this node knows."""
+        return self.history.breakdown()
 
     @property
     def size(self) -> SizeRecord:
         """How many nodes there should be, as far as this node knows."""
-        return self._control.size.record or self._settings.size
+        return self._run.size.record or self._settings.size
 
-    @property
-    def led(self) -> bool:
-        """Whether somebody forms the next epoch when it is time, as far as can be known; not where the store is away.
+    async def flush(self) -> None:
+        """Wait until the store has all that this node has reported."""
+        await self._registration.flush()
 
-        Where all nodes leave at once, and their workers have asked for a notice, one of them goes on to lead.
+    async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
+        """Whether a round of which this node is a member is still the run's, read from the store now.
+
+        If the store is away, the answer is what this node and a connected peer can know.
         """
-        return self._control.away_since is None and self._succession.led
+        accepted = self.round
+        if accepted is None or accepted.number != round or self.node not in accepted.nodes or self._is_over():
+            return False
+        try:
+            async with asyncio.timeout(timeout * STORE_SHARE):
+                current = await self._run.is_current(accepted)
+        except (StoreError, TimeoutError):
+            current = not self._has_peers() or await self._reaches_a_peer(timeout * (1 - STORE_SHARE))
+        return current and self.round is accepted and not self._is_over()
 
-    def report(self, epoch: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
-        """Say how this node fares in an epoch; what is said of a past one is dropped, and each epoch begins anew.
+    def _is_over(self) -> bool:
+        return self._run.outcome is not None or self._registration.record.phase is NodePhase.PARTITIONED
 
-        A node that leaves says so until the end. But when all its workers have ended with 0 before, it is done, and
-        its going is of no matter to anybody.
+    # -- what the agent reports
+
+    def report(self, round: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
+        """Report how this node fares in a round; reports of a past round are dropped, and each round starts afresh.
+
+        A node that leaves stays LEAVING, unless all its workers have exited with 0 before.
 
         Args:
-            epoch: which epoch.
-            changes: fields of the node's record: ``phase``, ``failure``, ``notice`` (the seconds that its workers ask
-                for before a planned change), ``saved`` (the serial of the last notice that all of them have answered),
-                ``stepped`` and ``kept`` (how far the program is, by its own word).
+            round: the round's number.
+            changes: fields of the node's record: ``phase``, ``failure``, ``notice``, ``saved``, ``first_step_at``,
+                ``last_checkpoint_at``.
         """
         if self._leaving and changes.get("phase") is not NodePhase.DONE:
             changes.pop("phase", None)
-        if self._session.record.epoch == epoch:
-            self._session.update(**changes)
+        if self._registration.record.round == round:
+            self._registration.update(**changes)
 
     async def leave(self, *, timeout: float = 1.0) -> None:  # noqa: ASYNC109 - bounds the wait for an absent store
-        """Say that this node goes, so that the next epoch forms without it.
+        """Announce that this node leaves, so that the next round forms without it.
 
-        Its key stays, and it goes on being told what happens, until it is closed: it may be that the next epoch waits
-        for workers that asked for a notice, its own included.
-
-        Args:
-            timeout: seconds to wait for the store to take it.
+        It is still told what happens until it is closed, because the next round may wait for workers that asked for
+        notice, including its own.
         """
         self._leaving = True
-        leadership = self._leadership
-        self._succession.stop_leading()
-        if self._session.record.phase is not NodePhase.DONE:
-            self._session.update(phase=NodePhase.LEAVING)
+        leader = self._leader
+        self._election.withdraw()
+        if self._registration.record.phase is not NodePhase.DONE:
+            self._registration.update(phase=NodePhase.LEAVING)
         try:
             async with asyncio.timeout(timeout):
-                led = () if leadership is None else (leadership.hand_over(),)
-                await asyncio.gather(self._session.flush(), *led)
-                # Where all leave at once, one of them has to tell the others when the last worker has saved.
-                await self._succession.leave(stand_by=self._session.record.notice > 0)
+                handing_over = () if leader is None else (leader.hand_over(),)
+                await asyncio.gather(self._registration.flush(), *handing_over)
+                # If all nodes leave at once, one has to tell the others when the last worker has saved.
+                await self._election.leave(standby=self._registration.record.notice > 0)
         except (StoreError, TimeoutError):
-            logger.info("the store is away: the others learn of this node's leaving by its link")
+            logger.info("the store is away: the others learn of this node's leaving by its connection")
 
-    async def stands(self, epoch: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
-        """Whether an epoch in which this node is is still the run's, as of now: read from the store.
+    # -- what the peer server tells
 
-        Where the store is away, it is as far as this node and the peer that it is linked to can know. The answer is of
-        the past when it arrives; an epoch that has ended stays so.
+    def peer_connected(self, node: str) -> None:
+        """Note that a node is connected."""
+        if self._leader is not None:
+            self._leader.peer_connected(node)
 
-        Args:
-            epoch: the epoch's number.
-            timeout: seconds to wait for an answer.
-        """
-        told = self._succession.epoch
-        if told is None or told.number != epoch or self.node not in told.nodes or self._over():
-            return False
-        try:
-            async with asyncio.timeout(timeout * STORES_SHARE):
-                stands = await self._control.still_has(told)
-        except (StoreError, TimeoutError):
-            stands = not self._has_peers() or await self._reaches_a_peer(timeout * (1 - STORES_SHARE))
-        return stands and self._succession.epoch is told and not self._over()
-
-    def _over(self) -> bool:
-        """Whether the run has ended, or this node has stopped its workers because it reached nobody."""
-        return self._control.outcome.record is not None or self._session.record.phase is NodePhase.CUT_OFF
-
-    # -- links, as the server tells them
-
-    def link_came(self, node: str) -> None:
-        """A node holds a link to this one, or this one to its leader."""
-        if self._leadership is not None:
-            self._leadership.link_came(node)
-
-    def link_broke(self, node: str) -> None:
-        """A link broke."""
-        if self._leadership is not None:
-            self._leadership.link_broke(node)
+    def peer_lost(self, node: str) -> None:
+        """Note that a node's connection is lost."""
+        if self._leader is not None:
+            self._leader.peer_lost(node)
 
     # -- the run
 
-    async def _run(self) -> None:
-        isolation = Isolation(
-            self._store,
-            self.keys,
-            self._control,
-            self._settings.lease,
-            matters=self._trains_with_others,
-            reaches_a_peer=self._reaches_a_peer,
+    async def _take_part(self) -> None:
+        partition = PartitionDetector(
+            self._context, has_workers=self._trains_with_others, reaches_a_peer=self._reaches_a_peer
         )
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._session.run())
-            tasks.create_task(self._control.follow())
-            tasks.create_task(self._tell_events())
-            tasks.create_task(self._succession.campaign())
-            tasks.create_task(self._succession.hold_link())
+            tasks.create_task(self._registration.run())
+            tasks.create_task(self._run.follow())
+            tasks.create_task(self._emit_events())
+            tasks.create_task(self._election.campaign())
+            tasks.create_task(self._election.stay_connected())
             tasks.create_task(self._lead())
-            tasks.create_task(isolation.watch(self._cut_off))
+            tasks.create_task(partition.watch(self._partitioned))
 
-    async def _tell_events(self) -> None:
-        """Give out epochs, notices and in the end the outcome as they come to stand."""
-        changed = self._control.changed
-        while not self._ended:
+    async def _emit_events(self) -> None:
+        """Emit rounds, notices, and in the end the outcome."""
+        changed = self._run.changed
+        while True:
             seen = changed.count
-            epoch, before = self._control.epoch.record, self._succession.epoch
-            # The same number with other members: a store that had lost it, and a leader that did not know of it.
-            if epoch is not None and (before is None or (epoch.number >= before.number and epoch != before)):
-                self._succession.epoch = epoch
-                self.chronicle.epoch(epoch)
-                self._tell_epoch(epoch)
-            self._tell_notice()
-            outcome = self._control.outcome.record
-            if outcome is not None:
-                self._ended = True
-                self._stand_aside()
-                self.events.put_nowait(RunEnded(outcome))
+            if self._run.restored != self._restored:
+                self._restored = self._run.restored
+                self._registration.update(store=self._offer.renew())
+            round, accepted = self._run.round, self._run.accepted_round
+            # An equal number with another nonce: the store had lost the round, and the leader did not know of it.
+            if round is not None and (accepted is None or (round.number >= accepted.number and round != accepted)):
+                self._run.accepted_round = round
+                self.history.note_round(round)
+                self._emit_round(round)
+            self._emit_notice()
+            if self._run.outcome is not None:
+                self._end_run()
+                self.events.put_nowait(RunEnded(self._run.outcome))
+                return
             await changed.after(seen)
 
-    def _stand_aside(self) -> None:
-        """The run has ended: the next run of this id is none of this node's business."""
-        self._succession.stop_leading()
-        epoch = self._succession.epoch
-        if epoch is None or self.node not in epoch.nodes:
-            # It has only learned of it, so nobody waits until it is gone.
+    def _end_run(self) -> None:
+        """The run has ended: this node takes no part in the next run of this id."""
+        self._election.withdraw()
+        if self.round is None or self.node not in self.round.nodes:
+            # It has only learned of the end; other nodes need not wait until it is gone.
             self._leaving = True
-            self._session.update(phase=NodePhase.LEAVING, epoch=0, restarts=0, free=0)
+            self._registration.update(phase=NodePhase.LEAVING, round=0, restarts=0, uncharged_restarts=0)
 
-    def _tell_epoch(self, epoch: EpochRecord) -> None:
-        port = self._offer.getsockname()[1]
-        host = self._session.record.address
-        store = None
-        before, self._told = self._told, epoch.number
-        named = epoch.store == f"{bracketed(host)}:{port}"
-        if named and self.node in epoch.nodes:
-            store, self._offer = self._offer, listen(host, self._settings.ports, after=port)
-        elif named or epoch.number != before + 1:
-            # It was another node's on this host, or an epoch that went by unseen may have named the port that this node
-            # offered: it is not offered again.
-            self._offer.close()
-            self._offer = listen(host, self._settings.ports, after=port)
-        self.events.put_nowait(EpochBegan(epoch, store))
-        phase = NodePhase.LEAVING if self._leaving else NodePhase.READY
-        self._session.update(
-            epoch=epoch.number,
-            restarts=max(epoch.restarts, self._session.record.restarts),
-            free=max(epoch.free, self._session.record.free),
-            store=self._offer.getsockname()[1],
-            phase=phase,
+    def _emit_round(self, round: RoundRecord) -> None:
+        previous, self._last_number = self._last_number, round.number
+        listener = self._offer.take(
+            round, is_member=self.node in round.nodes, missed_rounds=round.number != previous + 1
+        )
+        self.events.put_nowait(RoundStarted(round, listener))
+        record = self._registration.record
+        self._registration.update(
+            round=round.number,
+            restarts=max(round.restarts, record.restarts),
+            uncharged_restarts=max(round.uncharged_restarts, record.uncharged_restarts),
+            store=self._offer.port,
+            phase=NodePhase.LEAVING if self._leaving else NodePhase.READY,
             failure=None,
             notice=0.0,
             saved=0,
-            stepped=0.0,
-            kept=0.0,
+            first_step_at=0.0,
+            last_checkpoint_at=0.0,
         )
-        self._noticed = None
+        self._notice = None
 
-    def _tell_notice(self) -> None:
-        notice, epoch, before = self._control.notice.record, self._succession.epoch, self._noticed
-        if notice is None or epoch is None or notice.epoch != epoch.number or self.node not in epoch.nodes:
+    def _emit_notice(self) -> None:
+        notice, round, before = self._run.notice.record, self.round, self._notice
+        if notice is None or round is None or notice.round != round.number or self.node not in round.nodes:
             return
         if notice != before and (notice.seconds or before is not None):
-            self._noticed = notice
+            self._notice = notice
             self.events.put_nowait(Noticed(notice))
 
     async def _lead(self) -> None:
-        """Lead for as long as the store says so."""
+        """Lead whenever this node is the leader."""
         while True:
-            await self._succession.until_leading()
-            dead = self._succession.dead_leader
-            self._leadership = Leadership(
-                node=self.node,
-                store=self._store,
-                keys=self.keys,
-                lasting=self._lasting,
-                settings=self._settings,
-                control=self._control,
-                links=self._server,
-                chronicle=self.chronicle,
-                remembered=self._remembered,
-                give_way=self._succession.give_way,
-                gave_way=self._succession.gave_way,
-                has_linked=self._succession.has_linked,
-                took_expired_at=self._succession.took_expired_at,
-                dead=frozenset(() if dead is None else (dead,)),
-            )
-            leading = asyncio.create_task(self._leadership.run())
-            # A vacancy does not end it: when all leases ended with a store that was away, what the leader knows of
-            # its peers is what keeps them from being taken for lost.
-            over = asyncio.create_task(self._succession.until_leader_is_not(self.node))
+            await self._election.until_leader()
+            self._leader = Leader(self._context, self._election, self._server, self.history)
+            leading = asyncio.create_task(self._leader.run())
+            # A vacancy does not end it: if all leases expired with a store that was away, the leader's knowledge of
+            # its peers keeps them from being taken for lost.
+            replaced = asyncio.create_task(self._election.until_replaced(self.node))
             try:
-                await asyncio.wait((leading, over), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((leading, replaced), return_when=asyncio.FIRST_COMPLETED)
                 if leading.done():
                     await leading
             finally:
-                self._leadership = None
+                self._leader = None
                 leading.cancel()
-                over.cancel()
-                await asyncio.gather(leading, over, return_exceptions=True)
+                replaced.cancel()
+                await asyncio.gather(leading, replaced, return_exceptions=True)
 
-    def _cut_off(self) -> None:
-        """Neither the store nor the epoch's peers are reached."""
+    def _partitioned(self) -> None:
         logger.warning("neither the store nor a peer can be reached: stopping the workers")
-        self.report(self._session.record.epoch, phase=NodePhase.CUT_OFF)
-        self.events.put_nowait(Isolated())
-
-    def _remembered(self) -> EpochRecord | None:
-        """The last epoch that this node was told of, where it can answer for it."""
-        epoch = self._succession.epoch
-        return epoch if epoch is not None and epoch.contract == CONTRACT_VERSION else None
+        self.report(self._registration.record.round, phase=NodePhase.PARTITIONED)
+        self.events.put_nowait(Partitioned())
 
     def _has_peers(self) -> bool:
-        epoch = self._succession.epoch
-        return epoch is not None and self.node in epoch.nodes and len(epoch.members) > 1
+        return self.round is not None and self.node in self.round.nodes and len(self.round.members) > 1
 
     def _trains_with_others(self) -> bool:
-        """Whether workers of this node are to be stopped where it is cut off; those that have ended are not."""
-        return self._has_peers() and self._session.record.phase is not NodePhase.DONE
+        return self._has_peers() and self._registration.record.phase is not NodePhase.DONE
 
     async def _reaches_a_peer(self, within: float) -> bool:
-        if self._leadership is not None:
-            return await self._leadership.reaches_a_peer(within)
-        return await self._succession.reaches_leader(within)
+        peers = self._election.reaches_leader if self._leader is None else self._leader.reaches_a_peer
+        return await peers(within)

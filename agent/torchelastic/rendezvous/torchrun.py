@@ -1,34 +1,60 @@
 """Our rendezvous as torch finds it: ``torchrun --rdzv-backend=torchelastic``.
 
-torch looks for handlers in the entry-point group ``torchrun.handlers`` while it imports its own rendezvous, so this
-module imports nothing of torch's, and nothing that takes time. The budget for restarts is torchrun's own then, kept by
-each of its agents: whatever they restart, the run goes on.
+torch loads the entry points of the group ``torchrun.handlers`` while it imports its own rendezvous, so this module
+imports nothing of torch's, and nothing that takes time. Each of torchrun's agents keeps its own budget of restarts;
+whatever they restart, the run goes on.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+
+    from torchelastic.rendezvous.handler_settings import Parameters
 
 
 def get_handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch registers under the entry point's name."""
+    """Return what torch registers under the entry point's name."""
     return create_handler
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """A handler of torch's type.
-
-    Args:
-        parameters: as torch has them.
+    """Create a handler of torch's type.
 
     Raises:
-        SettingsError: they cannot be honoured; the message says what to change.
+        SettingsError: the parameters cannot be honoured; the message says what to change.
     """
-    from torchelastic.rendezvous.torch_handler import handler_type
+    return _handler_type()(parameters)
 
-    return handler_type()(parameters)
+
+@functools.cache
+def _handler_type() -> Callable[[Parameters], RendezvousHandler]:
+    """Our handler with torch's types, which torch's agent calls, gets back and catches."""
+    from torch.distributed.elastic import rendezvous as torchs
+
+    from torchelastic.rendezvous import api
+    from torchelastic.rendezvous.handler import ElasticRendezvousHandler
+
+    errors: dict[type[Exception], type[Exception]] = {
+        api.RendezvousClosedError: torchs.RendezvousClosedError,
+        api.RendezvousTimeoutError: torchs.RendezvousTimeoutError,
+        api.RendezvousConnectionError: torchs.RendezvousConnectionError,
+    }
+
+    class TorchRendezvousHandler(ElasticRendezvousHandler, torchs.RendezvousHandler):
+        """A node of a run, for torch's agent."""
+
+        def next_rendezvous(self) -> RendezvousInfo:  # type: ignore[override] # torch's, in place of ours
+            try:
+                info = super().next_rendezvous()
+            except tuple(errors) as error:
+                raise errors[type(error)](str(error)) from None
+            where = torchs.RendezvousStoreInfo(*self.meeting_point)
+            return torchs.RendezvousInfo(info.store, info.rank, info.world_size, where)
+
+    return TorchRendezvousHandler

@@ -3,8 +3,8 @@
 Adapters: :mod:`torchelastic.store.etcd_v3` (etcd 3.4 and later, over its JSON gateway),
 :mod:`torchelastic.store.etcd_v2` (servers that have the API v2 only, through python-etcd) and
 :mod:`torchelastic.store.memory` (one process, for ``--standalone`` and for tests). :func:`connect` chooses.
-:mod:`torchelastic.store.lasting` writes what is to outlive its writer, :mod:`torchelastic.store.following` reads all
-that stands below a prefix and then every change of it.
+:mod:`torchelastic.store.run_lease` writes keys that outlive their writer;
+:mod:`torchelastic.store.list_and_watch` reads all keys below a prefix and then every change of them.
 
 The adapters are imported when they are first asked for: an agent starts its fork server before it spends its own time
 on an HTTP client.
@@ -16,15 +16,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torchelastic.store.api import Change, Entry, Listing, Store, StoreSettings
-from torchelastic.store.following import follow
+from torchelastic.store.list_and_watch import follow
 
 if TYPE_CHECKING:
-    from torchelastic.store.adapters import connect
+    from torchelastic.store.connection import connect
     from torchelastic.store.memory import MemoryStore
 
 __all__ = ["Change", "Entry", "Listing", "MemoryStore", "Store", "StoreSettings", "connect", "follow"]
 
-_LAZY = {"connect": "torchelastic.store.adapters", "MemoryStore": "torchelastic.store.memory"}
+_LAZY = {"connect": "torchelastic.store.connection", "MemoryStore": "torchelastic.store.memory"}
 
 
 def __getattr__(name: str) -> object:

@@ -66,10 +66,13 @@ class Listing:
     Attributes:
         revision: the store's revision at the time of reading; watch from ``revision + 1`` to miss nothing.
         entries: by key.
+        cluster_id: the id that the server gives its cluster. A server that lost its data and was set up again may have
+            another one, or the same one and a lower revision.
     """
 
     revision: int
     entries: tuple[Entry, ...]
+    cluster_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Store(Protocol):
             LeaseLost: there is no such lease any more.
         """
 
-    async def swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
+    async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
         """Set the key (None: delete it) if its last change is still that of revision ``expected``.
 
         Args:

@@ -1,4 +1,4 @@
-"""How to get at etcd's servers: their addresses, and TLS."""
+"""The addresses of etcd's servers, and TLS."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from torchelastic.errors import SettingsError
 if TYPE_CHECKING:
     from torchelastic.store.api import StoreSettings
 
-SIDE_QUESTION_LIMIT: Final = 1.0
+_PROBE_LIMIT: Final = 1.0
 """Seconds for finding out why a server does not answer."""
 
 
-def base_url(protocol: str, endpoint: str) -> URL:
-    """Where a server's paths begin.
+def servers(settings: StoreSettings) -> dict[str, URL]:
+    """Return the base URL of each server, by its endpoint.
 
     Raises:
-        SettingsError: the protocol is none of etcd's, or the endpoint is no host:port.
+        SettingsError: the protocol is not one of etcd's, no endpoint is given, or one is not host:port.
     """
+    if not settings.endpoints:
+        raise SettingsError("no etcd server is given: name at least one as host:port")
+    return {endpoint: _base_url(settings.protocol, endpoint) for endpoint in settings.endpoints}
+
+
+def _base_url(protocol: str, endpoint: str) -> URL:
     if protocol not in {"http", "https"}:
-        raise SettingsError(f"{protocol!r} is no protocol of etcd: use http or https")
+        raise SettingsError(f"{protocol!r} is not a protocol of etcd: use http or https")
     try:
         base = URL(f"{protocol}://{endpoint}")
         complete = base.host and base.explicit_port and base.path == "/" and not base.user
@@ -32,26 +38,15 @@ def base_url(protocol: str, endpoint: str) -> URL:
     except ValueError:
         complete = False
     if not complete:
-        raise SettingsError(f"{endpoint!r} is no address of an etcd server: write host:port")
+        raise SettingsError(f"{endpoint!r} is not the address of an etcd server: write host:port")
     return base
 
 
-def servers(settings: StoreSettings) -> dict[str, URL]:
-    """Where the paths of each server begin, by its endpoint.
-
-    Raises:
-        SettingsError: none is given, or one is no host:port.
-    """
-    if not settings.endpoints:
-        raise SettingsError("no etcd server is given: name at least one as host:port")
-    return {endpoint: base_url(settings.protocol, endpoint) for endpoint in settings.endpoints}
-
-
 def tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
-    """Whom to trust and how to identify oneself; None where plain HTTP is spoken.
+    """Return the TLS context of the settings; None for plain HTTP.
 
     Raises:
-        SettingsError: a file cannot be used, or does not go with the protocol.
+        SettingsError: a file cannot be used, or does not match the protocol.
     """
     files = (settings.ca_cert, settings.cert, settings.key)
     if settings.protocol != "https":
@@ -74,26 +69,31 @@ def tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
     return context
 
 
-async def speaks_tls(base: URL) -> bool:
-    """Whether what listens there shakes hands over TLS; nothing but the handshake is sent, and nobody is trusted."""
+async def other_protocol(base: URL) -> str | None:
+    """Return the protocol that a server speaks instead of the one it was asked in; None if that is not the reason."""
+    if base.scheme == "https":
+        return "http" if await _speaks_http(base) else None
+    return "https" if await _speaks_tls(base) else None
+
+
+async def _speaks_tls(base: URL) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        async with asyncio.timeout(SIDE_QUESTION_LIMIT):
+        async with asyncio.timeout(_PROBE_LIMIT):
             _, writer = await asyncio.open_connection(base.host, base.port, ssl=context)
     except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "")  # so it refuses who shows no certificate
-    except OSError:  # a time-out is one too
+        return "ALERT" in (error.reason or "")  # it refuses a client without a certificate
+    except OSError:  # includes TimeoutError
         return False
     writer.transport.abort()
     return True
 
 
-async def speaks_http(base: URL) -> bool:
-    """Whether what listens there answers plain HTTP; it is asked for nothing that needs credentials."""
+async def _speaks_http(base: URL) -> bool:
     try:
-        async with asyncio.timeout(SIDE_QUESTION_LIMIT):
+        async with asyncio.timeout(_PROBE_LIMIT):
             reader, writer = await asyncio.open_connection(base.host, base.port)
             try:
                 writer.write(b"GET /version HTTP/1.0\r\n\r\n")

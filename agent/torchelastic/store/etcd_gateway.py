@@ -1,10 +1,10 @@
 """Requests to etcd's JSON gateway: to which server, over which connection, and with which credentials.
 
-The gateway instead of gRPC because it needs neither grpcio nor protobuf, whose pinned versions collide with what users'
-images carry. Connections are kept open and shared, so a request costs one round trip.
+The gateway instead of gRPC because it needs neither grpcio nor protobuf, whose pinned versions collide with those of
+users' images. Connections are kept open and shared, so a request costs one round trip.
 
-Servers are tried in turn: one that failed is asked last. A request moves on to the next server if it never reached the
-one it was meant for, or if it does no harm to send it twice; everything else is the caller's decision.
+Servers are tried in turn, and one that failed is asked last. A request moves on to the next server if it never reached
+the first, or if sending it twice does no harm.
 """
 
 from __future__ import annotations
@@ -12,14 +12,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from torchelastic.errors import StoreRefused, StoreUnavailable
-from torchelastic.store.etcd_address import servers, speaks_http, speaks_tls, tls_context
-from torchelastic.store.etcd_faults import NoGateway, TokenRefused, Unreached, broken, refusal, shown
+from torchelastic.store.etcd_address import other_protocol, servers, tls_context
+from torchelastic.store.etcd_errors import (
+    NoGateway,
+    TokenRefused,
+    Unreached,
+    all_failed,
+    broken,
+    refusal,
+    shown,
+    time_limit,
+)
 from torchelastic.store.etcd_messages import AuthAnswer, decode, encode
 
 if TYPE_CHECKING:
@@ -30,12 +39,9 @@ if TYPE_CHECKING:
 
 Reply = TypeVar("Reply")
 
-MAX_ANSWER_BYTES: Final = 64 << 20
-"""No answer, and no message of a stream, may be longer."""
-
 
 class Stream:
-    """A stream of messages from one server, one a line."""
+    """A stream of messages from one server, one on each line."""
 
     def __init__(self, endpoint: str, response: aiohttp.ClientResponse) -> None:
         self._endpoint = endpoint
@@ -43,23 +49,21 @@ class Stream:
         self._pending = bytearray()
 
     async def next(self, reply: type[Reply], *, patience: float) -> Reply | None:
-        """The next message, or None where none came for ``patience`` seconds; nothing is lost then.
+        """Return the next message, or None if none came within ``patience`` seconds.
 
         Raises:
             StoreUnavailable: the connection broke.
-            StoreRefused: what came is no such message.
+            StoreRefused: the message is of another kind.
         """
         searched = 0
         while (end := self._pending.find(b"\n", searched)) < 0:
             searched = len(self._pending)
-            if searched > MAX_ANSWER_BYTES:
-                raise _too_long(self._endpoint)
             try:
                 async with asyncio.timeout(patience):
                     chunk = await self._response.content.readany()
             except aiohttp.ClientError as error:
                 raise broken(self._endpoint, error) from error
-            except RuntimeError as error:  # so aiohttp says that the connection was closed from this side
+            except RuntimeError as error:  # aiohttp's error for a connection that was closed from this side
                 raise StoreUnavailable(f"the connection to etcd at {self._endpoint} has been closed") from error
             except TimeoutError:
                 return None
@@ -78,7 +82,7 @@ class Gateway:
         settings: where they are and how to get in.
 
     Raises:
-        SettingsError: an endpoint is no host:port, or a file with certificates cannot be used.
+        SettingsError: an endpoint is not host:port, or a file with certificates cannot be used.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
@@ -98,7 +102,7 @@ class Gateway:
 
     @property
     def has_no_choice(self) -> bool:
-        """Whether there is one server, and no token that may need renewal: nothing is learned by asking before."""
+        """Whether there is one server and no token to renew, so that nothing is gained by a probe before a watch."""
         return len(self._bases) == 1 and self._settings.username is None
 
     async def call(
@@ -109,64 +113,54 @@ class Gateway:
         *,
         repeatable: bool = False,
         at: str | None = None,
-        time_limit: float | None = None,
+        limit: float | None = None,
     ) -> Reply:
-        """Send one message and give back the answer.
+        """Send one message and return the answer.
 
         Args:
             path: of the method, as in /v3/kv/range.
             message: its fields; bytes stay bytes.
-            reply: what the answer is.
-            repeatable: sending it twice does no harm, so another server may be asked when one has failed.
-            at: ask this server and no other.
-            time_limit: seconds for all of it; None takes the time-out of the settings.
+            reply: the type of the answer.
+            repeatable: sending it twice does no harm, so another server may be asked after one has failed.
+            at: ask this server only.
+            limit: seconds for all of it; None for the request timeout.
 
         Raises:
             StoreUnavailable: no answer, or one that says "later".
             StoreRefused: an answer that says "no".
-            LeaseLost: the message names a lease that is no more.
+            LeaseLost: the message names a lease that has ended.
         """
         body = encode(message)
         clock = asyncio.get_running_loop()
-        deadline = clock.time() + (time_limit or self._settings.request_timeout)
+        deadline = clock.time() + (limit or self._settings.request_timeout)
         endpoints = (at,) if at else self.endpoints
         for index, endpoint in enumerate(endpoints):
             left = max(deadline - clock.time(), 0.0)
             share = left / (len(endpoints) - index)
             try:
-                async with _within(share if repeatable else left, endpoint):
+                async with time_limit(endpoint, share if repeatable else left):
                     answer = await self._authorized(endpoint, path, body, connect=share)
             except StoreUnavailable as error:
                 self._ask_last(endpoint)
                 if index + 1 < len(endpoints) and (repeatable or isinstance(error, Unreached)):
                     continue
-                raise _all_failed(error, endpoints[: index + 1]) from error
+                raise all_failed(error, endpoints[: index + 1]) from error
             return _understood(endpoint, answer, reply)
         raise AssertionError("there is at least one endpoint")
 
     async def read(self, path: str, reply: type[Reply], *, at: str) -> Reply:
-        """What one server has at a path that is none of the gateway's, such as /version.
-
-        Raises:
-            StoreUnavailable: it does not answer.
-            StoreRefused: what it answers is not this.
-        """
+        """Return what one server has at a path outside the gateway, such as /version."""
         limit = self._settings.request_timeout
-        async with _within(limit, at), self._request("GET", at, path, b"", connect=limit) as response:
-            return _understood(at, await _bounded(at, response), reply)
+        async with time_limit(at, limit), self._request("GET", at, path, b"", connect=limit) as response:
+            return _understood(at, await _body(at, response), reply)
 
     @contextlib.asynccontextmanager
     async def stream(self, path: str, message: dict[str, Any], *, at: str) -> AsyncIterator[Stream]:
-        """Send one message to one server and give back the stream of its answers, once the first is on its way.
-
-        Raises:
-            StoreUnavailable: the server does not answer.
-            StoreRefused: it answers that it won't.
-        """
+        """Send one message to one server and return the stream of its answers, when the first is on its way."""
         limit = self._settings.request_timeout
         async with contextlib.AsyncExitStack() as stack:
             try:
-                async with _within(limit, at):
+                async with time_limit(at, limit):
                     response = await stack.enter_async_context(
                         self._request("POST", at, path, encode(message), connect=limit)
                     )
@@ -176,21 +170,18 @@ class Gateway:
             _break_when_peer_is_silent(response, self._settings.silence_limit)
             yield Stream(at, response)
 
-    async def protocol_instead(self, endpoint: str) -> str | None:
-        """The protocol that a server speaks that fails over the one of the settings; None if that is not the reason."""
-        base = self._bases[endpoint]
-        if self._tls is None:
-            return "https" if await speaks_tls(base) else None
-        return "http" if await speaks_http(base) else None
+    async def other_protocol(self, endpoint: str) -> str | None:
+        """Return the protocol that a server speaks instead of that of the settings; None if that is not the reason."""
+        return await other_protocol(self._bases[endpoint])
 
     async def close(self) -> None:
-        """Close all connections; what still waits for an answer gets StoreUnavailable."""
+        """Close all connections; requests that still wait for an answer raise StoreUnavailable."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
 
     async def _authorized(self, endpoint: str, path: str, body: bytes, *, connect: float) -> bytes:
-        """The answer to a message that carries a token where one is needed; an expired one is renewed once."""
+        """Return the answer to a message with a token, if one is needed; renew an expired token once."""
         if self._settings.username is not None and self._token is None:
             await self._authenticate(endpoint, connect=connect)
         token = self._token
@@ -199,7 +190,7 @@ class Gateway:
         except TokenRefused:
             if self._settings.username is None:
                 raise
-            if self._token == token:  # nobody else has renewed it meanwhile
+            if self._token == token:  # no other request has renewed it meanwhile
                 self._token = None
         await self._authenticate(endpoint, connect=connect)
         return await self._post(endpoint, path, body, connect=connect)
@@ -221,13 +212,13 @@ class Gateway:
 
     async def _post(self, endpoint: str, path: str, body: bytes, *, connect: float) -> bytes:
         async with self._request("POST", endpoint, path, body, connect=connect) as response:
-            return await _bounded(endpoint, response)
+            return await _body(endpoint, response)
 
     @contextlib.asynccontextmanager
     async def _request(
         self, method: str, endpoint: str, path: str, body: bytes, *, connect: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer with status 200, to be read within the block."""
+        """Return an answer with status 200, to be read within the block."""
         if self._closed:
             raise StoreUnavailable("the connection to etcd has been closed")
         if self._session is None:  # here and not in __init__, because it belongs to the running loop
@@ -245,7 +236,7 @@ class Gateway:
             raise broken(endpoint, error) from error
         try:
             if response.status != 200:
-                raise refusal(endpoint, path, response.status, await _bounded(endpoint, response))
+                raise refusal(endpoint, path, response.status, await _body(endpoint, response))
             yield response
         finally:
             response.close()  # has no effect on a connection whose answer was read to the end
@@ -263,25 +254,11 @@ def _session(tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
     )
 
 
-@contextlib.asynccontextmanager
-async def _within(seconds: float, endpoint: str) -> AsyncIterator[None]:
+async def _body(endpoint: str, response: aiohttp.ClientResponse) -> bytes:
     try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise StoreUnavailable(f"etcd at {endpoint} gave no answer within {seconds:.3g} seconds") from error
-
-
-async def _bounded(endpoint: str, response: aiohttp.ClientResponse) -> bytes:
-    answer = bytearray()
-    try:
-        async for chunk in response.content.iter_any():
-            answer += chunk
-            if len(answer) > MAX_ANSWER_BYTES:
-                raise _too_long(endpoint)
+        return await response.read()
     except aiohttp.ClientError as error:
         raise broken(endpoint, error) from error
-    return bytes(answer)
 
 
 def _understood(endpoint: str, body: bytes, reply: type[Reply]) -> Reply:
@@ -291,21 +268,11 @@ def _understood(endpoint: str, body: bytes, reply: type[Reply]) -> Reply:
         raise NoGateway(f"what listens at {endpoint} does not answer as etcd does: {shown(body)} ({error})") from error
 
 
-def _too_long(endpoint: str) -> StoreRefused:
-    return StoreRefused(f"etcd at {endpoint} sent an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
-
-
-def _all_failed(error: StoreUnavailable, endpoints: tuple[str, ...]) -> StoreUnavailable:
-    if len(endpoints) == 1:
-        return StoreUnavailable(str(error))
-    return StoreUnavailable(f"none of the etcd servers {', '.join(endpoints)} answers; the last failure: {error}")
-
-
 def _break_when_peer_is_silent(response: aiohttp.ClientResponse, limit: float) -> None:
-    """Have the kernel break the connection when the kernel at its other end is silent for ``limit`` seconds."""
+    """Have the kernel break the connection if its peer's kernel is silent for ``limit`` seconds."""
     transport = response.connection.transport if response.connection else None
     if transport is None:
-        return  # it is broken already, and whoever reads from it will learn so
+        return  # it is broken already; reading from it will fail
     connection = transport.get_extra_info("socket")
     seconds = max(int(limit / 3), 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,7 @@
 """The part of etcd's v3 messages that the store uses, as its JSON gateway writes them.
 
-The gateway gives 64-bit numbers as strings, bytes as base64, and leaves out whatever is zero: hence a default for every
-field, and a decoder that takes numbers in strings. What is not named here is ignored, so a later etcd may add to it.
+The gateway gives 64-bit numbers as strings, bytes as base64, and omits zeros: hence a default for every field, and a
+decoder that takes numbers in strings. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ Reply = TypeVar("Reply")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What every answer begins with: the store's revision."""
+    """The first field of every answer: the cluster's id and the store's revision."""
 
+    cluster_id: int = 0
     revision: int = 0
 
 
 class KeyValue(msgspec.Struct, frozen=True):
-    """A key with its value; of a deleted key only the name, and the revision of the deletion."""
+    """A key with its value; of a deleted key only the name and the revision of the deletion."""
 
     key: bytes = b""
     value: bytes = b""
@@ -49,7 +50,7 @@ class TxnAnswer(msgspec.Struct, frozen=True):
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True):
-    """The answer about a lease; a TTL of 0 says that there is none."""
+    """The answer about a lease; a TTL of 0 means that there is none."""
 
     id: int = msgspec.field(name="ID", default=0)
     ttl: int = msgspec.field(name="TTL", default=0)
@@ -80,7 +81,7 @@ class WatchAnswer(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error within a stream; etcd 3.6 and later say ``code`` for what was ``grpc_code``."""
+    """An error within a stream; etcd 3.6 renamed ``grpc_code`` to ``code``."""
 
     message: str = ""
     code: int = 0
@@ -107,31 +108,27 @@ class Failure(msgspec.Struct, frozen=True):
     error: str | Fault | None = None
 
     def told(self) -> tuple[int, str]:
-        """The gRPC status code, and the sentence that came with it."""
+        """Return gRPC's status code and the message."""
         if isinstance(self.error, Fault):
             return self.error.status, self.error.message
         return self.code, self.message or self.error or ""
 
 
 class Version(msgspec.Struct, frozen=True):
-    """What /version says."""
+    """The answer of /version."""
 
     etcdserver: str
 
 
 for _reply in (Answer, RangeAnswer, TxnAnswer, LeaseAnswer, Streamed[LeaseAnswer], Streamed[WatchAnswer]):
-    msgspec.json.Decoder(_reply)  # learns the type, which it would else do when the first one comes
+    msgspec.json.Decoder(_reply)  # learns the type now, instead of at the first answer
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The message as JSON, its bytes as base64."""
+    """Return the message as JSON, its bytes as base64."""
     return msgspec.json.encode(message)
 
 
 def decode(body: bytes, reply: type[Reply]) -> Reply:
-    """The message in the body.
-
-    Raises:
-        msgspec.DecodeError: it is not such a message.
-    """
+    """Return the message in the body; raise msgspec.DecodeError if it is of another kind."""
     return msgspec.json.decode(body, type=reply, strict=False)

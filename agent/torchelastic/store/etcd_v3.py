@@ -1,15 +1,12 @@
 """The store on etcd 3.4 and later, over etcd's JSON gateway.
 
-A watch is a stream that etcd may leave without a byte for ten minutes, so silence alone says nothing. This is how a
-broken one is found within the silence limit:
+A watch is a stream that etcd may leave without a byte for ten minutes. A broken one is found within the silence limit:
 
-- When the stream has been quiet for half of the limit, the same server is asked for something small below the same
-  prefix, and must answer within the other half. The read is linearizable, so a server that hangs, is paused, or has
-  lost its majority fails it.
-- The kernel watches the stream's own connection (keep-alive and TCP_USER_TIMEOUT), which finds a path that is cut
-  without a word.
-- What remains is a proxy between that answers for a server it has lost. For it a watch that stays quiet for long is
-  made anew from the next revision on: nothing is lost by that, nor told twice.
+- When the stream has been quiet for half of the limit, the same server must answer a small linearizable read within the
+  other half. A server that hangs, is paused, or has lost its majority does not.
+- The kernel watches the stream's own connection (keep-alive and TCP_USER_TIMEOUT), which finds a cut path.
+- A proxy may answer for a server that it has lost. Against it, a watch that stays quiet for long is made again from the
+  next revision on; no change is lost or reported twice.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.errors import HistoryCompacted, LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_faults import LeaseExists, NoGateway, NotAuthorized, meaning
+from torchelastic.store.etcd_errors import LeaseExists, NoGateway, NotAuthorized, meaning
 from torchelastic.store.etcd_gateway import Gateway
 from torchelastic.store.etcd_messages import (
     Answer,
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
 OLDEST_VERSION: Final = (3, 4)
 
 QUIET_CHECKS: Final = 12
-"""After so many side questions without an event in between a watch is made anew: every 30 s by default."""
+"""Probes without an event in between after which a watch is made again: every 30 s by default."""
 
 
 class EtcdV3Store:
@@ -53,7 +50,7 @@ class EtcdV3Store:
         settings: where they are and how to get in.
 
     Raises:
-        SettingsError: an endpoint is no host:port, or a file with certificates cannot be used.
+        SettingsError: an endpoint is not host:port, or a file with certificates cannot be used.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
@@ -65,8 +62,7 @@ class EtcdV3Store:
 
         Raises:
             StoreUnavailable: none answers.
-            StoreRefused: one answers, but it is no etcd of version 3.4 or later with its JSON gateway, or refuses the
-                credentials.
+            StoreRefused: one answers, but is not etcd 3.4 or later with its JSON gateway, or refuses the credentials.
         """
         failures: dict[str, StoreError] = {}
         for endpoint in self._gateway.endpoints:
@@ -92,15 +88,16 @@ class EtcdV3Store:
     async def list(self, prefix: str) -> Listing:
         """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
         answer = await self._gateway.call("/v3/kv/range", _below(prefix), RangeAnswer, repeatable=True)
-        return Listing(answer.header.revision, tuple(_entry(kv) for kv in answer.kvs))
+        header = answer.header
+        return Listing(header.revision, tuple(_entry(kv) for kv in answer.kvs), f"{header.cluster_id:x}")
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
         message = {"key": _encoded(key), "value": value, "lease": lease}
         return (await self._gateway.call("/v3/kv/put", message, Answer)).header.revision
 
-    async def swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
-        """See :meth:`Store.swap <torchelastic.store.api.Store.swap>`."""
+    async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
+        """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
         name = _encoded(key)
         if value is None:
             change: dict[str, Any] = {"request_delete_range": {"key": name}}
@@ -151,7 +148,7 @@ class EtcdV3Store:
         """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
         while True:
             if start or not self._gateway.has_no_choice:
-                await self._ask_aside(prefix, start)
+                await self._probe(prefix, start)
             server = self._gateway.endpoints[0]
             message = {"create_request": {**_below(prefix), "start_revision": start}}
             async with self._gateway.stream("/v3/watch", message, at=server) as stream:
@@ -159,11 +156,11 @@ class EtcdV3Store:
                 while quiet < QUIET_CHECKS:
                     line = await stream.next(Streamed[WatchAnswer], patience=self._patience)
                     if line is None:
-                        await self._ask_aside(prefix, start, at=server)
+                        await self._probe(prefix, start, at=server)
                         quiet += 1
                         yield ()
                         continue
-                    answer = _going_on(line, server, start)
+                    answer = _checked(line, server, start)
                     if answer.events:
                         quiet = 0
                         changes = tuple(_change(event) for event in answer.events)
@@ -178,13 +175,13 @@ class EtcdV3Store:
         await self._gateway.close()
 
     async def _check_server(self, endpoint: str) -> None:
-        """Ask what only a usable server answers; only where it does not, find out what listens there instead."""
+        """Send a request that only a usable server answers; if it fails, find out what listens there instead."""
         try:
             answer = await self._gateway.call("/v3/kv/range", {"key": b"/"}, RangeAnswer, at=endpoint)
         except NotAuthorized:
-            return  # it knows the user; which keys are theirs will show
+            return  # other keys may be allowed
         except StoreError as error:
-            if protocol := await self._gateway.protocol_instead(endpoint):
+            if protocol := await self._gateway.other_protocol(endpoint):
                 raise StoreRefused(
                     f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
                 ) from error
@@ -195,38 +192,36 @@ class EtcdV3Store:
             raise await self._what_else(endpoint)
 
     async def _what_else(self, endpoint: str) -> NoGateway:
-        """What a server is that does not answer as etcd's gateway does, by what it says of its version."""
+        """Return the error for a server that does not answer as etcd's gateway does, by its version."""
         version = (await self._gateway.read("/version", Version, at=endpoint)).etcdserver
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is None:
-            return NoGateway(f"what listens at {endpoint} is no etcd: it gives its version as {version!r:.80}")
+            return NoGateway(f"what listens at {endpoint} is not etcd: it gives its version as {version!r:.80}")
         if tuple(int(number) for number in numbers.groups()) < OLDEST_VERSION:
             return NoGateway(f"etcd at {endpoint} has version {version:.40}, but 3.4 or later is needed")
         advice = "start it with --enable-grpc-gateway=true"
         return NoGateway(f"etcd at {endpoint} does not serve its JSON gateway: {advice}")
 
-    async def _ask_aside(self, prefix: str, start: int, *, at: str | None = None) -> None:
-        """Ask for something small, to see that a server is well, lets us read, and has come as far as ``start``.
+    async def _probe(self, prefix: str, start: int, *, at: str | None = None) -> None:
+        """Make sure that a server answers, lets us read, and has reached ``start``.
 
-        It has not when its data were lost: a watch would then wait in silence until the revisions come round again.
+        If it has lost its data, a watch would wait in silence until its revisions reach ``start`` again.
 
         Raises:
-            StoreUnavailable: it did not answer before the watch counts as broken.
-            HistoryCompacted: its revisions began anew.
+            StoreUnavailable: it did not answer in time.
+            HistoryCompacted: its revisions began again.
         """
         message = {**_below(prefix), "count_only": True}
-        time_limit = self._patience if at else None
-        answer = await self._gateway.call(
-            "/v3/kv/range", message, RangeAnswer, repeatable=True, at=at, time_limit=time_limit
-        )
+        limit = self._patience if at else None
+        answer = await self._gateway.call("/v3/kv/range", message, RangeAnswer, repeatable=True, at=at, limit=limit)
         if start > answer.header.revision + 1:
             raise HistoryCompacted(
                 f"etcd stands at revision {answer.header.revision}, before {start}: it has lost its data; list again"
             )
 
 
-def _going_on(line: Streamed[WatchAnswer], server: str, start: int) -> WatchAnswer:
-    """The message of a watch, unless it says that the watch has ended."""
+def _checked(line: Streamed[WatchAnswer], server: str, start: int) -> WatchAnswer:
+    """Return the message of a watch; raise if it ends the watch."""
     if line.error is not None:
         raise meaning(f"etcd at {server}", line.error.message, code=line.error.status)
     answer = line.result or WatchAnswer()
@@ -244,7 +239,7 @@ def _encoded(key: str) -> bytes:
 
 
 def _below(prefix: str) -> dict[str, Any]:
-    """The range of all keys that begin with the prefix."""
+    """Return the range of all keys with the prefix."""
     first = _encoded(prefix)
     stem = first.rstrip(b"\xff")
     if not stem:

@@ -1,30 +1,17 @@
-"""Timers that end a worker which holds on to something for too long: torch's, under torchelastic's name.
-
-torch is imported when one of the names is first used.
-"""
+"""Timers for what may take too long in a worker: torch's, which is imported at the first use of a name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchelastic.torchs import names_of
+from torchelastic.torch_reexports import reexport
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.timer.api import (
-        TimerClient,
-        TimerRequest,
-        TimerServer,
-        configure,
-        expires,
-    )
-    from torch.distributed.elastic.timer.file_based_local_timer import (
-        FileTimerClient,
-        FileTimerRequest,
-        FileTimerServer,
-    )
-    from torch.distributed.elastic.timer.local_timer import LocalTimerClient, LocalTimerServer
+    from torch.distributed.elastic.timer.api import *  # noqa: F403
+    from torch.distributed.elastic.timer.file_based_local_timer import *  # noqa: F403
+    from torch.distributed.elastic.timer.local_timer import *  # noqa: F403
 
-__all__ = [
+__all__ = [  # noqa: F405 - see above
     "FileTimerClient",
     "FileTimerRequest",
     "FileTimerServer",
@@ -37,4 +24,4 @@ __all__ = [
     "expires",
 ]
 
-__getattr__ = names_of("torch.distributed.elastic.timer", __name__, __all__)
+__getattr__ = reexport("torch.distributed.elastic.timer", __name__, __all__)

@@ -1,4 +1,4 @@
-"""How a run ends: the ways, the exit codes that say so, and the one place where the first reason to end is kept."""
+"""The ways in which a run ends, their exit codes, and the one place where the first of them is kept."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import contextlib
 import enum
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
     from elastic_operator.errors import ElasticJobError
 
+_Result = TypeVar("_Result")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class How(enum.StrEnum):
-    """The ways in which a run can end."""
+class EndReason(enum.StrEnum):
+    """Why a run ended."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -27,13 +28,14 @@ class How(enum.StrEnum):
     DELETED = "deleted"
     INTERRUPTED = "interrupted"
 
-    @property
-    def exit_code(self) -> int:
-        """What ``elasticjob run`` returns then."""
-        return _EXIT_CODES[self]
 
-
-_EXIT_CODES = {How.SUCCEEDED: 0, How.FAILED: 1, How.BAD_INPUT: 2, How.DELETED: 3, How.INTERRUPTED: 130}
+EXIT_CODES: Final = {
+    EndReason.SUCCEEDED: 0,
+    EndReason.FAILED: 1,
+    EndReason.BAD_INPUT: 2,
+    EndReason.DELETED: 3,
+    EndReason.INTERRUPTED: 130,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,65 +43,62 @@ class Ending:
     """The end of a run.
 
     Attributes:
-        how: in which way.
-        message: in words, why; empty where there is nothing to explain.
-        error: what was wrong with the input, where that was it.
+        reason: why.
+        message: an explanation; empty if there is none.
+        error: what was wrong with the input, if that is the reason.
     """
 
-    how: How
+    reason: EndReason
     message: str = ""
     error: ElasticJobError | None = None
 
-    def as_json(self, time: float) -> dict[str, Any]:
-        """The ``ended`` of a snapshot's ``run``."""
-        return {"how": self.how.value, "exitCode": self.how.exit_code, "message": self.message, "time": time}
-
 
 class RunEnd:
-    """Whether, and how, a run is to end. The first ending holds.
+    """Whether and why a run is to end. The first ending holds.
 
     Attributes:
-        insist: called when the user asks again for an end that has begun.
+        force: called when the user interrupts a run that is ending already.
     """
 
     def __init__(self) -> None:
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self.insist: Callable[[], None] = _do_nothing
+        self.force: Callable[[], object] = lambda: None
 
     def begin(self, ending: Ending) -> None:
-        """End the run; nothing happens where it ends already."""
+        """End the run, unless it ends already."""
         if not self._ending.done():
             self._ending.set_result(ending)
-
-    @property
-    def begun(self) -> Ending | None:
-        """How the run ends; None while it goes on."""
-        return self._ending.result() if self._ending.done() else None
 
     async def wait(self) -> Ending:
         """Return when the run is to end."""
         return await asyncio.shield(self._ending)
 
+    async def unless_begun(self, work: Coroutine[None, None, _Result]) -> _Result | Ending:
+        """Return the result of the work, or how the run ends if that comes first."""
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((working, self._ending), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else self._ending.result()
+        finally:
+            working.cancel()
+            await asyncio.wait((working,))
+
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Have SIGINT, SIGTERM and SIGHUP end the run in order, and insist on it the second time."""
+        """Let SIGINT, SIGTERM and SIGHUP end the run in order; a second signal forces the end."""
         loop = asyncio.get_running_loop()
-        # nohup has SIGHUP ignored, and a shell SIGINT in what it starts in the background.
-        heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        for number in heeded:
+        # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in handled:
             loop.add_signal_handler(number, self._interrupt)
         try:
             yield
         finally:
-            for number in heeded:
+            for number in handled:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        if self.begun is None:
-            self.begin(Ending(How.INTERRUPTED))
+        if self._ending.done():
+            self.force()
         else:
-            self.insist()
-
-
-def _do_nothing() -> None:
-    pass
+            self.begin(Ending(EndReason.INTERRUPTED))

@@ -1,7 +1,7 @@
-"""The job's object while it runs here: what an API server would hold, and which changes to it are allowed.
+"""The job's object while it runs here: what an API server would hold, and which changes it accepts.
 
-A change is checked as a whole before anything of it is done: against the CRD, as ``kubectl apply`` would, and against
-what may change while a job runs. What is refused changes nothing.
+A change is checked as a whole, against the CRD and against what may change while a job runs. A refused change changes
+nothing.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from elastic_operator import crd
+from elastic_operator.api.spec import ElasticJobSpec
+from elastic_operator.api.status import JobStatus
+from elastic_operator.api.validation_error import in_words
+from elastic_operator.api.wire import rfc3339
+from elastic_operator.controller.model import Job
 from elastic_operator.errors import BadInput
-from elastic_operator.local.not_honoured import honoured
-from elastic_operator.manifest import check_change
-from elastic_operator.model import Job, JobStatus
-from elastic_operator.problem import in_words
-from elastic_operator.spec import ElasticJobSpec
-from elastic_operator.status_json import rfc3339
+from elastic_operator.local.unsupported_fields import supported
+from elastic_operator.manifest import crd
+from elastic_operator.manifest.loader import check_change
 
 if TYPE_CHECKING:
-    from elastic_operator.manifest import ElasticJobManifest, Manifest
-    from elastic_operator.spec import Json
+    from elastic_operator.api.spec import Json
+    from elastic_operator.manifest.loader import ElasticJobManifest, Manifest
 
 
 class LiveJob:
@@ -28,24 +29,20 @@ class LiveJob:
 
     Attributes:
         name: the job's name.
-        key: namespace/name, by which the reconciler knows it.
+        key: namespace/name, its key in the reconciler.
         manifest: the live object, without its status.
-        status: what the plan last said of it.
+        status: the status as the plan last wrote it.
     """
 
     def __init__(self, given: ElasticJobManifest, *, uid: str, created: float) -> None:
-        """A job that was just made.
-
-        Args:
-            given: the manifest.
-            uid: unique for all time.
-            created: seconds since the Unix epoch.
-        """
+        """Create a job from a manifest, at ``created`` seconds since the Unix epoch."""
         self.name = given.name
         self.key = f"{given.namespace}/{given.name}"
         self.status = JobStatus()
-        self._applied = given.source.data
-        self._spec = honoured(given.spec)
+        self._namespace = given.namespace
+        self._in_file = _named_in(given.source)
+        self._not_in_file: dict[str, object] = {}
+        self._spec = supported(given.spec)
         self._uid = uid
         self._created = created
         self._generation = 1
@@ -53,10 +50,10 @@ class LiveJob:
         self.manifest = self._as_object(given.job)
 
     def job(self) -> Job:
-        """The job as the plan sees it."""
+        """Return the job as the plan sees it."""
         return Job(
             name=self.name,
-            namespace=self.manifest["metadata"]["namespace"],
+            namespace=self._namespace,
             uid=self._uid,
             generation=self._generation,
             spec=self._spec,
@@ -65,72 +62,58 @@ class LiveJob:
             deleting=self._deleting,
         )
 
-    def scale(self, replicas: int) -> bool:
-        """Ask for another number of pods.
-
-        Returns:
-            Whether that is another number than before.
+    def patch(self, fields: Json) -> bool:
+        """Set fields of the spec, as ``kubectl patch`` would; return whether that changes it.
 
         Raises:
-            BadInput: the number cannot be, or the job is over.
-        """
-        return self._set("replicas", replicas)
-
-    def suspend(self, *, rest: bool) -> bool:
-        """Have the job rest, or go on.
-
-        Returns:
-            Whether it did otherwise before.
-
-        Raises:
-            BadInput: the job is over.
-        """
-        return self._set("suspend", rest)
-
-    def apply(self, file: Manifest) -> bool:
-        """Do what ``kubectl apply`` of this file would do.
-
-        Returns:
-            Whether the object is another now.
-
-        Raises:
-            BadInput: the result would not be valid, or is more of a change than a running job can follow.
+            BadInput: the result is not valid, or the job is over.
         """
         self._check_alive()
-        changed = check_change(file, last_applied=self._applied, live=self.manifest)
-        self._applied = file.data
+        changed = {**self.manifest, "spec": {**self.manifest["spec"], **fields}}
+        if problems := crd.validate(changed, old=self.manifest):
+            raise BadInput(in_words(list(map(str, problems))))
+        return self._patch(fields)
+
+    def apply(self, file: Manifest) -> bool:
+        """Take the spec of a file, as ``kubectl apply`` would; return whether that changes it.
+
+        A field that was patched keeps its value as long as the file does not name it.
+
+        Raises:
+            BadInput: the result is not valid, or a running job cannot follow the change.
+        """
+        self._check_alive()
+        changed = check_change(file, live=self.manifest, kept=self._not_in_file)
+        self._in_file = _named_in(file)
+        self._not_in_file = {name: value for name, value in self._not_in_file.items() if name not in self._in_file}
         return self._take(changed.job)
 
     def set_replicas(self, replicas: int) -> None:
-        """Write the wanted number that the plan chose where the user wrote none."""
-        self._take({**self.manifest, "spec": {**self.manifest["spec"], "replicas": replicas}})
+        """Write the number of pods that the plan chose because the user gave none."""
+        self._patch({"replicas": replicas})
 
     def delete(self) -> None:
         """Begin its deletion."""
         self._deleting = True
 
-    def _set(self, field: str, value: object) -> bool:
-        """Set a field of the spec, as ``kubectl patch`` would."""
-        self._check_alive()
-        changed = {**self.manifest, "spec": {**self.manifest["spec"], field: value}}
-        if problems := crd.validate(changed, old=self.manifest):
-            raise BadInput(in_words(list(map(str, problems))))
-        return self._take(changed)
-
     def _check_alive(self) -> None:
         if self._deleting or self.status.state.finished:
             how = "being deleted" if self._deleting else f"over ({self.status.state})"
-            raise BadInput(f"the job {self.name} is {how} and does not change any more")
+            raise BadInput(f"the job {self.name} is {how} and cannot be changed any more")
+
+    def _patch(self, fields: Json) -> bool:
+        self._not_in_file |= {name: value for name, value in fields.items() if name not in self._in_file}
+        return self._take({**self.manifest, "spec": {**self.manifest["spec"], **fields}})
 
     def _take(self, changed: Json) -> bool:
         if changed["spec"] != self.manifest["spec"]:
             self._generation += 1
-            self._spec = honoured(ElasticJobSpec.of(changed["spec"]))
+            self._spec = supported(ElasticJobSpec.of(changed["spec"]))
         before, self.manifest = self.manifest, self._as_object(changed)
         return before != self.manifest
 
     def _as_object(self, job: Json) -> dict[str, Any]:
-        """The object with what an API server writes into its metadata."""
+        """Return the object with the metadata that an API server writes."""
         written: dict[str, Any] = copy.deepcopy(dict(job))
         written["metadata"] |= {
             "uid": self._uid,
@@ -138,3 +121,7 @@ class LiveJob:
             "creationTimestamp": rfc3339(self._created),
         }
         return written
+
+
+def _named_in(file: Manifest) -> set[str]:
+    return {name for name, value in file.data["spec"].items() if value is not None}

@@ -1,74 +1,62 @@
-"""The logs of a run: which there are, and how they are read while they grow.
+"""The log files of a run, and how they are read while they grow.
 
-Workers write ``<pod>/epoch_E/rank_R/output.log`` (or ``stdout.log`` and ``stderr.log``), agents ``<pod>/agent.log``.
+Workers write ``<pod>/round_E/rank_R/output.log`` (or ``stdout.log`` and ``stderr.log``), agents ``<pod>/agent.log``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.showing.wanted_logs import Wanted
+from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-_EPOCH: Final = re.compile(r"epoch_(\d+)")
-_RANK: Final = re.compile(r"rank_(\d+)")
+_WORKER_LOG: Final = re.compile(r"round_(\d+)/rank_(\d+)/[^/]+\.log")
 _BLOCK: Final = 1 << 16
-_LOOK_AGAIN: Final = 2000
-"""Milliseconds. The kernel tells of changes; on file systems that tell nothing, this is when to look again."""
+_POLL_MILLISECONDS: Final = 2000
+"""Some file systems do not notify of changes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LogFile:
-    """The output of one worker in one epoch, or of an agent.
+    """The output of one worker in one round, or of an agent, whose round is 0 and rank -1."""
 
-    Attributes:
-        epoch: 0 for an agent's.
-        rank: -1 for an agent's.
-        pod: whose folder it is in.
-        path: the file.
-    """
-
-    epoch: int
+    round: int
     rank: int
     pod: str
     path: Path
 
     def labelled(self, line: bytes) -> bytes:
-        """A whole line of output with whose it is in front; agents say most of the time who they are."""
+        """Return a line with its rank or pod in front; most lines of an agent name their pod already."""
         label = (f"[{self.pod}] " if self.rank < 0 else f"[rank {self.rank}] ").encode()
         return (line if self.rank < 0 and label in line else label + line) + b"\n"
 
 
-def log_files(logs: Path, wanted: Wanted) -> list[LogFile]:
-    """The logs that are there and asked for, by epoch and rank."""
-    found: list[LogFile] = []
-    for pod in _folders(logs):
-        if wanted.pod not in (None, pod.name):
-            continue
-        if wanted.agents:
-            found += [LogFile(0, -1, pod.name, path) for path in pod.glob("agent.log")]
-            continue
-        for path in pod.glob("epoch_*/rank_*/*.log"):
-            epoch, rank = _EPOCH.fullmatch(path.parent.parent.name), _RANK.fullmatch(path.parent.name)
-            if epoch and rank and wanted.rank in (None, int(rank[1])):
-                found.append(LogFile(int(epoch[1]), int(rank[1]), pod.name, path))
-    return sorted(found)
+def log_files(logs: Path, wanted: LogSelector) -> list[LogFile]:
+    """Return the log files that are wanted, by round and rank."""
+    if wanted.agents:
+        found = [LogFile(0, -1, path.parent.name, path) for path in logs.glob("*/agent.log")]
+    else:
+        found = []
+        for path in logs.glob("*/round_*/rank_*/*.log"):
+            pod, _, file = path.relative_to(logs).as_posix().partition("/")
+            if match := _WORKER_LOG.fullmatch(file):
+                found.append(LogFile(int(match[1]), int(match[2]), pod, path))
+    return sorted(each for each in found if wanted.pod in (None, each.pod) and wanted.rank in (None, each.rank))
 
 
-def _folders(logs: Path) -> Iterable[Path]:
-    with contextlib.suppress(OSError):
-        yield from sorted(path for path in logs.iterdir() if path.is_dir())
+def latest_round(logs: Path) -> int:
+    """Return the highest round in which a worker was started; 0 if there is none."""
+    return max((file.round for file in log_files(logs, LogSelector())), default=0)
 
 
 def tail_offset(path: Path, lines: int) -> int:
-    """Where the last so many lines of a file begin, in bytes."""
+    """Return the offset at which the last lines of a file begin."""
     with path.open("rb") as file:
         at = end = file.seek(0, 2)
         if lines == 0:
@@ -90,99 +78,93 @@ def tail_offset(path: Path, lines: int) -> int:
 
 
 class LogReader:
-    """Reads files as they grow, in the order of epochs and ranks, and writes what is new.
+    """Reads files as they grow, and writes what is new.
 
     Args:
-        write: gets whole pieces of output.
-        label: whether each line says whose it is.
-        tail: of a file that is there from the beginning, only so many of its last lines; None for all.
+        write: takes pieces of output.
+        label: whether each line begins with its rank or pod.
+        tail: read only so many last lines of a file that is there at first; None for all.
     """
 
     def __init__(self, write: Callable[[bytes], object], *, label: bool, tail: int | None = None) -> None:
         self._write = write
         self._label = label
         self._tail = tail
-        self._at: dict[LogFile, int] = {}
-        self._begun: dict[LogFile, bytes] = {}
+        self._offsets: dict[LogFile, int] = {}
+        self._partial: dict[LogFile, bytes] = {}
 
     def read(self, files: Iterable[LogFile], *, new: bool = False) -> None:
-        """Write what these files have to say that was not written yet.
-
-        Args:
-            files: in the order in which to write them.
-            new: files that were never read before have come while the reader was there: ``tail`` is not for them.
-        """
+        """Write what was added to these files; ``tail`` does not apply to files that are ``new``."""
         for file in files:
-            if file not in self._at:
-                self._at[file] = 0 if new or self._tail is None else tail_offset(file.path, self._tail)
+            if file not in self._offsets:
+                self._offsets[file] = 0 if new or self._tail is None else tail_offset(file.path, self._tail)
             with file.path.open("rb") as content:
-                content.seek(self._at[file])
+                content.seek(self._offsets[file])
                 while piece := content.read(_BLOCK):
-                    self._at[file] += len(piece)
+                    self._offsets[file] += len(piece)
                     self._emit(file, piece)
 
     def finish(self) -> None:
-        """Write the last lines that were never ended."""
-        for file, rest in self._begun.items():
+        """Write the last lines that do not end with a newline."""
+        for file, rest in self._partial.items():
             if rest:
                 self._write(file.labelled(rest))
-        self._begun.clear()
+        self._partial.clear()
 
     def _emit(self, file: LogFile, piece: bytes) -> None:
         if not self._label:
             self._write(piece)
             return
-        *lines, rest = (self._begun.get(file, b"") + piece).split(b"\n")
-        self._begun[file] = rest
+        *lines, self._partial[file] = (self._partial.get(file, b"") + piece).split(b"\n")
         if lines:
             self._write(b"".join(file.labelled(line) for line in lines))
 
 
 def follow(
     logs: Path,
-    wanted: Wanted,
+    wanted: LogSelector,
     reader: LogReader,
     *,
     ended: threading.Event,
     tell: Callable[[str], object],
     only: int | None = None,
 ) -> None:
-    """Write logs as they grow, over all epochs that come, until the job has ended.
+    """Write logs as they grow, from round to round, until the job has ended.
 
     Args:
-        logs: the folder of the run's logs.
+        logs: the directory of the run's logs.
         wanted: which of them.
         reader: reads and writes them.
         ended: set when the job has ended and no file grows any more.
-        tell: gets a sentence when another epoch begins.
-        only: this epoch alone: it is over when the next one has begun.
+        tell: takes a sentence when another round begins.
+        only: only this round; it is over when the next one has begun.
     """
     from watchfiles import watch
 
     at_first = log_files(logs, wanted)
-    current = only if only is not None else max((file.epoch for file in at_first), default=0)
+    current = only if only is not None else max((file.round for file in at_first), default=0)
     told = current if at_first else 0
 
     def read() -> bool:
-        """Write what is new; whether there is more to come."""
+        """Write what is new; return whether there is more to come."""
         nonlocal told
         over = ended.is_set()
         for file in log_files(logs, wanted):
-            if file.epoch < current or only not in (None, file.epoch):
+            if file.round < current or only not in (None, file.round):
                 continue
-            if file.epoch > told:
+            if file.round > told:
                 if told:
-                    tell(f"epoch {file.epoch} begins")
-                told = file.epoch
+                    tell(f"round {file.round} begins")
+                told = file.round
             reader.read([file], new=file not in at_first)
-        return not over and (only is None or latest_epoch(logs) <= only)
+        return not over and (only is None or latest_round(logs) <= only)
 
     if read():
         for _ in watch(
             logs,
             watch_filter=None,
             stop_event=ended,
-            rust_timeout=_LOOK_AGAIN,
+            rust_timeout=_POLL_MILLISECONDS,
             yield_on_timeout=True,
             debounce=100,
             step=20,
@@ -191,8 +173,3 @@ def follow(
                 break
     read()
     reader.finish()
-
-
-def latest_epoch(logs: Path) -> int:
-    """The highest epoch in which a worker was started; 0 where none was."""
-    return max((file.epoch for file in log_files(logs, Wanted())), default=0)

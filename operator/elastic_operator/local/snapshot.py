@@ -1,127 +1,153 @@
-"""What is told of a run, as JSON: to the live view, over the control socket, and into the run's folder.
+"""The state of a run as JSON, for the live view, the control socket and the run's directory.
 
-One shape for all three::
+A snapshot holds::
 
     manifest   the live object
-    status     as in the CRD: state, replicas, ready, desired, readyDesired, epoch, worldSize, restarts, …
+    status     as in the CRD: state, replicas, readyReplicas, desired, readyDesired, round, worldSize, restarts, …
     pods       [{name, index, uid, pid, phase, ready, terminating, created, ended, exitCode, message,
                  groupRank, ranks, logDir, metricsUrl}]
     events     [{time, reason, message, warning}], the oldest first
     run        {id, directory, logs, checkpoints, pid, socket, manifestPath, alive, ended}
     etcd       {pid, endpoint, restarts}
-    progress   {line, time}, the last line that rank 0 printed; null where it printed none
+    progress   {line, time}: the last line that rank 0 printed; null if it printed none
 
-``run.ended`` is null while the run goes on, then {how, exitCode, message, time}; ``how`` is one of
-:class:`elastic_operator.local.ending.How`. A record with ``ended: null`` of a run that is not alive is of one that was
-killed. Times are seconds since the Unix epoch, those of ``status`` as Kubernetes writes them.
+``run.ended`` is null while the run goes on, then {how, exitCode, message, time}; ``how`` is an
+:class:`elastic_operator.local.ending.EndReason`. A run that is not alive and has ``ended: null`` was killed. Times are
+seconds since the Unix epoch; those in ``status`` are written as Kubernetes writes them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from elastic_operator.status_json import status_to_json
+from elastic_operator.api.status import status_to_json
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
 
-    from elastic_operator.local.cluster import LocalCluster, ToldEvent
+    from elastic_operator.local.backend import LocalBackend
     from elastic_operator.local.live_job import LiveJob
-    from elastic_operator.local.pod_process import PodProcess
-    from elastic_operator.local.run_folder import RunFolder
-    from torchelastic.contract import EpochRecord
+    from elastic_operator.local.processes import PodProcess
+    from elastic_operator.local.run_dir import RunDir
+    from torchelastic.protocol import RoundRecord
+
+    Snapshot = dict[str, Any]
 
 _PROGRESS_BYTES: Final = 8192
-"""How far back a line of progress is looked for."""
-
 _PROGRESS_CHARACTERS: Final = 500
 
 
-def snapshot_of(live: LiveJob, cluster: LocalCluster, folder: RunFolder, run: dict[str, Any]) -> dict[str, Any]:
-    """How the run stands now.
+class SnapshotFeed:
+    """Gives snapshots to watchers, each at its own pace: several changes close together make one snapshot."""
 
-    Args:
-        live: the job.
-        cluster: where it runs.
-        folder: the run's folder.
-        run: what is to be said of the run itself.
-    """
-    mirror, etcd = cluster.mirror, cluster.etcd
-    places = _places(mirror.epoch, mirror.names)
+    def __init__(self, make: Callable[[], Snapshot]) -> None:
+        self.now = make
+        self._watchers: set[asyncio.Event] = set()
+        self._closed = asyncio.Event()
+
+    def touch(self) -> None:
+        """Say that something has changed."""
+        for changed in self._watchers:
+            changed.set()
+
+    def close(self) -> None:
+        """Give each watcher a last snapshot."""
+        self._closed.set()
+        self.touch()
+
+    async def watch(self, interval: float) -> AsyncGenerator[Snapshot, None]:
+        """Yield a snapshot now, after each change (at most one per ``interval`` seconds), and a last one."""
+        changed = asyncio.Event()
+        changed.set()
+        self._watchers.add(changed)
+        try:
+            while True:
+                await changed.wait()
+                changed.clear()
+                last = self._closed.is_set()
+                yield self.now()
+                if last:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval):
+                        await self._closed.wait()
+        finally:
+            self._watchers.discard(changed)
+
+
+def snapshot_of(live: LiveJob, backend: LocalBackend, files: RunDir, run: Snapshot) -> Snapshot:
+    """Return the state of a run; ``run`` is what stands under that key."""
+    mirror, etcd = backend.mirror, backend.etcd
+    ranks = _ranks(mirror.round, mirror.names)
     urls = {
         node.name: f"http://{node.address}:{node.metrics}/metrics" for node in mirror.nodes.values() if node.metrics
     }
+
+    def pod_json(pod: PodProcess) -> Snapshot:
+        seen = pod.observed(ready=backend.serves(pod))
+        group_rank, of_pod = ranks.get(pod.name, (None, []))
+        return {
+            "name": seen.name,
+            "index": seen.index,
+            "uid": seen.uid,
+            "pid": pod.pid,
+            "phase": seen.phase.value,
+            "ready": seen.ready,
+            "terminating": seen.terminating,
+            "created": seen.created,
+            "ended": seen.ended,
+            "exitCode": seen.exit_code,
+            "message": msgspec.to_builtins(seen.message),
+            "groupRank": group_rank,
+            "ranks": of_pod,
+            "logDir": str(files.logs / pod.name),
+            "metricsUrl": urls.get(pod.name) if pod.ended is None else None,
+        }
+
     return {
         "manifest": live.manifest,
         "status": status_to_json(live.status),
-        "pods": [
-            {
-                **_pod(pod, ready=cluster.serves(pod)),
-                "groupRank": places[pod.name][0] if pod.name in places else None,
-                "ranks": list(places[pod.name][1]) if pod.name in places else [],
-                "logDir": str(folder.pod_logs(pod.name)),
-                "metricsUrl": urls.get(pod.name) if pod.ended is None else None,
-            }
-            for pod in sorted(cluster.pods, key=lambda pod: (pod.new.index, pod.created))
+        "pods": [pod_json(pod) for pod in sorted(backend.pods, key=lambda pod: (pod.new.index, pod.created))],
+        "events": [
+            {"time": time, "reason": str(event.reason), "message": event.message, "warning": event.warning}
+            for time, event in backend.events
         ],
-        "events": [_event(told) for told in cluster.events],
         "run": run,
         "etcd": {
             "pid": etcd.pid if etcd else None,
             "endpoint": etcd.endpoint if etcd else live.job().spec.etcd.endpoint,
             "restarts": etcd.restarts if etcd else 0,
         },
-        "progress": _progress(mirror.epoch, mirror.names, folder),
+        "progress": _progress(mirror.round, mirror.names, files),
     }
 
 
-def _pod(pod: PodProcess, *, ready: bool) -> dict[str, Any]:
-    observed = pod.observed(ready=ready)
-    return {
-        "name": observed.name,
-        "index": observed.index,
-        "uid": observed.uid,
-        "pid": pod.pid,
-        "phase": observed.phase.value,
-        "ready": observed.ready,
-        "terminating": observed.terminating,
-        "created": observed.created,
-        "ended": observed.ended,
-        "exitCode": observed.exit_code,
-        "message": msgspec.to_builtins(observed.message),
-    }
-
-
-def _event(told: ToldEvent) -> dict[str, Any]:
-    event = told.event
-    return {"time": told.time, "reason": str(event.reason), "message": event.message, "warning": event.warning}
-
-
-def _places(epoch: EpochRecord | None, names: dict[str, str]) -> dict[str, tuple[int, range]]:
-    """By pod, its place among the nodes of the epoch and the ranks of its workers."""
-    places: dict[str, tuple[int, range]] = {}
+def _ranks(round: RoundRecord | None, names: dict[str, str]) -> dict[str, tuple[int, list[int]]]:
+    """Return the group rank and the ranks of each pod in the round."""
+    found: dict[str, tuple[int, list[int]]] = {}
     first = 0
-    for group_rank, member in enumerate(epoch.members if epoch else ()):
+    for group_rank, member in enumerate(round.members if round else ()):
         if name := names.get(member.node):
-            places[name] = group_rank, range(first, first + member.workers)
+            found[name] = group_rank, list(range(first, first + member.workers))
         first += member.workers
-    return places
+    return found
 
 
-def _progress(epoch: EpochRecord | None, names: dict[str, str], folder: RunFolder) -> dict[str, Any] | None:
-    """The last line that rank 0 printed in this epoch."""
-    if epoch is None or not epoch.members or (pod := names.get(epoch.members[0].node)) is None:
+def _progress(round: RoundRecord | None, names: dict[str, str], files: RunDir) -> Snapshot | None:
+    if round is None or not round.members or (pod := names.get(round.members[0].node)) is None:
         return None
-    output = folder.pod_logs(pod) / f"epoch_{epoch.number}" / "rank_0" / "output.log"
-    return last_line(output)
+    return last_line(files.logs / pod / f"round_{round.number}" / "rank_0" / "output.log")
 
 
-def last_line(output: Path) -> dict[str, Any] | None:
-    """The last line of a file that is not empty, and when the file was last written; None where there is none."""
+def last_line(output: Path) -> Snapshot | None:
+    """Return the last line of a file that is not blank, and the time of the last write; None if there is none."""
     try:
         with output.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _PROGRESS_BYTES, 0))
@@ -129,6 +155,5 @@ def last_line(output: Path) -> dict[str, Any] | None:
             changed = os.fstat(file.fileno()).st_mtime
     except OSError:
         return None
-    # A progress bar ends its line with a carriage return.
-    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]  # a progress bar ends its line with \r
     return {"line": lines[-1][-_PROGRESS_CHARACTERS:], "time": changed} if lines else None

@@ -1,7 +1,7 @@
-"""What ``elasticjob run`` shows while a job goes on: a live picture on a terminal, plain lines anywhere else.
+"""What ``elasticjob run`` shows while a job goes on: a live picture on a terminal, plain lines elsewhere.
 
-The live picture takes the terminal's second screen, as a pager does: when the terminal's size changes it is simply
-painted anew, and what was there before comes back afterwards. What stays is the last picture and the outcome.
+The live picture uses the terminal's alternate screen, as a pager does. What stays afterwards is the last picture and
+the outcome.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TextIO
 
-from elastic_operator.local.act import NOW
-from elastic_operator.local.hints import suggestions
-from elastic_operator.showing import words
-from elastic_operator.showing.shown import Shown
+from elastic_operator.local.view_text import NOW, Hints, Step, event_text, outcome, paths, suggestions
+from elastic_operator.views import formatting
+from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,24 +20,18 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from elastic_operator.local.act import Act
-    from elastic_operator.local.hints import Hints
-    from elastic_operator.showing.shown import ShownEvent
+    from elastic_operator.views.job_view import EventView
 
-PROGRESS_EVERY: Final = 5.0
-"""Seconds; in plain lines the training's own progress is said no more often."""
-
+PROGRESS_INTERVAL: Final = 5.0
+"""Seconds between two lines of the program's progress in plain lines."""
 _REPAINTS: Final = 4
-"""A second. The clock in the picture moves once in a second; a changed size of the terminal should be seen sooner."""
-
-_OUTCOMES: Final = {0: "succeeded", 1: "failed", 3: "was deleted", 130: "was interrupted"}
 
 
 class View(Protocol):
-    """Something that shows a job while it goes on; a context manager for as long as it does."""
+    """Shows a job while it goes on; a context manager."""
 
     def __enter__(self) -> Self:
-        """Begin to show."""
+        """Begin."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
@@ -48,22 +41,22 @@ class View(Protocol):
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         """The job has changed."""
 
-    def show_acts(self, acts: Sequence[Act]) -> None:
-        """An act of the demo has begun or ended."""
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        """A step of the demo has begun or ended."""
 
-    def say_ending(self, why: str) -> None:
-        """The run is being ended."""
+    def on_ending(self, sentence: str) -> None:
+        """The run is ending."""
 
     def say_outcome(self, code: int) -> None:
-        """The run has ended with this exit code: say how, and where everything is. Said after the view has ended."""
+        """Say how the run has ended, after the view has ended."""
 
 
 def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[str, str]) -> View:
-    """The live view where there is a terminal that can show it, plain lines elsewhere.
+    """Return the live view if the output is a terminal that can show it, else plain lines.
 
     Args:
         plain: the user wants plain lines.
-        hints: how commands are spelled.
+        hints: how ``elasticjob`` is called.
         output: where to show it.
         environ: NO_COLOR and TERM=dumb ask for plain lines.
     """
@@ -74,47 +67,75 @@ def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[s
     return LiveView(Console(file=output, highlight=False), hints)
 
 
-def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) -> list[str]:
-    """How a run ended and where everything is, in lines.
+class PlainView:
+    """Prints a line for each change, with the time of day."""
 
-    Args:
-        snapshot: the last one.
-        now: seconds since the Unix epoch.
-        code: the exit code.
-        hints: how commands are spelled.
-    """
-    shown = Shown.of(snapshot)
-    last = f"{shown.name} {_OUTCOMES.get(code, f'ended with {code}')} after {words.duration(shown.age(now))}"
-    why = shown.run.ended.message if shown.run.ended else ""
-    if code == 0 and shown.progress is not None:
-        why = shown.progress.line
-    elif code == 1:
-        why = why or shown.status.what_failed or _failed(shown)
-    why = words.printed(why.replace("\n", " "))
-    lines = [f"{last}: {why}" if why else f"{last}."]
-    lines += [f"{label:<12} {words.home(place)}" for label, place in _places(shown)]
-    if code in (1, 130) and shown.run.id:
-        manifest = words.path_to_type(shown.run.manifest_path) if shown.run.manifest_path else "FILE"
-        lines.append(f"{'go on with':<12} {hints.here} run --resume {shown.run.id} {manifest}")
-    return lines
+    def __init__(self, output: TextIO, hints: Hints, clock: Callable[[], float] = time.time) -> None:
+        self._output = output
+        self._hints = hints
+        self._clock = clock
+        self._job: JobView | None = None
+        self._snapshot: Mapping[str, Any] = {}
+        self._said_progress = 0.0
+        self._steps: tuple[Step, ...] = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        pass
+
+    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+        """Print what has changed."""
+        before, job = self._job, JobView.of(snapshot)
+        self._snapshot, self._job = snapshot, job
+        if before is None:
+            self._say(*(f"{label}: {formatting.home_relative(path)}" for label, path in paths(job)))
+            self._say("in a second terminal:")
+            self._say(*(f"  {command}   # {why}" for command, why in suggestions(job, self._hints)))
+        for event in _new_events(before, job):
+            self._say(f"! {event_text(event)}" if event.warning else event_text(event))
+        # Events tell of rounds and sizes, the outcome of the end.
+        if not job.status.finished and (before is None or before.status.state != job.status.state):
+            self._say(f"{job.name} is {job.status.state}")
+        progress = job.progress
+        due = progress is not None and progress.time >= self._said_progress + PROGRESS_INTERVAL
+        if progress is not None and due and (line := formatting.printed(progress.line)):
+            self._said_progress = progress.time
+            self._say(f"| {line}")
+
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        """Print which step of the demo begins, and what came of it."""
+        for step in steps:
+            if step.mark and step not in self._steps:
+                self._say(f"--- {step.title}" if step.mark == NOW else f"--- {step.title}: {step.result}")
+        self._steps = tuple(steps)
+
+    def on_ending(self, sentence: str) -> None:
+        """Print that the run is ending."""
+        self._say(sentence)
+
+    def say_outcome(self, code: int) -> None:
+        """Print how the run has ended."""
+        if self._snapshot:
+            self._say(*outcome(self._snapshot, self._clock(), code, self._hints))
+
+    def _say(self, *lines: str) -> None:
+        stamp = time.strftime("%H:%M:%S", time.localtime(self._clock()))
+        with contextlib.suppress(BrokenPipeError):  # `| head` is no reason to end the training
+            self._output.writelines(f"{stamp}  {line}\n" for line in lines)
+            self._output.flush()
 
 
-def _failed(shown: Shown) -> str:
-    return next((each.message for each in shown.status.conditions if each.type == "Failed" and each.message), "")
-
-
-def _places(shown: Shown) -> list[tuple[str, str]]:
-    return [
-        (label, place) for label, place in (("logs", shown.run.logs), ("checkpoints", shown.run.checkpoints)) if place
-    ]
-
-
-def _new(before: Sequence[ShownEvent], after: Sequence[ShownEvent]) -> Sequence[ShownEvent]:
-    """The events that were not there before; old ones may have been dropped meanwhile."""
-    for known in range(len(after), 0, -1):
-        if before and after[known - 1] == before[-1]:
-            return after[known:]
-    return after
+def _new_events(before: JobView | None, after: JobView) -> Sequence[EventView]:
+    """Return the events that were not there before; the oldest may have been dropped."""
+    events = after.events
+    for known in range(len(events), 0, -1):
+        if before and before.events and events[known - 1] == before.events[-1]:
+            return events[known:]
+    return events
 
 
 class LiveView:
@@ -127,7 +148,7 @@ class LiveView:
         self._hints = hints
         self._clock = clock
         self._snapshot: Mapping[str, Any] = {}
-        self._acts: Sequence[Act] = ()
+        self._steps: Sequence[Step] = ()
         self._ending = ""
         self._over = False
         self._live = Live(
@@ -144,124 +165,45 @@ class LiveView:
         self._live.stop()
 
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
-        """The job has changed; the next repaint shows it."""
+        """Show the job from the next repaint on."""
         self._snapshot = snapshot
         if not self._live.is_started and not self._over:
-            # Only now: what is wrong with the input is told on the screen that stays.
-            self._live.start(refresh=True)
+            self._live.start(refresh=True)  # not before: bad input is told on the screen that stays
 
-    def show_acts(self, acts: Sequence[Act]) -> None:
-        """An act of the demo has begun or ended."""
-        self._acts = tuple(acts)
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        """Show the steps of the demo."""
+        self._steps = tuple(steps)
 
-    def say_ending(self, why: str) -> None:
-        """The run is being ended."""
-        self._ending = why
+    def on_ending(self, sentence: str) -> None:
+        """Show that the run is ending."""
+        self._ending = sentence
         if self._live.is_started:
             self._live.refresh()
 
     def say_outcome(self, code: int) -> None:
-        """The last picture, and below it how the run ended."""
+        """Print the last picture, and how the run has ended."""
         from rich.text import Text
+
+        from elastic_operator.local.render import render
 
         if not self._snapshot:
             return
-        self._console.print(self._picture(final=True))
+        self._console.print(render(self._snapshot, self._clock(), self._console.width))
         first, *rest = outcome(self._snapshot, self._clock(), code, self._hints)
-        self._console.print()
-        self._console.print(Text(f" {first}", style="bold green" if code == 0 else "bold red" if code == 1 else "bold"))
+        style = {0: "bold green", 1: "bold red"}.get(code, "bold")
+        self._console.print(Text(f"\n {first}", style=style))
         for line in rest:
             self._console.print(Text(f" {line}"), soft_wrap=True)
 
-    def _picture(self, *, final: bool = False) -> RenderableType:
+    def _picture(self) -> RenderableType:
         from elastic_operator.local.render import render
 
         return render(
             self._snapshot,
             self._clock(),
             self._console.width,
-            None if final else self._console.height,
-            hints=None if final else self._hints,
-            acts=() if final else self._acts,
-            ending="" if final else self._ending,
-            places=not final,
+            self._console.height,
+            hints=self._hints,
+            steps=self._steps,
+            ending=self._ending,
         )
-
-
-class PlainView:
-    """A line for whatever changes, each with the time of day."""
-
-    def __init__(self, output: TextIO, hints: Hints, clock: Callable[[], float] = time.time) -> None:
-        self._output = output
-        self._hints = hints
-        self._clock = clock
-        self._shown: Shown | None = None
-        self._snapshot: Mapping[str, Any] = {}
-        self._said_progress = 0.0
-        self._acts: tuple[Act, ...] = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        pass
-
-    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
-        """Say what has changed since the last one."""
-        before, after = self._shown, Shown.of(snapshot)
-        self._snapshot, self._shown = snapshot, after
-        if before is None:
-            self._begin(after)
-        for event in _new(before.events if before else (), after.events):
-            text = words.printed(event.message.replace("\n", " ")) or event.reason
-            self._say(f"! {text}" if event.warning else text)
-        self._say_state(before, after)
-        self._say_progress(after)
-
-    def show_acts(self, acts: Sequence[Act]) -> None:
-        """Say which act of the demo begins, or what came of it."""
-        for number, act in enumerate(acts):
-            old = self._acts[number] if number < len(self._acts) else None
-            if old != act and act.mark:
-                self._say(f"--- {act.title}" if act.mark == NOW else f"--- {act.title}: {act.result}")
-        self._acts = tuple(acts)
-
-    def say_ending(self, why: str) -> None:
-        """The run is being ended."""
-        self._say(why)
-
-    def say_outcome(self, code: int) -> None:
-        """How the run ended."""
-        for line in outcome(self._snapshot, self._clock(), code, self._hints) if self._snapshot else ():
-            self._say(line)
-
-    def _begin(self, shown: Shown) -> None:
-        for label, place in _places(shown):
-            self._say(f"{label}: {words.home(place)}")
-        self._say("in a second terminal:")
-        for command, why in suggestions(shown, self._hints):
-            self._say(f"  {command}   # {why}")
-
-    def _say_state(self, before: Shown | None, after: Shown) -> None:
-        # Epochs and sizes are told by the events, the end by the outcome.
-        if after.status.finished or (before is not None and before.status.state == after.status.state):
-            return
-        self._say(f"{after.name} is {after.status.state}")
-
-    def _say_progress(self, shown: Shown) -> None:
-        progress = shown.progress
-        if progress is None or progress.time < self._said_progress + PROGRESS_EVERY:
-            return
-        line = words.printed(progress.line)
-        if line:
-            self._said_progress = progress.time
-            self._say(f"| {line}")
-
-    def _say(self, line: str) -> None:
-        stamp = time.strftime("%H:%M:%S", time.localtime(self._clock()))
-        # A reader that goes away (`| head`) is no reason to end the training.
-        with contextlib.suppress(BrokenPipeError):
-            self._output.write(f"{stamp}  {line}\n")
-            self._output.flush()

@@ -13,12 +13,19 @@ if TYPE_CHECKING:
 
     from tests.support.testbed.steps import Step
 
-Bed = Literal["control_plane", "node", "etcds", "oldest_torch", "prometheus", "browser"]
+Bed = Literal["control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser"]
+
+EXHAUSTIVE: Final = os.environ.get("TORCHELASTIC_EXHAUSTIVE", "") not in {"", "0"}
+"""Whether to try everything, as ``make test-exhaustive`` does."""
+
+ONLY_EXHAUSTIVE: Final[frozenset[Bed]] = frozenset({"oldest_etcd", "oldest_torch"})
+"""Beds that tests use only when everything is tried."""
 
 BEDS: Final[Mapping[Bed, str]] = {
     "control_plane": "a real API server",
     "node": "a real kubelet",
-    "etcds": "etcd 3.7 and 3.4",
+    "etcds": "etcd 3.7",
+    "oldest_etcd": "etcd 3.4",
     "oldest_torch": "the oldest torch that is supported",
     "prometheus": "a real Prometheus",
     "browser": "a real browser",
@@ -58,7 +65,10 @@ def needs(bed: Bed) -> Iterator[Step]:
         Missing: it can be told at once that not all of it can be made.
     """
     if bed == "etcds":
-        yield from steps.programs("etcd", "etcd-3.4", the_users=False)
+        yield from steps.programs("etcd", the_users=False)
+        return
+    if bed == "oldest_etcd":
+        yield from steps.programs("etcd-3.4", the_users=False)
         return
     if bed == "oldest_torch":
         yield steps.oldest_torch()

@@ -1,15 +1,19 @@
-"""pytest's hooks by which the wanted tests get what they run on, or clear words that it cannot be had.
+"""pytest hooks: prepare what the selected tests run on, and distribute the tests over processes.
 
-It is made when tests are collected, so that no test's time limit has to hold for it.
+The test bed is prepared when tests are collected, so that no test's time limit has to cover it. With pytest-xdist,
+all tests of a file run in one process, and all tests on the node run in one process, because there is one node.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.testbed import availability
 from tests.support.testbed.availability import Bed
@@ -17,6 +21,7 @@ from tests.support.testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 MISSING = pytest.StashKey[dict[Bed, Missing]]()
 LEFT_OUT = pytest.StashKey[Counter[Bed]]()
@@ -27,10 +32,32 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = Counter()
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m: nothing is made for tests that are not wanted
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return FileScheduling(config, log)
+
+
+class FileScheduling(LoadScopeScheduling):
+    """Runs the tests of a file in one process, and those of all files that use the node in one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "node" if _uses_node(self.config.rootpath / file) else file
+
+
+@functools.cache
+def _uses_node(file: Path) -> bool:
+    return "pytest.mark.node" in file.read_text()
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m: nothing is prepared for tests that are not selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.collectonly:
         return
+    if not availability.EXHAUSTIVE and not os.environ.get("ELASTICJOB_TEST_TORCH"):
+        later = [item for item in items if any(map(item.get_closest_marker, availability.ONLY_EXHAUSTIVE))]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in later]
     by_bed = {bed: [item for item in items if item.get_closest_marker(bed)] for bed in availability.BEDS}
     with _heard(config) as say:
         missing = availability.prepare({bed for bed, wanted in by_bed.items() if wanted}, say)
@@ -40,6 +67,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=_start_order)
+
+
+def _start_order(item: pytest.Item) -> int:
+    """Start what takes longest first: the node's tests, then those with real processes, then the unit tests."""
+    if item.get_closest_marker("node"):
+        return 0
+    return 2 if item.path.parent.name == "unit" else 1
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -49,8 +84,20 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.line(line, red=True)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Collect what the processes of pytest-xdist are missing; each of them collects all tests."""
+    for bed, part, remedy, left_out in getattr(node, "workeroutput", {}).get("missing", ()):
+        node.config.stash[MISSING][bed] = Missing(part, remedy)
+        node.config.stash[LEFT_OUT][bed] = left_out
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.stash[MISSING] and availability.must_not_miss():
+    missing, left_out = session.config.stash[MISSING], session.config.stash[LEFT_OUT]
+    if hasattr(session.config, "workeroutput"):
+        told = [(bed, why.part, why.remedy, left_out[bed]) for bed, why in missing.items()]
+        session.config.workeroutput["missing"] = told
+    if missing and availability.must_not_miss():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -5,7 +5,7 @@ cluster; pods stay Pending, since nobody runs them.
 
 Everything of it lies in one folder: its certificates, its kubeconfig, its logs. The user's kubeconfig is neither read
 nor written. The data are thrown away at the end, so etcd writes them without ``fsync``, and all processes are killed;
-with ``kill -9`` of the tests they end too (:mod:`elastic_operator.local.tether`).
+with ``kill -9`` of the tests they end too (:mod:`elastic_operator.local.pdeathsig`).
 """
 
 from __future__ import annotations

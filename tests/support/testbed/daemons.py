@@ -7,7 +7,7 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING
 
-from elastic_operator.local.tether import tethered
+from elastic_operator.local.pdeathsig import with_pdeathsig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ class Daemon:
             raise RuntimeError(f"{self.name} runs already")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                tethered(self._argv),
+                with_pdeathsig(self._argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,6 +1,7 @@
 """Builds an image from its Dockerfile with buildah, which needs no service and no registry of images.
 
 Its layers are kept in a storage below the cache folder, one for each image, so that only what has changed is built.
+CUDA's libraries are left out of images (:mod:`tests.support.testbed.cuda_stubs`).
 All stages get a name there, so that what belongs to none of them any more can be told, and removed. When the pinned
 versions change, a storage is begun anew.
 """
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from tests.support.testbed import image_base, image_room, image_settings
+from tests.support.testbed import cuda_stubs, image_base, image_room, image_settings
 
 ROOT: Final = Path(__file__).parents[3]
 """Of the project: what a Dockerfile sees."""
@@ -35,30 +36,36 @@ for stage in $STAGES; do
 done
 build --tag "$IMAGE"
 bud rmi --prune > /dev/null
-skopeo copy --quiet --dest-oci-accept-uncompressed-layers \
-    "containers-storage:[overlay@$STORAGE+/run/images]$IMAGE" "oci:$LAYOUT:image"
+skopeo copy --quiet --dest-compress-format zstd --dest-compress-level 1 \
+    "containers-storage:[overlay@$STORAGE+/run/images]$IMAGE" "oci-archive:$ARCHIVE:$IMAGE"
 """
 
 
-def build(dockerfile: Path, *, image: str, folder: Path, layout: Path) -> None:
+def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
     """Build an image and copy it out.
 
     Args:
         dockerfile: in the project's root.
         image: its full name, with its tag.
         folder: where this image's storage is, or will be.
-        layout: an OCI layout that gets the image, uncompressed; blobs that are there already are left as they are.
+        archive: the file that gets the image, as an OCI archive.
 
     Raises:
         Missing: it cannot be built; with the end of what was said.
     """
-    storage = folder / f"storage-{_digest(image_base.identity(), (ROOT / 'constraints.txt').read_text())}"
-    for other in folder.glob("storage-*"):
+    storage = folder / f"storage-{_digest(_base(), (ROOT / 'constraints.txt').read_text())}"
+    for other in [
+        *folder.glob("storage-*"),
+        *folder.glob("tmp-*"),
+    ]:  # those with a prefix tmp- are left by killed builds
         if other != storage:
             shutil.rmtree(other, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="tmp-") as settings:
         for name in ("home", "apt"):
             Path(settings, name).mkdir()
+        wheels = Path(settings, "home/wheels")
+        wheels.mkdir()
+        cuda_stubs.write_packages(ROOT / "constraints.txt", wheels)
         image_settings.write_home(Path(settings, "home"))
         image_settings.write_apt(Path(settings, "apt"), suite=image_base.SUITE)
         environment = {
@@ -70,7 +77,7 @@ def build(dockerfile: Path, *, image: str, folder: Path, layout: Path) -> None:
             "CONTEXT": str(ROOT),
             "SETTINGS": settings,
             "STAGES": " ".join(re.findall(r"^FROM .* AS (\S+)$", dockerfile.read_text(), re.MULTILINE)),
-            "LAYOUT": str(layout),
+            "ARCHIVE": str(archive),
             **image_settings.proxies(),
         }
         image_room.run(_BUILD, makes=f"the image {image}", limit=_LIMIT, env=environment)
@@ -78,10 +85,14 @@ def build(dockerfile: Path, *, image: str, folder: Path, layout: Path) -> None:
 
 def identity(dockerfile: Path) -> str:
     """Another one for each content of what an image is made of."""
-    parts = [image_base.identity(), dockerfile.read_text()]
+    parts = [_base(), dockerfile.read_text()]
     for path in sorted(_copied(dockerfile)):
         parts += [str(path.relative_to(ROOT)), oct(path.stat().st_mode), _digest(path.read_bytes())]
     return _digest(*parts)
+
+
+def _base() -> str:
+    return f"{image_base.identity()} {cuda_stubs.VERSION}"
 
 
 def _copied(dockerfile: Path) -> set[Path]:

@@ -35,8 +35,12 @@ _AUTHORITIES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 
 
 def write_home(folder: Path) -> None:
-    """Write root's home folder for a build: pip's configuration, certificates, and passwords for indexes."""
+    """Write root's home folder for a build: pip's configuration, certificates, and passwords for indexes.
+
+    Wheels below its subfolder ``wheels`` are preferred to those of the index.
+    """
     options = _pip_options()
+    options["find-links"] = f"/root/wheels {options.get('find-links', '')}".strip()
     lines = [f"{name} = {value}" for name, value in options.items() if name in _PIP_OPTIONS]
     for name in ("cert", "client-cert"):
         if (file := Path(options.get(name, ""))).is_file():

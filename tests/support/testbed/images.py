@@ -7,11 +7,9 @@ when what it is made of changes.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,11 +18,10 @@ from tests.support.testbed import image_archive, image_build
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.binaries import is_ready as is_built
 from tests.support.testbed.cache import Missing, cache_folder, locked
-from tests.support.testbed.image_parts import PartLost, Parts
 from tests.support.testbed.node_images import full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 _PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PAUSE: Final = Path(__file__).parent / "pause"
@@ -81,18 +78,7 @@ _PROGRAMS: Final[Mapping[str, Program]] = {
 
 
 def archive(name: str) -> Path:
-    """The archive that holds an image's name; made if it is not there, which takes minutes the first time.
-
-    For the images of Dockerfiles it is the last of several: see :func:`archives`.
-
-    Raises:
-        Missing: it cannot be made.
-    """
-    return archives(name)[-1]
-
-
-def archives(name: str) -> Sequence[Path]:
-    """All archives of an image, in the order in which they are imported; made if they are not there.
+    """Return the archive of an image, and make it if it is missing or out of date.
 
     Args:
         name: one of :data:`IMAGES`.
@@ -101,65 +87,36 @@ def archives(name: str) -> Sequence[Path]:
         Missing: it cannot be made.
     """
     with locked(f"image-{name}"):
-        identity = _identity(name)
-        return _there(name, identity) or _make(name, identity)
+        path = _path(name)
+        if not path.exists():
+            _make(name, path)
+        return path
 
 
 def is_ready(name: str) -> bool:
-    """Whether :func:`archives` will find an image as it is now, without making it."""
+    """Return whether :func:`archive` finds the image as it is now, without making it."""
     if name in _BINARIES and not is_built(name):
         return False
-    return _there(name, _identity(name)) is not None
+    return _path(name).exists()
 
 
-def _there(name: str, identity: str) -> list[Path] | None:
-    """The archives of an image, if all of them are there."""
-    try:
-        paths = [_folder(name) / file for file in json.loads(_list(name, identity).read_text())]
-    except FileNotFoundError:
-        return None
-    return paths if all(path.exists() for path in paths) else None
-
-
-def _make(name: str, identity: str) -> list[Path]:
-    """Make an image's archives, and remove what they supersede."""
-    folder = _folder(name)
-    _sweep(folder)
-    last = folder / f"{name}-{identity}.tar"
+def _make(name: str, path: Path) -> None:
+    """Make an image's archive, and remove those of earlier contents."""
+    for other in path.parent.glob("*.tar*"):
+        other.unlink()
+    unfinished = path.with_suffix(".tar.tmp")
     if name in _DOCKERFILES:
-        made = _built(name, folder, last)
+        image_build.build(_DOCKERFILES[name], image=full_name(IMAGES[name]), folder=path.parent, archive=unfinished)
     else:
-        made = [last]
         program = _PROGRAMS[name]
         image_archive.write_image_of_program(
-            last, name=IMAGES[name], program=program.found(), at=program.at, config=program.config
+            unfinished, name=IMAGES[name], program=program.found(), at=program.at, config=program.config
         )
-    complete = _list(name, identity)
-    complete.write_text(json.dumps([path.name for path in made]))
-    for path in [*folder.glob("*.tar"), *folder.glob("*.json")]:
-        if path not in (complete, *made):
-            path.unlink()
-    return made
+    unfinished.rename(path)
 
 
-def _built(name: str, folder: Path, last: Path) -> list[Path]:
-    """Build an image from its Dockerfile."""
-    image = full_name(IMAGES[name])
-    parts = Parts(folder, image, name)
-    while True:
-        with tempfile.TemporaryDirectory(dir=folder, prefix="tmp-", ignore_cleanup_errors=True) as scratch:
-            layout = Path(scratch) / "layout"
-            parts.prepare(layout)
-            image_build.build(_DOCKERFILES[name], image=image, folder=folder, layout=layout)
-            try:
-                return parts.write(layout, last)
-            except PartLost:
-                parts.remove()
-
-
-def _list(name: str, identity: str) -> Path:
-    """The file which says that an image is complete, and which archives it has."""
-    return _folder(name) / f"{name}-{identity}.json"
+def _path(name: str) -> Path:
+    return _folder(name) / f"{name}-{_identity(name)}.tar"
 
 
 def _identity(name: str) -> str:
@@ -181,11 +138,3 @@ def _folder(name: str) -> Path:
     folder = cache_folder() / "images" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what a killed run has left."""
-    for left in folder.glob("tmp-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    for left in folder.glob(".*"):
-        left.unlink()

@@ -133,7 +133,7 @@ def images() -> Iterator[Step]:
             lane=lane,
             minutes=minutes,
             is_ready=partial(is_ready, name),
-            make=partial(all_images.archives, name),
+            make=partial(all_images.archive, name),
         )
 
 

@@ -1,4 +1,4 @@
-"""What a launcher in Python gives to an agent, and gets back. The names and their meaning are torch's."""
+"""What a launcher in Python gives to an agent and gets back, by torch's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessFailure", "RunResult", "WorkerSpec", "WorkerState"]
 
-ExitCodes = tuple[int, ...]
+NOT_AVAILABLE = "<N/A>"
 
 
 @dataclass(frozen=True, kw_only=False)
@@ -28,18 +28,17 @@ class WorkerSpec:
 
     Attributes:
         role: of the workers; shown before the lines of their output unless it is the default one.
-        local_world_size: how many of them there are on this node.
+        local_world_size: the number of workers on this node.
         rdzv_handler: how this node meets its peers; None for a run of this node alone.
         fn: the function that each worker calls; the older name of ``entrypoint``.
-        entrypoint: that function, or a command. A function, what it refers to and its arguments are carried over by
-            cloudpickle, so it may be a lambda or stand in ``__main__``.
+        entrypoint: that function, or a command. A function and its arguments are carried over by cloudpickle, so it may
+            be a lambda or stand in ``__main__``.
         args: its arguments, the same for all workers.
         max_restarts: how many failures of workers the run may have, on all nodes together.
-        monitor_interval: seconds after which a handler that is not ours is asked for changes; workers are not asked.
-        master_port: port of the store in which the workers meet, where a handler that is not ours is used and this node
-            becomes the first one; None for any free one.
-        master_addr: its host; None for this node's own address.
-        local_addr: where the other nodes reach this one; None to have it found out.
+        monitor_interval: with a handler that is not ours, seconds between two looks at workers and handler.
+        master_port: with such a handler, the port of the store in which the workers meet; None for any free one.
+        master_addr: likewise, its host; None for the address of the first node.
+        local_addr: where the other nodes reach this one; None to find it out.
         redirects: streams that go to files only, with a folder for them: 0 none, 1 stdout, 2 stderr, 3 both; or such a
             number by local rank.
         tee: streams that go to files and on, likewise.
@@ -47,7 +46,7 @@ class WorkerSpec:
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no such limit.
 
     Raises:
-        SettingsError: it makes no sense; the message says what to change.
+        SettingsError: a value cannot be; the message says what to change.
     """
 
     role: str = DEFAULT_ROLE
@@ -63,7 +62,7 @@ class WorkerSpec:
     local_addr: str | None = None
     redirects: int | Mapping[int, int] = 0
     tee: int | Mapping[int, int] = 0
-    final_exit_codes: ExitCodes = ()
+    final_exit_codes: tuple[int, ...] = ()
     heartbeat_timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -80,14 +79,14 @@ class WorkerSpec:
 
     @property
     def program(self) -> Callable[..., Any] | str:
-        """The function or the command, under whichever name it was given."""
+        """The function or the command."""
         program = self.entrypoint or self.fn
         if program is None:
             raise AssertionError("__post_init__ has seen to it")
         return program
 
     def get_entrypoint_name(self) -> str:
-        """What is run, for people."""
+        """Return the name of the function or command."""
         program = self.program
         if isinstance(program, str):
             return Path(program).name
@@ -95,21 +94,19 @@ class WorkerSpec:
 
 
 class WorkerState(enum.StrEnum):
-    """How the workers of a node are, together."""
+    """The state of a node's workers, taken together."""
 
     UNKNOWN = "UNKNOWN"
     INIT = "INIT"
     HEALTHY = "HEALTHY"
     UNHEALTHY = "UNHEALTHY"
     STOPPED = "STOPPED"
-    """Ended by the agent."""
     SUCCEEDED = "SUCCEEDED"
-    """Ended with 0, all of them."""
     FAILED = "FAILED"
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Whether there are workers that run."""
+        """Return whether there are workers that run."""
         return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
@@ -119,11 +116,12 @@ class ProcessFailure:
 
     Attributes:
         local_rank: its rank on its node.
-        pid: its process id there.
+        pid: its process id.
         exitcode: what it returned, or the negative number of the signal that ended it.
         message: why, in words.
         host: the address of its node.
-        timestamp: when that was known here, in seconds since 1970.
+        timestamp: when this node knew of it, in seconds since 1970.
+        error_file: the file that the worker has described it in; "<N/A>" for none, as torch writes it.
     """
 
     local_rank: int
@@ -132,18 +130,19 @@ class ProcessFailure:
     message: str
     host: str = ""
     timestamp: int = 0
+    error_file: str = NOT_AVAILABLE
 
     def signal_name(self) -> str:
-        """The signal that ended it; empty where none did."""
+        """The signal that ended it; "<N/A>" if none did, as torch has it."""
         if self.exitcode >= 0:
-            return ""
+            return NOT_AVAILABLE
         try:
             return signal.Signals(-self.exitcode).name
         except ValueError:
             return f"signal {-self.exitcode}"
 
     def timestamp_isoformat(self) -> str:
-        """When that was known here, for people."""
+        """The timestamp, for people."""
         return dt.datetime.fromtimestamp(self.timestamp, dt.UTC).astimezone().isoformat(sep="_")
 
 
@@ -152,9 +151,9 @@ class RunResult:
     """How a run ended for this node.
 
     Attributes:
-        state: SUCCEEDED; FAILED; or STOPPED where this node has left the run, or was not needed.
+        state: SUCCEEDED; FAILED; or STOPPED if this node has left the run, or was not needed.
         return_values: what the function returned, by global rank, of this node's workers; None for commands.
-        failures: the failed workers by global rank. The first one is the root cause, on whichever node it was.
+        failures: the failed workers by global rank; the first one is the root cause, on any node.
     """
 
     state: WorkerState
@@ -162,5 +161,5 @@ class RunResult:
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
 
     def is_failed(self) -> bool:
-        """Whether the run has failed."""
+        """Return whether the run has failed."""
         return self.state == WorkerState.FAILED

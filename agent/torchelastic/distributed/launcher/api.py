@@ -1,6 +1,4 @@
-"""The launcher where torch has it, ``torch.distributed.launcher.api``."""
-
-from __future__ import annotations
+"""The launcher under the path that it has in torch, ``torch.distributed.launcher.api``."""
 
 from torchelastic.launcher.api import LaunchConfig, elastic_launch, launch_agent
 

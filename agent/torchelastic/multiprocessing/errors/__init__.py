@@ -1,24 +1,15 @@
-"""How a worker tells of its exception: ``@record``, and the errors of failed runs. Torch's, under torchelastic's name.
-
-torch is imported when one of the names is first used, which a worker has done anyway.
-"""
+"""``@record``, and the errors of failed runs: torch's, which is imported at the first use of a name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchelastic.torchs import names_of
+from torchelastic.torch_reexports import reexport
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import (
-        ChildFailedError,
-        ErrorHandler,
-        ProcessFailure,
-        get_error_handler,
-        record,
-    )
+    from torch.distributed.elastic.multiprocessing.errors import *  # noqa: F403
 
-__all__ = [
+__all__ = [  # noqa: F405 - see above
     "ChildFailedError",
     "ErrorHandler",
     "ProcessFailure",
@@ -26,4 +17,4 @@ __all__ = [
     "record",
 ]
 
-__getattr__ = names_of("torch.distributed.elastic.multiprocessing.errors", __name__, __all__)
+__getattr__ = reexport("torch.distributed.elastic.multiprocessing.errors", __name__, __all__)

@@ -1,0 +1,338 @@
+"""Why a worker ended, in words, and how far that explains the failure of a round.
+
+A worker's error file and output are written by the user's program and are not trusted: they are read within bounds.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import re
+import signal
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from torchelastic.protocol import FailureKind, FailureRecord, shorten
+from torchelastic.rendezvous.policy.messages import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchelastic.config.settings import AgentSettings
+    from torchelastic.protocol import RoundRecord
+
+OUT_OF_MEMORY: Final = "killed by SIGKILL: out of memory"
+
+MESSAGE_LIMIT: Final = 4096
+"""Characters of a message."""
+
+_FILE_LIMIT: Final = 256 << 10
+_TAIL_LINES: Final = 5
+_LAST_LINES: Final = 20
+
+_COMMUNICATION: Final = re.compile(
+    r"DistBackendError|DistNetworkError|DistStoreError|monitoredBarrier"
+    r"|(?:gloo|nccl|c10d|TCPStore|ProcessGroup)(?s:.{0,400}?)"
+    r"(?:connection (?:closed|reset|refused)|broken pipe|timed ?out|timeout|remote process exited|pair closure"
+    r"|unhandled system error|communicator was aborted)"
+    r"|ncclRemoteError|ncclSystemError|connection closed by peer|connection reset by peer"
+    r"|watchdog (?:caught collective|got stuck)",
+    re.IGNORECASE,
+)
+"""What a collective reports when another rank has failed: messages of gloo, NCCL and torch (2.8 and later)."""
+
+_OF_THE_DEVICE: Final = re.compile(r"CUDA error: |out of memory|device-side assert", re.IGNORECASE)
+"""Errors of the program itself, also when a collective reports them."""
+
+_FRAME: Final = re.compile(r'^ *File "(?P<path>[^"\n]+)", line (?P<line>\d+)', re.MULTILINE)
+_LIBRARY: Final = re.compile(
+    r"(?:site|dist)-packages/|/lib/python3|^<"
+    r"|/torch/(?:autograd|distributed|multiprocessing|nn|optim|utils|_\w+)[/.]"  # torch, where it was built
+)
+_TRACEBACK: Final = "Traceback (most recent call last):\n"
+_CHAINED: Final = re.compile(
+    r"\n\n(?:During handling of the above exception, another exception occurred"
+    r"|The above exception was the direct cause of the following exception):\n\n"
+)
+_RANK: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+_EXCEPTION: Final = re.compile(r"^(?P<text>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
+_FATAL: Final = re.compile(r"^Fatal Python error: (?P<text>.+)$", re.MULTILINE)
+_TERMINATE: Final = re.compile(
+    r"^terminate called after throwing an instance of '(?:\w+::)*(?P<kind>\w+)'\n\s*what\(\): +(?P<text>.+)$",
+    re.MULTILINE,
+)
+_NATIVE_FRAME: Final = re.compile(r"^\s*(?:\[\w+\]: ?)?frame #\d+: ")
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a worker ended.
+
+    Attributes:
+        kind: how far it explains the failure of a round.
+        message: in words.
+        final: the program said that a restart is of no use.
+    """
+
+    kind: FailureKind
+    message: str
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """The end of one worker that the agent did not end, or that hung.
+
+    Attributes:
+        exit_code: its exit code, or the negative number of the signal that ended it.
+        uptime: seconds from its start to its end.
+        ended: when it ended, by the loop's clock.
+        kind: how far it explains the failure of a round; has no meaning if the exit code is 0.
+        message: in words; empty if the exit code is 0.
+        final: the program said that a restart is of no use.
+    """
+
+    local_rank: int
+    rank: int
+    pid: int
+    exit_code: int
+    uptime: float
+    ended: float
+    kind: FailureKind
+    message: str
+    final: bool = False
+
+
+def explain(exit_code: int, *, error_file: Path, tail: str, memory: bool) -> Explanation:
+    """Why a worker failed, by its exit code, the end of its output, and whether a process was killed for memory."""
+    told = read_error_file(error_file) or _printed_exception(tail)
+    if exit_code == -signal.SIGKILL and memory:
+        return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
+    if told:
+        text = told if exit_code > 0 else f"{told} ({end_of(exit_code)})"
+        final = says_final(error_file)
+        return Explanation(FailureKind.PROGRAM if final else _kind(told), shorten(text, MESSAGE_LIMIT), final)
+    if exit_code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}:  # sent by someone else
+        return Explanation(FailureKind.PROGRAM, end_of(exit_code))
+    if crash := _printed_crash(tail):
+        return Explanation(_kind(crash), shorten(f"{end_of(exit_code)}: {crash}", MESSAGE_LIMIT))
+    lines = [line.rstrip() for line in tail.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
+    last = " | ".join(lines[-_TAIL_LINES:])
+    text = f"{end_of(exit_code)}; it last printed: {last}" if last else end_of(exit_code)
+    kinds = {_kind(line) for line in lines[-_LAST_LINES:]}
+    kind = FailureKind.COMMUNICATION if FailureKind.COMMUNICATION in kinds else FailureKind.PROGRAM
+    return Explanation(kind, shorten(text, MESSAGE_LIMIT))
+
+
+def read_error_file(path: Path) -> str:
+    """The exception in an error file as ``@record`` writes it, with its place; empty if there is none."""
+    message = _message_in(path)
+    if isinstance(message, str):
+        return message.strip()
+    if not isinstance(message, dict) or not isinstance(message.get("message"), str):
+        return ""
+    extra = message.get("extraInfo")
+    trace = extra.get("py_callstack") if isinstance(extra, dict) else None
+    return _root(message["message"].strip(), trace if isinstance(trace, str) else "")
+
+
+def says_final(path: Path) -> bool:
+    """Whether the exception in such a file is a non-retryable one."""
+    message = _message_in(path)
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    return isinstance(extra, dict) and extra.get("final") is True
+
+
+def _message_in(path: Path) -> object:
+    """The message in such a file; None if it is not such a file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, opened with care
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        data = file.read(_FILE_LIMIT)
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return record.get("message") if isinstance(record, dict) else None
+
+
+def _root(text: str, trace: str) -> str:
+    """The exception that explains a traceback, with its place in the program.
+
+    If a collective fails while the program handles another exception, that first one explains more.
+    """
+    first, chained = _CHAINED.split(trace, 1)[0], _CHAINED.search(trace)
+    if chained and _kind(text) is FailureKind.COMMUNICATION:
+        found = _EXCEPTION.search(first.removeprefix(_TRACEBACK))
+        if found and _kind(found["text"]) is FailureKind.PROGRAM:
+            return _with_place(found["text"], first)
+    return _with_place(text, trace)
+
+
+def _with_place(text: str, trace: str) -> str:
+    """The text with the innermost file and line that are not a library's."""
+    frames = _frames(trace)
+    if not frames:
+        return text
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+    return _at(text, *(own or frames)[-1])
+
+
+def _frames(trace: str) -> list[tuple[str, str]]:
+    return [(frame["path"], frame["line"]) for frame in _FRAME.finditer(trace)]
+
+
+def _at(text: str, path: str, line: str) -> str:
+    name = path.rpartition("/")[2]
+    return text if f"({name}, line {line})" in text else f"{text} ({name}:{line})"
+
+
+def _printed_exception(tail: str) -> str:
+    """The last exception that the interpreter has printed."""
+    plain = _RANK.sub("", tail)
+    _, found, last = plain.rpartition(_TRACEBACK)
+    exception = _EXCEPTION.search(last) if found else None
+    if exception is None:
+        return ""
+    start = len(plain) - len(last) - len(found)
+    for chained in reversed([*_CHAINED.finditer(plain, 0, start)]):  # exceptions that it was chained to
+        if chained.end() != start:
+            break
+        start = plain.rfind(_TRACEBACK, 0, chained.start())
+    return _root(exception["text"], plain[max(start, 0) :])
+
+
+def _printed_crash(tail: str) -> str:
+    """The message of the C++ library's or the interpreter's fault handler; empty if there is none."""
+    terminate, fatal = _last(_TERMINATE, _RANK.sub("", tail)), _last(_FATAL, tail)
+    text = fatal["text"] if fatal is not None else ""
+    if terminate is not None:
+        text = f"{terminate['kind']}: {terminate['text']}"
+    if fatal is not None:
+        for path, line in _frames(tail[fatal.end() :]):  # the innermost first
+            if not _LIBRARY.search(path):
+                return _at(text, path, line)
+    return text
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(reversed([*pattern.finditer(text)]), None)
+
+
+def _kind(text: str) -> FailureKind:
+    if _OF_THE_DEVICE.search(text) or not _COMMUNICATION.search(text):
+        return FailureKind.PROGRAM
+    return FailureKind.COMMUNICATION
+
+
+def end_of(exit_code: int) -> str:
+    """An exit code, or the negative number of a signal, in words."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"killed by {name}"
+
+
+def in_full(failure: FailureRecord) -> str:
+    """A failure with its place and exit, for the agent's log."""
+    process = f", process {failure.pid}" if failure.pid else ""
+    end = end_of(failure.exit_code)
+    told = failure.message or end
+    how = "" if end in told else f", {end}"
+    return f"rank {failure.rank} on {name_of(failure.node)} ({failure.host}){process}{how}: {told}"
+
+
+def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: AgentSettings) -> FailureRecord:
+    """The failure of a worker, as its node reports it."""
+    code = worker.exit_code if worker.exit_code >= 0 else 128 - worker.exit_code  # as a shell shows it
+    final = worker.final or code in settings.final_exit_codes
+    return FailureRecord(
+        round=round,
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        node=node,
+        exit_code=max(min(worker.exit_code, 255), -255),
+        kind=worker.kind,
+        host=settings.address,
+        pid=worker.pid,
+        message=worker.message,
+        uptime=builtins.round(worker.uptime, 3),
+        non_retryable=final,
+        uncharged=not final and code in settings.free_exit_codes,
+    )
+
+
+def failure_of_node(
+    round: RoundRecord, node: str, settings: AgentSettings, *, message: str, kind: FailureKind, began: float
+) -> FailureRecord:
+    """The failure of a node itself, for its first rank; `began` is the round's start by the monotonic clock."""
+    return FailureRecord(
+        round=round.number,
+        rank=round.first_rank(node),
+        local_rank=0,
+        node=node,
+        exit_code=1,
+        kind=kind,
+        host=settings.address,
+        message=message,
+        uptime=builtins.round(time.monotonic() - began, 3),
+    )
+
+
+class MemoryKills:
+    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine."""
+
+    def __init__(
+        self,
+        *,
+        root: Path = Path("/sys/fs/cgroup"),
+        membership: Path = Path("/proc/self/cgroup"),
+        machine: Path = Path("/proc/vmstat"),
+    ) -> None:
+        self._files = [*_counter_files(root, membership), machine]
+
+    def count(self) -> int:
+        """How many so far; 0 if nothing counts them."""
+        for path in self._files:
+            try:
+                for line in path.read_text().splitlines():
+                    name, _, value = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(value)
+            except (OSError, ValueError):
+                continue
+        return 0
+
+    def explains(self, exit_code: int, *, since: int) -> bool:
+        """Whether a process with this exit code was killed for memory, given the count before it started."""
+        return exit_code == -signal.SIGKILL and self.count() > since
+
+
+def _counter_files(root: Path, membership: Path) -> Iterator[Path]:
+    """Where the counter may be: in a container, its own cgroup is often mounted as the root."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, found, path = rest.partition(":")
+        if not found:
+            continue
+        if controllers == "":  # version 2
+            yield root / path.lstrip("/") / "memory.events"
+            yield root / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield root / "memory" / path.lstrip("/") / "memory.oom_control"
+            yield root / "memory" / "memory.oom_control"

@@ -1,0 +1,376 @@
+"""The output of workers: to files, to the agent's own streams with the rank before each line, or to both.
+
+If only a file is wanted, the worker writes to it itself. Otherwise it writes to a pipe that the agent reads, and whole
+lines are passed on by a thread: a slow reader of the agent's output blocks the workers' output, never the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import queue
+import select
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from torchelastic.config.settings import Streams
+from torchelastic.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torchelastic.config.settings import LogSettings
+
+logger = logging.getLogger(__name__)
+
+TAIL_LIMIT: Final = 16 << 10
+"""Bytes of the end of a worker's output that may explain its failure."""
+
+_CHUNK: Final = 64 << 10
+_LINE_LIMIT: Final = 1 << 20
+"""Bytes of a line; longer ones are passed on in parts."""
+
+_PIPE_LIMIT: Final = 1 << 20
+"""Bytes that a pipe contains at most."""
+
+_QUEUE_LIMIT: Final = 1 << 20
+
+
+class Console:
+    """The agent's standard output and standard error, written to by a thread.
+
+    Args:
+        carries_log: log messages to standard error use the same thread, so that none stands in the middle of a line.
+    """
+
+    def __init__(self, *, carries_log: bool = False) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[tuple[int, bytes, int] | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._progress = 0
+        self._waiting: list[Callable[[], None]] = []
+        self._ended = asyncio.Event()
+        self._handlers = _handlers_to_standard_error() if carries_log else []
+        for handler in self._handlers:
+            handler.setStream(_LogStream(self._queue))
+        threading.Thread(target=self._write_all, name="console", daemon=True).start()
+
+    def write(self, descriptor: int, lines: bytes) -> None:
+        """Write whole lines to a descriptor."""
+        self._queued += len(lines)
+        self._queue.put((descriptor, lines, len(lines)))
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is queued that no more should be read."""
+        return self._queued > _QUEUE_LIMIT
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        """Call this once when the console is no longer full."""
+        self._waiting.append(resume)
+
+    async def close(self, *, patience: float, limit: float) -> None:
+        """Wait until everything is written: `limit` seconds at most, and `patience` while the reader takes nothing."""
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
+        self._queue.put(None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                seen = -1
+                while not self._ended.is_set() and seen != self._progress:
+                    seen = self._progress
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._ended.wait(), patience)
+
+    def _written(self, size: int) -> None:
+        self._queued -= size
+        if not self.full:
+            waiting, self._waiting = self._waiting, []
+            for resume in waiting:
+                resume()
+
+    def _write_all(self) -> None:
+        broken: set[int] = set()
+        while (item := self._queue.get()) is not None:
+            descriptor, lines, size = item
+            if descriptor not in broken:
+                try:
+                    for piece in _pieces(lines):
+                        _write(descriptor, piece)
+                        self._progress += 1
+                except OSError:  # its reader is gone: this output is dropped
+                    broken.add(descriptor)
+            self._call(self._written, size)
+        self._call(self._ended.set)
+
+    def _call(self, callback: Callable[..., None], *arguments: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+class _LogStream:
+    """A stream for :mod:`logging` that never blocks."""
+
+    def __init__(self, queue: queue.SimpleQueue[tuple[int, bytes, int] | None]) -> None:
+        self._queue = queue
+
+    def write(self, text: str) -> None:
+        self._queue.put((2, text.encode(errors="backslashreplace"), 0))
+
+    def flush(self) -> None:
+        pass
+
+
+def _handlers_to_standard_error() -> list[logging.StreamHandler[Any]]:
+    streams = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    return [handler for handler in streams if handler.stream is sys.stderr]
+
+
+def _pieces(lines: bytes) -> list[bytes]:
+    """Whole lines in pieces that the kernel writes to a pipe in one go; a longer line is a piece of its own."""
+    pieces = []
+    start = 0
+    while start < len(lines):
+        end = len(lines)
+        if end - start > select.PIPE_BUF:
+            end = lines.rfind(b"\n", start, start + select.PIPE_BUF) + 1
+            if end == 0:
+                end = lines.find(b"\n", start) + 1 or len(lines)
+        pieces.append(lines[start:end])
+        start = end
+    return pieces
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # another process has made it non-blocking
+            select.select([], [descriptor], [])
+
+
+class LogPipe:
+    """One stream of a worker, read by the agent and passed on to its own stream `descriptor`, and to a file if given.
+
+    Attributes:
+        writing: the worker's end.
+        ended: done when no process can write to it any more.
+    """
+
+    def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None) -> None:
+        self._path = file
+        self._file = None if file is None else open_log(file)
+        self._loop = asyncio.get_running_loop()
+        self._prefix = prefix
+        self._console = console
+        self._descriptor = descriptor
+        self._rest = b""
+        self._tail = b""
+        self._reading, self.writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(self._reading, self._read)
+
+    @property
+    def tail(self) -> bytes:
+        """The end of the output so far."""
+        return self._tail
+
+    def catch_up(self) -> None:
+        """Read what an ended worker has left, even if the console is full."""
+        left = _PIPE_LIMIT
+        while left > 0 and (size := self._read_chunk()):
+            left -= size
+
+    def close(self) -> None:
+        """Read what is there, and no more."""
+        self.catch_up()
+        self._end()
+
+    def _read(self) -> None:
+        if self._read_chunk() and self._console.full:
+            self._loop.remove_reader(self._reading)
+            self._console.when_free(self._resume)
+
+    def _read_chunk(self) -> int:
+        if self.ended.done():
+            return 0
+        try:
+            data = os.read(self._reading, _CHUNK)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self._end()
+            return 0
+        self._tail = (self._tail + data)[-TAIL_LIMIT:]
+        self._write_to_file(data)
+        lines, newline, rest = (self._rest + data).rpartition(b"\n")
+        if len(rest) > _LINE_LIMIT:
+            lines, newline, rest = lines + newline + rest, b"\n", b""
+        self._rest = rest
+        self._pass_on(lines + newline)
+        return len(data)
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self._loop.remove_reader(self._reading)
+            os.close(self._reading)
+            self._pass_on(self._rest + b"\n" if self._rest else b"")
+            self._rest = b""
+            if self._file is not None:
+                os.close(self._file)
+            self.ended.set_result(None)
+
+    def _write_to_file(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written: %s. Further output of the worker is on the console only.",
+                self._path,
+                error.strerror,
+            )
+            os.close(self._file)
+            self._file = None
+
+    def _resume(self) -> None:
+        if not self.ended.done():
+            self._loop.add_reader(self._reading, self._read)
+
+    def _pass_on(self, lines: bytes) -> None:
+        if lines:
+            prefix = self._prefix
+            self._console.write(self._descriptor, prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
+
+
+class LogFile:
+    """A file to which a worker writes itself; the output of an earlier run in it is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.writing = open_log(path)
+        self._start = os.fstat(self.writing).st_size
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended.set_result(None)
+
+    @property
+    def tail(self) -> bytes:
+        """The end of the output so far."""
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._start, size - TAIL_LIMIT))
+                return file.read(TAIL_LIMIT)
+        except OSError:
+            return b""
+
+    def catch_up(self) -> None:
+        """There is nothing to read."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class WorkerOutput:
+    """The output of one worker, and the file in which it may describe an exception."""
+
+    def __init__(self, out: LogPipe | LogFile, err: LogPipe | LogFile, error_file: Path) -> None:
+        self._out = out
+        self._err = err
+        self.error_file = error_file
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """The worker's standard output and standard error."""
+        return self._out.writing, self._err.writing
+
+    def handed_over(self) -> None:
+        """Close the descriptors, which the worker has now."""
+        for descriptor in {*self.descriptors}:
+            os.close(descriptor)
+
+    async def drained(self, seconds: float) -> None:
+        """Wait until the output of an ended worker is read; another process may still hold its pipe."""
+        self._out.catch_up()
+        self._err.catch_up()
+        await asyncio.wait([self._out.ended, self._err.ended], timeout=seconds)
+
+    def tail(self) -> str:
+        """The end of standard error, or of standard output if that is empty."""
+        return (self._err.tail or self._out.tail).decode(errors="replace")
+
+    def close(self) -> None:
+        """Read no more."""
+        self._out.close()
+        self._err.close()
+
+
+def open_output(
+    settings: LogSettings, console: Console, scratch: Path, *, round: int, rank: int, local_rank: int, prefix: str
+) -> WorkerOutput:
+    """Open a worker's files and pipes; SettingsError if that is not possible."""
+    folder = (settings.directory or scratch) / f"round_{round}" / f"rank_{rank}"
+    redirected = settings.redirects.get(local_rank, Streams.NONE)
+    teed = settings.tee.get(local_rank, Streams.NONE)
+
+    def stream(which: Streams, name: str) -> LogPipe | LogFile:
+        to_file = settings.directory is not None and which in redirected | teed
+        if to_file and which not in teed:
+            return LogFile(folder / name)
+        file = folder / name if to_file else None
+        return LogPipe(prefix=prefix.encode(), console=console, descriptor=which.value, file=file)
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        error_file = _unused(folder, "error", ".json")
+        if settings.directory is not None and not redirected | teed:
+            both = LogFile(folder / "output.log")
+            return WorkerOutput(both, both, error_file)
+        out = stream(Streams.OUT, "stdout.log")
+        return WorkerOutput(out, stream(Streams.ERR, "stderr.log"), error_file)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def make_folder(settings: LogSettings) -> None:
+    """Make the folder for the workers' output if one is given; SettingsError if that is not possible."""
+    if settings.directory is not None:
+        try:
+            settings.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(settings.directory, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> SettingsError:
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return SettingsError(
+            "too many files are open for so many workers: raise the limit (ulimit -n), or start fewer."
+        )
+    why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
+    return SettingsError(f"workers' output cannot be written below {folder}: {why}. Choose another --log-dir.")
+
+
+def open_log(path: Path) -> int:
+    """A descriptor that appends to a file, starting a new line if the last one is incomplete."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+    return descriptor
+
+
+def _unused(folder: Path, stem: str, suffix: str) -> Path:
+    for number in itertools.count(1):
+        path = folder / (f"{stem}{suffix}" if number == 1 else f"{stem}-{number}{suffix}")
+        if not path.exists():
+            return path
+    raise AssertionError

@@ -1,0 +1,222 @@
+"""torch's own agent, for a rendezvous handler that is not ours: torch's c10d and static, or a user's.
+
+torch's agent polls its workers and the handler, and starts each worker as a new interpreter. Added here is what it
+does not do: it accepts a handler that has only ``next_rendezvous``, and all nodes agree on the number of the round and
+of the restarts, which the workers find in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+import cloudpickle
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not listed in its __all__
+from torch.distributed.elastic import rendezvous as torch_rendezvous
+from torch.distributed.elastic.agent.server.api import WorkerSpec as TorchSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from torchelastic import machine
+from torchelastic.agent.function_call import pickled
+from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
+from torchelastic.errors import SettingsError
+from torchelastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed import Store  # type: ignore[attr-defined] # likewise
+    from torch.distributed.elastic.agent.server.api import RunResult as TorchResult
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
+    from torch.distributed.elastic.multiprocessing import ProcessFailure as TorchFailure
+
+    from torchelastic.config.settings import LogSettings
+
+# Unless this is set, torch shares its c10d store with the workers, tells only the nodes of the first rendezvous where
+# it is, and a node that joins later waits for that without end.
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+class TorchAgent:
+    """Runs a node's workers under torch's agent.
+
+    Args:
+        spec: what to run; its handler is not ours.
+        logs: where the output goes.
+        exit_barrier_timeout: seconds for which a node whose workers have succeeded waits for the others.
+        stopped: called when this is asked to stop while the handler blocks, which nothing can interrupt.
+
+    Raises:
+        SettingsError: the spec asks for what torch's agent cannot do.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: LogSettings, exit_barrier_timeout: float, stopped: Callable[[], None]
+    ) -> None:
+        if spec.heartbeat_timeout is not None or spec.final_exit_codes:
+            raise SettingsError(
+                "WorkerSpec.heartbeat_timeout and final_exit_codes need the torchelastic rendezvous: leave them out, "
+                "or leave out rdzv_handler."
+            )
+        os.environ.setdefault(_NO_SHARED_STORE, "1")
+        self._is_function = not isinstance(spec.program, str)
+        self._handler = _Handler(spec, stopped)
+        self._agent = _Agent(
+            TorchSpec(
+                role=spec.role,
+                local_world_size=spec.local_world_size,
+                rdzv_handler=cast("torch_rendezvous.RendezvousHandler", self._handler),
+                entrypoint=_call if self._is_function else spec.program,
+                args=(pickled(spec.program, spec.args),)
+                if self._is_function
+                else tuple(str(argument) for argument in spec.args),
+                max_restarts=spec.max_restarts,
+                monitor_interval=spec.monitor_interval,
+                master_port=spec.master_port,
+                master_addr=spec.master_addr,
+                local_addr=spec.local_addr,
+            ),
+            DefaultLogsSpecs(
+                log_dir=None if logs.directory is None else str(logs.directory),
+                redirects={rank: Std(int(streams)) for rank, streams in logs.redirects.items()} or Std.NONE,
+                tee={rank: Std(int(streams)) for rank, streams in logs.tee.items()} or Std.NONE,
+            ),
+            start_method="spawn",
+            exit_barrier_timeout=exit_barrier_timeout,
+        )
+
+    def launch(self) -> RunResult:
+        """Run the workers to their end; raises what the handler raises."""
+        result: TorchResult | None = self._agent.run()
+        if result is None:  # the handler does not need this node, or it was asked to stop
+            return RunResult(WorkerState.STOPPED)
+        values = result.return_values
+        return RunResult(
+            WorkerState[result.state.name],
+            return_values={
+                rank: pickle.loads(value)  # noqa: S301 - written by our own worker
+                if self._is_function
+                else value
+                for rank, value in values.items()
+            },
+            failures={rank: _failure(failure) for rank, failure in result.failures.items()},
+        )
+
+    def stop(self) -> None:
+        """Leave the run; from any thread."""
+        self._handler.stop()
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, with numbers on which all nodes agree."""
+
+    _round = 0
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        handler = cast("_Handler", worker_group.spec.rdzv_handler)
+        with handler.blocking():
+            super()._rendezvous(worker_group)
+            self._agree(worker_group)
+
+    def _agree(self, worker_group: WorkerGroup) -> None:
+        store: Any = worker_group.store
+        allowed = worker_group.spec.max_restarts
+        mine = f"{self._round + 1} {allowed - self._remaining_restarts}"
+        store.set(f"agreed/{worker_group.group_rank}", mine)
+        told = [store.get(f"agreed/{rank}").split() for rank in range(cast("int", worker_group.group_world_size))]
+        self._round = max(int(round) for round, _ in told)
+        self._remaining_restarts = allowed - max(int(restarts) for _, restarts in told)
+        os.environ["TORCHELASTIC_ROUND"] = str(self._round)  # the workers inherit it
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> TorchResult:
+        cast("_Handler", worker_group.spec.rdzv_handler).check()
+        return cast("TorchResult", super()._monitor_workers(worker_group))
+
+
+class _Handler:
+    """What torch's agent asks of a handler, from one that has only ``next_rendezvous``."""
+
+    use_agent_store = False
+
+    def __init__(self, spec: WorkerSpec, stopped: Callable[[], None]) -> None:
+        self._handler: Any = spec.rdzv_handler
+        self._local_addr = spec.local_addr
+        self._stopped = stopped
+        self._stopping = threading.Event()
+        self._blocked = False
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._blocked:
+            self._stopped()
+
+    def check(self) -> None:
+        """End torch's agent if it was asked to stop."""
+        if self._stopping.is_set():
+            raise torch_rendezvous.RendezvousGracefulExitError("this agent was asked to stop")
+
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        """While calls block and no worker runs: whoever asks this agent to stop does not wait for the calls."""
+        self._blocked = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._blocked = False
+        self.check()
+
+    def next_rendezvous(self) -> torch_rendezvous.RendezvousInfo:
+        try:
+            store, rank, size = _parts(self._handler.next_rendezvous())
+        except RendezvousGracefulExitError as error:
+            raise torch_rendezvous.RendezvousGracefulExitError(str(error)) from None
+        # A handler may return the same store each time. All nodes take part in each rendezvous, so they count alike.
+        store = PrefixStore(f"torchelastic/{store.add(f'torchelastic/count/{rank}', 1)}", store)
+        address = self._local_addr or ("127.0.0.1" if size == 1 else machine.own_address(()))
+        where = torch_rendezvous.RendezvousStoreInfo.build(rank, store, address)
+        return torch_rendezvous.RendezvousInfo(store, rank, size, where)
+
+    def num_nodes_waiting(self) -> int:
+        return int(getattr(self._handler, "num_nodes_waiting", int)())
+
+    def get_run_id(self) -> str:
+        return str(getattr(self._handler, "get_run_id", lambda: "none")())
+
+    def get_backend(self) -> str:
+        return str(getattr(self._handler, "get_backend", lambda: type(self._handler).__name__)())
+
+
+def _parts(found: Any) -> tuple[Store, int, int]:  # noqa: ANN401 - whatever a handler returns
+    parts = found
+    if all(hasattr(found, name) for name in ("store", "rank", "world_size")):
+        parts = (found.store, found.rank, found.world_size)
+    match parts:
+        case (store, int() as rank, int() as size) if 0 <= rank < size:
+            return store, rank, size
+    raise RendezvousStateError(
+        "next_rendezvous() has to return (store, rank, world size) or a RendezvousInfo, with a rank from 0 to below "
+        f"the world size; it has returned {found!r}."
+    )
+
+
+def _call(carried: bytes) -> bytes:
+    """In a worker: call the function."""
+    function, arguments, _ = pickle.loads(carried)  # noqa: S301 - written by the program that starts the worker
+    return cast("bytes", cloudpickle.dumps(function(*arguments)))
+
+
+def _failure(failure: TorchFailure) -> ProcessFailure:
+    message: Any = failure.message
+    return ProcessFailure(
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exitcode=failure.exitcode,
+        message=str(message.get("message", "")) if isinstance(message, dict) else str(message),
+        timestamp=failure.timestamp,
+        error_file=failure.error_file,
+    )

@@ -1,0 +1,53 @@
+"""The resident memory of each worker with its process tree, read from /proc when ``/metrics`` is scraped.
+
+Pages that several processes share, such as what the fork server has imported, count in each of them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from torchelastic.agent.workers.linux import read_table, with_descendants
+from torchelastic.metrics.series import WORKER_MEMORY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class WorkerMemoryCollector(Collector):
+    """Collects the memory of this node's workers.
+
+    Args:
+        running: returns the process ids of running workers by rank.
+    """
+
+    def __init__(self, running: Callable[[], Mapping[int, int]]) -> None:
+        self._running = running
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The current values; called at each scrape, in any thread."""
+        workers = self._running()
+        if not workers:
+            return
+        family = GaugeMetricFamily(WORKER_MEMORY.name, WORKER_MEMORY.help, labels=["rank"])
+        table = read_table()
+        for rank, worker in workers.items():
+            tree = with_descendants(table, [entry.pid for entry in table.values() if entry.session == worker])
+            if resident := sum(map(_resident, tree)):
+                family.add_metric([str(rank)], resident)
+        yield family
+
+
+def _resident(pid: int) -> int:
+    """Bytes; 0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
+    except OSError:
+        return 0

@@ -1,0 +1,330 @@
+"""The agent's side of the fork server: start it early, keep spare processes ready, restart it when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torchelastic.agent.failures import OUT_OF_MEMORY
+from torchelastic.agent.workers import ipc
+from torchelastic.agent.workers.processes import python_code, spawn
+from torchelastic.agent.workers.program import search_path
+from torchelastic.errors import StartError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torchelastic.agent.failures import MemoryKills
+    from torchelastic.agent.workers.processes import Child, Reaper
+    from torchelastic.config.settings import Program
+
+logger = logging.getLogger(__name__)
+
+MIN_UPTIME: Final = 10.0
+"""Seconds of uptime after which a fork server that dies is restarted at once; else when it is needed."""
+
+REFILL_DELAY: Final = 3.0
+"""Seconds from the start of workers until spare processes are forked again: the processors are the workers' first."""
+
+_COMPILER: Final = "torch._dynamo"
+"""Imported by the first step of any optimizer; it takes longer than the rest of a restart, and much memory."""
+
+_ATTEMPTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedProcess:
+    """A forked process that waits for its role; it ends if its link is closed before."""
+
+    child: Child
+    link: socket.socket
+
+    def begin(self, role: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
+        """Give it its role, with its standard output and standard error, and more descriptors for the role."""
+        memory = ipc.to_memory_file(content)
+        try:
+            with contextlib.suppress(OSError):  # it is dead, and its end is reported like any other
+                ipc.send(self.link, {"role": role}, [memory, *output, *extra])
+        finally:
+            os.close(memory)
+
+
+class ForkServer:
+    """A process that has imported torch and forks others.
+
+    Attributes:
+        report_address: where a worker reports that it trains; empty if that is of no use.
+    """
+
+    def __init__(
+        self,
+        reaper: Reaper,
+        environment: Mapping[str, str],
+        program: Program,
+        *,
+        memory_kills: MemoryKills,
+        spares: int = 0,
+    ) -> None:
+        self.report_address = ""
+        self._reaper = reaper
+        self._environment = environment
+        self._program = program
+        self._memory_kills = memory_kills
+        self._killed_before = 0
+        self._wanted = spares
+        self._spares: list[ForkedProcess] = []
+        self._import_error: str | None = None
+        self._trains = False
+        self._compiler_imported = False
+        self._reports: socket.socket | None = None
+        self._refill = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._process: Child | None = None
+        self._started = 0.0
+        self._connection: socket.socket | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.running else None
+
+    def start(self) -> None:
+        """Start the process, which then imports torch and the modules to preload.
+
+        Raises:
+            StartError: the machine does not allow it.
+        """
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._killed_before = self._memory_kills.count()
+        try:
+            pid, connection = _spawn(self._environment)
+        except OSError as error:
+            raise StartError(f"the fork server cannot be started: {error.strerror}") from None
+        if self._reports is None:
+            self._listen_to_reports()
+        program = self._program
+        order = {"preload": program.preload, "search_path": search_path(program.kind.value, program.argv[0])}
+        with contextlib.suppress(OSError):  # it is dead already, which is noticed as any later death
+            ipc.send(connection, order)
+        self._process = process = self._reaper.adopt(pid)
+        process.ended.add_done_callback(lambda _: self._died(process))
+        self._started = asyncio.get_running_loop().time()
+        self._connection = connection
+        self._compiler_imported = False
+        self._import_error = None
+        if "refill" in self._tasks:
+            self._tasks["refill"].cancel()
+        self._tasks["refill"] = asyncio.create_task(self._keep_filled(connection))
+
+    async def close(self) -> None:
+        """End the server and the spare processes; other forked processes continue."""
+        self._closed = True
+        ending = [spare.child for spare in self._spares]
+        if self._process is not None:
+            ending.append(self._process)
+        for child in ending:
+            child.signal(signal.SIGKILL)
+        await asyncio.gather(*(asyncio.shield(child.ended) for child in ending))
+        for task in self._tasks.values():
+            task.cancel()
+            await asyncio.wait([task])
+        for spare in self._spares:
+            spare.link.close()
+        if self._connection is not None:
+            self._connection.close()
+        if self._reports is not None:
+            asyncio.get_running_loop().remove_reader(self._reports)
+            self._reports.close()
+
+    async def ready(self) -> None:
+        """Wait until everything is imported; a server that dies meanwhile is restarted.
+
+        Raises:
+            StartError: something cannot be imported.
+        """
+        async with self._lock:
+            await self._fork_now(0)
+
+    async def fork(self, count: int) -> list[ForkedProcess]:
+        """Processes that wait for their role: spare ones, and new ones if there are too few.
+
+        Raises:
+            StartError: there are none.
+        """
+        taken = self._take_spares(count)
+        try:
+            if len(taken) < count:
+                async with self._lock:
+                    taken += self._take_spares(count - len(taken))
+                    if len(taken) < count:
+                        taken += await self._fork_now(count - len(taken))
+        except BaseException:
+            for process in taken:
+                process.link.close()
+            raise
+        self._refill.set()
+        return taken
+
+    def _take_spares(self, count: int) -> list[ForkedProcess]:
+        taken: list[ForkedProcess] = []
+        while self._spares and len(taken) < count:
+            spare = self._spares.pop(0)
+            if spare.child.running:
+                taken.append(spare)
+            else:
+                spare.link.close()
+        return taken
+
+    # -- the process
+
+    def _died(self, process: Child) -> None:
+        uptime = asyncio.get_running_loop().time() - self._started
+        if process is self._process and not self._closed and uptime > MIN_UPTIME:
+            self._tasks["restart"] = asyncio.create_task(self._restart(process))
+
+    async def _restart(self, process: Child) -> None:
+        async with self._lock:  # a pending request notices the death by its connection, which start() closes
+            if process is self._process:
+                end = f"was {OUT_OF_MEMORY}" if self._out_of_memory(process) else "died"
+                logger.warning("The fork server %s and is restarted. Running workers are not affected.", end)
+                with contextlib.suppress(StartError):  # reported when processes are needed
+                    self.start()
+
+    def _out_of_memory(self, process: Child) -> bool:
+        return self._memory_kills.explains(process.ended.result(), since=self._killed_before)
+
+    async def _keep_filled(self, connection: socket.socket) -> None:
+        """Keep spare processes ready while this server lives."""
+        with contextlib.suppress(EOFError, ConnectionError, StartError):  # reported when processes are needed
+            async with self._lock:
+                if not self._refill.is_set():
+                    await self._fill()
+                if self._trains:
+                    self._refill.set()
+            while True:
+                await self._refill.wait()
+                self._refill.clear()
+                await asyncio.sleep(REFILL_DELAY)
+                async with self._lock:
+                    if self._trains and not self._compiler_imported:
+                        self._compiler_imported = True
+                        ipc.send(connection, {"import": _COMPILER})
+                        await _receive(connection)
+                        for spare in self._take_spares(self._wanted):
+                            spare.link.close()
+                    await self._fill()
+
+    async def _fill(self) -> None:
+        self._spares = self._take_spares(len(self._spares))  # which drops those that have died
+        if (missing := self._wanted - len(self._spares)) > 0:
+            self._spares += await self._request(missing)
+
+    def _listen_to_reports(self) -> None:
+        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reports.setblocking(False)
+        with contextlib.suppress(OSError):  # not all sandboxes have abstract addresses
+            self._reports.bind("")
+            self.report_address = self._reports.getsockname().decode("latin-1")
+        asyncio.get_running_loop().add_reader(self._reports, self._read_report, self._reports)
+
+    def _read_report(self, reports: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            reports.recv(64)
+            self._trains = True
+            self._refill.set()
+
+    # -- requests; the lock is held
+
+    async def _fork_now(self, count: int) -> list[ForkedProcess]:
+        """Have processes forked, by a new server if need be."""
+        for _ in range(_ATTEMPTS):
+            if self._closed:
+                raise StartError("the agent is ending")
+            if self.pid is None:
+                self.start()
+            try:
+                return await self._request(count)
+            except (EOFError, ConnectionError):
+                if self._process is not None:
+                    await asyncio.shield(self._process.ended)
+        modules = ", ".join(("torch", *self._program.preload))
+        dies = f"the fork server dies repeatedly while it imports {modules} or forks"
+        if self._process is not None and self._out_of_memory(self._process):
+            raise StartError(f"{dies}, {OUT_OF_MEMORY}; raise the memory limit")
+        raise StartError(f"{dies}; try `{sys.executable} -c 'import {modules}'`")
+
+    async def _request(self, count: int) -> list[ForkedProcess]:
+        connection = self._connection
+        if connection is None:
+            raise EOFError
+        if self._import_error is None:
+            self._import_error = str((await _receive(connection))["error"])
+        if self._import_error:
+            raise StartError(self._import_error)
+        forked: list[ForkedProcess] = []
+        while len(forked) < count:
+            part = min(count - len(forked), ipc.DESCRIPTOR_LIMIT)
+            # The answer is awaited even if this task is cancelled: the next request must not get it.
+            request = asyncio.create_task(self._exchange(connection, part))
+            try:
+                forked += await asyncio.shield(request)
+            except BaseException:
+                await asyncio.wait([request])
+                if request.exception() is None:
+                    forked += request.result()
+                for process in forked:
+                    process.link.close()
+                raise
+        return forked
+
+    async def _exchange(self, connection: socket.socket, count: int) -> list[ForkedProcess]:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            links, other_ends = [], []
+            for _ in range(count):
+                link, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                links.append(ours.enter_context(link))
+                other_ends.append(theirs.enter_context(other_end).fileno())
+            killed_before = self._memory_kills.count()
+            with self._reaper.adopting():
+                ipc.send(connection, {"fork": count}, other_ends)
+                answer = await _receive(connection)
+                children = [self._reaper.adopt(pid) for pid in answer.get("pids", ())]
+            if "error" in answer:
+                memory = self._memory_kills.count() > killed_before
+                raise StartError(f"{answer['error']}, {OUT_OF_MEMORY}" if memory else answer["error"])
+            ours.pop_all()
+        return [ForkedProcess(child, link) for child, link in zip(children, links, strict=True)]
+
+
+def _spawn(environment: Mapping[str, str]) -> tuple[int, socket.socket]:
+    """Start a fork server; returns its id and the connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as stack, theirs, Path(os.devnull).open("rb") as nothing:
+        stack.enter_context(ours)
+        # What modules print during import goes to the agent's standard error.
+        descriptors = {0: nothing.fileno(), 1: 2, 2: 2, ipc.CONTROL: theirs.fileno()}
+        pid = spawn(python_code("torchelastic.agent.workers.fork_server_main"), environment, descriptors)
+        ours.setblocking(False)
+        stack.pop_all()
+    return pid, ours
+
+
+async def _receive(connection: socket.socket) -> dict[str, Any]:
+    data = await asyncio.get_running_loop().sock_recv(connection, ipc.MESSAGE_LIMIT)
+    if not data:
+        raise EOFError
+    message: dict[str, Any] = json.loads(data)
+    return message

@@ -1,0 +1,240 @@
+"""The workers of one round on this node: their exits, in order, and how they are stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from torchelastic.agent import failures
+from torchelastic.agent.failures import WorkerExit
+from torchelastic.agent.workers import hang
+from torchelastic.agent.workers.linux import Table, has_mark, with_descendants
+from torchelastic.errors import TorchElasticError
+from torchelastic.protocol import FailureKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torchelastic.agent.failures import MemoryKills
+    from torchelastic.agent.logs import WorkerOutput
+    from torchelastic.agent.workers.processes import Child, Reaper
+    from torchelastic.agent.workers.watchdog import Watchdog
+
+_DRAIN_TIMEOUT: Final = 0.5
+"""Seconds to wait for the rest of an ended worker's output."""
+
+
+class GroupEnded(TorchElasticError):  # noqa: N818 - a state
+    """There are no more exits."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """A worker to start; `env` is added to the agent's own environment."""
+
+    local_rank: int
+    rank: int
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that was started, with the start time by the loop's clock and the memory kills before it."""
+
+    start: WorkerStart
+    child: Child
+    mark: str
+    output: WorkerOutput
+    started: float
+    memory_kills: int
+
+
+class WorkerGroup:
+    """The workers of one round on this node; `mark` is the tree mark of all workers of this agent.
+
+    Only one task may wait for the next exit. If heartbeats are expected, a worker without any is ended.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        reaper: Reaper,
+        watchdog: Watchdog,
+        memory_kills: MemoryKills,
+        mark: str,
+        heartbeats: hang.Heartbeats | None = None,
+    ) -> None:
+        self._workers = tuple(workers)
+        self._reaper = reaper
+        self._watchdog = watchdog
+        self._memory_kills = memory_kills
+        self._mark = mark
+        self._exits: deque[asyncio.Future[WorkerExit]] = deque()
+        self._cleanups: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._unreported = {worker.child.pid for worker in self._workers}
+        self._stopping = False
+        self._stopped = False
+        for worker in self._workers:
+            watchdog.add(worker.child.pid)
+            worker.child.ended.add_done_callback(lambda _, worker=worker: self._ended(worker))  # type: ignore[misc]
+        self._hangs: dict[int, hang.Hang] = {}
+        self._monitor = None if heartbeats is None else asyncio.create_task(self._end_hanging(heartbeats))
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Process ids by local rank, of ended workers too."""
+        return {worker.start.local_rank: worker.child.pid for worker in self._workers}
+
+    @property
+    def running_pids(self) -> Mapping[int, int]:
+        """Process ids of running workers by global rank."""
+        return {worker.start.rank: worker.child.pid for worker in self._workers if worker.child.running}
+
+    @property
+    def running(self) -> frozenset[int]:
+        """Local ranks of running workers."""
+        return frozenset(worker.start.local_rank for worker in self._workers if worker.child.running)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether :meth:`stop` has ended, so that no process of the group is left."""
+        return self._stopped
+
+    async def next_exit(self) -> WorkerExit:
+        """The next exit, in the order of the ends; cancelling this loses none.
+
+        Raises:
+            GroupEnded: there are no more, or the group is being stopped.
+        """
+        while not self._exits:
+            if self._stopping or not self._unreported:
+                raise GroupEnded("every exit has been reported")
+            self._changed.clear()
+            await self._changed.wait()
+        exit_ = await asyncio.shield(self._exits[0])
+        self._exits.popleft()
+        return exit_
+
+    async def stop(self, grace: float) -> None:
+        """End all workers and all processes that they have started, and wait for that.
+
+        Args:
+            grace: seconds between SIGTERM and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
+        """
+        self._stopping = True
+        self._changed.set()
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.wait([self._monitor])
+        children = [worker.child for worker in self._workers if worker.child.running]
+        if grace > 0 and children:
+            for child in children:
+                child.signal(signal.SIGTERM)
+            await asyncio.wait([child.ended for child in children], timeout=grace)
+        for task in self._cleanups:  # this call cleans up everything
+            task.cancel()
+        if self._reaper.owns_process:  # otherwise a process without session and mark is found by its parent alone
+            for child in children:
+                child.signal(signal.SIGKILL)
+        await asyncio.gather(
+            self._reaper.kill_all(self._group_tree), *(asyncio.shield(child.ended) for child in children)
+        )
+        await asyncio.gather(*self._exits, *self._cleanups, return_exceptions=True)
+        await asyncio.gather(*(self._close(worker) for worker in self._workers))
+        self._stopped = True
+
+    def _ended(self, worker: Worker) -> None:
+        if not self._stopping:
+            if worker.start.local_rank not in self._hangs:
+                self._report(asyncio.create_task(self._exit_of(worker)), worker)
+            cleanup = asyncio.create_task(self._clean_up(worker))
+            self._cleanups.add(cleanup)
+            cleanup.add_done_callback(self._cleanups.discard)
+        self._changed.set()
+
+    def _report(self, exit_: asyncio.Future[WorkerExit], worker: Worker) -> None:
+        self._exits.append(exit_)
+        self._unreported.discard(worker.child.pid)
+        self._changed.set()
+
+    async def _exit_of(self, worker: Worker) -> WorkerExit:
+        exit_code = worker.child.ended.result()
+        explanation = failures.Explanation(FailureKind.PROGRAM, "")
+        if exit_code != 0:
+            if exit_code != -signal.SIGKILL:
+                await worker.output.drained(_DRAIN_TIMEOUT)
+            hung = self._hangs.get(worker.start.local_rank)
+            tail = worker.output.tail()
+            explanation = (
+                hang.explain(hung, tail)
+                if hung is not None and exit_code in hang.HANG_EXIT_CODES
+                else failures.explain(
+                    exit_code,
+                    error_file=worker.output.error_file,
+                    tail=tail,
+                    memory=self._memory_kills.explains(exit_code, since=worker.memory_kills),
+                )
+            )
+        return WorkerExit(
+            local_rank=worker.start.local_rank,
+            rank=worker.start.rank,
+            pid=worker.child.pid,
+            exit_code=exit_code,
+            uptime=worker.child.end_time - worker.started,
+            ended=worker.child.end_time,
+            kind=explanation.kind,
+            message=explanation.message,
+            final=explanation.final,
+        )
+
+    async def _end_hanging(self, heartbeats: hang.Heartbeats) -> None:
+        """End workers that hang, until none runs.
+
+        All workers that wait for one that hangs are silent too. So all silent ones are ended, and those that explain
+        most are reported first.
+        """
+        workers = {worker.start.local_rank: worker for worker in self._workers}
+        while silent := await heartbeats.silent(lambda: self.running):
+            hung = [workers[local_rank] for local_rank in silent]
+            for worker in hung:
+                self._hangs[worker.start.local_rank] = hang.hang_of(worker.child, heartbeats.timeout)
+            await asyncio.gather(*(hang.end(each.child, self._hangs[each.start.local_rank]) for each in hung))
+            exits = await asyncio.gather(*(self._exit_of(worker) for worker in hung))
+            for exit_ in sorted(exits, key=lambda exit_: exit_.kind is not FailureKind.PROGRAM):
+                reported: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
+                reported.set_result(exit_)
+                self._report(reported, workers[exit_.local_rank])
+
+    async def _clean_up(self, worker: Worker) -> None:
+        """End what a worker has left behind while the others continue."""
+        await self._reaper.kill_all(lambda table: self._worker_tree(table, worker))
+        await self._close(worker)
+
+    async def _close(self, worker: Worker) -> None:
+        await worker.output.drained(_DRAIN_TIMEOUT)
+        worker.output.close()
+        self._watchdog.remove(worker.child.pid)
+
+    def _worker_tree(self, table: Table, worker: Worker) -> Iterable[int]:
+        """The rest of one worker's tree, except what has left its session and cleared its environment."""
+        roots = [entry.pid for entry in table.values() if entry.session == worker.child.pid]
+        roots += [pid for pid in self._orphans(table) if has_mark(pid, worker.mark)]
+        return with_descendants(table, roots)
+
+    def _group_tree(self, table: Table) -> Iterable[int]:
+        """All processes of all workers."""
+        pids = {worker.child.pid for worker in self._workers}
+        roots = [entry.pid for entry in table.values() if entry.session in pids]
+        roots += [worker.child.pid for worker in self._workers if worker.child.running]
+        roots += [pid for pid in self._orphans(table) if self._reaper.owns_process or has_mark(pid, self._mark)]
+        return with_descendants(table, roots)
+
+    def _orphans(self, table: Table) -> list[int]:
+        us = os.getpid()
+        return [entry.pid for entry in table.values() if entry.parent == us and not self._reaper.knows(entry.pid)]

@@ -1,0 +1,171 @@
+"""Heartbeats: find a worker that hangs, end it, and report where it hung.
+
+A heartbeat is a change of a file's modification time, which any program can make. It costs the worker a system call,
+and the agent one look at the time at which the most silent worker would be overdue. A Python program that gets SIGABRT
+writes its stacks to standard error, because workers run with ``PYTHONFAULTHANDLER=1`` if heartbeats are expected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import resource
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from torchelastic.agent.failures import MESSAGE_LIMIT, Explanation
+from torchelastic.agent.workers.linux import read_process
+from torchelastic.protocol import FailureKind, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from torchelastic.agent.workers.processes import Child
+
+VARIABLES: Final = {"PYTHONFAULTHANDLER": "1"}
+"""Environment with which workers can report where they hang."""
+
+HANG_EXIT_CODES: Final = (-signal.SIGABRT, -signal.SIGKILL)
+"""Exit codes of a worker that was ended because it hung."""
+
+_DUMP_TIMEOUT: Final = 2.0
+"""Seconds for a worker to write its stacks."""
+
+_LATE: Final = 0.25
+"""The part of the time-out by which a look may be late. If it is later, the agent itself was suspended, and the workers
+with it: their time starts again."""
+
+_TOGETHER: Final = 0.9
+"""Workers silent for this part of the time-out count as hung together with one that has reached it."""
+
+_STOPPED: Final = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
+_FRAME_LIMIT: Final = 8
+_FATAL: Final = "Fatal Python error: Aborted"
+_CURRENT: Final = re.compile(r"^Current thread [^\n]*\(most recent call first\):\n", re.MULTILINE)
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) [^\n]*\(most recent call first\):\n", re.MULTILINE)
+_FRAME: Final = re.compile(r'  File "(?P<path>[^"\n]*)", line (?P<line>\d+) in (?P<function>[^\n]+)\n')
+_BELOW_THE_PROGRAM: Final = ("/torchelastic/agent/workers/forked_worker.py", "<frozen runpy>")
+
+_WAITING_FOR_OTHERS: Final = ("/torch/distributed/", "/torch/autograd/graph.py")
+"""Files of a worker that waits in a collective, or in the backward pass, which contains collectives."""
+
+
+@dataclass(slots=True)
+class _Heartbeat:
+    """The last one of a worker: its file, the file's modification time, and that time by the loop's clock."""
+
+    path: Path
+    modified: int
+    at: float
+
+    def update(self, now: float) -> None:
+        """Look at the file."""
+        try:
+            modified = self.path.stat().st_mtime_ns
+        except OSError:  # removed by the program
+            return
+        if modified != self.modified:
+            self.modified = modified
+            # Files use the wall clock. If that was set meanwhile, the change counts as made now.
+            age = time.time() - modified / 1e9
+            self.at = now - age if 0 <= age <= now - self.at else now
+
+
+class Heartbeats:
+    """The heartbeats of one round's workers; `timeout` seconds after the last one, a worker counts as hung."""
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        self.timeout = timeout
+        self._folder = folder
+        self._workers: dict[int, _Heartbeat] = {}
+
+    def file(self, local_rank: int) -> Path:
+        """Create the file of a worker that is about to be started."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / str(local_rank)
+        path.touch()
+        self._workers[local_rank] = _Heartbeat(path, path.stat().st_mtime_ns, asyncio.get_running_loop().time())
+        return path
+
+    async def silent(self, running: Callable[[], Collection[int]]) -> list[int]:
+        """Wait until a worker hangs; returns it and those that fell silent with it, by local rank, longest first.
+
+        Returns none when no worker is running any more.
+        """
+        clock = asyncio.get_running_loop().time
+        while watched := [self._workers[local_rank] for local_rank in running()]:
+            due = min(heartbeat.at for heartbeat in watched) + self.timeout
+            await asyncio.sleep(max(due - clock(), 0.0))
+            now = clock()
+            if now > due + self.timeout * _LATE:
+                for heartbeat in self._workers.values():
+                    heartbeat.at = now
+            for heartbeat in self._workers.values():
+                heartbeat.update(now)
+            silence = {rank: now - self._workers[rank].at for rank in running()}
+            if max(silence.values(), default=0.0) >= self.timeout:
+                together = [rank for rank in silence if silence[rank] >= self.timeout * _TOGETHER]
+                return sorted(together, key=lambda rank: -silence[rank])
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A worker without a heartbeat for a number of seconds; `state` says why it cannot run, and is empty if it can."""
+
+    seconds: float
+    state: str
+
+
+def hang_of(child: Child, seconds: float) -> Hang:
+    """Describe a worker that hangs, before it is ended."""
+    entry = read_process(child.pid)
+    return Hang(seconds, _STOPPED.get(entry.state, "") if entry is not None else "")
+
+
+async def end(child: Child, hang: Hang) -> None:
+    """End the worker, after it has written its stacks if it can."""
+    if not hang.state:
+        with contextlib.suppress(OSError, ValueError):  # no core file with a whole model
+            resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
+        child.signal(signal.SIGABRT)
+        await asyncio.wait([child.ended], timeout=_DUMP_TIMEOUT)
+    child.signal(signal.SIGKILL)
+    await asyncio.wait([child.ended])
+
+
+def explain(hang: Hang, tail: str) -> Explanation:
+    """Why the worker was ended, given the end of its output.
+
+    A worker that waits for others in a collective explains less than one that they wait for.
+    """
+    silence = f"no heartbeat for {hang.seconds:g} s"
+    if hang.state:
+        return Explanation(FailureKind.PROGRAM, f"{hang.state}: {silence}")
+    frames = [(match["path"], match["line"], match["function"]) for match in _frames(tail)]
+    if not frames:
+        return Explanation(FailureKind.PROGRAM, silence)
+    waits = any(part in path for path, _, _ in frames for part in _WAITING_FOR_OTHERS)
+    places = [f"{function} ({path.rpartition('/')[2]}:{line})" for path, line, function in frames]
+    text = f"{silence}; it was in {', called by '.join(places)}"
+    return Explanation(FailureKind.COMMUNICATION if waits else FailureKind.PROGRAM, shorten(text, MESSAGE_LIMIT))
+
+
+def _frames(tail: str) -> list[re.Match[str]]:
+    """The innermost frames of the thread that got the signal: the main thread, unless it blocks the signal."""
+    _, found, dump = tail.rpartition(_FATAL)
+    start = (_CURRENT.search(dump) or next(iter(reversed([*_THREAD.finditer(dump)])), None)) if found else None
+    if start is None:
+        return []
+    frames: list[re.Match[str]] = []
+    position = start.end()
+    while len(frames) < _FRAME_LIMIT and (frame := _FRAME.match(dump, position)):
+        if frame["path"].endswith(_BELOW_THE_PROGRAM):
+            break
+        frames.append(frame)
+        position = frame.end()
+    return frames

@@ -1,0 +1,172 @@
+"""Linux processes: the table in /proc, and what a process changes about itself.
+
+A worker's process tree is everything that must end with it. Three properties identify it, because a process can lose
+any one of them: its ancestry (lost when a parent in between dies), its session (lost with setsid), and a mark in the
+environment that it was started with (lost when the environment is cleared).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+TREE_MARK: Final = "TORCHELASTIC_PROCESS_TREE"
+"""The environment variable that marks the processes of an agent's workers: ``<agent>``, or ``<agent>.<worker>``."""
+
+TITLE_ROOM: Final = " " * 512
+"""An argument of a process that is forked later: room for :func:`set_title`."""
+
+MARK_ROOM: Final = "." + "-" * 60
+"""The same, behind the mark in its environment, for :func:`set_mark`."""
+
+_SET_PARENT_DEATH_SIGNAL: Final = 1
+_SET_CHILD_SUBREAPER: Final = 36
+_GET_CHILD_SUBREAPER: Final = 37
+
+_ARGUMENTS: Final = 47
+_ENVIRONMENT: Final = 49
+"""Fields of /proc/self/stat, counted from 0: the start of each memory area; the next field is its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEntry:
+    """One process at the time when the table was read.
+
+    Attributes:
+        state: the kernel's letter for its state.
+        started: its start time in clock ticks since boot; together with the id it is unique.
+    """
+
+    pid: int
+    parent: int
+    session: int
+    state: str
+    started: int
+
+    @property
+    def dead(self) -> bool:
+        """Whether it has ended and waits to be reaped."""
+        return self.state in "ZX"
+
+
+Table = dict[int, ProcessEntry]
+
+
+def read_process(pid: int) -> ProcessEntry | None:
+    """The process with this id, or None."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123 - faster, for hundreds of processes
+            text = file.read(4096) or b""
+    except OSError:
+        return None
+    # The second field is the command's name in parentheses, which may contain parentheses.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return ProcessEntry(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
+
+
+def read_table() -> Table:
+    """All visible processes by id."""
+    table = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - only names are needed
+        if name.isdigit() and (entry := read_process(int(name))) is not None:
+            table[entry.pid] = entry
+    return table
+
+
+def has_mark(pid: int, mark: str) -> bool:
+    """Whether a process was started with this mark, or with the mark of one of its workers."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    start = f"\0{TREE_MARK}={mark}".encode()
+    _, found, rest = (b"\0" + environment + b"\0").partition(start)
+    return bool(found) and rest[:1] in (b"\0", b".")
+
+
+def with_descendants(table: Mapping[int, ProcessEntry], roots: Iterable[int]) -> set[int]:
+    """The roots that are in the table, and all their descendants."""
+    children = defaultdict(list)
+    for entry in table.values():
+        children[entry.parent].append(entry.pid)
+    found: set[int] = set()
+    pending = [pid for pid in roots if pid in table]
+    while pending:
+        pid = pending.pop()
+        if pid not in found:
+            found.add(pid)
+            pending.extend(children[pid])
+    return found
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Have the kernel send this signal to the calling process when its current parent dies.
+
+    It survives exec; children do not inherit it.
+    """
+    _prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(number))
+
+
+def set_subreaper(*, on: bool) -> None:
+    """Make orphaned descendants children of the calling process, as if it were PID 1."""
+    _prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(on))
+
+
+def is_subreaper() -> bool:
+    """Whether orphaned descendants become children of the calling process."""
+    value = ctypes.c_int()
+    _prctl(_GET_CHILD_SUBREAPER, ctypes.byref(value))
+    return bool(value.value)
+
+
+def _prctl(option: int, argument: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def close_fds(first: int) -> None:
+    """Close all open descriptors from this number on; the limit may be too high to try each number."""
+    for link in [*Path("/proc/self/fd").iterdir()]:
+        if int(link.name) >= first:
+            with contextlib.suppress(OSError):  # the descriptor of the listing
+                os.close(int(link.name))
+
+
+# setproctitle is of no use here: it joins the arguments, and writes over the environment, which holds the mark.
+
+
+def set_title(argv: Sequence[str]) -> None:
+    """Show another command line in /proc, as far as there is room for it."""
+    start, end = _area(_ARGUMENTS)
+    room = end - start
+    if room > 0:
+        title = b"\0".join(argument.encode(errors="surrogateescape") for argument in argv)[: room - 1]
+        ctypes.memmove(start, title.ljust(room, b"\0"), room)
+
+
+def set_mark(mark: str) -> None:
+    """Show another tree mark in /proc, for this process and those that it forks."""
+    start, end = _area(_ENVIRONMENT)
+    block = b"\0" + ctypes.string_at(start, max(end - start, 0))
+    name = f"{TREE_MARK}=".encode()
+    at = block.find(b"\0" + name)
+    if at >= 0:
+        room = block.index(b"\0", at + 1) - at - 1 - len(name)
+        ctypes.memmove(start + at + len(name), mark.encode()[:room].ljust(room, b"\0"), room)
+
+
+def _area(field: int) -> tuple[int, int]:
+    text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+    # The second field is the command's name in parentheses, which may contain anything.
+    fields = ["", "", *text[text.rindex(")") + 2 :].split()]
+    return int(fields[field]), int(fields[field + 1])

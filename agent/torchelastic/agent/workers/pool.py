@@ -1,0 +1,457 @@
+"""The worker pool: what an agent starts workers with, and the store of a round.
+
+Workers are forked from the fork server; they are executed in a new interpreter if the program is not Python, if
+``--start-method exec`` is given, or if a fork would not see the environment that a new interpreter would see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from torchelastic.agent import error_file
+from torchelastic.agent.failures import OUT_OF_MEMORY, MemoryKills, WorkerExit, end_of
+from torchelastic.agent.logs import Console, make_folder, open_output
+from torchelastic.agent.workers import hang, ipc
+from torchelastic.agent.workers.exec import python_command
+from torchelastic.agent.workers.fork_server import ForkedProcess, ForkServer
+from torchelastic.agent.workers.group import GroupEnded, Worker, WorkerGroup, WorkerStart
+from torchelastic.agent.workers.linux import MARK_ROOM, TREE_MARK
+from torchelastic.agent.workers.processes import Reaper, python_code, spawn
+from torchelastic.agent.workers.program import changed_imports, reason_to_execute
+from torchelastic.agent.workers.watchdog import Watchdog
+from torchelastic.config.settings import ProgramKind, StartMethod
+from torchelastic.errors import SettingsError, StartError
+from torchelastic.machine import interface_variables
+from torchelastic.output import DEFAULT_ROLE, worker_prefix
+from torchelastic.training.agent_socket import HEARTBEAT_FILE, METRICS_FILE
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping, Sequence
+
+    from torchelastic.agent.logs import WorkerOutput
+    from torchelastic.agent.workers.processes import Child
+    from torchelastic.config.settings import AgentSettings, LogSettings, Program
+    from torchelastic.metrics.worker_collector import WorkerMemory, WorkerMetrics
+
+__all__ = ["GroupEnded", "StoreServer", "WorkerExit", "WorkerGroup", "WorkerStart", "Workers", "workers_of"]
+
+logger = logging.getLogger(__name__)
+
+_CONSOLE_PATIENCE: Final = 5.0
+"""Seconds after which output is dropped at the end if its reader takes nothing."""
+
+_CONSOLE_LIMIT: Final = 20.0
+"""Seconds after which it is dropped if its reader is slow."""
+
+_STORE_ATTEMPTS: Final = 2
+"""A spare process may have been killed long before it is used for the store."""
+
+
+class StoreServer:
+    """A process that serves a round's TCPStore.
+
+    Attributes:
+        ended: its exit code when it ends, by itself or by :meth:`kill`.
+    """
+
+    def __init__(self, child: Child, memory_kills: MemoryKills, killed_before: int) -> None:
+        self._child = child
+        self._memory_kills = memory_kills
+        self._killed_before = killed_before
+        self.ended: asyncio.Future[int] = child.ended
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it was killed for memory."""
+        return self.ended.done() and self._memory_kills.explains(self.ended.result(), since=self._killed_before)
+
+    def kill(self) -> None:
+        """End it without waiting: the next round's store has its own socket."""
+        self._child.signal(signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End it and wait for its end."""
+        self.kill()
+        await asyncio.shield(self._child.ended)
+
+
+class Workers:
+    """Starts the workers of all rounds; an async context manager that ends all of them with their process trees.
+
+    The fork server and the watchdog start when it is entered. Entering raises SettingsError if files cannot be made.
+
+    Args:
+        program: what each worker runs.
+        logs: where their output goes.
+        role: their role, named in the prefix of their output.
+        local_world_size: how many workers this node has; several compute on one thread each, as under torchrun.
+        environment: variables in addition to this process's own environment.
+        heartbeat_timeout: see :class:`~torchelastic.agent.workers.hang.Heartbeats`; None to expect no heartbeats.
+        measured: whether the workers' metrics are shown.
+        owns_process: see :class:`~torchelastic.agent.workers.processes.Reaper`.
+
+    Attributes:
+        scratch: a temporary folder, removed at the end.
+        metrics: the workers' metrics; None if they are not shown.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        logs: LogSettings,
+        *,
+        role: str = DEFAULT_ROLE,
+        local_world_size: int = 1,
+        environment: Mapping[str, str] = types.MappingProxyType({}),
+        heartbeat_timeout: float | None = None,
+        measured: bool = False,
+        owns_process: bool = False,
+    ) -> None:
+        self._program = program
+        self._logs = logs
+        self._role = role
+        self._local_world_size = local_world_size
+        self._environment = environment if heartbeat_timeout is None else {**environment, **hang.VARIABLES}
+        self._heartbeat_timeout = heartbeat_timeout
+        self._measured = measured
+        self._mark = secrets.token_hex(8)
+        self._memory_kills = MemoryKills()
+        self._reaper = Reaper(owns_process=owns_process)
+        self._stack = contextlib.AsyncExitStack()
+        self._stores: list[StoreServer] = []
+        self._group: WorkerGroup | None = None
+        self._reported_changes: set[str] = set()
+        self.scratch: Path
+        self.metrics: WorkerMetrics | None = None
+        self._shared: Path
+        self._console: Console
+        self._watchdog: Watchdog
+        self._fork_server: ForkServer
+        self._executed: bool
+        self._imported_with: Mapping[str, str]
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            make_folder(self._logs)
+            self.scratch = _temporary_folder()
+            stack.callback(shutil.rmtree, self.scratch, ignore_errors=True)
+            folders = [self.scratch]
+            if self._heartbeat_timeout is not None or self._measured:
+                self._shared = _memory_folder() or self.scratch / "shared"
+                stack.callback(shutil.rmtree, self._shared, ignore_errors=True)
+                folders.append(self._shared)
+            stack.enter_context(self._reaper)
+            self._console = Console(carries_log=self._reaper.owns_process)
+            stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
+            self._watchdog = Watchdog(self._reaper, self._mark, folders)
+            self._watchdog.start()
+            stack.push_async_callback(self._watchdog.close)
+            self._fork_server = self._make_fork_server()
+            self._fork_server.start()
+            stack.push_async_callback(self._end_all)
+            if self._measured:  # imported while the fork server imports torch
+                from torchelastic.metrics.worker_collector import WorkerMetrics
+
+                self.metrics = WorkerMetrics(self._shared / "metrics", self.scratch / "metrics")
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def _make_fork_server(self) -> ForkServer:
+        program = self._program
+        self._executed = program.kind is ProgramKind.COMMAND or program.start_method is StartMethod.EXEC
+        if not self._executed and (reason := reason_to_execute(program)):
+            self._executed = True
+            logger.warning("%s: each worker starts a new interpreter, which takes longer than a fork.", reason)
+        if self._executed and program.preload:
+            logger.warning("--preload has no effect: each worker starts a new interpreter, which imports everything.")
+            program = dataclasses.replace(program, preload=())
+        self._imported_with = self._base_environment()
+        return ForkServer(
+            self._reaper,
+            {**self._imported_with, TREE_MARK: self._mark + MARK_ROOM},
+            program,
+            memory_kills=self._memory_kills,
+            spares=1 if self._executed else 1 + self._local_world_size,  # one for the store
+        )
+
+    async def _end_all(self) -> None:
+        await asyncio.gather(
+            self._fork_server.close(),
+            *(store.close() for store in self._stores),
+            *([self._group.stop(0)] if self._group is not None else []),
+        )
+
+    @property
+    def fork_server_pid(self) -> int | None:
+        """The fork server's process id while it runs."""
+        return self._fork_server.pid
+
+    @property
+    def running_pids(self) -> Mapping[int, int]:
+        """Process ids of running workers by global rank; may be read in any thread."""
+        group = self._group
+        return {} if group is None else group.running_pids
+
+    async def ready(self) -> None:
+        """Wait until workers can be started without delay.
+
+        Raises:
+            StartError: torch cannot be imported.
+        """
+        await self._fork_server.ready()
+
+    # -- the store
+
+    async def serve_store(self, listener: socket.socket) -> StoreServer:
+        """Serve a TCPStore.
+
+        Args:
+            listener: its bound socket; closed here, so that connections are refused when the server is gone.
+
+        Raises:
+            StartError: it cannot be served.
+        """
+        with listener:
+            listener.listen()
+            end = ""
+            for _ in range(_STORE_ATTEMPTS):
+                try:
+                    server, serves = await self._try_to_serve(listener)
+                except OSError as error:
+                    raise StartError(f"the round's TCPStore cannot be served: {error.strerror}") from None
+                if serves:
+                    return server
+                exit_code = await asyncio.shield(server.ended)
+                if exit_code >= 0:
+                    port = listener.getsockname()[1]
+                    raise StartError(f"the store on port {port} cannot be served; its output says why")
+                end = OUT_OF_MEMORY if server.out_of_memory else end_of(exit_code)
+                logger.warning("The process that was to serve the round's TCPStore was %s.", end)
+            raise StartError(f"the process that was to serve the round's TCPStore was {end}")
+
+    async def _try_to_serve(self, listener: socket.socket) -> tuple[StoreServer, bool]:
+        """A process with that role, and whether it serves; if not, it is about to end."""
+        killed_before = self._memory_kills.count()
+        host, port = listener.getsockname()[:2]
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+        [process] = await self._fork_server.fork(1)
+        with process.link:
+            server = StoreServer(process.child, self._memory_kills, killed_before)
+            self._stores.append(server)
+            server.ended.add_done_callback(lambda _: self._stores.remove(server))
+            try:
+                process.begin(ipc.STORE, {"host": local, "port": port}, (2, 2), [listener.fileno()])
+                process.link.setblocking(False)
+                answer = await asyncio.get_running_loop().sock_recv(process.link, len(ipc.READY))
+            except ConnectionError:
+                return server, False
+            except BaseException:
+                server.kill()
+                raise
+        return server, answer == ipc.READY
+
+    # -- the workers
+
+    async def start(self, round: int, workers: Sequence[WorkerStart]) -> WorkerGroup:
+        """Start a round's workers; the group of the round before must be stopped.
+
+        A program that cannot be run is a worker that ends at once.
+
+        Raises:
+            StartError: the machine does not allow it.
+            SettingsError: the workers' output cannot be written.
+        """
+        if self._group is not None and not self._group.stopped:
+            raise RuntimeError("the workers of the round before have not been stopped")
+        heartbeats, workers = self._with_heartbeats(round, workers)
+        memories, workers = self._with_metrics(round, workers)
+        with contextlib.ExitStack() as stack:
+            outputs = []
+            for start in workers:
+                output = open_output(
+                    self._logs,
+                    self._console,
+                    self.scratch,
+                    round=round,
+                    rank=start.rank,
+                    local_rank=start.local_rank,
+                    prefix=worker_prefix(start.rank, self._role),
+                )
+                stack.callback(output.close)
+                outputs.append(output)
+            try:
+                started = await self._start(round, workers, outputs)
+            except OSError as error:
+                raise StartError(f"no worker can be started: {error.strerror}") from None
+            finally:
+                for output in outputs:
+                    output.handed_over()
+            stack.pop_all()
+        self._group = WorkerGroup(
+            started,
+            reaper=self._reaper,
+            watchdog=self._watchdog,
+            memory_kills=self._memory_kills,
+            mark=self._mark,
+            heartbeats=heartbeats,
+        )
+        for worker, of_worker in zip(started, memories, strict=False):
+            worker.child.ended.add_done_callback(lambda _, memory=of_worker: memory.ended())  # type: ignore[misc]
+        return self._group
+
+    def _with_heartbeats(
+        self, round: int, workers: Sequence[WorkerStart]
+    ) -> tuple[hang.Heartbeats | None, Sequence[WorkerStart]]:
+        """Give each worker a heartbeat file if heartbeats are expected."""
+        if self._heartbeat_timeout is None:
+            return None, workers
+        folder = self._shared / "heartbeats" / str(round)
+        heartbeats = hang.Heartbeats(folder, self._heartbeat_timeout)
+        try:
+            return heartbeats, [
+                dataclasses.replace(start, env={**start.env, HEARTBEAT_FILE: str(heartbeats.file(start.local_rank))})
+                for start in workers
+            ]
+        except OSError as error:
+            raise SettingsError(
+                f"no file for heartbeats can be created below {folder}: {error.strerror}. Free some space there."
+            ) from None
+
+    def _with_metrics(
+        self, round: int, workers: Sequence[WorkerStart]
+    ) -> tuple[Sequence[WorkerMemory], Sequence[WorkerStart]]:
+        """Give each worker memory for its metrics if they are shown."""
+        if self.metrics is None:
+            return (), workers
+        variables, memories = self.metrics.begin(round, {start.local_rank: start.rank for start in workers})
+        return memories, [
+            dataclasses.replace(start, env={**start.env, **variables[start.local_rank]}) for start in workers
+        ]
+
+    async def _start(self, round: int, starts: Sequence[WorkerStart], outputs: Sequence[WorkerOutput]) -> list[Worker]:
+        killed_before = self._memory_kills.count()
+        base = self._base_environment()
+        environments = [
+            {
+                **base,
+                **start.env,
+                error_file.VARIABLE: str(output.error_file),
+                TREE_MARK: f"{self._mark}.{round}.{start.rank}",
+            }
+            for start, output in zip(starts, outputs, strict=True)
+        ]
+        children = await self._start_processes(environments, outputs)
+        now = asyncio.get_running_loop().time()
+        return [
+            Worker(start, child, environment[TREE_MARK], output, now, killed_before)
+            for start, child, environment, output in zip(starts, children, environments, outputs, strict=True)
+        ]
+
+    def _base_environment(self) -> dict[str, str]:
+        """The environment that all workers have."""
+        base = {**os.environ, **self._environment}
+        base.pop(METRICS_FILE, None)  # of a worker that this agent runs in
+        if self._local_world_size > 1:
+            base.setdefault("OMP_NUM_THREADS", "1")
+        return base
+
+    async def _start_processes(
+        self, environments: Sequence[Mapping[str, str]], outputs: Sequence[WorkerOutput]
+    ) -> list[Child]:
+        executed = [self._is_executed(environment) for environment in environments]
+        forks = executed.count(False)
+        forked = await self._fork_server.fork(forks) if forks else []
+        unused = iter(forked)
+        children: list[Child] = []
+        try:
+            for environment, output, execute in zip(environments, outputs, executed, strict=True):
+                children.append(
+                    self._execute(environment, output) if execute else self._begin(next(unused), environment, output)
+                )
+        except OSError as error:
+            for child in children:
+                child.signal(signal.SIGKILL)
+            raise StartError(f"no process can be started: {error.strerror}") from None
+        finally:
+            for process in forked:
+                process.link.close()
+        return children
+
+    def _is_executed(self, environment: Mapping[str, str]) -> bool:
+        if self._executed:
+            return True
+        changed = changed_imports(self._imported_with, environment)
+        if new := [name for name in changed if name not in self._reported_changes]:
+            self._reported_changes.update(new)
+            logger.warning("Workers start a new interpreter: it reads %s when it starts.", ", ".join(new))
+        return bool(changed)
+
+    def _begin(self, process: ForkedProcess, environment: Mapping[str, str], output: WorkerOutput) -> Child:
+        content = {
+            "kind": self._program.kind.value,
+            "argv": self._program.argv,
+            "environment": environment,
+            "report": self._fork_server.report_address,
+        }
+        process.begin(ipc.WORKER, content, output.descriptors)
+        return process.child
+
+    def _execute(self, environment: Mapping[str, str], output: WorkerOutput) -> Child:
+        argv: Sequence[str] = self._program.argv
+        if self._program.kind is not ProgramKind.COMMAND:
+            argv, environment = python_command(self._program.kind.value, argv, environment)
+        out, err = output.descriptors
+        command = [*python_code("torchelastic.agent.workers.exec", minimal=True), str(os.getpid()), *argv]
+        with Path(os.devnull).open("rb") as nothing:
+            return self._reaper.adopt(spawn(command, environment, {0: nothing.fileno(), 1: out, 2: err}))
+
+
+def workers_of(settings: AgentSettings, *, owns_process: bool = True) -> Workers:
+    """The workers of an agent, not entered yet."""
+    return Workers(
+        settings.program,
+        settings.logs,
+        role=settings.role,
+        local_world_size=settings.workers,
+        environment=interface_variables(settings.interface, os.environ),
+        heartbeat_timeout=settings.heartbeat_timeout,
+        measured=settings.metrics_port is not None,
+        owns_process=owns_process,
+    )
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="torchelastic-"))
+    except OSError as error:
+        raise SettingsError(
+            f"there is no folder for temporary files: {error.strerror}. Mount a writable one at /tmp, or name one in "
+            "TMPDIR."
+        ) from None
+
+
+def _memory_folder() -> Path | None:
+    """A folder in memory, where no write waits for a disk; None if there is none."""
+    with contextlib.suppress(OSError):
+        return Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
+    return None

@@ -1,0 +1,121 @@
+"""What kind of program workers run, and whether it can be forked from a process that has imported torch already."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from torchelastic.config.settings import Program, ProgramKind, StartMethod
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+READ_AT_IMPORT: Final = (
+    "ACC_",  # OpenMP
+    "GOMP_",
+    "KMP_",
+    "OMP_",
+    "OPENBLAS_",  # numerical libraries below numpy and torch
+    "GOTO_",
+    "NPY_",
+    "VECLIB_",
+    "NUMEXPR_",
+    "MKL_",
+    "DNNL_",
+    "MKLDNN_",
+    "ONEDNN_",
+    "PYTORCH_",  # torch itself
+    "TORCH_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+)
+"""Prefixes of variables that torch and its libraries read when they are imported."""
+
+_READ_AT_USE: Final = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS_DIR")
+"""Variables with such a prefix that are read whenever they are needed."""
+
+_READ_AT_START: Final = ("PYTHON", "LANG", "LC_", "LD_", "GLIBC_TUNABLES", "MALLOC_")
+"""Prefixes of variables that the interpreter, the dynamic linker or the C library read when a process starts."""
+
+_STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+"""Variables that ask for a tool that only starts with an interpreter."""
+
+_ASSIGNMENT: Final = re.compile(
+    r"\benviron(?:\[|\.setdefault\(|\.update\(\{?)\s*[\"']?(?P<name>[A-Z][A-Z0-9_]+)[\"']?\s*(?:\]\s*=[^=]|[,:]|=[^=])"
+)
+_IMPORTS_TORCH: Final = re.compile(r"^\s*(?:import|from)\s+torch\b", re.MULTILINE)
+
+
+def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMethod.FORK_SERVER) -> Program:
+    """The program that a command line starts.
+
+    ``python x.py …`` and ``python -m x …`` are Python programs. Anything else is a command, also an interpreter with
+    flags, or another interpreter than this one.
+    """
+    command, *rest = argv
+    if rest and _is_this_python(command):
+        if rest[0] == "-m" and len(rest) > 1:
+            return Program(ProgramKind.MODULE, tuple(rest[1:]), start_method)
+        if not rest[0].startswith("-"):
+            return Program(ProgramKind.SCRIPT, tuple(rest), start_method)
+    return Program(ProgramKind.COMMAND, tuple(argv), start_method)
+
+
+def _is_this_python(command: str) -> bool:
+    names = ("python", "python3", f"python3.{sys.version_info.minor}")
+    return command in names or ("/" in command and Path(command) == Path(sys.executable))
+
+
+def search_path(kind: str, name: str) -> str:
+    """The folder or archive in which a program looks for modules first; empty if there is none.
+
+    Args:
+        kind: script or module.
+        name: of the script or module.
+    """
+    if kind == "module":
+        return "" if sys.flags.safe_path else str(Path.cwd())
+    if is_container(name):
+        return absolute(name)
+    return "" if sys.flags.safe_path else str(Path(name).resolve().parent)
+
+
+def is_container(name: str) -> bool:
+    """Whether this is a folder or an archive, which Python runs by its ``__main__``."""
+    return pkgutil.get_importer(name) is not None
+
+
+def absolute(name: str) -> str:
+    """The absolute path as the interpreter makes it: dots in it are kept."""
+    return str(Path.cwd()) if name == "." else os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118
+
+
+def changed_imports(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The variables that make a new interpreter with the second environment differ from a fork in the first one."""
+    names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    changed = [name for name in names if name.startswith(_READ_AT_START) or is_read_at_import(name)]
+    return sorted({*changed, *(name for name in _STARTED_WITH_INTERPRETER if name in after)})
+
+
+def is_read_at_import(name: str) -> bool:
+    """Whether torch or one of its libraries reads this variable only when it is imported."""
+    return name.startswith(READ_AT_IMPORT) and not name.startswith(_READ_AT_USE)
+
+
+def reason_to_execute(program: Program) -> str:
+    """Why each worker of a Python program needs a new interpreter, for the log; empty if it can be forked."""
+    name = program.argv[0]
+    if program.kind is ProgramKind.SCRIPT and name.endswith(".pyc"):
+        return f"{name} is compiled"
+    path = Path(name) if program.kind is ProgramKind.SCRIPT else Path(f"{name.replace('.', '/')}.py")
+    try:
+        source = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    before_torch = _IMPORTS_TORCH.split(source, maxsplit=1)[0]
+    names = {match["name"] for match in _ASSIGNMENT.finditer(before_torch) if is_read_at_import(match["name"])}
+    return f"{path.name} sets {', '.join(sorted(names))}, which torch reads when it is imported" if names else ""

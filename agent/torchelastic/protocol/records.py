@@ -1,0 +1,554 @@
+"""The records that the agents and the operator write into the store: JSON with bounds on every field."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from torchelastic.errors import MalformedRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PROTOCOL_VERSION: Final = 1
+"""Raised when a record or a rule changes incompatibly. Only nodes of equal versions share a round."""
+
+MAX_RECORD_BYTES: Final = 1 << 20
+"""Size limit of a record; etcd refuses requests above 1.5 MiB by default."""
+
+COUNT_LIMIT: Final = 1_000_000
+"""Counters saturate at this value."""
+
+_Name = Annotated[str, msgspec.Meta(max_length=253)]
+_Address = Annotated[str, msgspec.Meta(max_length=263)]
+Sentence = Annotated[str, msgspec.Meta(max_length=16384)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_LIMIT)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_KnownNumber = Annotated[int, msgspec.Meta(ge=0, le=10**12)]  # leaves room to count on from a node's word
+_NodeCount = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+def own_version() -> int:
+    """Return our protocol version; a default_factory, so that the field is written although defaults are omitted."""
+    return PROTOCOL_VERSION
+
+
+class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How many nodes the job should have; the highest generation wins.
+
+    Attributes:
+        generation: counts the changes of size; 0 for a launcher without an operator.
+        min: fewer nodes never train.
+        max: more nodes never train.
+        desired: a round forms as soon as this many nodes are present; None if the number is unknown.
+        draining: names of the nodes that are about to be removed; the next round excludes them.
+        protocol: the writer's protocol version.
+    """
+
+    min: _NodeCount
+    max: _NodeCount
+    generation: Number = 0
+    desired: Count | None = None
+    draining: tuple[_Name, ...] = ()
+    protocol: Count = msgspec.field(default_factory=own_version)
+
+    @property
+    def target(self) -> int:
+        """The most nodes that a round takes."""
+        return self.max if self.desired is None else min(max(self.desired, self.min), self.max)
+
+
+class RunState(enum.StrEnum):
+    """What a run does at a moment; it is in exactly one state from the creation of its job to its end."""
+
+    WAITING = "waiting"
+    """Fewer nodes are present than are to train."""
+    RENDEZVOUS = "rendezvous"
+    """Enough nodes are present, and agree on a round."""
+    STARTING = "starting"
+    """The worker processes are being started."""
+    RESTORING = "restoring"
+    """The workers run, and the program has not begun its first step; known only if the program reports steps."""
+    TRAINING = "training"
+    STOPPING = "stopping"
+    """Workers are being stopped, after a failure, for another round, or because the run is over."""
+    SUSPENDED = "suspended"
+
+
+class NodeEnd(enum.StrEnum):
+    """Why a member of one round is not in the next."""
+
+    LEFT = "left"
+    """It announced that it leaves."""
+    DIED = "died"
+    """Its process or its connection broke."""
+    NOT_NEEDED = "not_needed"
+    """It is present, but the run has become smaller."""
+
+
+class TimeBreakdown(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the time of a run went, from the creation of its job until a moment.
+
+    Attributes:
+        until: that moment, in seconds since the Unix epoch.
+        state: the run's state at that moment.
+        seconds: time spent in each state; they add up to the time since the job was created.
+        lost: seconds of training that no checkpoint held when they ended; None if no checkpoint was ever reported.
+        round: the round at that moment.
+        first_step_at: when the program began its first step in that round; 0 if unknown.
+        last_checkpoint_at: when the last checkpoint of that round was begun; 0 if unknown.
+        joined: nodes that joined, including those of the first round.
+        gone: members that their successor round did not have, by reason.
+        there: in a round without members, the members of the round before that are still present.
+    """
+
+    until: _Time = 0.0
+    state: RunState = RunState.WAITING
+    seconds: dict[RunState, _Time] = msgspec.field(default_factory=dict)
+    lost: _Time | None = None
+    round: Number = 0
+    first_step_at: _Time = 0.0
+    last_checkpoint_at: _Time = 0.0
+    joined: Count = 0
+    gone: dict[NodeEnd, Count] = msgspec.field(default_factory=dict)
+    there: tuple[_Name, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.until, self.round))
+
+
+class ResumeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an agent of a resumed run knows from the start; the store that knew it is gone.
+
+    Attributes:
+        round: the last round's number.
+        restarts: worker failures charged to the job so far.
+        uncharged_restarts: restarts without a charge so far.
+        time_breakdown: the time until the resumption, including the suspension; None if unknown.
+    """
+
+    round: Number = 0
+    restarts: Count = 0
+    uncharged_restarts: Count = 0
+    time_breakdown: TimeBreakdown | None = None
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One node of a round.
+
+    Attributes:
+        node: its id.
+        address: the address at which its peers reach it.
+        workers: the number of its workers.
+    """
+
+    node: _Name
+    address: _Address
+    workers: Count
+
+
+class RoundReason(enum.StrEnum):
+    """Why a round replaced the one before, in one word; ``RoundRecord.cause`` has the sentence."""
+
+    NODE_JOINED = "node_joined"
+    NODE_LOST = "node_lost"
+    NODE_LEFT = "node_left"
+    RESIZED = "resized"
+    WORKER_FAILED = "worker_failed"
+
+
+class RoundRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A rendezvous round: who trains together, and all that a node needs to start its workers.
+
+    Attributes:
+        number: counts the rounds of the run, from 1; never falls.
+        nonce: a random text that tells two rounds of one number apart, after the store lost the first one.
+        members: the nodes in rank order; none while too few are present (``cause`` says why).
+        store: host:port of the TCPStore that is served for this round alone.
+        restarts: worker failures charged to the job so far.
+        early_failures: consecutive failures soon after the start of a round.
+        uncharged_restarts: restarts without a charge: for a change of membership, an uncharged failure, or because
+            enough nodes are present again.
+        desired: the desired size when this round was committed; None if unknown.
+        reason: why this round replaced the one before.
+        cause: the same in a sentence.
+        failure: the last worker failure that was charged, if any; its text may be shortened.
+        time_breakdown: where the run's time went up to this round, for the next leader if the store loses it.
+        protocol: the leader's protocol version.
+    """
+
+    number: Number
+    nonce: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    members: tuple[Member, ...] = ()
+    store: _Address = ""
+    restarts: Count = 0
+    early_failures: Count = 0
+    uncharged_restarts: Count = 0
+    desired: Count | None = None
+    reason: RoundReason = RoundReason.NODE_JOINED
+    cause: Sentence = ""
+    failure: FailureRecord | None = None
+    time_breakdown: TimeBreakdown | None = None
+    protocol: Count = msgspec.field(default_factory=own_version)
+
+    @property
+    def name(self) -> str:
+        """The round's unique name."""
+        return f"{self.number}-{self.nonce}"
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers that train together."""
+        return sum(member.workers for member in self.members)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The ids of the members, in rank order."""
+        return tuple(member.node for member in self.members)
+
+    def first_rank(self, node: str) -> int:
+        """Return the rank of the first worker of a member.
+
+        Raises:
+            ValueError: the node is not a member.
+        """
+        return sum(member.workers for member in self.members[: self.nodes.index(node)])
+
+
+class FailureKind(enum.StrEnum):
+    """Classes of failures, from the one that explains most to the one that explains least."""
+
+    PROGRAM = "program"
+    """A signal from outside, the out-of-memory killer, or an exception of the program."""
+    COMMUNICATION = "communication"
+    """A broken collective: usually because another worker died."""
+    ENDED = "ended"
+    """Ended by the agent, because another worker had failed."""
+
+
+class FailureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A failed worker.
+
+    Attributes:
+        round: its round.
+        rank: its global rank.
+        local_rank: its rank on its node.
+        node: the node's id.
+        host: the node's address.
+        pid: its process id on that node.
+        exit_code: what it returned, or the negative number of the signal that ended it.
+        kind: how much it explains.
+        message: the exception, or the end of its output.
+        uptime: seconds from its start to its end.
+        non_retryable: a retry is useless: the program says so, or its exit code is configured so.
+        uncharged: not charged to the job: its exit code is configured so.
+    """
+
+    round: Number
+    rank: Count
+    local_rank: Count
+    node: _Name
+    exit_code: Annotated[int, msgspec.Meta(ge=-255, le=255)]
+    kind: FailureKind = FailureKind.PROGRAM
+    host: _Address = ""
+    pid: Number = 0
+    message: Sentence = ""
+    uptime: float = 0.0
+    non_retryable: bool = False
+    uncharged: bool = False
+
+
+class NoticeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The round is about to be replaced; the next one waits until the workers that asked for notice have saved.
+
+    Attributes:
+        round: the round that ends.
+        serial: counts the notices of a run, from 1; never falls.
+        seconds: how long the next round waits at most; 0 withdraws the notice.
+        reason: why, in one word.
+        cause: the same in a sentence.
+        protocol: the leader's protocol version.
+    """
+
+    round: Number
+    serial: Number
+    seconds: _Seconds = 0.0
+    reason: RoundReason = RoundReason.RESIZED
+    cause: Sentence = ""
+    protocol: Count = msgspec.field(default_factory=own_version)
+
+
+class OutcomeState(enum.StrEnum):
+    """How a run can end."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+class OutcomeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the run ended; written once. Nodes of every version read it, so its fields never change.
+
+    Attributes:
+        state: succeeded or failed.
+        round: the last round.
+        restarts: worker failures charged to the job.
+        message: why it failed; empty if it succeeded.
+        failure: the root cause, if it was a worker.
+    """
+
+    state: OutcomeState
+    round: Number = 0
+    restarts: Count = 0
+    message: Sentence = ""
+    failure: FailureRecord | None = None
+
+
+class StateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The run's state: the current round, and the outcome once the run is over.
+
+    It is one record under one key, so a compare-and-swap of a leader that others have replaced always fails.
+    """
+
+    round: RoundRecord | None = None
+    outcome: OutcomeRecord | None = None
+
+
+class NodePhase(enum.StrEnum):
+    """A node's progress in its current round."""
+
+    READY = "ready"
+    """Waiting for a round, or training in one."""
+    FINISHING = "finishing"
+    """At least one of its workers has exited with 0, others still run."""
+    DONE = "done"
+    """All its workers have exited with 0; it stays until the outcome is committed."""
+    PARTITIONED = "partitioned"
+    """Its workers were stopped because it reached neither the store nor a peer; it is ready for the next round."""
+    LEAVING = "leaving"
+    """About to leave: the next round excludes it."""
+
+
+class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A node's own record, under its lease. An empty store is filled again from these.
+
+    Attributes:
+        name: the pod's or host's name, as the operator knows it.
+        address: the address at which peers reach it.
+        workers: the number of workers that it would run.
+        link: port of its peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
+        store: port on which it offers to serve the next round's TCPStore; never used before.
+        joined: when it first joined, as the store's revision: its seniority. 0 until known.
+        protocol: its protocol version.
+        phase: its progress in ``round``.
+        round: the highest round number that it knows.
+        restarts: the highest count of charged restarts that it knows.
+        uncharged_restarts: the highest count of uncharged restarts that it knows.
+        failure: its first failed worker in ``round``.
+        size: the size that it was started with.
+        metrics: port of its /metrics; 0 for none.
+        topology_key: nodes with the same key get neighbouring ranks; empty for none.
+        notice: seconds of notice that its workers in ``round`` ask for before a planned change; 0 for none.
+        saved: the serial of the last notice that all of them have answered.
+        first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
+            unknown. Reported by rank 0.
+        last_checkpoint_at: when the last checkpoint in ``round`` was begun; 0 if unknown. Reported by rank 0.
+    """
+
+    name: _Name
+    address: _Address
+    workers: Count
+    size: SizeRecord
+    link: Count = 0
+    store: Count = 0
+    joined: Number = 0
+    protocol: Count = msgspec.field(default_factory=own_version)
+    phase: NodePhase = NodePhase.READY
+    round: _KnownNumber = 0
+    restarts: Count = 0
+    uncharged_restarts: Count = 0
+    failure: FailureRecord | None = None
+    metrics: Count = 0
+    topology_key: _Name = ""
+    notice: _Seconds = 0.0
+    saved: _KnownNumber = 0
+    first_step_at: _Time = 0.0
+    last_checkpoint_at: _Time = 0.0
+
+
+class PastRound(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One round in the history of a run.
+
+    Attributes:
+        number: its number.
+        began: when it was committed, in seconds since the Unix epoch.
+        nodes: its number of nodes; 0 while too few are present to train.
+        workers: its number of workers.
+        reason: why it replaced the round before.
+        cause: the same in a sentence, perhaps shortened.
+        failure: the worker failure that ended the round before, if any.
+        lost: seconds of training of the round before that no checkpoint held when it ended; None if unknown.
+        ended: when its workers stopped running; 0 while they run, or if unknown.
+    """
+
+    number: Number
+    began: _Time
+    nodes: Count = 0
+    workers: Count = 0
+    reason: RoundReason = RoundReason.NODE_JOINED
+    cause: Sentence = ""
+    failure: FailureRecord | None = None
+    lost: _Time | None = None
+    ended: _Time = 0.0
+
+
+HISTORY_LIMIT: Final = 200
+"""Rounds that the history keeps: the first and the last half."""
+
+
+class HistoryRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The rounds of a run.
+
+    Attributes:
+        created: when the job was created, in seconds since the Unix epoch.
+        rounds: the first and the last rounds.
+        omitted: how many rounds are missing between the two.
+    """
+
+    created: _Time = 0.0
+    rounds: tuple[PastRound, ...] = ()
+    omitted: Count = 0
+
+
+def missing_between(rounds: Iterable[PastRound]) -> int:
+    """Return how many round numbers are missing between consecutive rounds."""
+    missing = sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(rounds))
+    return min(missing, COUNT_LIMIT)
+
+
+class LeaderRecord(msgspec.Struct, frozen=True):
+    """Who leads.
+
+    Attributes:
+        node: the leader's id; empty after a leader has resigned.
+        address: host:port of its peer server.
+        protocol: its protocol version.
+    """
+
+    node: _Name
+    address: _Address
+    protocol: Count = msgspec.field(default_factory=own_version)
+
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Return a record as JSON; characters that are not Unicode (lone surrogates) become question marks."""
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_as_unicode(msgspec.to_builtins(record)))
+
+
+def _as_unicode(value: Any) -> Any:  # noqa: ANN401 - what JSON is made of
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {key: _as_unicode(each) for key, each in value.items()}
+    return [_as_unicode(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def decode(data: bytes, kind: type[Record]) -> Record:
+    """Return the record in this JSON.
+
+    Raises:
+        MalformedRecord: the data is not such a record, or too large.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise MalformedRecord(f"a {kind.__name__} of {len(data)} bytes is too large (at most {MAX_RECORD_BYTES})")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedRecord(f"not a {kind.__name__}: {error}") from None
+
+
+class _RoundHeader(msgspec.Struct, frozen=True):
+    number: Number
+    protocol: Count = PROTOCOL_VERSION
+
+
+class _StateHeader(msgspec.Struct, frozen=True):
+    """The part of the run's state that every version can read."""
+
+    round: _RoundHeader | None = None
+    outcome: OutcomeRecord | None = None
+
+
+def decode_state(data: bytes) -> StateRecord:
+    """Return the run's state, also if a leader of another version wrote it.
+
+    Of that leader's round only the number is used: it has no members, and its cause names the two versions.
+
+    Raises:
+        MalformedRecord: the data is not a state.
+    """
+    header = decode(data, _StateHeader)
+    if header.round is None or header.round.protocol == PROTOCOL_VERSION:
+        return decode(data, StateRecord)
+    cause = f"this node cannot train with those that lead the run: {other_version(header.round.protocol)}"
+    round = RoundRecord(number=header.round.number, cause=cause, protocol=header.round.protocol)
+    return StateRecord(round, header.outcome)
+
+
+def decode_size(data: bytes) -> SizeRecord:
+    """Return the size in this JSON.
+
+    Raises:
+        MalformedRecord: the data is not a size, or was written with another protocol version.
+    """
+    return _of_our_version(decode(data, SizeRecord))
+
+
+def decode_notice(data: bytes) -> NoticeRecord:
+    """Return the notice in this JSON.
+
+    Raises:
+        MalformedRecord: the data is not a notice, or was written with another protocol version.
+    """
+    return _of_our_version(decode(data, NoticeRecord))
+
+
+_Versioned = TypeVar("_Versioned", SizeRecord, NoticeRecord)
+
+
+def _of_our_version(record: _Versioned) -> _Versioned:
+    if record.protocol != PROTOCOL_VERSION:
+        raise MalformedRecord(f"not a {type(record).__name__} for us: {other_version(record.protocol)}")
+    return record
+
+
+def other_version(theirs: int) -> str:
+    """Return a sentence that names the two protocol versions and what to do about them."""
+    return (
+        f"another version of torchelastic's protocol is installed there ({theirs}, and {PROTOCOL_VERSION} here); "
+        "use the same release everywhere"
+    )
+
+
+def bracketed(host: str) -> str:
+    """Return a host as written before a colon and a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return text of at most ``limit`` characters: its beginning and its end around an ellipsis."""
+    if len(text) <= limit:
+        return text
+    head = limit // 3
+    tail = max(limit - head - 3, 0)
+    return f"{text[:head]} … {text[len(text) - tail :]}"[:limit] if limit > 3 else text[:limit]

@@ -1,0 +1,295 @@
+"""Who leads: taking a vacant lead, connecting to the leader, and giving the lead up.
+
+The lead is one leased key. How long a node waits before it takes a vacant lead depends on how it fell vacant:
+
+- no node ever had it: not at all;
+- the leader resigned, or its connection has shown that it died: by rank in the round; a leaving node comes last;
+- its lease expired: the store may have been away, and the leader may come back, so for one lease. So does a newcomer,
+  which has no connection to judge by.
+
+A node of another protocol version cannot train with the others: it takes the lead last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from typing import TYPE_CHECKING, Final
+
+from torchelastic.errors import LeaseLost, StoreUnavailable
+from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode, other_version
+from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, Verdict, hold_connection, probe
+from torchelastic.store.backoff import backoff_delay
+
+if TYPE_CHECKING:
+    from torchelastic.rendezvous.node_registration import NodeRegistration
+    from torchelastic.rendezvous.run_state import RunContext
+
+logger = logging.getLogger(__name__)
+
+RANK_DELAY: Final = 0.1
+"""Seconds by which each member waits longer for the lead than the one before it."""
+
+MAX_RANK_DELAY: Final = 2.0
+"""The longest wait by rank, in seconds."""
+
+_VACANT: Final = LeaderRecord(node="", address="")
+
+
+class Candidacy(enum.Enum):
+    """This node's part in the election."""
+
+    ACTIVE = "active"
+    """It takes the lead when its turn comes."""
+    YIELDED = "yielded"
+    """It has left the lead to nodes that know more, and takes it again a lease later."""
+    WITHDRAWN = "withdrawn"
+    """It does not lead any more."""
+    STANDBY = "standby"
+    """It leaves, and leads only if no other node does, because all leave."""
+
+
+class LeaderElection:
+    """One node's part in the election of the leader.
+
+    Args:
+        context: the node's.
+        registration: its lease is the lead's.
+        address: host:port of this node's peer server.
+
+    Attributes:
+        candidacy: this node's part.
+        connected: whether this node is connected to the leader.
+        dead_leader: the last leader that its connection has shown to be dead.
+        took_expired_at: when this node took a lead whose lease had expired although its leader may live; else None.
+    """
+
+    def __init__(self, context: RunContext, registration: NodeRegistration, address: str) -> None:
+        self.candidacy = Candidacy.ACTIVE
+        self.connected = False
+        self.dead_leader: str | None = None
+        self.took_expired_at: float | None = None
+        self._context = context
+        self._node = context.node
+        self._run = context.run
+        self._lease = context.settings.lease
+        self._registration = registration
+        self._address = address
+        self._last_leader: LeaderRecord | None = None
+        self._last_connected: str | None = None
+        self._yields_until = 0.0
+
+    @property
+    def connections_work(self) -> bool:
+        """Whether this node was ever connected to a leader: the network does not forbid connections."""
+        return self._last_connected is not None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this node leads."""
+        leader = self._run.leader.record
+        return leader is not None and leader.node == self._node and self.candidacy is not Candidacy.WITHDRAWN
+
+    @property
+    def has_leader(self) -> bool:
+        """Whether a node leads that is not known to be gone, or this node would if no other did."""
+        if self._is_vacant():
+            return self.candidacy is Candidacy.STANDBY
+        leader = self._run.leader.record
+        return (leader is not None and leader.node != self._node) or self.candidacy is not Candidacy.WITHDRAWN
+
+    async def until_leader(self) -> None:
+        """Wait until this node leads."""
+        while not self.is_leader:
+            await self._run.changed.after(self._run.changed.count)
+
+    async def until_replaced(self, node: str) -> None:
+        """Wait until another node leads, or this node has withdrawn; an expired lease does not count."""
+        while True:
+            leader = self._run.leader.record
+            withdrawn = node == self._node and self.candidacy is Candidacy.WITHDRAWN
+            if withdrawn or (leader is not None and leader.node != node):
+                return
+            await self._run.changed.after(self._run.changed.count)
+
+    # -- taking the lead
+
+    async def campaign(self) -> None:
+        """Take the lead whenever it is vacant and it is this node's turn; until cancelled."""
+        changed = self._run.changed
+        now = asyncio.get_running_loop().time
+        vacant_since: float | None = None
+        while True:
+            seen = changed.count
+            may_lead = self._registration.lease and self.candidacy is not Candidacy.WITHDRAWN
+            if not may_lead or self._run.away_since is not None or not self._is_vacant():
+                vacant_since = None
+                await changed.after(seen)
+                continue
+            if vacant_since is None:
+                vacant_since = now()
+                if self._is_expired() and self.connected:
+                    # If it does not answer either, it will not come back.
+                    self.connected = await self.reaches_leader(min(FINAL_PROBE_TIMEOUT, self._lease))
+                continue
+            left = max(vacant_since + self._delay(), self._yields_until) - now()
+            if left > 0:
+                await changed.after(seen, timeout=left)
+            else:
+                await self._take()
+
+    def _is_vacant(self) -> bool:
+        leader = self._run.leader.record
+        return leader is None or leader.node in ("", self.dead_leader)
+
+    def _is_expired(self) -> bool:
+        """Whether the leader's lease expired, or no node ever led."""
+        return self._run.leader.record is None
+
+    def _delay(self) -> float:
+        """Seconds to leave to the nodes that come before this one."""
+        round = self._run.latest_round  # a node that knows more than the store is an heir, and can restore it
+        standby = self.candidacy is Candidacy.STANDBY
+        if round is not None and round.protocol != PROTOCOL_VERSION:
+            return MAX_RANK_DELAY + self._lease
+        expired = self._is_expired()
+        last = self._last_leader.node if self._last_leader is not None else None
+        if round is None or not round.members or (expired and last == self._node):
+            return MAX_RANK_DELAY if standby else 0.0
+        heirs = [node for node in round.nodes if node != last]
+        is_heir = self._node in heirs
+        longest = min(len(heirs) * RANK_DELAY, MAX_RANK_DELAY)
+        delay = min(heirs.index(self._node) * RANK_DELAY, longest) if is_heir else longest
+        if standby:
+            delay += longest
+        # If all leases expired at once, the members are on their way back; a newcomer must not go on without them.
+        return delay + self._lease if expired and (self.connected or not is_heir) else delay
+
+    async def _take(self) -> None:
+        record = LeaderRecord(node=self._node, address=self._address)
+        round = self._run.latest_round
+        is_newcomer = round is not None and self._node not in round.nodes
+        may_live = self._is_expired() and (self.connected or is_newcomer)
+        seen = self._run.changed.count
+        try:
+            revision = await self._context.store.compare_and_swap(
+                self._context.keys.leader,
+                encode(record),
+                expected=self._run.leader.modified,
+                lease=self._registration.lease,
+            )
+        except (StoreUnavailable, LeaseLost):
+            await asyncio.sleep(backoff_delay(0))
+            return
+        if revision is not None:
+            self.took_expired_at = asyncio.get_running_loop().time() if may_live else None
+            self._run.note_leader(record, revision)
+        else:  # another node was faster
+            await self._run.changed.after(seen, timeout=self._lease)
+
+    # -- giving it up
+
+    def withdraw(self) -> None:
+        """Stop leading, and do not lead again."""
+        self._become(Candidacy.WITHDRAWN)
+
+    async def leave(self, *, standby: bool = False) -> None:
+        """Withdraw and resign; with ``standby``, lead again if no other node does.
+
+        Raises:
+            StoreError: as the store does.
+        """
+        self.withdraw()
+        await self._resign()
+        if standby:
+            self._become(Candidacy.STANDBY)
+
+    async def give_way(self) -> None:
+        """Resign in favour of nodes that know more; lead again only if none of them does within a lease.
+
+        Raises:
+            StoreError: as the store does.
+        """
+        self._become(Candidacy.YIELDED)
+        self._yields_until = asyncio.get_running_loop().time() + self._lease
+        await self._resign()
+
+    def _become(self, candidacy: Candidacy) -> None:
+        self.candidacy = candidacy
+        self._run.changed.send()
+
+    async def _resign(self) -> None:
+        leader = self._run.leader
+        if leader.record is not None and leader.record.node == self._node:
+            # Under the run's lease: later nodes see that the leader resigned, and was not lost.
+            swap = self._context.lasting.compare_and_swap(
+                self._context.keys.leader, encode(_VACANT), expected=leader.modified
+            )
+            if (revision := await swap) is not None:
+                self._run.note_leader(_VACANT, revision)
+
+    # -- following
+
+    async def stay_connected(self) -> None:
+        """Hold a connection to the leader until cancelled; a leader that refuses it is dead."""
+        changed = self._run.changed
+        tries = 0
+        while True:
+            seen = changed.count
+            leader = self._run.leader.record
+            if leader is not None and leader.node:
+                self._note_leader(leader)
+            if leader is None or self._is_vacant() or leader.node == self._node:
+                tries = 0
+                await changed.after(seen)
+                continue
+            verdict = await self._hold(leader)
+            if verdict is Verdict.DEAD and self._last_connected == leader.node:
+                if self._run.outcome is None:
+                    logger.info("the leader %s is dead: it refuses its connection", leader.node)
+                self.dead_leader = leader.node
+                changed.send()
+            elif verdict is not None:
+                # Also if it refuses the first connection: the network may forbid them, so its lease decides.
+                await asyncio.sleep(backoff_delay(tries))
+                tries += 1
+
+    def _note_leader(self, leader: LeaderRecord) -> None:
+        before, self._last_leader = self._last_leader, leader
+        if leader.protocol != PROTOCOL_VERSION and (before is None or before.node != leader.node):
+            logger.warning("%s leads, and this node cannot take part: %s", leader.node, other_version(leader.protocol))
+
+    async def reaches_leader(self, within: float) -> bool:
+        """Whether the leader to which this node is connected answers a probe within so many seconds."""
+        leader = self._last_leader
+        if leader is None or not self.connected:
+            return False
+        run_id = self._context.settings.run_id
+        verdict = await probe(leader.address, run=run_id, node=self._node, peer=leader.node, timeout=within)
+        return verdict is Verdict.ALIVE
+
+    def peer_connected(self, node: str) -> None:
+        """Note that the leader has answered."""
+        self.connected = True
+        self._last_connected = node
+
+    def peer_lost(self, node: str) -> None:
+        """Note that the connection to the leader is gone."""
+        del node
+        self.connected = False
+
+    async def _hold(self, leader: LeaderRecord) -> Verdict | None:
+        """Hold one connection until it is lost; None if another node leads before."""
+        run_id = self._context.settings.run_id
+        holding = asyncio.create_task(
+            hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=self)
+        )
+        replaced = asyncio.create_task(self.until_replaced(leader.node))
+        try:
+            await asyncio.wait((holding, replaced), return_when=asyncio.FIRST_COMPLETED)
+            return holding.result() if holding.done() else None
+        finally:
+            holding.cancel()
+            replaced.cancel()
+            await asyncio.gather(holding, replaced, return_exceptions=True)

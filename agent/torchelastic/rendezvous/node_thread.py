@@ -1,0 +1,246 @@
+"""A node in a thread of its own, for callers that block: torch's agent, or a program without an event loop.
+
+The thread follows the run all the time. A question is answered from what it was told last, and a wait ends as soon as
+there is something new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from torchelastic.errors import TorchElasticError
+from torchelastic.protocol import NodeRecord, RoundRecord
+from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, RunEnded
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from torchelastic.protocol import OutcomeRecord
+    from torchelastic.rendezvous.handler_settings import HandlerSettings
+    from torchelastic.store.api import Store
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT: Final = 5.0
+"""Seconds to wait for the end of the thread."""
+
+
+class Ended(TorchElasticError):  # noqa: N818 - a state
+    """Nothing new will come: the run has an outcome, or this node cannot take part any more.
+
+    Attributes:
+        outcome: the run's, if it has one.
+    """
+
+    def __init__(self, message: str, outcome: OutcomeRecord | None = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a node was told last.
+
+    Attributes:
+        serial: counts the rounds that the node was told of: the same number can come again with other members.
+        record: the last round.
+        server: what serves the round's store, if this node does.
+        partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
+        outcome: the run's outcome.
+        error: why the node cannot take part any more.
+    """
+
+    serial: int = 0
+    record: RoundRecord = field(default_factory=lambda: RoundRecord(number=0))
+    server: Any = None
+    partitioned: bool = False
+    outcome: OutcomeRecord | None = None
+    error: BaseException | None = None
+
+
+class NodeThread:
+    """One node of a run, from :meth:`start` to :meth:`stop`. Its methods may be called from any thread.
+
+    Args:
+        settings: how and where it meets its peers.
+        serve: serves a store on a listening socket, which it owns from then on; called in a thread.
+
+    Attributes:
+        node: its id.
+        told: what it was told last.
+    """
+
+    def __init__(self, settings: HandlerSettings, serve: Callable[[socket.socket], object]) -> None:
+        self.node = f"{settings.node_name}.{secrets.token_hex(4)}"
+        self.told = Told()
+        self._settings = settings
+        self._serve = serve
+        self._changed = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._living: asyncio.Task[None] | None = None
+        self._inner: RendezvousNode | None = None
+        self._leaves = False
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
+
+    def start(self) -> None:
+        """Join the run."""
+        self._thread.start()
+
+    def wait_for(self, wanted: Callable[[Told], bool], *, timeout: float | None = None) -> Told:
+        """Wait until what the node was told is as wanted, or the time is over; return what it was told.
+
+        Raises:
+            Ended: nothing new will come.
+        """
+
+        def ready() -> bool:
+            if self.told.outcome is not None:
+                raise Ended(self.told.outcome.message or "the run has ended", self.told.outcome)
+            if self.told.error is not None:
+                raise Ended(f"{self.told.error}") from self.told.error
+            return wanted(self.told)
+
+        with self._changed:
+            self._changed.wait_for(ready, timeout)
+            return self.told
+
+    def next(self, after: int) -> Told:
+        """Wait for a round that this node is in, later than the one of this serial.
+
+        Raises:
+            Ended: nothing new will come.
+        """
+        return self.wait_for(lambda told: told.serial > after and self.node in told.record.nodes)
+
+    def is_over(self, serial: int, *, timeout: float = 0.0) -> bool:
+        """Whether a round later than this one has started, or starts within the time.
+
+        Raises:
+            Ended: nothing new will come.
+        """
+        return self.wait_for(lambda told: told.serial > serial, timeout=timeout).serial > serial
+
+    def report(self, round: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
+        """Report how this node fares in a round, as :meth:`RendezvousNode.report`."""
+        self._call(lambda: None if self._inner is None else self._inner.report(round, **changes))
+
+    def stop(self, *, leave: bool) -> None:
+        """Stop; returns when the other nodes can know, or after some seconds.
+
+        Args:
+            leave: tell the other nodes first. Not if the run is over.
+        """
+        with self._changed:
+            self._leaves = leave
+            self._stopped = True
+        self._call(lambda: None if self._living is None else self._living.cancel())
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_TIMEOUT)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        with self._changed:
+            if self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(function)
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        error: BaseException = TorchElasticError("this node has left the run")
+        try:
+            asyncio.run(self._live())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as raised:  # noqa: BLE001 - raised in the threads that wait
+            error = raised
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+        self._tell(error=error)
+
+    def _tell(self, **changes: Any) -> None:  # noqa: ANN401 - any field of Told
+        with self._changed:
+            self.told = dataclasses.replace(self.told, **changes)
+            self._changed.notify_all()
+
+    async def _live(self) -> None:
+        with self._changed:
+            self._loop = asyncio.get_running_loop()
+            self._living = asyncio.current_task()
+            if self._stopped:
+                return
+        settings = self._settings
+        async with contextlib.AsyncExitStack() as stack:
+            store = await self._connected()
+            stack.push_async_callback(store.close)
+            node = RendezvousNode(
+                store,
+                settings.rendezvous,
+                node=self.node,
+                record=NodeRecord(
+                    name=settings.node_name,
+                    address=settings.address,
+                    workers=1,  # an agent that is not ours does not tell how many there are
+                    size=settings.rendezvous.size,
+                    topology_key=settings.place,
+                ),
+            )
+            await stack.enter_async_context(node)
+            self._inner = node
+            try:
+                await self._follow(node)
+            finally:
+                self._inner = None
+                if self._leaves:
+                    await node.leave()
+
+    async def _connected(self) -> Store:
+        if self._settings.store is None:
+            from torchelastic.store.memory import MemoryStore
+
+            return MemoryStore()
+        from torchelastic.store.connection import connect_within
+
+        return await connect_within(self._settings.store, self._settings.rendezvous.join_timeout)
+
+    async def _follow(self, node: RendezvousNode) -> None:
+        while True:
+            getting = asyncio.ensure_future(node.events.get())
+            try:
+                await asyncio.wait((getting, node.failed), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                if getting.done():
+                    node.events.put_nowait(getting.result())  # the node closes what was not received
+                getting.cancel()
+                raise
+            if not getting.done():
+                getting.cancel()
+                await node.failed
+                return
+            match getting.result():
+                case RoundStarted(record, listener):
+                    logger.info("round %d: %s", record.number, record.cause)
+                    server = None if listener is None else await self._served(listener)
+                    self._tell(serial=self.told.serial + 1, record=record, server=server, partitioned=False)
+                    if record.members:
+                        node.history.workers_started()  # about now
+                case Partitioned():
+                    self._tell(partitioned=True)
+                case RunEnded(outcome):
+                    self._tell(outcome=outcome)
+
+    async def _served(self, listener: socket.socket) -> object:
+        serving = asyncio.ensure_future(asyncio.to_thread(self._serve, listener))
+        try:
+            return await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            await asyncio.wait([serving])  # the server owns the listener once it exists
+            raise

@@ -1,0 +1,314 @@
+"""Connections between nodes: how a death is told from a silence.
+
+Every node holds one TCP connection to the leader. The kernel of a live host closes the connections of a process that
+died, so a lost connection is known at once; but a network can also cut one between two healthy nodes. So the node that
+loses a connection connects again (:func:`probe`). Refused means that no process listens there: dead. Answered means
+alive. Silence means neither; then the node's lease in the store decides.
+
+Each side sends one line of JSON, and then nothing: ``{"run": …, "node": …, "stay": true}``, answered by
+``{"run": …, "node": …}``. The run is identified by a digest of its id. Other connections are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import hashlib
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
+
+import msgspec
+
+from torchelastic.errors import MalformedRecord, NoPortFree
+from torchelastic.protocol import decode, encode
+
+if TYPE_CHECKING:
+    from torchelastic.config.settings import PortRange
+
+LINE_LIMIT: Final = 2048
+"""Bytes of a line; the connection is closed after a longer one."""
+
+BACKLOG: Final = 4096
+"""Connections that may wait to be accepted, when a thousand nodes connect at once."""
+
+DIGEST_BYTES: Final = 16
+
+GREETING_TIMEOUT: Final = 2.0
+"""Seconds for the other side to send its line."""
+
+SILENCE_TIMEOUT: Final = 3
+"""Seconds of silence after which the kernel closes a connection: less than a lease of 5 s."""
+
+PROBE_TIMEOUT: Final = 0.3
+"""Seconds for a probe of a node whose connection was lost."""
+
+FINAL_PROBE_TIMEOUT: Final = 2.0
+"""Seconds for a probe whose silence counts as death; a busy host may answer late. Never more than the lease."""
+
+
+class _Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
+    run: Annotated[str, msgspec.Meta(max_length=2 * DIGEST_BYTES)]
+    node: Annotated[str, msgspec.Meta(max_length=270)]
+    stay: bool = False
+
+
+def run_digest(run: str) -> str:
+    """Return the digest that identifies a run in greetings."""
+    return hashlib.blake2b(run.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
+
+
+class Verdict(enum.Enum):
+    """The result of a probe."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    SILENT = "silent"
+
+
+class ConnectionObserver(Protocol):
+    """Is told about the connections that other nodes hold to this one."""
+
+    def peer_connected(self, node: str) -> None:
+        """The node is connected now."""
+
+    def peer_lost(self, node: str) -> None:
+        """The node's last connection is gone."""
+
+
+class PeerServer:
+    """Answers greetings, and tells an observer which nodes are connected.
+
+    Args:
+        run: the run's id; connections of other runs are refused.
+        node: this node's id.
+        host: the address on which to listen.
+        observer: is told about connections.
+        ports: the only ports on which it may listen; None for any.
+
+    Raises:
+        NoPortFree: none of these ports is free.
+    """
+
+    def __init__(
+        self, *, run: str, node: str, host: str, observer: ConnectionObserver, ports: PortRange | None = None
+    ) -> None:
+        self._greeting = _Greeting(run=run_digest(run), node=node)
+        self._observer = observer
+        self._connections: dict[str, int] = {}
+        self._listener = listen(host, ports)
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._transports: set[asyncio.WriteTransport] = set()
+        self._closed = False
+
+    @property
+    def port(self) -> int:
+        """The port on which it listens."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def is_connected(self, node: str) -> bool:
+        """Whether the node holds a connection to this one."""
+        return node in self._connections
+
+    async def start(self) -> None:
+        """Begin to accept connections."""
+        self._server = await asyncio.start_server(
+            self._accepted, sock=self._listener, limit=LINE_LIMIT, backlog=BACKLOG, start_serving=False
+        )
+        await self._server.start_serving()
+
+    async def close(self) -> None:
+        """Stop listening and close all connections; may be called before :meth:`start`, and again."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._server is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            # asyncio handles a connection that was just accepted in the next iteration; a closed server cannot.
+            await asyncio.sleep(0)
+            self._server.close()
+        self._listener.close()
+        self.drop_connections()
+        if self._serving:
+            await asyncio.wait(self._serving)
+
+    def drop_connections(self) -> None:
+        """Close all connections; their peers may connect again."""
+        # Aborted, not cancelled: asyncio logs a cancelled connection handler as an error.
+        for transport in list(self._transports):
+            transport.abort()
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closed:
+            writer.transport.abort()
+            return
+        self._transports.add(writer.transport)
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            greeting = await _read_greeting(reader)
+            if greeting is None or greeting.run != self._greeting.run:
+                return
+            writer.write(encode(self._greeting) + b"\n")
+            if greeting.stay:
+                _limit_silence(writer)
+                await self._hold(greeting.node, reader)
+        except OSError:
+            pass  # the other side is gone
+        finally:
+            self._transports.discard(writer.transport)
+            await _close(writer)
+
+    async def _hold(self, node: str, reader: asyncio.StreamReader) -> None:
+        self._connections[node] = self._connections.get(node, 0) + 1
+        self._observer.peer_connected(node)
+        try:
+            with suppress(OSError):
+                await reader.read(1)  # nothing more is sent: this returns when the connection is lost
+        finally:
+            self._connections[node] -= 1
+            if not self._connections[node]:
+                del self._connections[node]
+                self._observer.peer_lost(node)
+
+
+async def hold_connection(address: str, *, run: str, node: str, peer: str, observer: ConnectionObserver) -> Verdict:
+    """Hold a connection to a peer until it is lost; return what a probe then shows of the peer.
+
+    Args:
+        address: host:port of the peer's server.
+        run: the run's id.
+        node: this node's id.
+        peer: the peer's id.
+        observer: is told when the connection stands and when it is lost.
+    """
+    verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node, stay=True), peer)
+    if streams is None:
+        return verdict
+    reader, writer = streams
+    _limit_silence(writer)
+    observer.peer_connected(peer)
+    try:
+        with suppress(OSError):
+            await reader.read(1)
+    finally:
+        observer.peer_lost(peer)
+        await _close(writer)
+    return await probe(address, run=run, node=node, peer=peer)
+
+
+async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = PROBE_TIMEOUT) -> Verdict:  # noqa: ASYNC109
+    """Connect to a peer's server and return whether the peer is alive; no answer in time is a silence."""
+    verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node), peer, timeout)
+    if streams is not None:
+        await _close(streams[1])
+    return verdict
+
+
+async def _greet(
+    address: str,
+    greeting: _Greeting,
+    peer: str,
+    timeout: float = GREETING_TIMEOUT,  # noqa: ASYNC109
+) -> tuple[Verdict, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=LINE_LIMIT)
+            try:
+                writer.write(encode(greeting) + b"\n")
+                answer = await _read_greeting(reader)
+            except BaseException:
+                await _close(writer)
+                raise
+    except (ConnectionRefusedError, ConnectionResetError):
+        return Verdict.DEAD, None
+    except (OSError, TimeoutError, ValueError, OverflowError):  # the last two: not an address
+        return Verdict.SILENT, None
+    if answer is not None and answer.run == greeting.run and answer.node == peer:
+        return Verdict.ALIVE, (reader, writer)
+    await _close(writer)
+    # If another node of this run has taken over the port, the peer is gone. Other answers say nothing about the peer.
+    return (Verdict.DEAD if answer is not None and answer.run == greeting.run else Verdict.SILENT), None
+
+
+async def _read_greeting(reader: asyncio.StreamReader) -> _Greeting | None:
+    try:
+        async with asyncio.timeout(GREETING_TIMEOUT):
+            line = await reader.readuntil(b"\n")
+        return decode(line, _Greeting)
+    except (MalformedRecord, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+        return None
+
+
+def _limit_silence(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    with suppress(OSError):  # it is lost already; the reader will notice
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_TIMEOUT - 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_TIMEOUT * 1000)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> socket.socket:
+    """Return a listening socket on a free port of this address, or of all addresses if it is not this machine's own.
+
+    A pod may be known to its peers by an address that only a gateway in front of it has.
+
+    Args:
+        host: the address.
+        ports: the only ports that may be taken; None for any.
+        after: the port that may not be taken again; the search begins behind it.
+
+    Raises:
+        OSError: no socket can be created.
+        NoPortFree: none of these ports is free.
+    """
+    try:
+        info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return _listening(info[0], info[4], ports, after)
+    except OSError:
+        return _listening(socket.AF_INET, ("", 0), ports, after)
+
+
+def _listening(
+    family: int, address: tuple[str | int, ...] | tuple[int, bytes], ports: PortRange | None, after: int
+) -> socket.socket:
+    if ports is None:
+        return _bound(family, address)
+    for port in ports.after(after):
+        try:
+            return _bound(family, (address[0], port, *address[2:]), again=True)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise NoPortFree(
+        f"No port of --port-range {ports} is free on this node: give it a wider range, or see what else listens there "
+        "(ss -tlnp); each agent on a host needs up to 4 of them at a time."
+    )
+
+
+def _bound(family: int, address: tuple[Any, ...], *, again: bool = False) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if again:  # connections of the previous listener may linger
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

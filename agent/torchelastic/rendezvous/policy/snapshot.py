@@ -1,0 +1,166 @@
+"""What the leader knows at one moment, and what it can decide to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torchelastic.protocol import NodePhase
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchelastic.protocol import NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node as the leader sees it.
+
+    Attributes:
+        id: the node's id.
+        record: its own record.
+        joined: when it first joined, as a revision of the store: its seniority.
+        arrived: when the leader first saw it, on the leader's clock.
+        answers: whether it is known to be alive: it is connected, or has had time enough to connect.
+        failed_at: the revision at which it reported its failure: the store's order of events; 0 without a failure.
+    """
+
+    id: str
+    record: NodeRecord
+    joined: int
+    arrived: float
+    answers: bool = True
+    failed_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that the leader knows at one moment.
+
+    Attributes:
+        now: the leader's clock, in seconds.
+        peers: the nodes that have a key in the store, including the leader.
+        size: how many nodes there should be.
+        round: the round in the store.
+        since: the store's revision at which that round was committed.
+        remembered: the last round that the leader itself has seen; later than ``round`` if the store lost data.
+        outcome: the run's outcome.
+        notice: the last notice.
+        noticed_at: when this leader first saw that notice.
+        silent: members without a key that still answer: their lease expired, but they live.
+        patient_until: until when the leader waits for members that return to a store that was away.
+        dead: nodes that are certainly dead, though they may still have a key.
+        left: nodes that announced that they leave, and whose key is gone.
+        done: members that were seen done with this round, including those that are gone.
+        highest_round_seen: the highest round number that any node has known.
+        missing: members of the last round with members that are not present now.
+        changed_at: when the leader first saw the round in the store.
+        failed_since: when the first failure of this round was first seen; None without a failure.
+        gave_way: whether this leader has yielded to nodes that know more.
+        ranks: the members of ``round`` with their ranks.
+    """
+
+    now: float
+    peers: Mapping[str, Peer]
+    size: SizeRecord
+    round: RoundRecord | None = None
+    since: int = 0
+    remembered: RoundRecord | None = None
+    outcome: OutcomeRecord | None = None
+    notice: NoticeRecord | None = None
+    noticed_at: float = 0.0
+    silent: frozenset[str] = frozenset()
+    patient_until: float = 0.0
+    dead: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
+    done: frozenset[str] = frozenset()
+    highest_round_seen: int = 0
+    missing: tuple[str, ...] = ()
+    changed_at: float = 0.0
+    failed_since: float | None = None
+    gave_way: bool = False
+    ranks: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        nodes = () if self.round is None else self.round.nodes
+        object.__setattr__(self, "ranks", {node: rank for rank, node in enumerate(nodes)})
+        highest = max((peer.record.round for peer in self.peers.values()), default=0)
+        object.__setattr__(self, "highest_round_seen", max(self.highest_round_seen, highest))
+
+    @property
+    def number(self) -> int:
+        """The number of the round in the store; 0 without one."""
+        return 0 if self.round is None else self.round.number
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a member has no key although it is not known to be gone."""
+        return not self.silent.isdisjoint(self.ranks)
+
+    def is_present(self, node: str) -> bool:
+        """Whether the node has a key and is not known to be dead."""
+        return node in self.peers and node not in self.dead
+
+    def is_leaving(self, node: str) -> bool:
+        """Whether the node is leaving, or is gone after it announced that."""
+        peer = self.peers.get(node)
+        return node in self.left if peer is None else peer.record.phase is NodePhase.LEAVING
+
+    def is_partitioned(self, node: str) -> bool:
+        """Whether the node has stopped its workers because it reached neither the store nor a peer."""
+        peer = self.peers.get(node)
+        return peer is not None and peer.record.phase is NodePhase.PARTITIONED and peer.record.round >= self.number
+
+    def is_finishing(self, node: str) -> bool:
+        """Whether workers of the node have exited with 0."""
+        peer = self.peers.get(node)
+        return node in self.done or (peer is not None and peer.record.phase in (NodePhase.FINISHING, NodePhase.DONE))
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Do nothing until something changes.
+
+    Attributes:
+        until: when to decide again even without a change; None for never.
+        why: the reason, for the log; empty if all is well.
+    """
+
+    until: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FormRound:
+    """Commit this round in the place of the current one."""
+
+    record: RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class GiveNotice:
+    """Announce that the current round is about to change, or (with 0 seconds) withdraw that."""
+
+    record: NoticeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """Commit this outcome."""
+
+    record: OutcomeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class GiveWay:
+    """Yield the lead for one lease to nodes that know more.
+
+    Attributes:
+        why: the reason, for the log.
+    """
+
+    why: str
+
+
+Decision = Hold | FormRound | GiveNotice | EndRun | GiveWay

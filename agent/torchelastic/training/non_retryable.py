@@ -1,0 +1,45 @@
+"""The exception with which a program ends its run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Self
+
+from torchelastic.training.agent_socket import CHANNEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+
+class NonRetryableException(Exception):  # noqa: N818 - the name that torchelastic's users know
+    """Raised by a program that would fail again: the run fails with it, and is not restarted.
+
+    A program's own exceptions may derive from it. The exception that ends the worker counts.
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Tell the agent if this exception ends the program, however the program was started."""
+        _install_hook()
+        return super().__new__(cls, *args, **kwargs)
+
+
+def _install_hook() -> None:
+    if isinstance(getattr(sys.excepthook, "__self__", None), _Hook) or not os.environ.get(CHANNEL):
+        return
+    sys.excepthook = _Hook(sys.excepthook).tell
+
+
+class _Hook:
+    """An excepthook that tells the agent of the exception that ends the program, and then calls the one before."""
+
+    def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._before = before
+
+    def tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        from torchelastic.agent import error_file
+
+        if isinstance(error, NonRetryableException):
+            error_file.write(error)
+        self._before(kind, error, trace)

@@ -1,0 +1,162 @@
+"""Converts the spec of a manifest that was written for the first ElasticJob controller.
+
+That controller, of the same group and version, was archived in 2022; its manifests have ``rdzvEndpoint`` and
+``replicaSpecs.Worker``. The CRD accepts both forms, but not a mixture. The conversion:
+
+* A pod ran the image's launcher with the controller's flags and the container's ``args``, which begin with more flags
+  of the launcher (``--nproc_per_node=1``). The operator sets the launcher and those flags now, so they are removed, and
+  so is a ``command`` that is a launcher. Any other command starts a launcher in its own way and is rejected.
+* Flags that have a field in today's spec become that field; if the field has another value, the manifest is rejected.
+* The container may have any name.
+* Names and restart policies inside the template had no effect, and neither does the template's ``kind``.
+* ``replicas`` was the number of pods, and the default of each bound. (The default of the lower bound is 1 here.)
+* With ``restartPolicy: Never`` the job failed when a pod did; otherwise the pod was replaced.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.api.json_access import integer, listing, mapping, text
+from elastic_operator.api.launcher_flags import after_launcher, launcher_flags
+from elastic_operator.api.validation_error import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+WORKER: Final = "worker"
+"""The name of the job's own container in today's template."""
+
+_FORMER_WORKER: Final = "elasticjob-worker"
+"""Its name in the first controller's examples."""
+
+_ARCHIVED: Final = ("rdzvEndpoint", "replicaSpecs", "RunPolicy")
+_POLICIES: Final = ("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit")
+_WITHOUT_EFFECT: Final = ("name", "generateName", "namespace")
+
+_OPERATORS: Final = frozenset(
+    {
+        "master-addr",
+        "master-port",
+        "nnodes",
+        "node-rank",
+        "rdzv-backend",
+        "rdzv-endpoint",
+        "rdzv-id",
+        "standalone",
+        "use-env",
+    }
+)
+"""Flags of the launcher that the operator sets, or that are obsolete."""
+
+_FILLED_IN: Final = {"nprocPerNode": 1, "maxRestarts": 100}
+"""The CRD's defaults of these fields."""
+
+_MOST_WORKERS: Final = 4096
+_MOST_RESTARTS: Final = 1_000_000
+
+
+def modern(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A spec that has passed the CRD's validation in today's form; unchanged if it has that form already."""
+    if "replicaSpecs" not in spec:
+        return spec
+    worker = mapping(spec, "replicaSpecs", "Worker")
+    today = {key: value for key, value in spec.items() if key not in _ARCHIVED}
+    today |= {key: value for key, value in mapping(spec, "RunPolicy").items() if key in _POLICIES}
+    if endpoint := text(spec, "rdzvEndpoint"):
+        today["etcd"] = {"endpoint": endpoint}
+    if (replicas := integer(worker, "replicas")) is not None:
+        today = {"replicas": replicas, "maxReplicas": replicas, **today}
+    if text(worker, "restartPolicy") == "Never":
+        today = {"backoffLimit": 0, **today}
+    template = mapping(worker, "template")
+    metadata = {key: value for key, value in mapping(template, "metadata").items() if key not in _WITHOUT_EFFECT}
+    pod = {key: value for key, value in mapping(template, "spec").items() if key != "restartPolicy"}
+    if (position := _worker_position(pod)) is not None:
+        containers = [*listing(pod, "containers")]
+        container, lifted = _of_launcher(mapping(containers[position]))
+        containers[position] = container
+        pod["containers"] = containers
+        today |= lifted
+    today["template"] = {"metadata": metadata, "spec": pod} if metadata else {"spec": pod}
+    return today
+
+
+def objection(spec: Mapping[str, Any]) -> str | None:
+    """What in an archived manifest cannot be honoured, in a sentence; None for nothing."""
+    pod = mapping(spec, "replicaSpecs", "Worker", "template", "spec")
+    if (position := _worker_position(pod)) is None:
+        return None
+    container = mapping(listing(pod, "containers")[position])
+    where = f"the container {text(container, 'name')} of spec.replicaSpecs.Worker"
+    command = _texts(container.get("command"))
+    if command and after_launcher(command) is None:
+        return (
+            f"{where} has the command {shown(list(command))}, which got the launcher's flags from the first "
+            "controller; here each pod is the launcher itself: remove the command, and name the program in args"
+        )
+    for field, value in _of_launcher(container)[1].items():
+        if spec.get(field, value) not in (value, _FILLED_IN[field]):
+            return f"spec.{field} is {shown(spec[field])}, but a flag of {where} says {value}; remove one of the two"
+    return None
+
+
+def _worker_position(pod: Mapping[str, Any]) -> int | None:
+    """The position of the job's own container; None if there is none."""
+    containers = listing(pod, "containers")
+    if not all(isinstance(container, dict) for container in containers):
+        return None
+    names = [text(container, "name") for container in containers]
+    for name in (WORKER, _FORMER_WORKER):
+        if name in names:
+            return names.index(name)
+    return 0 if names else None
+
+
+def _of_launcher(container: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The container in today's form, and the fields of the spec that replace its flags."""
+    today = {**container, "name": WORKER}
+    command, args = _texts(container.get("command")), _texts(container.get("args"))
+    if command is None or args is None:  # invalid values, which the validation reports
+        return today, {}
+    before = after_launcher(command)
+    if command and before is None:
+        return today, {}
+    today.pop("command", None)
+    kept, lifted = _without_operators_flags((*(before or ()), *args))
+    return today | {"args": kept}, lifted
+
+
+def _without_operators_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The launcher's arguments without the flags that the operator sets, and the fields that replace other flags."""
+    kept: list[str] = []
+    lifted: dict[str, Any] = {}
+    seen = 0
+    for flag in launcher_flags(words):
+        seen += len(flag.words)
+        if (field := _as_field(flag.name, flag.value)) is not None:
+            lifted |= field
+        elif flag.name not in _OPERATORS:
+            kept += flag.words
+    return [*kept, *words[seen:]], lifted
+
+
+def _as_field(flag: str, value: str) -> dict[str, Any] | None:
+    """The field of the spec that replaces a flag; None if there is none."""
+    number = int(value) if value.isascii() and value.isdecimal() and len(value) <= len(str(_MOST_RESTARTS)) else None
+    if flag == "nproc-per-node":
+        if number is not None and 1 <= number <= _MOST_WORKERS:
+            return {"nprocPerNode": number}
+        return {"nprocPerNode": value} if value in ("auto", "cpu", "gpu") else None
+    if flag == "max-restarts" and number is not None and number <= _MOST_RESTARTS:
+        return {"maxRestarts": number}
+    return None
+
+
+def _texts(value: object) -> tuple[str, ...] | None:
+    """A list of texts as a tuple; None if it is something else."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return None
+    return tuple(value)

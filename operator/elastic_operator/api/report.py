@@ -1,0 +1,199 @@
+"""The report of a job: what is kept of its run when its store goes.
+
+On a cluster it is the key ``report.json`` of the ConfigMap ``<job>-report``, on this machine the file ``report.json``
+in the run's folder. It is written when the job finishes, and when it is suspended::
+
+    {
+      "job": {"namespace", "name", "uid", "created", "completed", "state", "message"},
+      "timeBreakdown": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "joined", "gone": {"left": …}},
+      "rounds": [{"number", "began", "ended", "nodes", "workers", "reason", "cause", "failure", "lostSeconds"}],
+      "omitted": 0,
+      "rested": [],
+      "outcome": {"state", "round", "restarts", "message", "failure"}
+    }
+
+A ``failure`` has the fields of :class:`torchelastic.protocol.FailureRecord`. What is unknown is left out. Times are
+RFC 3339 in milliseconds, durations seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from elastic_operator.api.status import JobState
+from elastic_operator.api.wire import from_json, moment, seconds_of, to_json
+from elastic_operator.errors import BadInput
+from torchelastic.protocol import (
+    COUNT_LIMIT,
+    HISTORY_LIMIT,
+    FailureRecord,
+    HistoryRecord,
+    OutcomeRecord,
+    TimeBreakdown,
+    missing_between,
+    shorten,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+REPORT_KEY: Final = "report.json"
+"""The key in the ConfigMap, and the name of the file."""
+
+REPORT_LIMIT: Final = 900_000
+"""Bytes; a ConfigMap takes 1 MiB."""
+
+_LONGEST_TEXT: Final = 16384
+_SHORTEST_TEXT: Final = 64
+_OF_JOB: Final = ("namespace", "name", "uid", "created", "state", "message")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is kept of a job's run.
+
+    Attributes:
+        namespace: of the job.
+        name: of the job.
+        uid: of the job.
+        created: when the job was created.
+        state: when the report was written: Succeeded, Failed or Suspended.
+        completed: when the job finished; None if it has not.
+        message: why it failed; empty if it has not.
+        time_breakdown: where its time went; None if unknown.
+        history: its rounds.
+        outcome: how the agents ended the run; None if they have not.
+        rested: when it was suspended, or stopped on this machine, each time.
+    """
+
+    namespace: str = ""
+    name: str
+    uid: str = ""
+    created: float = 0.0
+    state: JobState = JobState.PENDING
+    completed: float | None = None
+    message: str = ""
+    time_breakdown: TimeBreakdown | None = None
+    history: HistoryRecord = field(default_factory=HistoryRecord)
+    outcome: OutcomeRecord | None = None
+    rested: tuple[float, ...] = ()
+
+
+def report_to_json(report: Report) -> dict[str, Any]:
+    """The report as a document, of any length; see :func:`encode_report`."""
+    whole = to_json(replace(report, completed=None))
+    job = {key: whole.pop(key) for key in _OF_JOB}
+    if report.completed is not None:
+        job["completed"] = moment(report.completed)
+    history = whole.pop("history")
+    return {"job": job, **whole, "rounds": history["rounds"], "omitted": history["omitted"]}
+
+
+def report_from_json(document: Mapping[str, Any]) -> Report:
+    """The report in a document.
+
+    Raises:
+        BadInput: it is none.
+    """
+    job = document.get("job")
+    if not isinstance(job, dict) or not isinstance(document.get("omitted", 0), int):
+        raise BadInput("not the report of a job: it does not name the job")
+    history = {"created": job.get("created") or "1970-01-01T00:00:00Z"}
+    history |= {key: document[key] for key in ("rounds", "omitted") if key in document}
+    others = {key: document[key] for key in ("timeBreakdown", "rested", "outcome") if key in document}
+    try:
+        completed = job.get("completed")
+        about = {key: value for key, value in job.items() if key != "completed"}
+        report = from_json({**about, "history": history, **others}, Report)
+        ended = None if completed is None else seconds_of(msgspec.convert(completed, datetime))
+    except (BadInput, msgspec.ValidationError) as error:
+        raise BadInput(f"not the report of a job: {error}") from None
+    return replace(report, completed=ended, rested=tuple(sorted(report.rested)))
+
+
+def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:
+    """The report as text of at most ``limit`` bytes: sentences are shortened and, if need be, rounds left out."""
+    longest = _LONGEST_TEXT
+    while len(text := _text_of(report)) > limit and (longest > _SHORTEST_TEXT or report.history.rounds):
+        if longest > _SHORTEST_TEXT:
+            longest //= 2
+            report = _shortened(report, longest)
+        else:
+            report = replace(report, history=bounded(report.history, len(report.history.rounds) // 2))
+    return text
+
+
+def decode_report(text: str | bytes) -> Report:
+    """The report in a text.
+
+    Raises:
+        BadInput: there is none in it.
+    """
+    try:
+        document = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise BadInput(f"not the report of a job: {error}") from None
+    return report_from_json(document)
+
+
+def merged(kept: Report | None, report: Report) -> Report:
+    """The report with what an earlier one knew: after a suspension, the history of the next leader starts afresh.
+
+    Args:
+        kept: the report as it was written before; None if there is none.
+        report: the current one.
+    """
+    if kept is None or kept.uid != report.uid:
+        return report
+    by_number = {round.number: round for round in (*kept.history.rounds, *report.history.rounds)}
+    rounds = tuple(by_number[number] for number in sorted(by_number))
+    history = HistoryRecord(created=report.created, rounds=rounds, omitted=missing_between(rounds))
+    return replace(
+        report,
+        time_breakdown=report.time_breakdown if report.time_breakdown is not None else kept.time_breakdown,
+        history=bounded(history, HISTORY_LIMIT),
+        outcome=report.outcome if report.outcome is not None else kept.outcome,
+        rested=tuple(sorted({*kept.rested, *report.rested})[-HISTORY_LIMIT:]),
+    )
+
+
+def bounded(history: HistoryRecord, limit: int) -> HistoryRecord:
+    """The history with at most this many rounds: the first half of them, and the last ones."""
+    rounds = history.rounds
+    excess = len(rounds) - limit
+    if excess <= 0:
+        return history
+    first = limit // 2
+    omitted = min(history.omitted + excess, COUNT_LIMIT)
+    return HistoryRecord(created=history.created, rounds=rounds[:first] + rounds[first + excess :], omitted=omitted)
+
+
+def _text_of(report: Report) -> bytes:
+    """The report as text; a lone surrogate in a program's message becomes a question mark."""
+    return json.dumps(report_to_json(report), ensure_ascii=False, indent=1).encode(errors="replace")
+
+
+def _shortened(report: Report, longest: int) -> Report:
+    """The report with sentences of at most this many characters."""
+
+    def short(failure: FailureRecord | None) -> FailureRecord | None:
+        return failure and msgspec.structs.replace(failure, message=shorten(failure.message, longest))
+
+    rounds = tuple(
+        msgspec.structs.replace(round, cause=shorten(round.cause, longest), failure=short(round.failure))
+        for round in report.history.rounds
+    )
+    outcome = report.outcome and msgspec.structs.replace(
+        report.outcome, message=shorten(report.outcome.message, longest), failure=short(report.outcome.failure)
+    )
+    return replace(
+        report,
+        message=shorten(report.message, longest),
+        history=msgspec.structs.replace(report.history, rounds=rounds),
+        outcome=outcome,
+    )

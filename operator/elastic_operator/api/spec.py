@@ -1,0 +1,275 @@
+"""The spec of an ElasticJob: typed, with every default filled in.
+
+The CRD (crds/elasticjob.yaml) defines what is allowed. These structs decode a manifest that has passed it.
+:class:`AppliedSpec` is the part that a job's pods are made from; ``status.appliedSpec`` keeps a copy of it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Self
+
+import msgspec
+
+from elastic_operator.api.legacy import modern, objection
+
+GROUP: Final = "elastic.pytorch.org"
+VERSION: Final = "v1alpha1"
+KIND: Final = "ElasticJob"
+PLURAL: Final = "elasticjobs"
+
+Json = Mapping[str, Any]
+
+MANAGER: Final = f"{GROUP}/elastic-operator"
+"""The value of ``spec.managedBy`` for jobs of this operator, and its default."""
+
+
+class CleanPodPolicy(enum.StrEnum):
+    """Which pods of a finished job are deleted."""
+
+    ALL = "All"
+    RUNNING = "Running"
+    """Those in which a container still runs; the others stay for their logs."""
+    NONE = "None"
+
+
+class FailureAction(enum.StrEnum):
+    """What a failure leads to."""
+
+    FAIL_JOB = "FailJob"
+    IGNORE = "Ignore"
+    """The worker or pod is replaced, and no budget is charged."""
+    COUNT = "Count"
+    """The worker or pod is replaced, and its budget is charged; the default if no rule matches."""
+
+
+class GangScheduler(enum.StrEnum):
+    """Whose PodGroup makes the pods of a job start together or not at all."""
+
+    SCHEDULER_PLUGINS = "SchedulerPlugins"
+    VOLCANO = "Volcano"
+
+
+class _Part(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """A part of the spec."""
+
+
+class ExitCodes(_Part, frozen=True):
+    """A set of exit codes from 1 to 255; 128 + n stands for the signal n. With NotIn: all other codes."""
+
+    values: frozenset[int]
+    operator: Literal["In", "NotIn"]
+
+    def __contains__(self, code: object) -> bool:
+        return (code in self.values) is (self.operator == "In")
+
+
+class PodCondition(_Part, frozen=True):
+    """A condition of a pod, such as DisruptionTarget."""
+
+    type: str
+    status: str = "True"
+
+
+class FailureRule(_Part, frozen=True):
+    """What failures of one kind lead to. Exactly one of exit codes, pod reasons and pod conditions is given.
+
+    Attributes:
+        action: what the failure leads to.
+        exit_codes: exit codes of worker programs. The agents apply this.
+        pod_reasons: reasons for which pods end, such as OOMKilled or Evicted. The operator applies this.
+        pod_conditions: conditions of pods that end. The operator applies this.
+        exclude_node: whether later pods keep away from the failed pod's node.
+    """
+
+    action: FailureAction
+    exit_codes: ExitCodes | None = msgspec.field(default=None, name="onExitCodes")
+    pod_reasons: frozenset[str] = msgspec.field(default=frozenset(), name="onPodReasons")
+    pod_conditions: tuple[PodCondition, ...] = msgspec.field(default=(), name="onPodConditions")
+    exclude_node: bool = False
+
+
+class FailurePolicy(_Part, frozen=True):
+    """Rules for failures; the first one that matches applies."""
+
+    rules: tuple[FailureRule, ...] = ()
+
+
+class SchedulingSpec(_Part, frozen=True):
+    """How the pods are scheduled.
+
+    Attributes:
+        gang: whose PodGroup is created; None for none.
+        scheduler_name: of the pods; None for the gang's scheduler, or else the cluster's default.
+        queue: of Volcano's PodGroup; empty for its default.
+        priority_class: of the pods and the PodGroup; empty for the cluster's default.
+    """
+
+    gang: GangScheduler | None = None
+    scheduler_name: str | None = None
+    queue: str = ""
+    priority_class: str = msgspec.field(default="", name="priorityClassName")
+
+
+class PortRange(_Part, frozen=True):
+    """The first and the last of a range of ports."""
+
+    first: int
+    last: int
+
+
+class RendezvousSpec(_Part, frozen=True):
+    """How the agents meet; None stands for the agent's own default.
+
+    Attributes:
+        joining_window: seconds that the first round waits for more pods than the minimum.
+        join_timeout: seconds after which the job fails if fewer pods than the minimum have joined.
+        lease: seconds after which a silent pod counts as lost.
+        ports: on which agents listen to each other; None for any free ports.
+    """
+
+    joining_window: int | None = msgspec.field(default=None, name="joiningWindowSeconds")
+    join_timeout: int | None = msgspec.field(default=None, name="joinTimeoutSeconds")
+    lease: int | None = msgspec.field(default=None, name="leaseSeconds")
+    ports: PortRange | None = None
+
+
+class EtcdSpec(_Part, frozen=True):
+    """The store of the job.
+
+    Attributes:
+        endpoint: host:port of an existing etcd (several with commas); None to create one for the job.
+        tls_secret: the Secret with ``ca.crt``, and ``tls.crt`` and ``tls.key`` for client authentication; for
+            ``endpoint`` only. None to trust the system's authorities.
+        image: of the created etcd.
+        resources: of the created etcd, as in a container's spec.
+        storage: of the created etcd, as in a volume claim; None to lose its data with its pod.
+    """
+
+    endpoint: str | None = None
+    tls_secret: str | None = None
+    image: str | None = None
+    resources: dict[str, Any] = {}
+    storage: dict[str, Any] | None = None
+
+
+class CheckpointSpec(_Part, frozen=True):
+    """Where the program keeps its checkpoints: any volume source; None for an emptyDir, which is lost with its pod."""
+
+    volume: dict[str, Any] | None = None
+
+
+class AppliedSpec(_Part, frozen=True, kw_only=True):
+    """What pods are made from, beside their number. A change takes effect when the job is suspended and resumed.
+
+    Attributes:
+        image: of the worker container; None if the template names it.
+        command: the program that each worker is; empty to pass ``args`` to torchelastic-run.
+        args: see ``command``.
+        env: more environment variables, each as in a container's spec.
+        nproc_per_node: workers in each pod: a number, or "auto", "cpu", "gpu".
+        failure_policy: what failures lead to.
+        scheduling: how the pods are scheduled.
+        rendezvous: how the agents meet.
+        etcd: the store.
+        checkpoint: where checkpoints are kept.
+        grace_period: seconds between SIGTERM and SIGKILL for workers; None for the agent's own default.
+        node_loss: seconds after which pods on a silent node count as lost.
+        metrics_port: of the agents' /metrics; None for the operator's default.
+        template: a pod template, as the user wrote it.
+    """
+
+    image: str | None = None
+    command: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+    env: tuple[dict[str, Any], ...] = ()
+    nproc_per_node: int | str = 1
+    failure_policy: FailurePolicy = FailurePolicy()
+    scheduling: SchedulingSpec = msgspec.field(default=SchedulingSpec(), name="schedulingPolicy")
+    rendezvous: RendezvousSpec = RendezvousSpec()
+    etcd: EtcdSpec = EtcdSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    grace_period: int | None = msgspec.field(default=None, name="gracePeriodSeconds")
+    node_loss: int = msgspec.field(default=15, name="nodeLossSeconds")
+    metrics_port: int | None = None
+    template: dict[str, Any] = {}
+
+    @property
+    def failure_rules(self) -> tuple[FailureRule, ...]:
+        """The rules of the failure policy."""
+        return self.failure_policy.rules
+
+
+class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
+    """What the user asked for.
+
+    Attributes:
+        min_replicas: the job never trains with fewer pods.
+        max_replicas: the operator never creates more pods.
+        replicas: the wanted number of pods; None until the operator has written one.
+        first_replicas: the number to begin with, from a manifest of the first controller; None for the maximum.
+        max_restarts: how many failures of workers the whole job may have.
+        backoff_limit: how many pods may fail.
+        suspend: whether the job has no pods until this is false again.
+        managed_by: the controller that is responsible for the job.
+        active_deadline: seconds that it may run, from its start or last resumption.
+        ttl_after_finished: seconds after its end when the job is deleted; None for never.
+        clean_pod_policy: which pods of the finished job are deleted.
+        disruption_budget: whether evictions never leave fewer pods than the minimum.
+        objection: what in a manifest of the first controller cannot be honoured, in a sentence; None for nothing.
+    """
+
+    min_replicas: int
+    max_replicas: int
+    replicas: int | None = None
+    first_replicas: int | None = None
+    max_restarts: int = 100
+    backoff_limit: int = 100
+    suspend: bool = False
+    managed_by: str = MANAGER
+    active_deadline: int | None = msgspec.field(default=None, name="activeDeadlineSeconds")
+    ttl_after_finished: int | None = msgspec.field(default=None, name="ttlSecondsAfterFinished")
+    clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
+    disruption_budget: bool = False
+    objection: str | None = None
+
+    @classmethod
+    def of(cls, spec: Json) -> Self:
+        """Decode a ``spec``, of today's form or the first controller's, that has passed the CRD's validation.
+
+        Raises:
+            msgspec.ValidationError: a value has another type than the CRD allows.
+        """
+        today = {key: value for key, value in modern(spec).items() if value is not None}
+        if "maxRestarts" in today:
+            today = {"backoffLimit": today["maxRestarts"], **today}
+        for key in ("command", "args", "env", "etcd", "checkpoint", "rendezvous", "schedulingPolicy", "failurePolicy"):
+            if isinstance(value := today.get(key), dict):
+                today[key] = {name: inner for name, inner in value.items() if inner is not None}
+        replicas = spec.get("replicas")
+        return msgspec.structs.replace(
+            msgspec.convert(today, cls),
+            replicas=replicas,
+            first_replicas=today.get("replicas") if replicas is None else None,
+            objection=objection(spec),
+        )
+
+    @property
+    def desired(self) -> int:
+        """How many pods there should be: the wanted number, kept within the bounds."""
+        given = (number for number in (self.replicas, self.first_replicas) if number is not None)
+        return min(max(next(given, self.max_replicas), self.min_replicas), self.max_replicas)
+
+    @property
+    def applied(self) -> AppliedSpec:
+        """The part from which pods are made."""
+        return AppliedSpec(**{name: getattr(self, name) for name in AppliedSpec.__struct_fields__})
+
+    def with_applied(self, applied: AppliedSpec | None) -> Self:
+        """The spec with the applied values in place of its own; itself if nothing is applied."""
+        if applied is None:
+            return self
+        values = {name: getattr(applied, name) for name in AppliedSpec.__struct_fields__}
+        # A spec with an objection is never applied.
+        return msgspec.structs.replace(self, objection=None, **values)

@@ -1,0 +1,169 @@
+"""The status of an ElasticJob: all that a reconcile remembers of a job."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from elastic_operator.api.spec import AppliedSpec  # noqa: TC001 - msgspec reads the annotations
+from elastic_operator.api.wire import from_json, to_json
+from elastic_operator.errors import BadInput
+from torchelastic.protocol import TimeBreakdown  # noqa: TC001
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class JobState(enum.StrEnum):
+    """The state of a job in one word, as ``kubectl get`` shows it."""
+
+    PENDING = "Pending"
+    """Its pods or its etcd are not all there yet, and nothing trains."""
+    RUNNING = "Running"
+    """At least the minimum of pods is there and trains."""
+    WAITING = "Waiting"
+    """It has trained, but fewer pods than the minimum are there now."""
+    SUSPENDED = "Suspended"
+    """Its pods are gone or terminating, and none is created until it is resumed."""
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is a final state."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition as in Kubernetes' metav1.
+
+    Attributes:
+        type: one of the names in :mod:`elastic_operator.api.constants`.
+        status: whether it holds.
+        reason: one word in CamelCase.
+        message: a sentence.
+        since: when ``status`` last changed.
+    """
+
+    type: str
+    status: bool
+    reason: str = ""
+    message: str = ""
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LastFailure:
+    """The last failure of a worker or a pod.
+
+    Attributes:
+        message: in words.
+        pod: the pod's name; empty if no pod failed.
+        rank: of the worker; None if no worker failed.
+        exit_code: of the worker, or of the pod's agent; None if a signal ended it, or if it is unknown.
+        signal: the name of the signal that ended it; empty for none.
+        time: when it was seen.
+    """
+
+    message: str = ""
+    pod: str = ""
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: str = ""
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What the operator says of a job.
+
+    Attributes:
+        state: one word.
+        observed_generation: of the spec that this status describes.
+        replicas: worker pods that neither have ended nor terminate, once the plan with this status is carried out.
+        ready_replicas: of these, the ready ones.
+        desired: how many pods there should be.
+        round: the number of the current round.
+        world_size: how many workers train in it.
+        restarts: failures of workers charged so far.
+        uncharged_restarts: restarts of workers for other reasons: membership changes, ignored failures.
+        pod_failures: pods that failed and are charged so far.
+        counted_pod_uids: UIDs of ended or terminating pods that are charged or forgiven already.
+        size_generation: of the wanted size that the agents were told last; 0 before the first pod was seen, and while
+            the job is suspended.
+        started: when the first round formed.
+        active: since when the job may have pods: its start or last resumption; None while it is suspended.
+        completed: when the job finished.
+        last_failure: the last failure; None if there was none.
+        excluded_nodes: nodes that later pods keep away from.
+        applied_spec: the part of the spec that its pods are made from, as of its start or last resumption; None before
+            it has pods, and once it is suspended and the last pod has ended.
+        time_breakdown: where the job's time went up to its last suspension, resumption or end; None if unknown.
+        conditions: by type.
+    """
+
+    state: JobState = JobState.PENDING
+    observed_generation: int = 0
+    replicas: int = 0
+    ready_replicas: int = 0
+    desired: int = 0
+    round: int = 0
+    world_size: int = 0
+    restarts: int = 0
+    uncharged_restarts: int = 0
+    pod_failures: int = 0
+    counted_pod_uids: frozenset[str] = frozenset()
+    size_generation: int = 0
+    started: float | None = None
+    active: float | None = None
+    completed: float | None = None
+    last_failure: LastFailure | None = None
+    excluded_nodes: tuple[str, ...] = ()
+    applied_spec: AppliedSpec | None = None
+    time_breakdown: TimeBreakdown | None = None
+    conditions: tuple[Condition, ...] = ()
+
+    def condition(self, kind: str) -> Condition | None:
+        """The condition of this type; None if it was never set."""
+        return next((condition for condition in self.conditions if condition.type == kind), None)
+
+    def holds(self, kind: str) -> bool:
+        """Whether the condition of this type is true."""
+        condition = self.condition(kind)
+        return condition is not None and condition.status
+
+
+def status_to_json(status: JobStatus) -> dict[str, Any]:
+    """The object's ``status``, without ``selector``."""
+    document: dict[str, Any] = to_json(replace(status, conditions=()))
+    document["readyDesired"] = f"{status.ready_replicas}/{status.desired}"
+    document["conditions"] = [
+        {
+            **to_json(condition),
+            "status": "True" if condition.status else "False",
+            "observedGeneration": status.observed_generation,
+        }
+        for condition in status.conditions
+    ]
+    return document
+
+
+def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
+    """The status of an object; an empty one if it has none yet.
+
+    Raises:
+        BadInput: the operator did not write it. To ignore it would lose what it counts.
+    """
+    read = dict(document or {})
+    if isinstance(conditions := read.get("conditions"), list):
+        read["conditions"] = [
+            {**each, "status": each.get("status") == "True"} if isinstance(each, dict) else each for each in conditions
+        ]
+    if read.get("timeBreakdown") == {}:
+        read["timeBreakdown"] = {"asOf": None}
+    try:
+        return from_json(read, JobStatus)
+    except BadInput as error:
+        raise BadInput(f"the job's status is not one that this operator writes: {error}") from None

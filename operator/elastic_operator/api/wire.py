@@ -1,0 +1,151 @@
+"""Writes statuses and reports as JSON and reads them back: camelCase keys and RFC 3339 times.
+
+Times of a status are in whole seconds, as everywhere in Kubernetes. Times of a report and of a time breakdown are in
+milliseconds, because their durations have to add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+import re
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from elastic_operator.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_T = TypeVar("_T")
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST_MILLISECOND: Final = 253_402_300_799_999
+"""The end of the year 9999."""
+
+_NAMES: Final = {
+    "until": "asOf",
+    "lost": "lostSeconds",
+    "started": "startTime",
+    "active": "activeSince",
+    "completed": "completionTime",
+    "since": "lastTransitionTime",
+    "counted_pod_uids": "countedPodUIDs",
+}
+"""Keys that are not the camelCase form of their field."""
+
+_FIELDS: Final = {key: name for name, key in _NAMES.items()}
+_SECONDS: Final = frozenset({"startTime", "activeSince", "completionTime", "lastTransitionTime", "time"})
+_MILLISECONDS: Final = frozenset({"asOf", "began", "ended", "created", "rested"})
+_OMITTED_IF_EMPTY: Final = frozenset({"countedPodUIDs", "excludedNodes", "pod", "signal", "ended"})
+_VERBATIM: Final = frozenset({"appliedSpec", "seconds", "gone"})
+_NOT_WRITTEN: Final = {"TimeBreakdown": frozenset({"state", "round", "first_step_at", "last_checkpoint_at", "there"})}
+
+
+def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """A record as a document; what is None is left out."""
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float):
+        return round(value, 3)
+    fields = _fields_of(value.__class__)
+    if not fields:
+        return msgspec.to_builtins(value, order="deterministic")
+    document: dict[str, Any] = {}
+    for name, key in fields:
+        held = getattr(value, name)
+        if held is None or (not held and key in _OMITTED_IF_EMPTY):
+            continue
+        if key in _SECONDS:
+            document[key] = rfc3339(held)
+        elif key in _MILLISECONDS:
+            document[key] = [moment(time) for time in held] if isinstance(held, tuple) else moment(held)
+        elif key in _VERBATIM:
+            document[key] = msgspec.to_builtins(held, order="deterministic")
+        else:
+            document[key] = to_json(held)
+    return document
+
+
+def from_json(document: object, kind: type[_T]) -> _T:
+    """The record in a document.
+
+    Raises:
+        BadInput: the document is not one that :func:`to_json` makes.
+    """
+    try:
+        return msgspec.convert(_field_names(document), kind)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise BadInput(str(error)) from None
+
+
+def rfc3339(seconds: float) -> str:
+    """A time in whole seconds, never later than it was; clamped to what a calendar has.
+
+    Args:
+        seconds: since the Unix epoch.
+    """
+    return f"{_calendar(seconds, math.floor):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def moment(seconds: float) -> str:
+    """A time in milliseconds; clamped to what a calendar has."""
+    time = _calendar(seconds * 1000, round, unit=1)
+    return f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03d}Z"
+
+
+def seconds_of(time: datetime) -> float:
+    """Seconds since the Unix epoch; a time without a zone is in UTC."""
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def _calendar(amount: float, whole: Callable[[float], int], unit: int = 1000) -> datetime:
+    last = _LAST_MILLISECOND // unit
+    if not math.isfinite(amount):
+        amount = last if amount > 0 else 0
+    return _EPOCH + timedelta(milliseconds=min(whole(max(amount, 0.0)), last) * unit)
+
+
+@functools.cache
+def _fields_of(kind: type) -> tuple[tuple[str, str], ...]:
+    """The fields of a dataclass or of a record of the protocol, with their keys; none of other types."""
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+    elif issubclass(kind, msgspec.Struct) and kind.__module__.startswith("torchelastic"):
+        names = [name for name in kind.__struct_fields__ if name not in _NOT_WRITTEN.get(kind.__name__, ())]
+    else:
+        return ()
+    return tuple((name, _NAMES.get(name) or _camel(name)) for name in names)
+
+
+def _camel(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(part.capitalize() for part in others)
+
+
+def _field_names(value: object) -> object:
+    if isinstance(value, list):
+        return [_field_names(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {_field_name(key): _field_value(key, held) for key, held in value.items()}
+
+
+def _field_name(key: object) -> str:
+    return _FIELDS.get(str(key)) or re.sub(r"[A-Z]", lambda letter: f"_{letter[0].lower()}", str(key))
+
+
+def _field_value(key: object, value: object) -> object:
+    if key in _SECONDS or key in _MILLISECONDS:
+        times = value if isinstance(value, list) else [value]
+        read = [seconds_of(msgspec.convert(time, datetime)) for time in times if time is not None]
+        return read if isinstance(value, list) else next(iter(read), None)
+    return value if key in _VERBATIM else _field_names(value)

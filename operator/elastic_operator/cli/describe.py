@@ -1,0 +1,168 @@
+"""``elasticjob describe``: show all that is known of one job."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from elastic_operator.cli.options import add_cluster_flags, add_command, open_client
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from elastic_operator.cli.options import Commands
+    from elastic_operator.views.job_view import JobView, PodView
+
+_EXAMPLES = """\
+examples:
+  elasticjob describe digits
+  elasticjob describe digits-20260102-101500-3fa2    an earlier run, by its id
+  elasticjob describe digits -n team                 a job on a cluster
+"""
+
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def add_to(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(
+        commands,
+        "describe",
+        _execute,
+        summary="show all that is known of a job",
+        description="Show all that is known of a job: its spec, its status, its pods and its events.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("name", metavar="NAME", help="the job's name; on this machine also a run's id")
+    add_cluster_flags(parser)
+
+
+def description(job: JobView, now: float) -> list[str]:
+    """Return all that is known of a job, in lines."""
+    import yaml
+
+    spec = yaml.safe_dump(dict(job.spec), sort_keys=False).splitlines()
+    return [
+        *_labelled(_facts(job, now)),
+        "Spec:",
+        *(f"  {line}" for line in spec),
+        *_conditions(job, now),
+        *_pods(job, now),
+        *_events(job, now),
+    ]
+
+
+def _labelled(facts: Iterator[tuple[str, str]]) -> list[str]:
+    kept = [(label, value) for label, value in facts if value]
+    widest = max(len(label) for label, _ in kept)
+    return [f"{label + ':':<{widest + 2}} {value}" for label, value in kept]
+
+
+def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
+    from elastic_operator.views.formatting import count, duration
+
+    status, run, etcd = job.status, job.run, job.etcd
+    yield "Name", job.name
+    yield "Namespace", job.namespace if job.on_cluster else ""
+    yield "Run", run.id + (f" (process {run.pid})" if run.alive and run.pid else "")
+    yield "UID", str(job.metadata.get("uid") or "")
+    for label, values in (("Labels", job.metadata.get("labels")), ("Annotations", job.metadata.get("annotations"))):
+        yield label, ", ".join(f"{key}={value}" for key, value in (values or {}).items() if key != _LAST_APPLIED)
+    yield "State", job.state + _behind(job)
+    yield "Age", duration(now - job.created) if job.created else ""
+    yield "Took", duration(job.age(now)) if job.completed else ""
+    yield "Pods", f"{status.ready_replicas} ready of {status.desired} wanted, {status.replicas} there"
+    yield "Round", f"{status.round}, world size {status.world_size}" if status.round else "none yet"
+    yield "Restarts", f"{status.restarts} charged, {status.uncharged_restarts} free"
+    yield "Pods Died", str(status.pod_failures or "")
+    yield "Last Failure", _last_failure(job, now).replace("\n", "\n  ")
+    yield "Deadline", f"in {duration(job.deadline - now)}" if job.deadline is not None else ""
+    yield "Excluded Nodes", ", ".join(status.excluded_nodes)
+    yield "Progress", job.progress.line if job.progress else ""
+    yield "Manifest", run.manifest_path
+    yield "Logs", run.logs
+    yield "Checkpoints", run.checkpoints
+    if etcd and etcd.endpoint:
+        restarts = f", started again {count(etcd.restarts, 'time')}" if etcd.restarts else ""
+        state = f"process {etcd.pid}{restarts}" if etcd.pid else etcd.state
+        yield "Etcd", etcd.endpoint + (f" ({state})" if state else "")
+
+
+def _last_failure(job: JobView, now: float) -> str:
+    from elastic_operator.views.formatting import duration
+    from elastic_operator.views.job_view import seconds
+
+    failure = job.status.last_failure
+    if failure is None or not failure.message:
+        return ""
+    time = seconds(failure.time)
+    return failure.message + (f" ({duration(now - time)} ago)" if time is not None else "")
+
+
+def _behind(job: JobView) -> str:
+    """Return a remark if the status is older than the spec."""
+    generation = job.metadata.get("generation")
+    if not job.on_cluster or not isinstance(generation, int) or job.status.observed_generation >= generation:
+        return ""
+    if job.status.observed_generation:
+        return " (the operator has not seen the latest change of the spec yet)"
+    return " (no operator has taken it up yet; is one installed that watches this namespace?)"
+
+
+def _conditions(job: JobView, now: float) -> list[str]:
+    from elastic_operator.views.formatting import columns, duration
+    from elastic_operator.views.job_view import seconds
+
+    if not job.status.conditions:
+        return []
+    rows = [("TYPE", "STATUS", "SINCE", "REASON", "MESSAGE")]
+    for each in job.status.conditions:
+        since = seconds(each.last_transition_time)
+        rows.append((each.type, each.status, duration(now - since) if since else "-", each.reason, each.message))
+    return ["Conditions:", *columns(rows, "  ")]
+
+
+def _pods(job: JobView, now: float) -> list[str]:
+    lines = ["Pods:" if job.pods else "Pods: none"]
+    for pod in (*job.living_pods, *job.ended_pods):
+        lines.append(f"  {pod.name}")
+        lines += [f"    {line}" for line in _labelled(_pod(pod, now))]
+    return lines
+
+
+def _pod(pod: PodView, now: float) -> Iterator[tuple[str, str]]:
+    from elastic_operator.views.formatting import activity, duration, rank_list
+
+    word = activity(pod).word
+    yield "State", word if pod.exit_code is None or str(pod.exit_code) in word else f"{word}, exit code {pod.exit_code}"
+    yield "Age", duration((pod.ended or now) - pod.created)
+    yield "Node", pod.node + (f" (pod address {pod.address})" if pod.address else "")
+    yield "Agent", f"process {pod.pid}" if pod.pid and not pod.over else ""
+    yield "Ranks", rank_list(pod.ranks) if pod.ranks else ""
+    yield "Note", pod.note.replace("\n", "\n      ")
+    yield "Last Words", pod.words.replace("\n", "\n      ")
+    yield "Logs", pod.log_dir or ""
+    yield "Metrics", pod.metrics_url or ""
+
+
+def _events(job: JobView, now: float) -> list[str]:
+    from elastic_operator.views.formatting import columns, duration, printed
+
+    if not job.events:
+        return ["Events: none"]
+    rows = [("TYPE", "AGE", "REASON", "MESSAGE")]
+    for event in job.events:
+        message = printed(event.message.replace("\n", " ")) + (f" ({event.count} times)" if event.count > 1 else "")
+        rows.append(("Warning" if event.warning else "Normal", duration(now - event.time), event.reason, message))
+    return ["Events:", *columns(rows, "  ")]
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    from elastic_operator.views.job_view import JobView
+
+    with open_client(arguments) as jobs:
+        job = JobView.of(jobs.describe(arguments.name))
+    sys.stdout.write("\n".join(description(job, time.time())) + "\n")
+    return 0

@@ -1,0 +1,126 @@
+"""The ``elasticjob`` command: parses the command line, and turns errors into an exit code and a sentence.
+
+Exit codes: 0 success (``run``: the job succeeded), 1 failure (``run``: the job failed, or the output cannot be
+written), 2 bad input, 3 the job was deleted, 130 interrupted, 141 the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Final, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from _typeshed import SupportsWrite
+
+FAILED: Final = 1
+BAD_INPUT: Final = 2
+INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
+
+_DESCRIPTION = """\
+Run elastic PyTorch training jobs on this machine, from the manifests that Kubernetes takes; show and control jobs here
+or, with -n, --context or --kubeconfig, on a cluster.
+"""
+_EXAMPLES = """\
+examples:
+  elasticjob run examples/digits.yaml      train; Ctrl-C ends it
+  elasticjob get                           (in a second terminal) list the jobs
+  elasticjob scale digits --replicas 3     change its size while it trains
+  elasticjob top digits                    where its time goes, and how each rank trains
+  elasticjob suspend digits                delete its pods; `elasticjob resume digits` continues it
+  elasticjob logs digits --rank 0 -f       follow what one rank prints
+  elasticjob report digits                 write a page about its run, to open in a browser
+  elasticjob demo                          see it scaled, killed and recovering by itself
+  elasticjob get -n team                   jobs on a cluster; so for every command but run and demo
+
+`elasticjob COMMAND --help` says more of each.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an invalid command line in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"elasticjob: {message}; see `{self.prog} --help`\n")
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        # argparse ignores errors of writing.
+        (sys.stdout if file is None else file).write(self.format_help())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    from elastic_operator.cli import delete, demo, describe, get, logs, report, run, scale, suspend, top, version
+
+    whole = _Parser(
+        prog="elasticjob",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = whole.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (run, get, describe, top, scale, suspend, logs, report, delete, demo, version):
+        command.add_to(commands)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Execute a command line (by default this process's own), and return its exit code."""
+    from elastic_operator.cli import output
+
+    try:
+        output.watch()
+        try:
+            code = _main(argv)
+        except SystemExit:  # of --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output.drop()
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if (lost := output.lost(error)) is None:
+            error.add_note("This is a bug in elasticjob: please report it with all of the above.")
+            raise
+        output.drop()
+        with contextlib.suppress(OSError):
+            _complain(f"cannot write the output: {lost.strerror}; have it written elsewhere", FAILED)
+        return FAILED
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    from elastic_operator.cli.options import is_on_cluster
+    from elastic_operator.errors import BadInput, ElasticJobError
+
+    top = parser()
+    arguments = top.parse_args(argv)
+    if not hasattr(arguments, "execute"):
+        top.print_help()
+        return 0
+    if sys.platform != "linux" and not is_on_cluster(arguments):
+        why = "jobs can be run on Linux only; on another system, use a Linux machine or container, or name a cluster"
+        return _complain(why, BAD_INPUT)
+    try:
+        return int(arguments.execute(arguments))
+    except BadInput as error:
+        return _complain(str(error), BAD_INPUT)
+    except ElasticJobError as error:
+        return _complain(str(error), FAILED)
+
+
+def _complain(sentence: str, code: int) -> int:
+    sys.stderr.write(f"elasticjob: {sentence}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

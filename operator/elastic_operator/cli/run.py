@@ -1,0 +1,63 @@
+"""``elasticjob run``: run one job on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from elastic_operator.cli.options import add_command
+
+if TYPE_CHECKING:
+    import argparse
+
+    from elastic_operator.cli.options import Commands
+
+_EXAMPLES = """\
+examples:
+  elasticjob run examples/digits.yaml
+  elasticjob run --resume digits-20260102-101500-3fa2 examples/digits.yaml
+
+While the job runs, saving the changed file does what `kubectl apply` would.
+Exit codes: 0 succeeded, 1 failed, 2 bad input, 3 deleted, 130 interrupted.
+"""
+
+
+def add_to(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(
+        commands,
+        "run",
+        _execute,
+        summary="run a job on this machine until it has ended",
+        description="Run the ElasticJob of a manifest on this machine until it has ended. Ctrl-C ends it.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("file", metavar="FILE", help="the manifest, the same that `kubectl apply` takes")
+    parser.add_argument("--resume", metavar="RUN", help="continue an earlier run: its folder and its checkpoints")
+    parser.add_argument(
+        "--plain", action="store_true", help="plain lines and no live view (default without a terminal)"
+    )
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    import asyncio
+    from pathlib import Path
+
+    from elastic_operator.local.run_dir import home_dir
+    from elastic_operator.local.runner import RunRequest, run_job
+    from elastic_operator.local.view import choose_view
+    from elastic_operator.local.view_text import own_hints
+    from elastic_operator.manifest.loader import load_checked
+
+    request = RunRequest(
+        manifest=load_checked(Path(arguments.file)),
+        home=home_dir(os.environ),
+        environ=os.environ,
+        resume=arguments.resume,
+    )
+    hints = own_hints(sys.argv[0], os.environ)
+    with choose_view(plain=arguments.plain, hints=hints, output=sys.stdout, environ=os.environ) as view:
+        code = asyncio.run(run_job(request, observer=view))
+    view.say_outcome(code)
+    return code

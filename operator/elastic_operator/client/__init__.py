@@ -1,0 +1,75 @@
+"""Access to jobs for the ``elasticjob`` command, with the same methods for this machine and for a cluster.
+
+Every method raises an :class:`~elastic_operator.errors.ElasticJobError` whose message says what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.views.job_metrics import MetricsPage
+    from elastic_operator.views.job_view import JobView
+    from elastic_operator.views.log_selector import LogSelector
+
+    Tell = Callable[[str], object]
+    """Gets sentences for the user that are not part of the output."""
+
+
+class ScrapedJob(NamedTuple):
+    """A job, the metrics of its agents, and sentences about what is missing."""
+
+    job: JobView
+    pages: Sequence[MetricsPage]
+    notes: Sequence[str] = ()
+
+
+class JobClient(Protocol):
+    """Access to jobs; a context manager."""
+
+    @property
+    def place(self) -> str:
+        """Where the jobs are, such as "here" or "in the namespace team"."""
+
+    @property
+    def start_command(self) -> str:
+        """What to type to start a job there."""
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+
+    def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> Sequence[Json]:
+        """Return the snapshots of all jobs, or of one; with earlier runs (on this machine), and with pods."""
+
+    def describe(self, name: str) -> Json:
+        """Return the snapshot of a job with its pods and events."""
+
+    def scrape(self, name: str) -> ScrapedJob:
+        """Read the metrics of all agents of a job."""
+
+    def scrape_leaders(self) -> list[ScrapedJob]:
+        """Read for each job the metrics of its leader."""
+
+    def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
+        """Write a job's logs; return whether all could be read."""
+
+    def report(self, name: str) -> tuple[bytes, str]:
+        """Return a job's report, and how its run ended if its job is unfinished (on this machine)."""
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Change the number of a job's pods."""
+
+    def suspend(self, name: str, *, suspended: bool) -> None:
+        """Suspend or resume a job."""
+
+    def delete(self, name: str, *, wait: bool) -> None:
+        """Delete a job; if ``wait``, return when all its pods are gone."""

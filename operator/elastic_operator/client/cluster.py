@@ -1,0 +1,377 @@
+"""Access to the jobs on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
+from elastic_operator.api.json_access import integer, mappings, text
+from elastic_operator.api.report import REPORT_KEY
+from elastic_operator.client import ScrapedJob
+from elastic_operator.client.cluster_logs import ClusterLogs, is_finished
+from elastic_operator.client.user_api import connect, readable_errors
+from elastic_operator.errors import BadInput, ClusterError, NotFound
+from elastic_operator.kubernetes.client import ApiError
+from elastic_operator.kubernetes.kinds import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from elastic_operator.kubernetes.observe import etcd_state
+from elastic_operator.kubernetes.pod_status import pod_of
+from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
+from elastic_operator.views.job_view import JobView, seconds
+from elastic_operator.views.scrape import MAX_PAGE, ScrapeForbidden, scrape, scrape_leaders
+from torchelastic.protocol import bracketed
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from types import TracebackType
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.client import Tell
+    from elastic_operator.client.user_api import ClusterFlags, UserApi
+    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.views.job_view import PodView
+    from elastic_operator.views.log_selector import LogSelector
+    from elastic_operator.views.scrape import Fetch
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_SEE_LIST: Final = "`elasticjob get` with the same flags lists what there is"
+_SLOW_DELETION: Final = 10.0
+"""Seconds after which the user is told what is waited for."""
+_MAX_NAMES: Final = 5
+
+
+def _blocking(
+    method: Callable[Concatenate[ClusterJobs, _Parameters], Coroutine[Any, Any, _Result]],
+) -> Callable[Concatenate[ClusterJobs, _Parameters], _Result]:
+    """Run a method in the client's event loop, connected."""
+
+    @functools.wraps(method)
+    def call(self: ClusterJobs, /, *args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
+        async def connected() -> _Result:
+            await self._connect()
+            return await method(self, *args, **keywords)
+
+        return self._runner.run(connected())
+
+    return call
+
+
+class ClusterJobs:
+    """Access to the jobs of one namespace, or of all.
+
+    Args:
+        flags: of the command line.
+        all_namespaces: whether to list the jobs of all namespaces.
+        tell: gets sentences for the user.
+    """
+
+    start_command = "kubectl apply -f FILE"
+    _api: UserApi
+
+    def __init__(self, flags: ClusterFlags, tell: Tell, *, all_namespaces: bool = False) -> None:
+        self._flags = flags
+        self._tell = tell
+        self._all_namespaces = all_namespaces
+        self._runner = asyncio.Runner()
+        self._stack = contextlib.AsyncExitStack()
+        self._connected = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._runner:
+            self._runner.run(self._stack.aclose())
+
+    async def _connect(self) -> None:
+        if not self._connected:
+            self._api = await self._stack.enter_async_context(connect(self._flags, os.environ))
+            self._connected = True
+
+    @property
+    def place(self) -> str:
+        """Where the jobs are."""
+        return "in any namespace" if self._all_namespaces else f"in the namespace {self._api.namespace}"
+
+    def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> list[Json]:
+        """Return the snapshots of all jobs, or of one."""
+        if every_run:
+            raise BadInput("--all is about the runs on this machine; -A lists the jobs of all namespaces of a cluster")
+        return self._snapshots(name, pods=pods)
+
+    @_blocking
+    async def _snapshots(self, name: str | None, *, pods: bool) -> list[Json]:
+        jobs = await self._jobs() if name is None else [await self._job(name)]
+        by_job = await self._workers_by_job(name) if pods and jobs else {}
+        return [snapshot_of(job, by_job.get(_key(job), ())) for job in jobs]
+
+    @_blocking
+    async def describe(self, name: str) -> Json:
+        """Return the snapshot of a job with its pods, events and etcd."""
+        job = await self._job(name)
+        pods = await self._workers(name)
+        events = await self._if_allowed("events", self._list(EVENTS, fields=f"involvedObject.uid={_uid(job)}"))
+        return snapshot_of(job, pods, events, await self._etcd(job))
+
+    @_blocking
+    async def scrape(self, name: str) -> ScrapedJob:
+        """Read the metrics of all agents of a job."""
+        notes: list[str] = []
+        job = JobView.of(snapshot_of(await self._job(name), await self._workers(name, tell=notes.append)))
+        hidden = [pod for pod in job.living_pods if pod.ready and not pod.metrics_url]
+        if hidden:
+            notes.append(f"{hidden[0].name} does not say yet on which port its metrics are")
+        pages, missing = await scrape(job.pods, self._fetch_from(self._api.namespace))
+        return ScrapedJob(job, pages, [*notes, *missing])
+
+    @_blocking
+    async def scrape_leaders(self) -> list[ScrapedJob]:
+        """Read for each job the metrics of its leader."""
+        objects = await self._jobs()
+        pods = await self._workers_by_job(tell=lambda _: None)
+        jobs = [JobView.of(snapshot_of(each, pods.get(_key(each), ()))) for each in objects]
+        pages = await scrape_leaders([(job.pods, self._fetch_from(job.namespace)) for job in jobs])
+        return [ScrapedJob(*each) for each in zip(jobs, pages, strict=True)]
+
+    @_blocking
+    async def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
+        """Write a job's logs; return whether all could be read."""
+        return await ClusterLogs(self._api, await self._job(name), selector, write, self._tell).print()
+
+    @_blocking
+    async def report(self, name: str) -> tuple[bytes, str]:
+        """Return a job's report as the operator has kept it."""
+        job = await self._job(name)
+        missing = (
+            f"no report of the job {name} is kept, though it is over; was it over before this version was installed?"
+            if is_finished(job)
+            else f"the job {name} is still {text(job, 'status', 'state') or 'Pending'}: its report is kept when it has "
+            f"ended, or rests; `elasticjob top {name}` shows how it trains"
+        )
+        with readable_errors(missing):
+            kept = await self._api.get(CONFIG_MAPS, self._api.namespace, report_name(name))
+        if not _belongs(kept, _uid(job)):
+            raise NotFound(missing)
+        return text(kept, "data", REPORT_KEY).encode(), ""
+
+    @_blocking
+    async def scale(self, name: str, replicas: int) -> None:
+        """Change the number of a job's pods."""
+        await self._change(name, {"replicas": replicas}, "scale")
+
+    @_blocking
+    async def suspend(self, name: str, *, suspended: bool) -> None:
+        """Suspend or resume a job."""
+        await self._change(name, {"suspend": suspended})
+
+    @_blocking
+    async def delete(self, name: str, *, wait: bool) -> None:
+        """Delete a job; if ``wait``, return when all that belongs to it is gone."""
+        uid = _uid(await self._job(name))
+        with self._readable_errors(name):
+            try:
+                await self._api.delete(ELASTIC_JOBS, self._api.namespace, name, uid=uid)
+            except ApiError as error:
+                if error.conflict:
+                    raise ClusterError(f"another job {name} has taken the place of this one; try again") from None
+                raise
+            if wait:
+                await self._gone(ELASTIC_JOBS, {uid}, name=name)
+                for kind in (PODS, SERVICES, DEPLOYMENTS):  # all else goes with these
+                    await self._dependents_gone(kind, name, uid)
+
+    async def _jobs(self) -> list[Json]:
+        with readable_errors("there are no ElasticJobs"):
+            found, _ = await self._api.list(ELASTIC_JOBS, None if self._all_namespaces else self._api.namespace)
+        # In a list, objects come without these two.
+        head = {"apiVersion": ELASTIC_JOBS.api_version, "kind": ELASTIC_JOBS.kind}
+        return [{**head, **job} for job in sorted(found, key=_key)]
+
+    async def _job(self, name: str) -> Json:
+        if not _NAME.fullmatch(name):
+            raise BadInput(f"invalid job name {name!r}; {_SEE_LIST}")
+        with self._readable_errors(name):
+            return await self._api.get(ELASTIC_JOBS, self._api.namespace, name)
+
+    async def _workers(self, name: str | None, *, tell: Tell | None = None) -> list[Json]:
+        labels = f"{LABEL_JOB},{LABEL_ROLE}={ROLE_WORKER}" if name is None else worker_selector(name)
+        return await self._if_allowed("pods", self._list(PODS, labels=labels), tell=tell)
+
+    async def _workers_by_job(
+        self, name: str | None = None, *, tell: Tell | None = None
+    ) -> dict[tuple[str, str], list[Json]]:
+        found: dict[tuple[str, str], list[Json]] = {}
+        for pod in await self._workers(name, tell=tell):
+            key = text(pod, "metadata", "namespace"), text(pod, "metadata", "labels", LABEL_JOB)
+            found.setdefault(key, []).append(pod)
+        return found
+
+    async def _list(self, kind: Resource, *, labels: str = "", fields: str = "") -> list[Json]:
+        namespace = None if self._all_namespaces else self._api.namespace
+        return (await self._api.list(kind, namespace, labels=labels, fields=fields))[0]
+
+    async def _if_allowed(self, what: str, listing: Awaitable[list[Json]], *, tell: Tell | None = None) -> list[Json]:
+        try:
+            return await listing
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            (tell or self._tell)(f"you may not see the {what} of this namespace, so none are shown")
+            return []
+
+    async def _etcd(self, job: Json) -> Json | None:
+        """Return the endpoint and state of the job's etcd, as far as the user may see them."""
+        if given := text(job, "spec", "etcd", "endpoint"):
+            return {"endpoint": given}
+        name = etcd_name(job["metadata"]["name"])
+        service = await self._get_if_there(SERVICES, name)
+        address = text(service, "spec", "clusterIP")
+        if not address:
+            return None
+        state = etcd_state(service, await self._get_if_there(DEPLOYMENTS, name)).lower()
+        return {"endpoint": etcd_endpoint(address), "state": f"service {name}, {state}"}
+
+    async def _get_if_there(self, kind: Resource, name: str) -> Json | None:
+        try:
+            return await self._api.get(kind, self._api.namespace, name)
+        except ApiError:
+            return None
+
+    def _fetch_from(self, namespace: str) -> Fetch:
+        async def fetch(pod: PodView) -> str:
+            try:
+                url = urlsplit(pod.metrics_url or "")
+                port = url.port or 0
+            except ValueError as error:
+                raise ClusterError(f"{pod.metrics_url} is no address of an agent ({error})") from None
+            try:
+                page = await self._api.from_pod(namespace, pod.name, port, url.path, most=MAX_PAGE)
+            except ApiError as error:
+                if error.status in (401, 403):
+                    raise ScrapeForbidden(
+                        f"what the agents tell may not be read ({error.message}); it takes the right to get "
+                        "pods/proxy, or the pod itself refuses"
+                    ) from None
+                raise ClusterError(f"its agent does not answer ({error.message})") from None
+            return page.decode(errors="replace")
+
+        return fetch
+
+    async def _change(self, name: str, spec: Json, subresource: str = "") -> None:
+        job = await self._job(name)
+        if is_finished(job):
+            state = text(job, "status", "state")
+            raise BadInput(f"the job {name} is over ({state}) and does not change any more")
+        with self._readable_errors(name):
+            await self._api.patch(ELASTIC_JOBS, self._api.namespace, name, {"spec": spec}, subresource)
+
+    async def _dependents_gone(self, kind: Resource, name: str, uid: str) -> None:
+        labels = f"{LABEL_JOB}={name}"
+        try:
+            # A new job of the same name has pods of its own.
+            uids = {_uid(each) for each in await self._list(kind, labels=labels) if _belongs(each, uid)}
+            await self._gone(kind, uids, labels=labels)
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            if kind is PODS:
+                self._tell("you may not see the pods of this namespace, so whether they are gone is not known")
+
+    async def _gone(self, kind: Resource, uids: set[str], *, labels: str = "", name: str = "") -> None:
+        """Wait until these objects are gone."""
+        left: list[str] = []
+
+        def explain() -> None:
+            more = f" and {len(left) - _MAX_NAMES} more" if len(left) > _MAX_NAMES else ""
+            self._tell(f"waiting until these are gone: {kind.plural} {', '.join(left[:_MAX_NAMES])}{more}")
+
+        timer = asyncio.get_running_loop().call_later(_SLOW_DELETION, explain)
+        try:
+            async with contextlib.aclosing(
+                self._api.states(kind, self._api.namespace, labels=labels, name=name)
+            ) as states:
+                async for state in states:
+                    left[:] = [each["metadata"]["name"] for uid, each in state.items() if uid in uids]
+                    if not left:
+                        return
+        finally:
+            timer.cancel()
+
+    def _readable_errors(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return readable_errors(f"there is no job {name} in the namespace {self._api.namespace}; {_SEE_LIST}")
+
+
+def snapshot_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = (), etcd: Json | None = None) -> Json:
+    """Return the snapshot of a job with its worker pods, its events and its etcd's endpoint and state."""
+    manifest = {key: value for key, value in job.items() if key != "status"}
+    manifest["metadata"] = {key: value for key, value in job["metadata"].items() if key != "managedFields"}
+    return {
+        "manifest": manifest,
+        "status": job.get("status") or {},
+        "pods": [_pod(pod) for pod in pods],
+        "events": sorted((_event(event) for event in events), key=lambda event: float(event["time"])),
+        "run": {"alive": True},
+        "etcd": etcd,
+    }
+
+
+def _pod(obj: Json) -> Json:
+    pod, address = pod_of(obj), text(obj, "status", "podIP")
+    served = bool(address and pod.metrics_port)
+    note = "another container of it still runs" if pod.sidecars_running else pod.waiting
+    return {
+        "name": pod.name,
+        "index": pod.index,
+        "uid": pod.uid,
+        "phase": pod.phase.value,
+        "ready": pod.ready,
+        "terminating": pod.terminating,
+        "created": pod.created,
+        "ended": pod.ended,
+        "exitCode": pod.exit_code,
+        "message": msgspec.to_builtins(pod.message),
+        "ranks": None,  # only the agents know them
+        "metricsUrl": f"http://{bracketed(address)}:{pod.metrics_port}/metrics" if served else None,
+        "node": text(obj, "spec", "nodeName"),
+        "address": address,
+        "note": note if pod.incompatible_image is None else pod.incompatible_image.message,
+    }
+
+
+def _event(obj: Json) -> Json:
+    fields = (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("firstTimestamp",))
+    times = [seconds(text(obj, *field)) for field in (*fields, ("metadata", "creationTimestamp"))]
+    return {
+        "time": next((time for time in times if time is not None), 0.0),
+        "reason": text(obj, "reason"),
+        "message": text(obj, "message"),
+        "warning": text(obj, "type") == "Warning",
+        "count": integer(obj, "series", "count") or integer(obj, "count") or 1,
+    }
+
+
+def _key(obj: Json) -> tuple[str, str]:
+    return str(obj["metadata"]["namespace"]), str(obj["metadata"]["name"])
+
+
+def _uid(obj: Json) -> str:
+    return str(obj["metadata"]["uid"])
+
+
+def _belongs(dependent: Json, uid: str) -> bool:
+    """Return whether an object belongs to this job, not to another one of the same name."""
+    owners = mappings(dependent, "metadata", "ownerReferences")
+    jobs = {text(owner, "uid") for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind}
+    return not jobs or uid in jobs

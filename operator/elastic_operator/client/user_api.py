@@ -1,0 +1,177 @@
+"""The API server for a person's commands: logs, the pod proxy, retries as kubectl does, errors that say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.api.spec import GROUP
+from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
+from elastic_operator.kubernetes import kubeconfig
+from elastic_operator.kubernetes.client import Api, ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Mapping
+
+    from kubernetes.aio.client import Configuration
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.kubernetes.kinds import Resource
+
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_UNKNOWN_KIND: Final = "could not find the requested resource"
+_READ_TIMEOUT: Final = 30.0
+"""Seconds without a byte."""
+_MAX_THROTTLED: Final = 9
+"""Retries, a second apart, of a request that the server answers with 429."""
+_WATCH_DELAY: Final = 0.2
+_MAX_WATCH_FAILURES: Final = 6
+"""Failures of a watch in a row, seconds apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFlags:
+    """Which cluster and namespace the command line names; None for the defaults of the kubeconfig."""
+
+    kubeconfig: str | None = None
+    context: str | None = None
+    namespace: str | None = None
+
+
+class UserApi(Api):
+    """A connection for a person's command; an async context manager."""
+
+    def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
+        super().__init__(configuration, namespace)
+        configuration.connection_pool_maxsize = 0  # unlimited: each log that is followed holds a connection
+
+    async def log(
+        self, namespace: str, pod: str, container: str, *, follow: bool, since: str | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield a container's log with timestamps, from a second (RFC 3339) on, or until the container has ended."""
+        query = {"container": container, "timestamps": "true"}
+        query |= ({"follow": "true"} if follow else {}) | ({"sinceTime": since} if since is not None else {})
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
+        # A log that is followed is silent as long as the program is.
+        pieces = self._stream(path, query, silence=None if follow else _READ_TIMEOUT)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def from_pod(self, namespace: str, pod: str, port: int, path: str, *, most: int) -> bytes:
+        """GET a path of a pod through the API server's proxy.
+
+        Raises:
+            ApiError: the pod does not answer, or the user may not ask it.
+            ClusterError: the answer has more than ``most`` bytes.
+        """
+        pieces = self._stream(
+            f"/api/v1/namespaces/{namespace}/pods/{pod}:{port}/proxy{path}", {}, silence=_READ_TIMEOUT
+        )
+        data = bytearray()
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                data += piece
+                if len(data) > most:
+                    raise ClusterError(f"what it serves under {path} is too large")
+        return bytes(data)
+
+    async def states(
+        self, resource: Resource, namespace: str, *, labels: str = "", name: str = ""
+    ) -> AsyncGenerator[Mapping[str, Json], None]:
+        """Yield the objects by UID, now and after every change; never ends by itself.
+
+        Raises:
+            ClusterError: the API server refuses, or cannot be reached several times in a row.
+        """
+        failures = 0
+        while True:
+            try:
+                async with contextlib.aclosing(self._states(resource, namespace, labels, name)) as states:
+                    async for state in states:
+                        failures = 0
+                        yield state
+            except ClusterError as error:
+                status = error.status if isinstance(error, ApiError) else 0
+                failures += 1
+                if (400 <= status < 500 and status not in (410, 429)) or failures > _MAX_WATCH_FAILURES:
+                    raise
+                await asyncio.sleep(0 if status == 410 else failures)
+
+    async def _states(
+        self, resource: Resource, namespace: str, labels: str, name: str
+    ) -> AsyncGenerator[Mapping[str, Json], None]:
+        found, version = await self.list(resource, namespace, labels=labels, name=name)
+        state: dict[str, Json] = {each["metadata"]["uid"]: each for each in found}
+        yield dict(state)
+        while True:
+            changes = self.watch(resource, namespace, start=version, labels=labels, name=name)
+            async with contextlib.aclosing(changes):
+                async for kind, changed in changes:
+                    version = changed["metadata"]["resourceVersion"]
+                    uid = changed["metadata"]["uid"]
+                    if kind == "DELETED":
+                        state.pop(uid, None)
+                    else:
+                        state[uid] = changed
+                    yield dict(state)
+            await asyncio.sleep(_WATCH_DELAY)  # a watch that ends at once must not become a hot loop
+
+    async def _json(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # noqa: ANN401 - the parent's arguments
+        """Retry requests that the server throttles; it has not executed them."""
+        for _ in range(_MAX_THROTTLED):
+            try:
+                return await super()._json(*args, **keywords)
+            except ApiError as error:
+                if error.status != 429:
+                    raise
+            await asyncio.sleep(1)
+        return await super()._json(*args, **keywords)
+
+
+@contextlib.asynccontextmanager
+async def connect(flags: ClusterFlags, environ: Mapping[str, str]) -> AsyncGenerator[UserApi, None]:
+    """Connect to the cluster that the command line names.
+
+    Raises:
+        BadInput: the kubeconfig, context or namespace is invalid.
+    """
+    if flags.namespace is not None and not _LABEL.fullmatch(flags.namespace):
+        raise BadInput(f"there can be no namespace {flags.namespace!r}; check what stands after -n")
+    api = await kubeconfig.connection(UserApi, kubeconfig.find(flags.kubeconfig, environ), flags.context)
+    api.namespace = flags.namespace or api.namespace
+    async with kubeconfig.opened(api):
+        yield api
+
+
+@contextlib.contextmanager
+def readable_errors(not_found: str) -> Iterator[None]:
+    """Within the block, turn refusals of the API server into errors that say what to do."""
+    try:
+        yield
+    except ApiError as error:
+        raise _readable(error, not_found) from None
+
+
+def _readable(error: ApiError, not_found: str) -> ElasticJobError:
+    match error.status:
+        case 401:
+            return ClusterError(
+                "the API server does not accept these credentials; log in again, or name another --context"
+            )
+        case 403:
+            return ClusterError(f"you may not do this on this cluster: {error.message}")
+        case 404 if error.reason == "NotFound" and _UNKNOWN_KIND not in error.message:
+            return NotFound(not_found)
+        case 404:
+            return ClusterError(
+                f"this cluster does not know ElasticJobs (elasticjobs.{GROUP}); install the operator with "
+                "`helm install elastic-operator charts/`, or name another --context"
+            )
+        case _ if error.invalid:
+            return BadInput(error.message)
+        case _:
+            return error

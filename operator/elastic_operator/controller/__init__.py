@@ -1,0 +1,1 @@
+"""Decides what to do about a job (pure) and runs the reconcile loop."""

@@ -1,0 +1,158 @@
+"""The events of a job, found by comparing the new status with the one that was written last.
+
+They are emitted once the new status is written, so that each is emitted once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic_operator.api.constants import ConditionType, EventReason, Reason
+from elastic_operator.api.status import JobState
+from elastic_operator.controller import messages
+from elastic_operator.controller.model import JobEvent
+from elastic_operator.controller.pods import PodEnd, pod_end
+from torchelastic.protocol import RoundReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from elastic_operator.api.status import JobStatus
+    from elastic_operator.controller.failures import FailureCount
+    from elastic_operator.controller.model import Pod
+    from elastic_operator.controller.pods import Snapshot
+    from elastic_operator.controller.scaling import EmptySlot
+
+
+def events(
+    snapshot: Snapshot, status: JobStatus, count: FailureCount, slots: Sequence[EmptySlot] = (), *, held: bool = False
+) -> tuple[JobEvent, ...]:
+    """The events of a job that is neither suspended nor finished.
+
+    Args:
+        snapshot: the input of the plan.
+        status: the new status.
+        count: the pods that ended.
+        slots: those that will be filled.
+        held: whether they wait for the store.
+    """
+    return (
+        *_resumed(snapshot.before),
+        *_pods_ended(count, slots, held=held, now=snapshot.now),
+        *_obstacles(snapshot, status),
+        *_new_round(snapshot, status),
+        *_scaled(snapshot.before, status),
+    )
+
+
+def events_of_suspension(before: JobStatus, status: JobStatus, count: FailureCount) -> tuple[JobEvent, ...]:
+    """The events of a suspended job."""
+    had_pods = ": its pods are asked to leave" if before.replicas else ""
+    suspended = [JobEvent(EventReason.SUSPENDED, f"suspended{had_pods}")] if before.state is not status.state else []
+    return (*_pods_ended(count, (), held=False, now=0.0), *suspended, *_spec_rejected(before, status))
+
+
+def completion_event(status: JobStatus) -> JobEvent:
+    """The event of a job that has finished."""
+    if status.state is JobState.SUCCEEDED:
+        restarts = messages.count(status.restarts, "restart")
+        return JobEvent(EventReason.SUCCEEDED, f"succeeded in round {status.round} after {restarts}")
+    why = status.last_failure.message if status.last_failure is not None else ""
+    return JobEvent(EventReason.FAILED, f"failed: {why}", warning=True)
+
+
+def _resumed(before: JobStatus) -> Iterator[JobEvent]:
+    if before.state is JobState.SUSPENDED:
+        since = f" after round {before.round}" if before.round > 0 else ""
+        yield JobEvent(EventReason.RESUMED, f"resumed{since}")
+
+
+def _pods_ended(count: FailureCount, slots: Sequence[EmptySlot], *, held: bool, now: float) -> Iterator[JobEvent]:
+    successors: dict[str, str] = {}
+    for slot in slots:
+        if slot.replaces is not None:
+            when = (
+                " once the store can be read" if held else f" in {slot.due - now:.0f} s" if slot.due >= now + 1 else ""
+            )
+            successors[slot.replaces.uid] = f"; a new pod takes its place{when}"
+
+    def event(reason: EventReason, pod: Pod, how: str) -> JobEvent:
+        message = f"{pod.name} {how}{successors.get(pod.uid, '')}"
+        return JobEvent(reason, message, warning=reason is EventReason.POD_DIED)
+
+    for pod in count.charged:
+        yield event(EventReason.POD_DIED, pod, messages.pod_death(pod))
+    for pod in count.ignored:
+        yield event(EventReason.POD_DIED, pod, f"{messages.pod_death(pod)}, which the failure policy ignores")
+    for pod in count.not_counted:
+        if pod.termination_cause is not None:
+            yield event(EventReason.POD_DISRUPTED, pod, messages.pod_disruption(pod))
+        elif pod_end(pod) is PodEnd.DISRUPTED:
+            yield event(EventReason.POD_DIED, pod, messages.pod_death(pod))
+        elif pod.terminating:
+            yield event(EventReason.POD_DELETED, pod, "was deleted")
+        else:
+            yield event(EventReason.POD_LEFT, pod, "was asked to leave")
+    for node, pod in count.newly_excluded:
+        message = f"later pods keep away from the node {node}, where {pod.name} {messages.pod_death(pod)}"
+        yield JobEvent(EventReason.NODE_EXCLUDED, message, warning=True)
+
+
+def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
+    """What prevents pods from being created, or from being created as the spec says."""
+    before, blocked = snapshot.before, snapshot.observed.blocked
+    yield from _spec_rejected(before, status)
+    if (changes := _newly_said(before, status, ConditionType.RESTART_REQUIRED)) is not None:
+        yield JobEvent(EventReason.RESTART_REQUIRED, changes)
+    if blocked is not None and _is_blocked(status) and not _is_blocked(before):
+        what = "pods cannot" if status.replicas < status.desired else "not all that the job needs can"
+        message = f"{what} be made for now: {messages.clause(blocked)}"
+        yield JobEvent(EventReason.RESOURCES_BLOCKED, message, warning=True)
+    unreachable = status.condition(ConditionType.STORE_UNREACHABLE)
+    if unreachable is not None and unreachable.status and not before.holds(ConditionType.STORE_UNREACHABLE):
+        message = f"the operator cannot use the store: {unreachable.message}"
+        yield JobEvent(EventReason.STORE_UNREACHABLE, message, warning=True)
+
+
+def _spec_rejected(before: JobStatus, status: JobStatus) -> Iterator[JobEvent]:
+    if (problem := _newly_said(before, status, ConditionType.INVALID)) is not None:
+        message = f"the spec cannot be honoured, and no pod is made of it: {problem}"
+        yield JobEvent(EventReason.REFUSED, message, warning=True)
+
+
+def _newly_said(before: JobStatus, status: JobStatus, kind: ConditionType) -> str | None:
+    """The message of a condition that is true, if it was not true with the same message before."""
+    earlier, now = before.condition(kind), status.condition(kind)
+    if now is None or not now.status:
+        return None
+    return None if earlier is not None and earlier.status and earlier.message == now.message else now.message
+
+
+def _is_blocked(status: JobStatus) -> bool:
+    return any(each.status and each.reason == Reason.RESOURCES_BLOCKED for each in status.conditions)
+
+
+def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
+    before, round = snapshot.before, snapshot.observed.round
+    if round is None or round.number <= before.round:
+        return
+    charged = round.restarts > before.restarts
+    failed = charged and round.reason is RoundReason.WORKER_FAILED
+    if charged and not failed and round.failure is not None:
+        yield JobEvent(EventReason.WORKER_FAILED, messages.worker_failure(round.failure), warning=True)
+    if not round.members:
+        message = f"nobody trains now: {round.cause or 'too few nodes are there'}"
+        yield JobEvent(EventReason.PAUSED, message, warning=True)
+    elif before.started is None:
+        pods = messages.count(len(round.members), "pod")
+        yield JobEvent(EventReason.STARTED, f"training started with {pods} and world size {status.world_size}")
+    else:
+        because = f": {round.cause}" if round.cause else ""
+        message = f"round {round.number} with world size {round.world_size}{because}"
+        yield JobEvent(EventReason.ROUND, message, warning=failed)
+
+
+def _scaled(before: JobStatus, status: JobStatus) -> Iterator[JobEvent]:
+    if before.desired not in (0, status.desired):
+        pods = messages.count(status.desired, "pod")
+        yield JobEvent(EventReason.SCALED, f"scaled from {before.desired} to {pods}")

@@ -1,0 +1,283 @@
+"""What a plan is made from and what it consists of: the job, what was observed of it, and what is to be done.
+
+Frozen dataclasses without I/O, clock or Kubernetes. Times are seconds since the Unix epoch, durations seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastic_operator.api.status import JobStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elastic_operator.api.constants import Reason
+    from elastic_operator.api.report import Report
+    from elastic_operator.api.spec import ElasticJobSpec
+    from torchelastic.protocol import (
+        HistoryRecord,
+        OutcomeRecord,
+        ResumeRecord,
+        RoundRecord,
+        SizeRecord,
+        TerminationMessage,
+        TimeBreakdown,
+    )
+
+
+class PodPhase(enum.StrEnum):
+    """The phase of a pod's worker container."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the container has ended."""
+        return self in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+
+class TerminationCause(enum.StrEnum):
+    """Why a pod ended, if its agent did not bring that about."""
+
+    OUT_OF_MEMORY = "OutOfMemory"
+    """The kernel killed its worker container: a failure."""
+    OVER_LIMIT = "OverLimit"
+    """Its node evicted it because it exceeded its own limits: a failure."""
+    DISRUPTED = "Disrupted"
+    """It was preempted, drained, evicted or deleted by its node: not a failure."""
+    NODE_LOST = "NodeLost"
+    """Its node is gone, or silent for too long: not a failure."""
+    NOT_ADMITTED = "NotAdmitted"
+    """Its node did not admit it: not a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class IncompatibleImage:
+    """Why a pod's image has no agent that this operator understands: a word, and a sentence that says what to do."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A worker pod as it was observed.
+
+    Attributes:
+        name: ``<job>-<index>-<suffix>``.
+        uid: its UID.
+        index: which of the job's indices it fills, from 0.
+        phase: of its worker container.
+        ready: whether its agent has joined the others.
+        terminating: whether its deletion has begun.
+        deletion_deadline: when it has to be gone; None if unknown, or if it is not being deleted.
+        created: when it was created.
+        started: when its worker container started; None if it has not, or if that is unknown.
+        ended: when its worker container ended; None if it has not.
+        exit_code: of the agent; 128 + n for a signal; None while it runs, or if unknown.
+        init_exit_code: of the init container that failed; None if none did.
+        message: the agent's termination message; a text if another program wrote it, None for nothing.
+        failures: how many pods of this index failed in a row before it.
+        failed: when the last of them did; None if none did, or if that is unknown.
+        size: the wanted size that it was started with; None if unknown.
+        waiting: why its worker container has not started, or is not ready; empty if unknown.
+        incompatible_image: why its image cannot run an agent that this operator understands; None if it can.
+        sidecars_running: whether its worker container has ended and another container still runs.
+        node: its node; empty while it has none.
+        termination_cause: why it ended, if its agent did not bring that about; None otherwise.
+        reasons: why it ended, each in one word, from its status and its worker container's.
+        conditions: of its status, by type: True, False or Unknown.
+        metrics_port: where its agent serves /metrics; 0 if unknown.
+    """
+
+    name: str
+    uid: str
+    index: int
+    phase: PodPhase
+    ready: bool = False
+    terminating: bool = False
+    deletion_deadline: float | None = None
+    created: float = 0.0
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    init_exit_code: int | None = None
+    message: TerminationMessage | str | None = None
+    failures: int = 0
+    failed: float | None = None
+    size: SizeRecord | None = None
+    waiting: str = ""
+    incompatible_image: IncompatibleImage | None = None
+    sidecars_running: bool = False
+    node: str = ""
+    termination_cause: TerminationCause | None = None
+    reasons: frozenset[str] = frozenset()
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    metrics_port: int = 0
+
+
+class EtcdState(enum.StrEnum):
+    """The state of the job's store."""
+
+    ABSENT = "Absent"
+    STARTING = "Starting"
+    READY = "Ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What was observed of one job.
+
+    Attributes:
+        pods: its worker pods, in any state.
+        etcd: the store; an external one counts as ready.
+        store_read: whether the keys below are current; if not, they are what was read last, and None is unknown.
+        round: the current round.
+        outcome: how the run ended.
+        size: the wanted size in the store.
+        time_breakdown: where the run's time went, as the leader wrote it last.
+        history: the run's rounds, likewise.
+        rejected: why the cluster will never accept the pods or the etcd of this spec; None if it does.
+        blocked: why an object could not be created for now; None if all could.
+        etcd_blocked: whether that is the etcd pod: workers may use up the room that it needs.
+        store_error: why an existing store cannot be used; None if it can, or if that was not tried.
+        store_forbidden: whether the operator lacks a permission for the store, so that waiting does not help.
+        etcd_error: why the job's own etcd does not serve; None if unknown.
+        disruption_budget_error: why the disruption budget could not be created; None if it could, or if none is wanted.
+    """
+
+    pods: tuple[Pod, ...] = ()
+    etcd: EtcdState = EtcdState.ABSENT
+    store_read: bool = False
+    round: RoundRecord | None = None
+    outcome: OutcomeRecord | None = None
+    size: SizeRecord | None = None
+    time_breakdown: TimeBreakdown | None = None
+    history: HistoryRecord | None = None
+    rejected: str | None = None
+    blocked: str | None = None
+    etcd_blocked: bool = False
+    store_error: str | None = None
+    store_forbidden: bool = False
+    etcd_error: str | None = None
+    disruption_budget_error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An ElasticJob.
+
+    Attributes:
+        name: unique in its namespace.
+        namespace: where it is.
+        uid: its UID, which is the run id of its agents.
+        generation: counts the changes of its spec.
+        spec: what the user asked for.
+        status: what the operator wrote last.
+        created: when it was created.
+        deleting: whether its deletion has begun.
+    """
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: ElasticJobSpec
+    status: JobStatus = field(default_factory=JobStatus)
+    created: float = 0.0
+    deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NewPod:
+    """A pod to create.
+
+    Attributes:
+        name: ``<job>-<index>-<suffix>``.
+        index: which of the job's indices it fills.
+        size: the wanted size that it is started with.
+        failures: how many pods of this index failed in a row before it.
+        failed: when the last of them did; None if none did.
+        resume: what its agent knows of the run from the start; None for nothing.
+        excluded: nodes that it keeps away from.
+    """
+
+    name: str
+    index: int
+    size: SizeRecord
+    failures: int = 0
+    failed: float | None = None
+    resume: ResumeRecord | None = None
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A pod to delete.
+
+    Attributes:
+        name: its name.
+        uid: its UID, a precondition that protects a successor of the same name.
+        reason: why, in words.
+    """
+
+    name: str
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """An event of a job.
+
+    Attributes:
+        reason: one word in CamelCase, from :mod:`elastic_operator.api.constants`.
+        message: a sentence.
+        warning: whether its type is Warning.
+    """
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do about one job, in the order of the attributes.
+
+    Attributes:
+        report: what to keep of the run before its store is deleted; None for nothing. It comes first, as the store is
+            not asked again once the status is written.
+        replicas: the number to write into ``spec.replicas``, once, if the user wrote none.
+        status: the new status; None if it would not change.
+        events: to emit once the status is written.
+        etcd: whether the managed etcd should exist.
+        min_member: the size of the gang's PodGroup; None for no PodGroup.
+        min_available: how many pods the PodDisruptionBudget keeps; None for no budget.
+        size: what to write into the store before any pod is changed; None if it is there already.
+        remove: pods to delete.
+        create: pods to create.
+        delete_job: whether to delete the job itself.
+        wake_at: when to plan again in any case; None for never.
+        managed_elsewhere: whether another controller manages the job: then nothing at all is done.
+    """
+
+    report: Report | None = None
+    replicas: int | None = None
+    status: JobStatus | None = None
+    events: tuple[JobEvent, ...] = ()
+    etcd: bool = True
+    min_member: int | None = None
+    min_available: int | None = None
+    size: SizeRecord | None = None
+    remove: tuple[Removal, ...] = ()
+    create: tuple[NewPod, ...] = ()
+    delete_job: bool = False
+    wake_at: float | None = None
+    managed_elsewhere: bool = False

@@ -1,0 +1,390 @@
+"""The status of a job: numbers, state and conditions.
+
+They hold once the plan is carried out, so that carrying it out changes nothing in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from elastic_operator.api.constants import ConditionType, Reason, hostname
+from elastic_operator.api.status import Condition, JobState
+from elastic_operator.api.wire import rfc3339
+from elastic_operator.controller import messages
+from elastic_operator.controller.failures import failure_of, last_failure
+from elastic_operator.controller.pods import without
+from elastic_operator.controller.run_report import breakdown_at_change, breakdown_at_suspension, is_suspended
+from torchelastic.protocol import shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elastic_operator.api.status import JobStatus
+    from elastic_operator.controller.applied_spec import SpecInEffect
+    from elastic_operator.controller.completion import Completion
+    from elastic_operator.controller.failures import FailureCount
+    from elastic_operator.controller.model import NewPod, Observed, Pod
+    from elastic_operator.controller.pods import Snapshot
+    from elastic_operator.controller.scaling import EmptySlot
+    from torchelastic.protocol import RoundRecord, TimeBreakdown
+
+Value = tuple[bool, Reason, str]
+"""Of a condition: whether it holds, the reason, and the message."""
+
+CAUSES_SHOWN: Final = 3
+"""Different causes for unready pods that a message names."""
+
+_UNKNOWN: Final = "whether the run has ended is not known while the store cannot be read"
+_HELD: Final = "no pod is started until it can be read"
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidSpec:
+    """Why the spec cannot be honoured: in a word, and in a sentence."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPods:
+    """The pods that the job will have once the plan is carried out.
+
+    Attributes:
+        staying: live pods that stay.
+        gone: pods that have ended, terminate, or are deleted now; without those whose failure is pending.
+        created: pods that are created now.
+        backing_off: indices that stay empty for a while, as their pods failed.
+        held: whether no pod is created because it is unknown whether the run has ended.
+        rejected: whether no pod is created because the cluster would reject it.
+        invalid: what is wrong with the spec; None for nothing.
+        size_generation: of the size that the agents are told.
+        writes_replicas: whether the plan changes the spec, and so raises its generation.
+        time_breakdown: where the job's time went, up to its last resumption.
+    """
+
+    staying: tuple[Pod, ...]
+    gone: tuple[Pod, ...]
+    time_breakdown: TimeBreakdown | None
+    created: tuple[NewPod, ...] = ()
+    backing_off: tuple[EmptySlot, ...] = ()
+    held: bool = False
+    rejected: bool = False
+    invalid: InvalidSpec | None = None
+    size_generation: int = 0
+    writes_replicas: bool = False
+
+
+def running_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, planned: PlannedPods) -> JobStatus:
+    """The status of a job that is neither suspended nor finished."""
+    job, before, observed, round = snapshot.job, snapshot.before, snapshot.observed, snapshot.observed.round
+    # The first pods know the size once they exist; later ones when they are about to be created.
+    told = bool(planned.staying or planned.gone or (before.size_generation and planned.created))
+    ready = sum(pod.ready for pod in planned.staying)
+    started = before.started
+    enough = ready >= job.spec.min_replicas
+    # If the store is forbidden to the operator, enough ready pods are all that it can know of.
+    unheard = observed.store_forbidden and enough
+    if started is None and ((round is not None and round.members) or unheard):
+        started = snapshot.now
+    world_size = _world_size(round, planned.staying) if round is not None else before.world_size
+    trains = started is not None and enough and (world_size > 0 or unheard)
+    can_have_pods = planned.invalid is None or planned.invalid.reason is Reason.REFUSED
+    status = replace(
+        _counted(snapshot, count, planned.gone),
+        state=JobState.RUNNING if trains else JobState.PENDING if started is None else JobState.WAITING,
+        observed_generation=job.generation + (1 if planned.writes_replicas else 0),
+        replicas=len(planned.staying) + (len(planned.created) if observed.blocked is None else 0),
+        ready_replicas=ready,
+        world_size=world_size if ready else 0,
+        size_generation=max(before.size_generation, planned.size_generation, 1) if told else before.size_generation,
+        started=started,
+        active=snapshot.now if before.active is None and can_have_pods else before.active,
+        applied_spec=effect.applied,
+        time_breakdown=planned.time_breakdown,
+    )
+    return replace(status, conditions=_running_conditions(snapshot, status, effect, planned))
+
+
+def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, *, unread: bool) -> JobStatus:
+    """The status of a job that is suspended.
+
+    Args:
+        snapshot: the input of the plan.
+        count: the pods that ended.
+        effect: the spec in effect.
+        unread: whether its store has to be read before it may be deleted.
+    """
+    job, before, pods = snapshot.job, snapshot.before, snapshot.pods
+    stopping = bool(pods.unfinished)
+    gone = without(pods.gone + pods.live, count.pending)
+    stops_now = not (stopping or unread or is_suspended(before))
+    return replace(
+        _counted(snapshot, count, gone),
+        state=JobState.SUSPENDED,
+        observed_generation=job.generation,
+        desired=0,
+        replicas=0,
+        ready_replicas=0,
+        world_size=0,
+        active=None,
+        size_generation=max(before.size_generation, 1 if gone else 0) if stopping or unread else 0,
+        applied_spec=effect.applied,
+        time_breakdown=(
+            breakdown_at_suspension(job, snapshot.observed, snapshot.now) if stops_now else before.time_breakdown
+        ),
+        conditions=_suspended_conditions(snapshot, effect.problem, stopping=stopping, unread=unread),
+    )
+
+
+def finished_status(snapshot: Snapshot, count: FailureCount, completion: Completion) -> JobStatus:
+    """The status of a job that has just finished; the clean-up sets the number of its pods."""
+    before, round, now = snapshot.before, snapshot.observed.round, snapshot.now
+    counted = _counted(snapshot, count if completion.counts_pods else replace(count, charged=()), ())
+    trained = completion.round > 0 or (round is not None and bool(round.members))
+    failure = failure_of(completion.message, completion.culprit, now)
+    return replace(
+        counted,
+        state=completion.state,
+        desired=before.desired or snapshot.spec.desired,
+        round=max(counted.round, completion.round),
+        world_size=(round.world_size if round is not None else 0) or before.world_size,
+        restarts=max(counted.restarts, completion.restarts),
+        pod_failures=count.pod_failures if completion.counts_pods else before.pod_failures,
+        started=now if before.started is None and trained else before.started,
+        completed=now,
+        time_breakdown=breakdown_at_change(snapshot.job, snapshot.observed, now),
+        last_failure=counted.last_failure if completion.state is JobState.SUCCEEDED else failure,
+        conditions=_finished_conditions(before, completion, now),
+    )
+
+
+def unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod] = ()) -> JobStatus | None:
+    """The status to write; None if it says nothing new.
+
+    To forget the UIDs of pods that are gone can wait for the next write, and so can the first size generation. To
+    forget the UID of a pod that stays cannot: its failure would not be counted.
+    """
+    remembered = after.counted_pod_uids <= before.counted_pod_uids and not any(
+        pod.uid in before.counted_pod_uids for pod in staying
+    )
+    generation = after.size_generation if before.size_generation else 0
+    same = replace(after, counted_pod_uids=before.counted_pod_uids, size_generation=generation) == before
+    return None if remembered and same else after
+
+
+def _counted(snapshot: Snapshot, count: FailureCount, gone: Iterable[Pod]) -> JobStatus:
+    """The status with its counters, none of which ever decreases."""
+    before, round = snapshot.before, snapshot.observed.round
+    return replace(
+        before,
+        desired=snapshot.spec.desired,
+        round=max(before.round, round.number if round is not None else 0),
+        restarts=max(before.restarts, round.restarts if round is not None else 0),
+        uncharged_restarts=max(before.uncharged_restarts, round.uncharged_restarts if round is not None else 0),
+        pod_failures=count.pod_failures,
+        counted_pod_uids=frozenset(pod.uid for pod in gone),
+        last_failure=last_failure(snapshot, count),
+        excluded_nodes=count.excluded_nodes,
+    )
+
+
+def _world_size(round: RoundRecord, staying: Iterable[Pod]) -> int:
+    """How many workers train in a round; none if it has no pod any more, such as the last one before a suspension."""
+    names = {pod.name for pod in staying}
+    return round.world_size if any(node.rpartition(".")[0] in names for node in round.nodes) else 0
+
+
+def _running_conditions(
+    snapshot: Snapshot, status: JobStatus, effect: SpecInEffect, planned: PlannedPods
+) -> tuple[Condition, ...]:
+    observed = snapshot.observed
+    missing = _missing(snapshot, planned)
+    waiting = _waiting(snapshot, status, planned, missing)
+    values: dict[str, Value] = {
+        ConditionType.RUNNING: _running(observed, status, waiting),
+        ConditionType.WAITING: waiting,
+        ConditionType.DEGRADED: _degraded(observed, status, missing),
+    }
+    budget_ok = Reason.BUDGET_CREATED if snapshot.spec.disruption_budget else Reason.NOT_REQUESTED
+    unreachable = Reason.NOT_ALLOWED if observed.store_forbidden else Reason.UNREACHABLE
+    invalid = planned.invalid
+    # These are set once they are true, and kept from then on.
+    rare: dict[str, tuple[Value | None, Reason]] = {
+        ConditionType.INVALID: (
+            None if invalid is None else (True, invalid.reason, invalid.message),
+            Reason.SPEC_VALID,
+        ),
+        ConditionType.SUSPENDED: (None, Reason.RESUMED),
+        ConditionType.RESTART_REQUIRED: (_restart_required(effect), Reason.SPEC_IN_EFFECT),
+        ConditionType.STORE_UNREACHABLE: (_quoted(observed.store_error, unreachable), Reason.REACHABLE),
+        ConditionType.RESOURCES_BLOCKED: (
+            _quoted(observed.blocked, Reason.RESOURCES_BLOCKED),
+            Reason.RESOURCES_AVAILABLE,
+        ),
+        ConditionType.DISRUPTION_BUDGET_FAILED: (
+            _quoted(observed.disruption_budget_error, Reason.BUDGET_REJECTED),
+            budget_ok,
+        ),
+    }
+    for kind, (value, reason_if_false) in rare.items():
+        if value is not None:
+            values[kind] = value
+        elif snapshot.before.condition(kind) is not None:
+            values[kind] = (False, reason_if_false, "")
+    return _with_times(snapshot.before, values, snapshot.now)
+
+
+def _suspended_conditions(
+    snapshot: Snapshot, problem: str | None, *, stopping: bool, unread: bool
+) -> tuple[Condition, ...]:
+    before = snapshot.before
+    no: Value = (False, Reason.SUSPENDED, "")
+    if stopping:
+        suspended: Value = (False, Reason.STOPPING, "the pods are on their way out")
+    elif unread:
+        suspended = (False, Reason.STORE_UNREADABLE, _UNKNOWN)
+    else:
+        suspended = (True, Reason.SUSPENDED, "no pod is made until spec.suspend is false again")
+    why = messages.clauses(_UNKNOWN, _why_unread(snapshot.observed))
+    values: dict[str, Value] = {
+        ConditionType.RUNNING: no,
+        ConditionType.WAITING: (True, Reason.STORE_UNREADABLE, why) if unread else no,
+        ConditionType.DEGRADED: no,
+        ConditionType.SUSPENDED: suspended,
+    }
+    for condition in before.conditions:
+        values.setdefault(condition.type, no)
+    if problem is not None:
+        values[ConditionType.INVALID] = (True, Reason.SPEC_INVALID, problem)
+    elif ConditionType.INVALID in values:
+        values[ConditionType.INVALID] = (False, Reason.SPEC_VALID, "")
+    if unread and before.state is not JobState.SUSPENDED:
+        # The time of this condition says since when the store is waited for.
+        others = tuple(condition for condition in before.conditions if condition.type != ConditionType.WAITING)
+        before = replace(before, conditions=others)
+    return _with_times(before, values, snapshot.now)
+
+
+def _finished_conditions(before: JobStatus, completion: Completion, now: float) -> tuple[Condition, ...]:
+    no: Value = (False, completion.reason, "")
+    yes: Value = (True, completion.reason, completion.message)
+    succeeded = completion.state is JobState.SUCCEEDED
+    values: dict[str, Value] = {
+        ConditionType.RUNNING: no,
+        ConditionType.WAITING: no,
+        ConditionType.DEGRADED: no,
+        ConditionType.SUCCEEDED if succeeded else ConditionType.FAILED: yes,
+        ConditionType.FINISHED: yes,
+    }
+    for condition in before.conditions:
+        values.setdefault(condition.type, no)
+    return _with_times(before, values, now)
+
+
+def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missing: str) -> Value:
+    minimum, observed = snapshot.spec.min_replicas, snapshot.observed
+    if status.ready_replicas >= minimum:
+        return (False, Reason.ENOUGH_PODS, "")
+    if planned.held:
+        seen = status.size_generation > 0
+        unknown = _UNKNOWN if seen else "whether there were pods already, and the run has ended, only the store knows"
+        return (True, Reason.STORE_UNREADABLE, messages.clauses(unknown, _HELD, _why_unread(observed)))
+    verb = "is" if status.ready_replicas == 1 else "are"
+    there = f"{status.ready_replicas} of at least {messages.count(minimum, 'pod')} {verb} ready"
+    reason = Reason.BELOW_MINIMUM if observed.blocked is None else Reason.RESOURCES_BLOCKED
+    return (True, reason, messages.clauses(there, missing))
+
+
+def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
+    if status.state is JobState.RUNNING:
+        known = f"round {status.round} with world size {status.world_size}"
+        return (True, Reason.TRAINING, known if status.world_size else "enough pods are there; the rest only they know")
+    waits, reason, _ = waiting
+    if waits:
+        return (False, Reason.NOT_STARTED if status.started is None else reason, "")
+    cause = observed.round.cause if observed.round is not None and not observed.round.members else ""
+    return (False, Reason.STARTING, cause or "the agents have not formed a round yet")
+
+
+def _degraded(observed: Observed, status: JobStatus, missing: str) -> Value:
+    if status.started is None:
+        return (False, Reason.NOT_STARTED, "")
+    if status.ready_replicas >= status.desired:
+        return (False, Reason.ALL_PODS, "")
+    there = f"{status.ready_replicas} of {messages.count(status.desired, 'pod')} ready"
+    reason = Reason.BELOW_DESIRED if observed.blocked is None else Reason.RESOURCES_BLOCKED
+    return (True, reason, messages.clauses(there, missing))
+
+
+def _restart_required(effect: SpecInEffect) -> Value | None:
+    later = effect.later_problem
+    if not effect.changes:
+        if later is None:
+            return None
+        return (True, Reason.SPEC_CHANGED, f"this has no effect, and the job could not be resumed with it: {later}")
+    has = "has" if len(effect.changes) == 1 else "have"
+    changed = f"{messages.listed(effect.changes)} {has} changed; suspend the job and resume it to have that take effect"
+    problem = "" if later is None else f"as it stands, it could not be resumed: {later}"
+    return (True, Reason.SPEC_CHANGED, messages.clauses(changed, problem))
+
+
+def _quoted(message: str | None, reason: Reason) -> Value | None:
+    return None if message is None else (True, reason, messages.clause(message))
+
+
+def _why_unread(observed: Observed) -> str:
+    """Why the store cannot be read, perhaps because it cannot be created."""
+    return messages.clause(observed.blocked or observed.store_error or observed.etcd_error or "")
+
+
+def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
+    """Which pods are missing, and why."""
+    blocked = snapshot.observed.blocked
+    starting = [(pod.index, pod.name, messages.clause(pod.waiting)) for pod in planned.staying if not pod.ready]
+    parts = []
+    if blocked is None:
+        starting += [(pod.index, pod.name, "") for pod in planned.created]
+    elif planned.created:
+        names = messages.listed([pod.name for pod in planned.created])
+        parts.append(f"{names} cannot be made for now: {messages.clause(blocked)}")
+    parts += _not_ready(starting)
+    if blocked is not None and not planned.created:
+        parts.append(f"not all that the job needs can be made for now: {messages.clause(blocked)}")
+    waits = [
+        f"{hostname(snapshot.job.name, slot.index)} {slot.history} and is started again at {rfc3339(slot.due)}"
+        for slot in planned.backing_off
+    ]
+    parts.append(messages.listed(waits))
+    if planned.held:
+        parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
+    if planned.invalid is not None and planned.invalid.reason is Reason.SPEC_INVALID:
+        parts.append(f"no pod is made of this spec: {messages.clause(planned.invalid.message)}")
+    if planned.rejected:
+        parts.append("no more pods are made of this spec, which the cluster refuses")
+    return messages.clauses(*parts)
+
+
+def _not_ready(starting: Iterable[tuple[int, str, str]]) -> list[str]:
+    """Pods that are not ready (index, name and cause), grouped by cause."""
+    causes: dict[str, list[str]] = {}
+    for _, name, cause in sorted(starting):
+        causes.setdefault(cause if cause in causes or len(causes) < CAUSES_SHOWN else "", []).append(name)
+    return [
+        f"{messages.listed(names)} {'is' if len(names) == 1 else 'are'} not ready yet: {cause}"
+        if cause
+        else f"{messages.listed(names)} {'has' if len(names) == 1 else 'have'} not joined yet"
+        for cause, names in causes.items()
+    ]
+
+
+def _with_times(before: JobStatus, values: dict[str, Value], now: float) -> tuple[Condition, ...]:
+    """The conditions, each with the time since which it has its status."""
+    conditions = []
+    for kind, (holds, reason, message) in values.items():
+        earlier = before.condition(kind)
+        since = earlier.since if earlier is not None and earlier.status == holds else now
+        shown = shorten(message, messages.MESSAGE_LIMIT)
+        conditions.append(Condition(type=kind, status=holds, reason=reason, message=shown, since=since))
+    return tuple(conditions)

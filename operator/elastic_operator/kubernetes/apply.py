@@ -1,0 +1,353 @@
+"""Carries out a plan: writes the job and its status, then its etcd, PodGroup, disruption budget and pods."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from elastic_operator.api.constants import EventReason
+from elastic_operator.api.json_access import mapping
+from elastic_operator.controller import messages
+from elastic_operator.controller.applied_spec import with_applied_spec
+from elastic_operator.controller.model import EtcdState, JobEvent, PodPhase
+from elastic_operator.errors import ClusterError
+from elastic_operator.kubernetes.client import ApiError
+from elastic_operator.kubernetes.container_state import is_leaving, is_over
+from elastic_operator.kubernetes.kinds import DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS, POD_GROUPS, PODS, SERVICES
+from elastic_operator.kubernetes.observe import managed_etcd
+from elastic_operator.kubernetes.pod_status import MAX_PORT, etcd_address_of
+from elastic_operator.kubernetes.writer import Blocked, Rejected, TransientError, raise_worst
+from elastic_operator.resources.etcd import etcd_deployment, etcd_name, etcd_service
+from elastic_operator.resources.metadata import metrics_notes
+from elastic_operator.resources.pdb import disruption_budget
+from elastic_operator.resources.podgroup import not_installed, pod_group
+from elastic_operator.resources.worker_pod import worker_pod
+from torchelastic.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.controller.model import Job, NewPod, Plan, Removal
+    from elastic_operator.kubernetes.events import EventRecorder
+    from elastic_operator.kubernetes.job_record import JobRecord
+    from elastic_operator.kubernetes.job_store import JobStores
+    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.run_report_store import RunReportStore
+    from elastic_operator.kubernetes.store import Store
+    from elastic_operator.kubernetes.writer import Writer
+    from elastic_operator.resources.pod_settings import PodSettings
+
+_Result = TypeVar("_Result")
+
+_log: Final = logging.getLogger(__name__)
+
+_MAX_BATCH: Final = 64
+_MAX_SECONDS: Final = 10.0
+"""Seconds for which pods are created before the job is looked at again."""
+
+
+class Applier:
+    """Carries out plans.
+
+    Args:
+        store: the known objects.
+        writer: creates, changes and deletes them.
+        stores: the jobs' etcds.
+        reports: keeps the report of a run.
+        events: tells users.
+        settings: of the pods.
+        status_written: called with the job as it was and the plan, once its status is written.
+        patience: seconds for which the API server may fail before that is reported.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        writer: Writer,
+        stores: JobStores,
+        reports: RunReportStore,
+        events: EventRecorder,
+        settings: PodSettings,
+        status_written: Callable[[Job, Plan, JobRecord], None] = lambda _job, _plan, _record: None,
+        patience: float = 5.0,
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._stores = stores
+        self._reports = reports
+        self._events = events
+        self._settings = settings
+        self._status_written = status_written
+        self._patience = patience
+
+    async def apply(self, job: Job, plan: Plan, record: JobRecord) -> None:
+        """Do what the plan says, in its order.
+
+        Raises:
+            ClusterError: a part of it failed.
+        """
+        if plan.managed_elsewhere:
+            return
+        body = record.body
+        if plan.report is not None and (why := await self._reports.keep(job, plan.report, record.report)) is not None:
+            _log.warning("%s: %s", record.key, why)
+            self._events.event(body, JobEvent(EventReason.REPORT_NOT_KEPT, why, warning=True))
+        if plan.replicas is not None:
+            body = await self._writer.write_replicas(body, plan.replicas)
+            job = replace(job, generation=body["metadata"]["generation"])
+            record.creates.see(job.generation)
+        if plan.status is not None:
+            try:
+                await self._writer.write_status(body, plan.status)
+            except ClusterError as error:
+                if not isinstance(error, ApiError) or error.transient:
+                    self._tell(body, plan)  # it may have been written, and then the next plan has no events
+                raise
+            self._status_written(job, plan, record)
+        self._tell(body, plan)
+        try:
+            await self._apply_objects(with_applied_spec(job, plan), plan, record)
+        except Rejected as error:
+            _log.warning("%s: its pods are refused: %s", record.key, error)
+            record.creates.reject(str(error))
+            record.requeue_after(0.0)  # for another plan
+        except Blocked as error:
+            _block(record, str(error))
+        except TransientError as error:
+            if not record.creates.fail(self._patience):
+                raise
+            _block(record, error.why)
+
+    def _tell(self, body: Json, plan: Plan) -> None:
+        """Record the plan's events for the version of the job that was observed: told twice, they are there once."""
+        for event in plan.events:
+            self._events.event(body, event)
+
+    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord) -> None:
+        """Bring the job's objects to the plan; an error in one does not hold up the others."""
+        errors: list[ClusterError] = []
+
+        async def attempt(work: Awaitable[_Result], otherwise: _Result) -> _Result:
+            try:
+                return await work
+            except ClusterError as error:
+                errors.append(error)
+            except StoreError as error:
+                errors.append(ClusterError(f"the wanted size could not be written to the store: {error}"))
+            return otherwise
+
+        creates = record.creates
+        wait = creates.wait
+        if wait > 0:
+            record.requeue_after(wait)
+        endpoint = await attempt(self._ensure_etcd(job, plan, record), None)
+        has_group = await attempt(self._ensure_pod_group(job, plan, record), False)
+        incomplete = bool(errors)
+        await attempt(self._ensure_pdb(job, plan, record), None)
+        if plan.size is not None:
+            await attempt(self._stores.write_size(job.uid, plan.size), False)
+        await attempt(self._delete_pods(job, plan.remove), None)
+        if endpoint is not None and has_group and plan.create:
+            if wait <= 0:
+                await attempt(self._create_pods(job, plan.create, endpoint, record), None)
+        elif not incomplete and wait <= 0 and creates.rejected is None and creates.succeed():
+            record.requeue_after(0.0)
+        await self._annotate_ports(job, record)
+        raise_worst(errors)
+        if plan.delete_job:
+            await self._writer.delete(ELASTIC_JOBS, job.namespace, job.name, job.uid)
+
+    async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord) -> str | None:
+        """Create or delete the job's own etcd; return the endpoint for pods, None if there can be no pods."""
+        external = job.spec.etcd.endpoint
+        if not plan.etcd:
+            if plan.report is not None and record.report.error is not None:
+                error = record.report.error
+                raise ClusterError(f"what is known of its run could not be kept yet, so its store stays: {error}")
+            if external is None or all(pod.phase.ended for pod in self._store.pods(job.namespace, job.uid)):
+                self._stores.leave(job.uid)
+            for kind in (DEPLOYMENTS, SERVICES):
+                await self._delete_owned(kind, job)
+            return None
+        # What a job that is being deleted lacks may have been deleted with it, so it is not created again.
+        if job.deleting or record.creates.rejected is not None:
+            return None
+        if external is not None:
+            return external
+        etcd = managed_etcd(self._store, job)
+        if etcd.state is EtcdState.ABSENT and record.creates.wait > 0:
+            return None
+        missing = []
+        if etcd.deployment is None:
+            missing.append(self._writer.create(DEPLOYMENTS, job, etcd_deployment(job, self._settings)))
+        if etcd.service is None:
+            missing.append(self._create_service(job))
+        raise_worst(await asyncio.gather(*missing, return_exceptions=True))
+        endpoint = managed_etcd(self._store, job).endpoint
+        if endpoint is None:
+            raise ClusterError(f"the Service {etcd_name(job.name)} has no address yet")
+        return endpoint
+
+    async def _create_service(self, job: Job) -> None:
+        """Create the service of the job's etcd, at the address that living pods know."""
+        pods = self._store.owned_by(PODS, job.namespace, job.uid)
+        known = next(
+            filter(None, (etcd_address_of(pod) for pod in pods if not is_over(pod) and not is_leaving(pod))), None
+        )
+        try:
+            await self._writer.create(SERVICES, job, etcd_service(job, cluster_ip=known))
+        except Rejected as error:
+            if known is None or known not in str(error):
+                raise
+            raise Blocked(
+                f"the address {known}, at which the pods of this job look for their etcd, belongs to another service "
+                f"by now: delete these pods, so that new ones are told another ({error})"
+            ) from None
+
+    async def _ensure_pod_group(self, job: Job, plan: Plan, record: JobRecord) -> bool:
+        """Create, change or delete the job's PodGroup; return whether pods may be created."""
+        if job.deleting or record.creates.rejected is not None:
+            return not job.deleting
+        gang = job.spec.scheduling.gang if plan.min_member is not None else None
+        if gang is not None and record.creates.wait > 0:
+            return bool(self._store.owned_by(POD_GROUPS[gang], job.namespace, job.uid))
+        for other, resource in POD_GROUPS.items():
+            if other is not gang:
+                await self._delete_owned(resource, job)
+        if gang is not None and plan.min_member is not None:
+            try:
+                await self._ensure(POD_GROUPS[gang], job, pod_group(job, gang, plan.min_member))
+            except ApiError as error:
+                if error.not_found:
+                    raise Blocked(not_installed(gang)) from None
+                raise
+        return True
+
+    async def _ensure_pdb(self, job: Job, plan: Plan, record: JobRecord) -> None:
+        """Create, change or delete the job's disruption budget. Pods are created even if it is not accepted."""
+        if job.deleting:
+            return
+        if plan.min_available is None:
+            await self._delete_owned(DISRUPTION_BUDGETS, job)
+        else:
+            if (wait := record.pdb.wait) > 0:
+                record.requeue_after(wait)
+                return
+            try:
+                await self._ensure(DISRUPTION_BUDGETS, job, disruption_budget(job, plan.min_available))
+            except ClusterError as error:
+                record.pdb.block(str(error))
+                record.requeue_after(record.pdb.wait)
+                if isinstance(error, TransientError):
+                    raise ClusterError(f"the disruption budget of the job could not be made: {error}") from None
+                if not isinstance(error, Rejected | Blocked):
+                    raise
+                self._pdb_failed(record, f"the disruption budget of the job cannot be made for now: {error}")
+                return
+        record.pdb.succeed()
+        if record.pdb_error is not None:
+            record.pdb_error = None
+            record.requeue_after(0.0)  # for another plan
+
+    def _pdb_failed(self, record: JobRecord, why: str) -> None:
+        known = record.pdb_error
+        if known is None or messages.clause(known) != messages.clause(why):  # the status has it as a clause
+            _log.warning("%s: %s", record.key, why)
+            self._events.event(record.body, JobEvent(EventReason.RESOURCES_BLOCKED, why, warning=True))
+        if known != why:
+            record.pdb_error = why
+            record.requeue_after(0.0)  # for another plan
+
+    async def _ensure(self, resource: Resource, job: Job, wanted: Json) -> None:
+        existing = self._store.owned_by(resource, job.namespace, job.uid)
+        if not existing:
+            await self._writer.create(resource, job, wanted)
+            return
+        about = mapping(existing[0], "metadata")
+        outdated = not about.get("deletionTimestamp") and not _contains(existing[0].get("spec"), wanted["spec"])
+        if outdated and not await self._writer.apply(resource, job, about["uid"], wanted):
+            await self._writer.create(resource, job, wanted)  # it was deleted meanwhile
+
+    async def _delete_owned(self, resource: Resource, job: Job) -> None:
+        for body in self._store.owned_by(resource, job.namespace, job.uid):
+            about = mapping(body, "metadata")
+            if not about.get("deletionTimestamp"):
+                await self._writer.delete(resource, about["namespace"], about["name"], about["uid"])
+
+    async def _delete_pods(self, job: Job, removals: Sequence[Removal]) -> None:
+        results: list[object] = []
+        for done in range(0, len(removals), _MAX_BATCH):
+            batch = removals[done : done + _MAX_BATCH]
+            deletes = (self._writer.delete(PODS, job.namespace, each.name, each.uid) for each in batch)
+            results += await asyncio.gather(*deletes, return_exceptions=True)
+            if any(isinstance(result, BaseException) and not isinstance(result, ApiError) for result in results):
+                break  # the API server does not answer
+        raise_worst(results)
+
+    async def _create_pods(self, job: Job, pods: Sequence[NewPod], endpoint: str, record: JobRecord) -> None:
+        """Create pods in growing batches: if the first is not accepted, no other is tried.
+
+        If that takes long, the job is observed again before the rest: it may want something else by then.
+        """
+        done, batch = 0, 1
+        begun = time.monotonic()
+        while done < len(pods):
+            bodies = [worker_pod(job, new, self._settings, store=endpoint) for new in pods[done : done + batch]]
+            creates = (self._writer.create(PODS, job, body) for body in bodies)
+            results = await asyncio.gather(*creates, return_exceptions=True)
+            if not all(isinstance(result, BaseException) for result in results):
+                record.creates.progress()
+            raise_worst(results)
+            done += batch
+            batch = min(batch * 2, _MAX_BATCH)
+            if done < len(pods) and time.monotonic() - begun > _MAX_SECONDS:
+                record.requeue_after(0.0)
+                return
+        if record.creates.succeed():
+            record.requeue_after(0.0)
+
+    async def _annotate_ports(self, job: Job, record: JobRecord) -> None:
+        """Write the metrics ports that agents have chosen on their pods, where Prometheus looks for them."""
+        mirror = self._stores.of(job.uid)
+        nodes = () if mirror is None else mirror.nodes.values()
+        ports = {node.name: node.metrics for node in nodes if 0 < node.metrics <= MAX_PORT}
+        changes = [
+            (pod, port)
+            for pod in self._store.pods(job.namespace, job.uid)
+            if pod.phase is PodPhase.RUNNING and not pod.terminating
+            if (port := ports.get(pod.name, pod.metrics_port)) != pod.metrics_port
+        ]
+        backoff = record.annotations
+        try:
+            for done in range(0, 0 if backoff.wait > 0 else len(changes), _MAX_BATCH):
+                writes = (
+                    self._writer.annotate(PODS, job.namespace, pod.name, pod.uid, metrics_notes(job, port))
+                    for pod, port in changes[done : done + _MAX_BATCH]
+                )
+                raise_worst(await asyncio.gather(*writes, return_exceptions=True))
+                backoff.succeed()
+        except ClusterError as error:
+            if str(error) != backoff.blocked:
+                _log.warning("%s: the metrics ports cannot be written on its pods: %s", record.key, error)
+            backoff.block(str(error))
+        if backoff.wait > 0:
+            record.requeue_after(backoff.wait)
+
+
+def _block(record: JobRecord, why: str) -> None:
+    if why != record.creates.blocked:
+        _log.warning("%s: pods cannot be made for now: %s", record.key, why)
+    record.creates.block(why)
+    record.requeue_after(0.0)  # for another plan, and with it the next try
+
+
+def _contains(there: object, wanted: object) -> bool:
+    """Whether everything that is wanted is there, whatever else is."""
+    if isinstance(wanted, dict):
+        return isinstance(there, dict) and all(_contains(there.get(key), value) for key, value in wanted.items())
+    return there == wanted

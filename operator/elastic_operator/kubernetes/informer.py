@@ -1,0 +1,543 @@
+"""The informer: lists and watches the objects that the operator looks at, and keeps a store up to date.
+
+kopf watches. It runs in a thread with an event loop of its own, because it cancels all tasks of its loop when it stops.
+Its handlers only observe and return nothing, because kopf writes return values into the object. Everything else that
+kopf offers is off: events, peering, finalizers, annotations. When kopf lists, it gets an empty list, because it would
+keep a task and a copy of every object, most of the memory that the operator takes. The list itself goes into the store,
+in pages; kopf needs only its resource version, to watch from there.
+
+A namespace for which the operator lacks permissions does not hold up the others: its list is tried until it succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import kopf
+
+from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_ETCD, ROLE_WORKER
+from elastic_operator.errors import ClusterError
+from elastic_operator.kubernetes.client import ApiError
+from elastic_operator.kubernetes.kinds import (
+    DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
+    ELASTIC_JOBS,
+    POD_GROUPS,
+    PODS,
+    SERVICES,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.kubernetes.client import Access, Api
+    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.store import Store
+
+    Change = tuple[Resource, str | None, Json]
+
+_Result = TypeVar("_Result")
+
+_log: Final = logging.getLogger(__name__)
+
+_WATCHED: Final[Mapping[Resource, str]] = {
+    PODS: f"{LABEL_ROLE}={ROLE_WORKER}",
+    SERVICES: f"{LABEL_ROLE}={ROLE_ETCD}",
+    DEPLOYMENTS: f"{LABEL_ROLE}={ROLE_ETCD}",
+    DISRUPTION_BUDGETS: LABEL_JOB,
+    ELASTIC_JOBS: "",
+}
+"""The watched kinds with their label selectors."""
+_BY_PLURAL: Final = {resource.plural: resource for resource in _WATCHED}
+
+_RESYNC_PERIOD: Final = 300.0
+_FORBIDDEN_RETRY: Final = 10.0
+_MAX_DELAY: Final = 10.0
+_BASE_DELAY: Final = 0.2
+_MAX_RESTART_DELAY: Final = 15.0
+_STABLE: Final = 60.0
+"""A watch that ran this long restarts without delay."""
+_STOP_TIMEOUT: Final = 10.0
+_REQUEST_BACKOFF: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
+_WATCH_INTERVAL: Final = 0.5
+"""Minimum seconds between two watches of the same kind: a proxy may end each of them at once."""
+_BATCH: Final = 100
+"""Changes that are processed before other tasks get their turn."""
+_GRANT: Final = "grant the operator its rights there (the chart's role has them)"
+
+
+class Informer:
+    """Keeps a store up to date.
+
+    Args:
+        api: the connection.
+        store: what to fill.
+        namespaces: to watch; none for all.
+        resync_period: seconds between full lists: a watch may fall silent.
+        base_delay: seconds before the first retry of a list.
+        forbidden_retry: seconds between tries to list a namespace without permission.
+
+    Attributes:
+        synced: set once the store holds everything that may be listed.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        *,
+        namespaces: Sequence[str] = (),
+        resync_period: float = _RESYNC_PERIOD,
+        base_delay: float = _BASE_DELAY,
+        forbidden_retry: float = _FORBIDDEN_RETRY,
+    ) -> None:
+        self._api = api
+        self._store = store
+        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._resync_period = resync_period
+        self._base_delay = base_delay
+        self._forbidden_retry = forbidden_retry
+        self._listed: set[tuple[Resource, str | None]] = set()
+        self._forbidden: set[str | None] = set()
+        self._progress = asyncio.Event()
+        self._problem = ""
+        self.synced = asyncio.Event()
+
+    @property
+    def problem(self) -> str:
+        """What keeps the store from being in sync, as a sentence."""
+        return "" if self.synced.is_set() else self._problem or "not everything that there is has been listed yet"
+
+    async def run(self) -> NoReturn:
+        """List and watch until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._resync())
+            await self._watch()
+        raise AssertionError("unreachable")
+
+    async def list(self, resource: Resource, namespace: str | None) -> str:
+        """List a kind into the store, trying until it succeeds; return the resource version of the list.
+
+        Raises:
+            ApiError: the cluster does not know the kind.
+        """
+        delay = self._base_delay
+        while True:
+            try:
+                if resource == ELASTIC_JOBS:  # without its pods, a job would seem to have none
+                    await self._until_listed(namespace)
+                    await self._list_pod_groups(namespace)
+                version = await self._list(resource, namespace)
+            except ClusterError as error:
+                if isinstance(error, ApiError) and error.not_found:
+                    raise
+                if isinstance(error, ApiError) and error.status == 403:
+                    self._is_forbidden(namespace, error)
+                    await asyncio.sleep(self._forbidden_retry)
+                    continue
+                self._report(_explained(error))
+            else:
+                self._has_listed(resource, namespace)
+                return version
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, _MAX_DELAY)
+
+    async def _until_listed(self, namespace: str | None) -> None:
+        others = {(resource, namespace) for resource in _WATCHED if resource != ELASTIC_JOBS}
+        while not others <= self._listed:
+            self._progress.clear()
+            await self._progress.wait()
+
+    async def _list_pod_groups(self, namespace: str | None) -> None:
+        """List the kinds that not every cluster has. Only the operator changes its own, so they are not watched."""
+        for resource in POD_GROUPS.values():
+            try:
+                await self._list(resource, namespace, LABEL_JOB)
+            except ApiError as error:
+                if error.not_found:
+                    self._store.keep_only(resource, (), sys.maxsize, namespace)
+                elif error.status != 403:
+                    raise
+
+    async def _list(self, resource: Resource, namespace: str | None, labels: str | None = None) -> str:
+        uids: set[str] = set()
+        version = ""
+        labels = _WATCHED[resource] if labels is None else labels
+        async with contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:
+            async for page in pages:
+                version = page.version
+                for number, body in enumerate(page, start=1):
+                    self._store.put(resource, body)
+                    uids.add(body["metadata"]["uid"])
+                    if not number % _BATCH:
+                        await asyncio.sleep(0)
+        self._store.keep_only(resource, uids, int(version), namespace)
+        return version
+
+    def _has_listed(self, resource: Resource, namespace: str | None) -> None:
+        self._listed.add((resource, namespace))
+        if resource == ELASTIC_JOBS and namespace in self._forbidden:
+            self._forbidden.discard(namespace)
+            _log.info("the namespace %s can be looked after now", namespace)
+        self._update()
+
+    def _is_forbidden(self, namespace: str | None, error: ApiError) -> None:
+        if namespace not in self._forbidden and len(self._namespaces) > 1:
+            _log.warning(
+                "the namespace %s cannot be looked after: %s; %s, or take it out of --namespace",
+                namespace,
+                error,
+                _GRANT,
+            )
+        self._forbidden.add(namespace)
+        if self._forbidden.issuperset(self._namespaces):
+            self._report(_explained(error))
+        self._update()
+
+    def _update(self) -> None:
+        self._progress.set()
+        complete = {each for each in self._namespaces if (ELASTIC_JOBS, each) in self._listed}
+        if complete and complete | self._forbidden >= set(self._namespaces):
+            if self._problem:
+                _log.info("everything can be listed now")
+            self._problem = ""
+            self.synced.set()
+
+    def _report(self, problem: str) -> None:
+        """Log a problem once, not with every try."""
+        if problem.partition(":")[0] != self._problem.partition(":")[0] or self.synced.is_set():
+            _log.warning("%s; trying again until it can be done", problem)
+        self._problem = problem
+
+    async def _resync(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._resync_period)
+            for resource, namespace in tuple(self._listed):
+                try:
+                    if resource == ELASTIC_JOBS:
+                        await self._list_pod_groups(namespace)
+                    await self._list(resource, namespace)
+                except ClusterError as error:
+                    _log.info("the %s could not be listed again: %s", resource.plural, error)
+
+    async def _watch(self) -> NoReturn:
+        """Run kopf, again and again."""
+        clock = asyncio.get_running_loop().time
+        delay = 1.0
+        while True:
+            await self._until_possible()
+            begun = clock()
+            why = await _in_thread(self._run_kopf(asyncio.get_running_loop()))
+            if clock() - begun >= _STABLE:
+                delay = 1.0
+            _log.warning("the watches have ended%s; they begin again in %.0f s", why and f" ({why})", delay)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, _MAX_RESTART_DELAY)
+
+    async def _until_possible(self) -> None:
+        """Wait until the cluster has ElasticJobs that may be listed in one of the namespaces.
+
+        kopf never watches a kind that is defined after it has started.
+        """
+        delay = self._base_delay
+        while True:
+            for namespace in self._namespaces:
+                try:
+                    await self._api.list(ELASTIC_JOBS, namespace, name="none")
+                except ClusterError as error:
+                    problem = _explained(error)
+                else:
+                    return
+            self._report(problem)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, _MAX_DELAY)
+
+    def _run_kopf(self, home: asyncio.AbstractEventLoop) -> Callable[[asyncio.Event], Coroutine[Any, Any, None]]:
+        """What runs in the thread, until the event is set."""
+        namespaces = [each for each in self._namespaces if each is not None]
+
+        async def run(stop: asyncio.Event) -> None:
+            registry = kopf.OperatorRegistry()
+            async with Sessions(lambda resource, namespace: _in_loop(home, self.list(resource, namespace))) as sessions:
+
+                async def login(**_: object) -> kopf.AiohttpSession:
+                    return await sessions.get(await _in_loop(home, self._api.access()))
+
+                kopf.on.login(id="login", registry=registry)(login)
+                queue = ChangeQueue(home, self._handle)
+                for resource in _WATCHED:
+                    kopf.on.event(
+                        group=resource.group,
+                        version=resource.version,
+                        plural=resource.plural,
+                        id=resource.plural,
+                        registry=registry,
+                    )(_handler(resource, queue))
+                await kopf.operator(
+                    registry=registry,
+                    settings=_settings(),
+                    standalone=True,
+                    clusterwide=not namespaces,
+                    namespaces=namespaces,
+                    stop_flag=stop,
+                    # The default asks for the user's name, and in a container a user may have none.
+                    identity="elastic-operator",  # type: ignore[arg-type]  # a str; kopf does not export its NewType
+                )
+
+        return run
+
+    def _handle(self, resource: Resource, kind: str | None, body: Json) -> None:
+        if kind == "DELETED":
+            self._store.remove(resource, body)
+        else:
+            self._store.put(resource, body)
+
+
+class ChangeQueue:
+    """Carries changes from the thread of the watches to the main loop.
+
+    However many come while the loop is busy, it is woken once: waking it costs more than handling a change.
+
+    Args:
+        home: the main loop.
+        handle: called there for each change, in order.
+    """
+
+    def __init__(self, home: asyncio.AbstractEventLoop, handle: Callable[[Resource, str | None, Json], None]) -> None:
+        self._home = home
+        self._handle = handle
+        self._changes: collections.deque[Change] = collections.deque()
+
+    def put(self, resource: Resource, kind: str | None, body: Json) -> None:
+        """Called in the thread of the watches."""
+        self._changes.append((resource, kind, body))
+        # The change that is being handled is still in the queue, so 1 means that nothing else is scheduled.
+        if len(self._changes) == 1:
+            with contextlib.suppress(RuntimeError):  # the main loop is closed
+                self._home.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        for _ in range(min(len(self._changes), _BATCH)):
+            try:
+                self._handle(*self._changes[0])
+            except Exception:  # noqa: BLE001 - one object must not stop all others
+                _log.exception("an unexpected error while a change was handled")
+            self._changes.popleft()
+            if not self._changes:
+                return
+        self._home.call_soon(self._drain)
+
+
+class Sessions:
+    """The sessions that kopf works with; to be entered in kopf's loop.
+
+    Args:
+        on_list: lists a kind in a namespace (None: in all) and returns the resource version.
+    """
+
+    def __init__(self, on_list: Callable[[Resource, str | None], Awaitable[str]]) -> None:
+        self._on_list = on_list
+        self._info: kopf.ConnectionInfo | None = None
+        self._session: kopf.AiohttpSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.aiohttp_session.close()
+
+    async def get(self, access: Access) -> kopf.AiohttpSession:
+        """A session with these credentials; the same one for the same credentials.
+
+        kopf asks again when credentials are rejected. Given the same session, it ends instead of asking forever.
+        """
+        info = connection_info(access)
+        if self._session is None or info != self._info:
+            if self._session is not None:
+                await self._session.aiohttp_session.close()
+            self._info = info
+            session: Any = _Session(info, self._on_list)
+            self._session = kopf.AiohttpSession(server=info.server, aiohttp_session=session)
+        return self._session
+
+
+class _Session:
+    """The part of aiohttp's session that kopf uses.
+
+    It opens again when it is used after it was closed: kopf closes its session before its watches, and a watch that
+    finds it closed would wait for another login forever.
+    """
+
+    closed: Final = False
+
+    def __init__(self, info: kopf.ConnectionInfo, on_list: Callable[[Resource, str | None], Awaitable[str]]) -> None:
+        self._info = info
+        self._on_list = on_list
+        self._session: aiohttp.ClientSession | None = None
+        self._next_watch: dict[str, float] = {}
+        self.headers = {**info.as_http_headers(), "User-Agent": "elastic-operator"}
+
+    async def request(self, *, url: str, **how: Any) -> aiohttp.ClientResponse | _EmptyList:  # noqa: ANN401 - aiohttp's
+        """Send a request, except for a list."""
+        parts = urlsplit(url)
+        if "watch=" in parts.query:
+            await self._throttle(parts.path)
+        elif (resource := _BY_PLURAL.get(parts.path.rpartition("/")[2])) is not None:
+            before, _, namespace = parts.path.rpartition("/")[0].rpartition("/")
+            in_one = before.endswith("/namespaces")
+            return _EmptyList(await self._on_list(resource, namespace if in_one else None))
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._info.as_ssl_context()),
+                headers=self.headers,
+                proxy=self._info.proxy_url,
+            )
+        return await self._session.request(url=url, **how)
+
+    async def _throttle(self, path: str) -> None:
+        now = time.monotonic()
+        begin = max(now, self._next_watch.get(path, 0.0) + _WATCH_INTERVAL)
+        self._next_watch[path] = begin
+        await asyncio.sleep(begin - now)
+
+    async def close(self) -> None:
+        """Close all connections until the next request."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class _EmptyList:
+    """A response that is a list without items."""
+
+    status: Final = 200
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def json(self) -> Json:
+        """The body."""
+        return {"metadata": {"resourceVersion": self._version}, "items": []}
+
+
+class _NoDiffBase(kopf.DiffBaseStorage):
+    """kopf compares objects with what it has stored in them; nothing is stored here."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
+        """Nothing of an object is compared."""
+        del body, extra_fields
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> None:
+        """Nothing was stored."""
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Store nothing."""
+
+
+def connection_info(access: Access) -> kopf.ConnectionInfo:
+    """The same connection, as kopf describes it."""
+    scheme, _, token = (access.authorization or "").rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=access.server,
+        ca_path=access.authority_file,
+        ca_data=access.authority,
+        insecure=access.insecure,
+        certificate_path=access.certificate_file,
+        private_key_path=access.key_file,
+        scheme=(scheme or "Bearer") if token else None,
+        token=token or None,
+        proxy_url=access.proxy,
+    )
+
+
+def _handler(resource: Resource, queue: ChangeQueue) -> Callable[..., Awaitable[None]]:
+    async def handle(event: Mapping[str, Any], **_: object) -> None:
+        queue.put(resource, event["type"], event["object"])
+
+    return handle
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.process.ultimate_exiting_timeout = None
+    settings.networking.error_backoffs = _REQUEST_BACKOFF
+    settings.queueing.idle_timeout = 0.1  # kopf keeps each object, whole, for this time
+    settings.persistence.diffbase_storage = _NoDiffBase()
+    for resource, labels in _WATCHED.items():
+        if labels:
+            settings.watching.label_selectors[resource.group, resource.version, resource.plural] = labels
+    return settings
+
+
+def _explained(error: ClusterError) -> str:
+    if isinstance(error, ApiError) and error.not_found:
+        return (
+            "this cluster does not know the ElasticJob: install the definition (it is part of the chart, or "
+            "`kubectl apply -f crds/elasticjob.yaml`)"
+        )
+    sentence = f"what exists cannot be listed: {error}"
+    return f"{sentence}; {_GRANT}" if isinstance(error, ApiError) and error.status == 403 else sentence
+
+
+async def _in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run a coroutine in the event loop of another thread."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+
+async def _in_thread(make: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> str:
+    """Run a coroutine in a thread with an event loop of its own; return why it ended.
+
+    Cancelling this sets the coroutine's event and waits for the thread to end.
+    """
+    home = asyncio.get_running_loop()
+    ended: asyncio.Future[str] = home.create_future()
+    inside: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    ready = threading.Event()
+
+    async def within() -> None:
+        stop = asyncio.Event()
+        inside.append((asyncio.get_running_loop(), stop))
+        ready.set()
+        await make(stop)
+
+    def thread() -> None:
+        why = ""
+        try:
+            asyncio.run(within())
+        except Exception as error:  # noqa: BLE001 - the caller logs it and goes on
+            why = str(error) or type(error).__name__
+        finally:
+            ready.set()
+            with contextlib.suppress(RuntimeError):
+                home.call_soon_threadsafe(ended.set_result, why)
+
+    threading.Thread(target=thread, name="watches", daemon=True).start()
+    try:
+        return await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        await asyncio.to_thread(ready.wait)
+        for loop, stop in inside:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(stop.set)
+        await asyncio.wait([ended], timeout=_STOP_TIMEOUT)
+        raise

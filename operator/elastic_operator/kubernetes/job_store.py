@@ -1,0 +1,271 @@
+"""Follows the etcds of all jobs: one mirror for each job that has, or had, pods.
+
+A mirror outlives its job as long as one of the job's pods exists: only then may the job's keys be deleted from an
+external etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, NoReturn, Self
+
+from elastic_operator.kubernetes.error_hints import with_hint
+from elastic_operator.kubernetes.secrets import Credentials
+from elastic_operator.store_mirror import StoreMirror, store_at
+from torchelastic.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from elastic_operator.kubernetes.secrets import EtcdSecrets
+    from torchelastic.protocol import SizeRecord
+    from torchelastic.store import StoreSettings
+
+_log: Final = logging.getLogger(__name__)
+
+WRITE_TIMEOUT: Final = 0.3
+"""Seconds for writing a size: pods do not wait for a store that hangs."""
+_PATIENCE: Final = 3.0
+"""Seconds before an unreachable external etcd is reported."""
+_MANAGED_PATIENCE: Final = 60.0
+"""The same for a job's own etcd: its node may have died, which the API server notices within a minute."""
+_REPORT_INTERVAL: Final = 30.0
+_RESTART_DELAY: Final = 10.0
+_CLEANUP_TIMEOUT: Final = 5.0
+"""Seconds for deleting a run's keys, which expire within a day anyway."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A followed etcd.
+
+    Attributes:
+        key: of the job.
+        lasts: whether the etcd outlives the job.
+        up: set while it makes sense to connect.
+        away_since: when it was first unreachable, a monotonic time.
+        error: why it is unreachable, once that is reported.
+        reported: when that was, a monotonic time.
+        size: the size that was to be written last.
+        late: whether nobody waits for ``writing`` any more.
+    """
+
+    key: str
+    mirror: StoreMirror
+    lasts: bool
+    endpoint: str = ""
+    secret: str | None = None
+    credentials: Credentials = field(default_factory=Credentials)
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    away_since: float | None = None
+    error: str | None = None
+    reported: float = 0.0
+    size: SizeRecord | None = None
+    writing: asyncio.Task[StoreError | None] | None = None
+    late: bool = False
+
+
+class JobStores:
+    """The followed etcds; an async context manager.
+
+    Args:
+        changed: called with a job's key when something in its etcd has changed.
+        secrets: reads credentials.
+        patience: seconds before an unreachable external etcd is reported.
+        managed_patience: the same for a job's own etcd while it should be up.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[str], None],
+        *,
+        secrets: EtcdSecrets | None = None,
+        patience: float = _PATIENCE,
+        managed_patience: float = _MANAGED_PATIENCE,
+    ) -> None:
+        self._on_change = changed
+        self._secrets = secrets
+        self._patience = patience
+        self._managed_patience = managed_patience
+        self._tasks = asyncio.TaskGroup()
+        self._followed: dict[str, _Followed] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for followed in self._followed.values():
+            for task in (followed.task, followed.writing):
+                if task is not None:
+                    task.cancel()
+        self._followed.clear()
+        await self._tasks.__aexit__(kind, error, trace)
+
+    def of(self, uid: str) -> StoreMirror | None:
+        """The mirror of a job's etcd, if it is followed."""
+        followed = self._followed.get(uid)
+        return None if followed is None else followed.mirror
+
+    def error(self, uid: str) -> str | None:
+        """Why a job's etcd has been unreachable for a while; None if it has not."""
+        followed = self._followed.get(uid)
+        return None if followed is None else followed.error
+
+    def follow(
+        self, uid: str, key: str, endpoint: str, *, lasts: bool, up: bool, secret: str | None = None
+    ) -> StoreMirror:
+        """Follow a job's etcd, unless it is followed already.
+
+        Args:
+            uid: of the job.
+            key: of the job.
+            endpoint: as in ``spec.etcd.endpoint``.
+            lasts: whether the etcd outlives the job.
+            up: whether it makes sense to connect.
+            secret: with its credentials, in the job's namespace.
+        """
+        followed = self._followed.get(uid)
+        if followed is None:
+            followed = self._start(uid, key, lasts=lasts)
+        followed.endpoint = endpoint
+        followed.secret = secret
+        if up:
+            followed.up.set()
+        else:
+            followed.up.clear()
+            followed.away_since = followed.error = None
+        return followed.mirror
+
+    def uids_of(self, key: str) -> tuple[str, ...]:
+        """The UIDs of all followed jobs with this key, former ones included."""
+        return tuple(uid for uid, followed in self._followed.items() if followed.key == key)
+
+    def leave(self, uid: str) -> None:
+        """Stop following, and delete the run's keys from an external etcd."""
+        followed = self._followed.pop(uid, None)
+        if followed is not None:
+            self._tasks.create_task(self._leave(followed))
+
+    async def write_size(self, uid: str, size: SizeRecord) -> bool:
+        """Write the wanted size, if that can be done at once; return whether it was.
+
+        An etcd that does not answer gets the latest size when it does. Then, or when it is reachable again, the job is
+        reconciled.
+
+        Raises:
+            StoreError: it failed, and must be tried again.
+        """
+        followed = self._followed.get(uid)
+        if followed is None or not followed.mirror.connected:
+            return False
+        followed.size = size
+        if followed.writing is not None:
+            return False
+        followed.writing = self._tasks.create_task(self._write(followed))
+        done, _ = await asyncio.wait([followed.writing], timeout=WRITE_TIMEOUT)
+        if not done:
+            followed.late = True
+            _log.info("%s: its store has not taken the wanted size within %s s", followed.key, WRITE_TIMEOUT)
+            return False
+        error = followed.writing.result()
+        followed.writing = None
+        if error is not None:
+            raise error
+        return True
+
+    async def _write(self, followed: _Followed) -> StoreError | None:
+        """Write the latest size; return the error."""
+        error: StoreError | None = None
+        written = None
+        try:
+            while written is not followed.size and followed.size is not None:
+                written = followed.size
+                await followed.mirror.write_size(written)
+        except StoreError as failure:
+            error = failure
+        except Exception as defect:  # noqa: BLE001 - must not stop the other jobs
+            _log.exception("%s: an unexpected error while the wanted size was written to its store", followed.key)
+            error = StoreError(f"an unexpected error: {defect}")
+        if followed.late:
+            followed.late, followed.writing = False, None
+            self._on_change(followed.key)
+        return error
+
+    def _start(self, uid: str, key: str, *, lasts: bool) -> _Followed:
+        mirror = StoreMirror(
+            uid, changed=lambda: self._changed(followed), away=lambda error: self._away(followed, error)
+        )
+        followed = self._followed[uid] = _Followed(key, mirror, lasts)
+        followed.task = self._tasks.create_task(self._follow(followed))
+        return followed
+
+    async def _follow(self, followed: _Followed) -> NoReturn:
+        try:
+            while True:
+                try:
+                    await followed.mirror.run(lambda: self._settings(followed), followed.up)
+                except Exception as defect:  # noqa: BLE001 - must not stop the other jobs
+                    _log.exception("%s: an unexpected error while its store was followed", followed.key)
+                    self._away(followed, f"an unexpected error: {defect!r}")
+                await asyncio.sleep(_RESTART_DELAY)
+        finally:
+            followed.credentials.close()
+
+    async def _settings(self, followed: _Followed) -> StoreSettings:
+        """How to connect, with the credentials as they are now."""
+        settings = store_at(followed.endpoint)
+        if followed.secret is None or self._secrets is None:
+            return settings
+        read = await self._secrets.read(followed.key.partition("/")[0], followed.secret)
+        followed.credentials.close()
+        followed.credentials = read
+        return replace(settings, ca_cert=read.authority, cert=read.certificate, key=read.key)
+
+    def _changed(self, followed: _Followed) -> None:
+        if followed.mirror.readable:
+            if followed.error is not None:
+                _log.info("%s: its store can be reached again", followed.key)
+            followed.away_since = followed.error = None
+        self._on_change(followed.key)
+
+    def _away(self, followed: _Followed, error: str) -> None:
+        if not followed.up.is_set():
+            return
+        error = with_hint(error)
+        now = time.monotonic()
+        if followed.away_since is None:
+            followed.away_since = now
+        if followed.error is None:
+            due = now - followed.away_since >= (self._patience if followed.lasts else self._managed_patience)
+        else:
+            due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
+        _log.log(logging.WARNING if due else logging.DEBUG, "%s: its store cannot be reached: %s", followed.key, error)
+        if due:
+            followed.error, followed.reported = error, now
+            self._on_change(followed.key)
+
+    @staticmethod
+    async def _leave(followed: _Followed) -> None:
+        try:
+            if followed.lasts:
+                async with asyncio.timeout(_CLEANUP_TIMEOUT):
+                    await followed.mirror.forget_run()
+        except (StoreError, TimeoutError) as error:
+            _log.info("%s: its keys stay in its store for a day: %s", followed.key, str(error) or "it does not answer")
+        except Exception:  # noqa: BLE001 - must not stop the operator
+            _log.exception("%s: an unexpected error while its keys were removed from its store", followed.key)
+        finally:
+            tasks = [task for task in (followed.task, followed.writing) if task is not None]
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(tasks)

@@ -1,0 +1,209 @@
+"""Leader election with a Lease.
+
+The client library's own leader election does not release the lease at the end, does not notice when the leader's work
+has ended, ends at the first broken connection, and writes local time as UTC.
+
+A lease has expired when it was not renewed for its duration as measured here: the clocks of machines differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from elastic_operator.api.json_access import integer, mapping, text
+from elastic_operator.errors import ClusterError
+from elastic_operator.kubernetes.client import ApiError
+from elastic_operator.kubernetes.kinds import LEASES
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.kubernetes.client import Api
+
+_log: Final = logging.getLogger(__name__)
+
+_TIMEOUT: Final = 3.0
+"""Seconds for a request while the lease is not held, and for releasing it: a connection may be dead unnoticed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSettings:
+    """The lease and its times in seconds. A standby leads ``lease_duration + 2 * poll_period`` after a crash at most.
+
+    Attributes:
+        identity: the name of this copy, unique among those that run.
+        lease_duration: after which a lease that was not renewed has expired; whole seconds.
+        retry_period: between renewals by the leader.
+        renew_deadline: the leader stops if it could not renew for so long; less than ``lease_duration``.
+        poll_period: between looks of a standby, and between tries of a renewal that failed.
+    """
+
+    namespace: str
+    name: str
+    identity: str
+    lease_duration: int = 10
+    retry_period: float = 2.5
+    renew_deadline: float = 6.5
+    poll_period: float = 1.0
+
+
+class LeaderElector:
+    """Competes for a lease.
+
+    Attributes:
+        is_leader: whether this copy leads.
+    """
+
+    def __init__(self, api: Api, settings: LeaseSettings) -> None:
+        self._api = api
+        self._settings = settings
+        self._lease: Json = {}
+        self._seen = ("", 0.0)
+        self._renewed = 0.0
+        self._problem = ""
+        self.is_leader = False
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> NoReturn:
+        """Run ``work`` whenever the lease is held, and cancel it when the lease is lost; release the lease at the end.
+
+        Args:
+            work: what a leader does. It must not end by itself.
+        """
+        while True:
+            await self._acquire()
+            _log.info("became leader (%s)", self._settings.identity)
+            self.is_leader = True
+            try:
+                await self._while_held(work)
+            finally:
+                self.is_leader = False
+                await self._release()
+            _log.warning("no longer leader (%s): the lease could not be renewed", self._settings.identity)
+
+    async def _while_held(self, work: Callable[[], Awaitable[None]]) -> None:
+        tasks = {asyncio.ensure_future(work()), asyncio.ensure_future(self._renew_until_lost())}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+
+    async def _acquire(self) -> None:
+        settings = self._settings
+        while True:
+            problem = ""
+            try:
+                async with asyncio.timeout(_TIMEOUT):
+                    lease = await self._read()
+                    if lease is None or self._is_free(lease):
+                        await self._write(lease, settings.identity)
+                        self._problem = ""
+                        return
+            except ClusterError as error:
+                if not (isinstance(error, ApiError) and error.conflict):  # another copy was faster
+                    problem = str(error)
+            except TimeoutError:
+                problem = "the API server does not answer in time"
+            if problem and problem != self._problem:
+                _log.warning("the lease %s cannot be acquired: %s", settings.name, problem)
+                self._problem = problem
+            await asyncio.sleep(settings.poll_period)
+
+    async def _renew_until_lost(self) -> None:
+        settings = self._settings
+        while True:
+            await asyncio.sleep(settings.retry_period)
+            while not await self._renew():
+                if time.monotonic() - self._renewed >= settings.renew_deadline:
+                    return
+                await asyncio.sleep(settings.poll_period)
+            if _holder(self._lease) != settings.identity:
+                return
+
+    async def _renew(self) -> bool:
+        """Try to renew once; return whether it is known who holds the lease."""
+        settings = self._settings
+        left = self._renewed + settings.renew_deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(max(left, 0)):
+                try:
+                    await self._write(self._lease, settings.identity)
+                except ApiError as error:
+                    if not error.conflict and not error.not_found:
+                        raise
+                    # An earlier renewal may have succeeded without its answer.
+                    self._lease = await self._read() or {}
+                    return _holder(self._lease) != settings.identity
+        except (ClusterError, TimeoutError) as error:
+            _log.info("the lease could not be renewed: %s", str(error) or "no answer in time")
+            return False
+        return True
+
+    async def _release(self) -> None:
+        try:
+            async with asyncio.timeout(_TIMEOUT):
+                while _holder(self._lease) == self._settings.identity:
+                    try:
+                        await self._write(self._lease, "")
+                    except ApiError as error:
+                        if not error.conflict:
+                            raise
+                        self._lease = await self._read() or {}  # a renewal succeeded without its answer
+        except (ClusterError, TimeoutError) as error:
+            _log.debug("the lease was not released: %s", str(error) or "no answer in time")
+        self._lease = {}
+
+    async def _read(self) -> Json | None:
+        try:
+            return await self._api.get(LEASES, self._settings.namespace, self._settings.name)
+        except ApiError as error:
+            if error.not_found:
+                return None
+            raise
+
+    async def _write(self, lease: Json | None, holder: str) -> None:
+        """Create, renew, take over or release the lease, if it has not changed since it was read."""
+        settings = self._settings
+        began = time.monotonic()
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        before: Json = mapping(lease, "spec") if lease else {}
+        transition = text(before, "holderIdentity") != holder
+        spec: dict[str, Any] = {
+            "holderIdentity": holder or None,
+            "leaseDurationSeconds": settings.lease_duration if holder else 1,
+            "acquireTime": now if transition else before.get("acquireTime"),
+            "renewTime": now,
+            "leaseTransitions": (integer(before, "leaseTransitions") or 0) + (1 if before and transition else 0),
+        }
+        about: dict[str, Any] = {"name": settings.name, "namespace": settings.namespace}
+        body = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": about, "spec": spec}
+        if lease:
+            about |= {"resourceVersion": lease["metadata"]["resourceVersion"], "uid": lease["metadata"]["uid"]}
+            self._lease = await self._api.replace(LEASES, settings.namespace, settings.name, body)
+        else:
+            self._lease = await self._api.create(LEASES, settings.namespace, body)
+        self._renewed = began
+
+    def _is_free(self, lease: Json) -> bool:
+        if _holder(lease) in ("", self._settings.identity):
+            return True
+        now = time.monotonic()
+        version = lease["metadata"]["resourceVersion"]
+        if version != self._seen[0]:
+            self._seen = (version, now)
+        duration = integer(lease, "spec", "leaseDurationSeconds") or self._settings.lease_duration
+        return now - self._seen[1] >= duration
+
+
+def _holder(lease: Json) -> str:
+    return text(lease, "spec", "holderIdentity")

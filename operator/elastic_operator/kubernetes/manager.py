@@ -1,0 +1,180 @@
+"""The operator's process: what runs in it, and in which order it starts and ends.
+
+Every copy lists and watches, so that it can take over at once. The leader has a reconciler as long as it leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from elastic_operator.controller.reconciler import Reconciler, WorkQueue
+from elastic_operator.kubernetes.apply import Applier
+from elastic_operator.kubernetes.backend import KubernetesBackend
+from elastic_operator.kubernetes.events import EventRecorder
+from elastic_operator.kubernetes.http import HttpServer
+from elastic_operator.kubernetes.informer import Informer
+from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS
+from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
+from elastic_operator.kubernetes.metrics import OperatorMetrics
+from elastic_operator.kubernetes.observe import Observer
+from elastic_operator.kubernetes.run_report_store import RunReportStore
+from elastic_operator.kubernetes.secrets import EtcdSecrets
+from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.writer import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.controller.model import Job, Plan
+    from elastic_operator.kubernetes.client import Api
+    from elastic_operator.kubernetes.job_record import JobRecord
+    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.options import OperatorSettings
+
+_log: Final = logging.getLogger(__name__)
+
+_STUCK: Final = 600.0
+"""Seconds after which a reconcile will never end."""
+
+
+class Manager:
+    """One copy of the operator.
+
+    Args:
+        settings: of the process.
+        api: the connection; open.
+    """
+
+    def __init__(self, settings: OperatorSettings, api: Api) -> None:
+        self._settings = settings
+        self._api = api
+        self._metrics = OperatorMetrics()
+        self._queue = WorkQueue(self._metrics.waited)
+        self._store = Store(changed=self._on_change, deleted=self._on_deleted)
+        self._informer = Informer(api, self._store, namespaces=settings.namespaces)
+        self._reconciler: Reconciler | None = None
+        self._backend: KubernetesBackend | None = None
+        api.on_request = self._metrics.requested
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until ``stop`` is set.
+
+        Raises:
+            BadInput: a setting cannot be honoured.
+        """
+        self._register_metrics()
+        server = HttpServer(
+            self._settings.listen, metrics=self._metrics.page, unhealthy=self._unhealthy, unready=self._unready
+        )
+        async with server:
+            namespaces = ", ".join(self._settings.namespaces) or "all namespaces"
+            _log.info("looking after the ElasticJobs of %s; /metrics on port %d", namespaces, server.port)
+            async with asyncio.TaskGroup() as background:
+                informer = background.create_task(self._informer.run())
+                tasks = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._lead())}
+                try:
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for task in (*tasks, informer):
+                        task.cancel()
+                    await asyncio.wait(tasks)
+                for task in tasks:
+                    if not task.cancelled():
+                        task.result()
+        _log.info("ended")
+
+    async def _lead(self) -> None:
+        """Reconcile whenever this copy leads."""
+        await self._informer.synced.wait()
+        settings = self._settings
+        if not settings.leader_elect:
+            await self._reconcile()
+            return
+        lease = LeaseSettings(
+            namespace=settings.lease_namespace or self._api.namespace,
+            name=settings.lease_name,
+            identity=settings.identity,
+        )
+        # On connections of its own: the lease must not wait for many other writes.
+        async with self._api.another() as api:
+            api.on_request = self._metrics.requested
+            await LeaderElector(api, lease).run(self._reconcile)
+
+    async def _reconcile(self) -> None:
+        settings = self._settings
+        secrets = EtcdSecrets(self._api, settings.etcd_secrets_namespaces)
+        async with (
+            EventRecorder(self._api, settings.identity) as events,
+            JobStores(self._on_change, secrets=secrets) as stores,
+        ):
+            writer = Writer(self._api, self._store, self._metrics.created)
+            applier = Applier(
+                store=self._store,
+                writer=writer,
+                stores=stores,
+                reports=RunReportStore(self._api),
+                events=events,
+                settings=settings.pods,
+                status_written=self._status_written,
+            )
+            self._backend = KubernetesBackend(
+                store=self._store,
+                observer=Observer(self._api, self._store, stores, secrets),
+                applier=applier,
+                writer=writer,
+                stores=stores,
+                events=events,
+            )
+            self._reconciler = Reconciler(
+                self._backend, queue=self._queue, list_keys=self._keys, reconciled=self._metrics.reconciled
+            )
+            try:
+                await self._reconciler.run()
+            finally:
+                self._reconciler = self._backend = None
+                self._queue.clear()
+
+    def _status_written(self, job: Job, plan: Plan, record: JobRecord) -> None:
+        pods = [*self._store.pods(job.namespace, job.uid), *(each.pod for each in record.deleted.values())]
+        self._metrics.status_written(job, plan, pods, time.time())
+
+    def _jobs(self) -> Iterator[Json]:
+        return (body for key in self._store.keys if (body := self._store.job(key)) is not None)
+
+    async def _keys(self) -> tuple[str, ...]:
+        return self._store.keys
+
+    def _on_change(self, key: str) -> None:
+        if self._reconciler is not None:  # a new leader looks at all jobs
+            self._queue.put(key)
+
+    def _on_deleted(self, resource: Resource, body: Json) -> None:
+        if resource == PODS and self._backend is not None:
+            self._backend.pod_deleted(body)
+
+    def _register_metrics(self) -> None:
+        metrics = self._metrics
+        metrics.gauge("elastic_operator_leader", "Whether this copy is the leader.", lambda: float(self._is_leader()))
+        metrics.gauge("elastic_operator_queue_depth", "Jobs in the queue.", lambda: self._queue.depth)
+        for resource in (ELASTIC_JOBS, PODS):
+            count = functools.partial(self._store.count, resource)
+            metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
+        metrics.jobs(self._jobs, self._is_leader)
+
+    def _is_leader(self) -> bool:
+        return self._reconciler is not None
+
+    def _unhealthy(self) -> str:
+        reconciler = self._reconciler
+        if reconciler is not None and reconciler.longest > _STUCK:
+            return f"a job has been worked on for {reconciler.longest:.0f} s"
+        return ""
+
+    def _unready(self) -> str:
+        return self._informer.problem

@@ -1,0 +1,250 @@
+"""The objects that the operator knows: plain JSON, trimmed, indexed by UID and by owning job.
+
+Lists, watches and the operator's own writes feed it in any order. An older version never overwrites a newer one. A
+tombstone remembers the version at which an object was deleted, so that late news do not bring it back.
+
+Resource versions are compared as numbers, which Kubernetes guarantees since 1.35 and all API servers did before.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.api.spec import GROUP, KIND
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS
+from elastic_operator.kubernetes.pod_status import pod_of, trimmed_pod
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.controller.model import Pod
+    from elastic_operator.kubernetes.kinds import Resource
+
+_TOMBSTONE_TTL: Final = 900.0
+_LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The job that controls an object."""
+
+    uid: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tombstone:
+    """Remembers a deleted object.
+
+    Attributes:
+        version: no state up to this version counts any more.
+        expires: a monotonic time.
+    """
+
+    version: float
+    expires: float
+
+
+@dataclass(slots=True)
+class _Index:
+    """The objects of one kind, by UID and by namespace and UID of the owner."""
+
+    objects: dict[str, Json] = field(default_factory=dict)
+    by_owner: dict[tuple[str, str], dict[str, Json]] = field(default_factory=dict)
+
+
+class Store:
+    """The known objects of some kinds.
+
+    Args:
+        changed: called with the key of a job when the job, or an object that it owns, has changed.
+        deleted: called with the kind and the last known state of an object when it is gone.
+        tombstone_ttl: seconds for which the deletion of an object is remembered.
+    """
+
+    def __init__(
+        self,
+        *,
+        changed: Callable[[str], None],
+        deleted: Callable[[Resource, Json], None] = lambda _kind, _last: None,
+        tombstone_ttl: float = _TOMBSTONE_TTL,
+    ) -> None:
+        self._tombstone_ttl = tombstone_ttl
+        self._changed = changed
+        self._deleted = deleted
+        self._kinds: dict[Resource, _Index] = {}
+        self._uids: dict[str, str] = {}
+        self._pods: dict[str, Pod] = {}
+        self._tombstones: dict[str, _Tombstone] = {}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of all jobs."""
+        return tuple(self._uids)
+
+    def job(self, key: str) -> Json | None:
+        """The job with this key, ``namespace/name``."""
+        uid = self._uids.get(key)
+        return None if uid is None else self._kinds[ELASTIC_JOBS].objects[uid]
+
+    def owned_by(self, resource: Resource, namespace: str, job_uid: str) -> tuple[Json, ...]:
+        """The objects of a kind that a job owns.
+
+        Only those in the job's namespace: elsewhere, anyone may write its UID into an owner reference.
+        """
+        index = self._kinds.get(resource)
+        return () if index is None else tuple(index.by_owner.get((namespace, job_uid), {}).values())
+
+    def pods(self, namespace: str, job_uid: str) -> tuple[Pod, ...]:
+        """The worker pods of a job; each state of a pod is converted once."""
+        return tuple(map(self._pod, self.owned_by(PODS, namespace, job_uid)))
+
+    def count(self, resource: Resource) -> int:
+        """How many objects of a kind are known."""
+        index = self._kinds.get(resource)
+        return 0 if index is None else len(index.objects)
+
+    def put(self, resource: Resource, body: Json) -> None:
+        """Take over a state of an object, unless a newer one is known."""
+        uid = body["metadata"]["uid"]
+        index = self._kinds.setdefault(resource, _Index())
+        before = index.objects.get(uid)
+        tombstone = self._tombstones.get(uid)
+        version = version_of(body)
+        if tombstone is not None and version <= tombstone.version:
+            return
+        if before is not None and version <= version_of(before):
+            return
+        self._tombstones.pop(uid, None)  # it had only lost the label by which it is watched
+        after = _trimmed(resource, body)
+        index.objects[uid] = after
+        self._pods.pop(uid, None)
+        owner = owner_of(after)
+        if before is not None and (former := owner_of(before)) is not None and former != owner:
+            self._unlink(index, before, former)
+        if owner is not None:
+            index.by_owner.setdefault(_home(after, owner), {})[uid] = after
+        if resource == ELASTIC_JOBS:
+            self._name(key_of(after), uid)
+        self._notify(resource, after)
+
+    def remove(self, resource: Resource, body: Json) -> None:
+        """Remove an object.
+
+        Args:
+            resource: its kind.
+            body: its last state, with the version of its deletion; without a version it never comes back.
+        """
+        self._bury(resource, body, version_of(body) or math.inf)
+
+    def keep_only(self, resource: Resource, uids: Collection[str], version: int, namespace: str | None = None) -> None:
+        """Remove the objects that a list lacks, unless they were created since.
+
+        Args:
+            resource: the kind that was listed.
+            uids: the objects in the list.
+            version: of the list.
+            namespace: that was listed; None for all.
+        """
+        index = self._kinds.setdefault(resource, _Index())
+        for uid, body in list(index.objects.items()):
+            elsewhere = namespace is not None and body["metadata"].get("namespace") != namespace
+            if uid not in uids and not elsewhere and version_of(body) <= version:
+                self._bury(resource, body, version)
+        now = time.monotonic()
+        self._tombstones = {uid: each for uid, each in self._tombstones.items() if each.expires > now}
+
+    def _bury(self, resource: Resource, body: Json, version: float) -> None:
+        uid = body["metadata"]["uid"]
+        index = self._kinds.setdefault(resource, _Index())
+        before = index.objects.get(uid)
+        if before is not None and version < version_of(before):
+            return
+        former = self._tombstones.get(uid)
+        latest = version if former is None else max(version, former.version)
+        self._tombstones[uid] = _Tombstone(latest, time.monotonic() + self._tombstone_ttl)
+        if before is None:
+            return
+        del index.objects[uid]
+        self._pods.pop(uid, None)
+        if (owner := owner_of(before)) is not None:
+            self._unlink(index, before, owner)
+        if resource == ELASTIC_JOBS:
+            self._unname(key_of(before), uid)
+        last = _trimmed(resource, body) if "spec" in body and version_of(body) > version_of(before) else before
+        self._deleted(resource, last)
+        self._notify(resource, before)
+
+    def _pod(self, body: Json) -> Pod:
+        uid = body["metadata"]["uid"]
+        pod = self._pods.get(uid)
+        if pod is None:
+            pod = self._pods[uid] = pod_of(body)
+        return pod
+
+    def _name(self, key: str, uid: str) -> None:
+        """Give a key to a job, unless a later job has it."""
+        holder = self._uids.get(key)
+        jobs = self._kinds[ELASTIC_JOBS].objects
+        if holder is None or version_of(jobs[holder]) <= version_of(jobs[uid]):
+            self._uids[key] = uid
+
+    def _unname(self, key: str, uid: str) -> None:
+        if self._uids.get(key) != uid:
+            return
+        del self._uids[key]
+        for other, body in self._kinds[ELASTIC_JOBS].objects.items():
+            if key_of(body) == key:  # its successor came before the news of its deletion
+                self._name(key, other)
+
+    @staticmethod
+    def _unlink(index: _Index, body: Json, owner: Owner) -> None:
+        home = _home(body, owner)
+        owned = index.by_owner.get(home, {})
+        owned.pop(body["metadata"]["uid"], None)
+        if not owned:
+            index.by_owner.pop(home, None)
+
+    def _notify(self, resource: Resource, body: Json) -> None:
+        if resource == ELASTIC_JOBS:
+            self._changed(key_of(body))
+        elif (owner := owner_of(body)) is not None:
+            self._changed(f"{body['metadata']['namespace']}/{owner.name}")
+
+
+def key_of(job: Json) -> str:
+    """The key of a job: ``namespace/name``."""
+    return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
+
+
+def version_of(body: Json) -> int:
+    """The resource version of an object; 0 if it has none that can be compared."""
+    version = str(body["metadata"].get("resourceVersion") or "")
+    return int(version) if version.isdecimal() else 0
+
+
+def owner_of(body: Json) -> Owner | None:
+    """The job that controls an object."""
+    for reference in body["metadata"].get("ownerReferences") or ():
+        ours = reference.get("kind") == KIND and str(reference.get("apiVersion")).startswith(f"{GROUP}/")
+        if ours and reference.get("controller"):
+            return Owner(uid=reference["uid"], name=reference["name"])
+    return None
+
+
+def _home(body: Json, owner: Owner) -> tuple[str, str]:
+    return body["metadata"].get("namespace", ""), owner.uid
+
+
+def _trimmed(resource: Resource, body: Json) -> Json:
+    """Drop what the operator does not read and what takes most memory."""
+    if resource == PODS:
+        return trimmed_pod(body)
+    about: dict[str, Any] = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    if _LAST_APPLIED in about.get("annotations", {}):
+        about["annotations"] = {k: v for k, v in about["annotations"].items() if k != _LAST_APPLIED}
+    return {**body, "metadata": about}

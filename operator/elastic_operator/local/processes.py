@@ -1,0 +1,280 @@
+"""Pods as processes: each is one agent in a session of its own, with its output in a file, killed with its parent.
+
+The agent is that of the Python that runs ``elasticjob``. It runs in the manifest's directory and inherits the
+environment of ``elasticjob``. Ctrl-C in the terminal reaches ``elasticjob run`` alone, which ends its pods in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from elastic_operator.api.template import user_env
+from elastic_operator.controller.model import NewPod, Pod, PodPhase
+from elastic_operator.errors import BadInput
+from elastic_operator.local.pdeathsig import with_pdeathsig
+from elastic_operator.resources.agent_command import Surroundings, agent_command, resolved
+from torchelastic.errors import MalformedRecord
+from torchelastic.protocol import TERMINATION_MESSAGE_LIMIT, ExitCode, SizeRecord, TerminationMessage, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from elastic_operator.controller.model import Job
+    from elastic_operator.local.run_dir import RunDir
+
+_LAUNCHER: Final = (sys.executable, "-P", "-m", "torchelastic.run")
+"""-P: a file beside the manifest must not replace a module of the agent's."""
+_NOT_INHERITED: Final = ("PET_", "TORCHELASTIC_")
+_LOOPBACK: Final = "127.0.0.1"
+_LOG_TAIL: Final = 2048
+"""Bytes that a kubelet takes of the log if there is no termination message (FallbackToLogsOnError)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodCommand:
+    """How the process of a pod is started.
+
+    Attributes:
+        argv: the agent's command line.
+        env: its whole environment.
+        cwd: its working directory.
+        checkpoints: the directory that its program is given.
+        log: the file for its output.
+        termination_log: the file for its termination message.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path
+    checkpoints: Path
+    log: Path
+    termination_log: Path
+
+
+@dataclass(frozen=True, slots=True)
+class PodCommands:
+    """Makes the commands of the pods of one run.
+
+    Attributes:
+        run: the run's directory.
+        base: the manifest's directory.
+        environ: the environment of ``elasticjob``.
+    """
+
+    run: RunDir
+    base: Path
+    environ: Mapping[str, str]
+
+    def command(self, job: Job, pod: NewPod, store: str, launcher: tuple[str, ...] = _LAUNCHER) -> PodCommand:
+        """Return how to start a pod, given the host:port of its store."""
+        logs = self.run.logs / pod.name
+        checkpoints = self.run.checkpoints / job.name / str(pod.index)
+        surroundings = Surroundings(
+            store=store,
+            checkpoints=str(checkpoints),
+            termination_log=str(logs / "termination-log"),
+            address=_LOOPBACK,
+            metrics_port=0,
+            launcher=launcher,
+        )
+        agent = resolved(agent_command(job, pod, surroundings), user_env(job.spec))
+        inherited = {name: value for name, value in self.environ.items() if not name.startswith(_NOT_INHERITED)}
+        return PodCommand(
+            argv=agent.argv,
+            env={**inherited, **agent.env, "PET_LOG_DIR": str(logs)},
+            cwd=self.base,
+            checkpoints=checkpoints,
+            log=logs / "agent.log",
+            termination_log=logs / "termination-log",
+        )
+
+    async def check(self, job: Job) -> None:
+        """Ask the agent whether it accepts what its pods will be started with.
+
+        Raises:
+            BadInput: it does not; the message is the agent's.
+        """
+        size = SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas)
+        command = self.command(job, NewPod(job.name, 0, size), f"{_LOOPBACK}:1", (*_LAUNCHER, "--check"))
+        process = await asyncio.create_subprocess_exec(
+            *command.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={name: value for name, value in command.env.items() if name != "TORCHELASTIC_TERMINATION_LOG"},
+            cwd=command.cwd,
+        )
+        try:
+            _, said = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode != ExitCode.SUCCEEDED:
+            lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise BadInput(lines[-1].removeprefix("torchelastic-run: "))
+
+
+class PodProcess:
+    """One pod.
+
+    Attributes:
+        new: what the plan asked for.
+        uid: a unique id.
+        created: when it was made, in seconds since the Unix epoch; so are ``started`` and ``ended``.
+        started: when its process started; None before.
+        terminating: whether its removal has begun.
+        pid: its process; None before it has one.
+        ended: when it ended; None before.
+    """
+
+    def __init__(self, new: NewPod, *, uid: str, changed: Callable[[], None]) -> None:
+        self.new = new
+        self.name = new.name
+        self.uid = uid
+        self.created = time.time()
+        self.started: float | None = None
+        self.terminating = False
+        self.pid: int | None = None
+        self.ended: float | None = None
+        self._exit_code: int | None = None
+        self._message: TerminationMessage | str | None = None
+        self._changed = changed
+        self._process: asyncio.subprocess.Process | None = None
+        self._grace: float | None = None
+        self._removed = asyncio.Event()
+        self._finished = asyncio.Event()
+
+    def observed(self, *, ready: bool) -> Pod:
+        """Return the pod as the plan sees it; ``ready`` says whether the store knows its agent."""
+        if self.ended is not None:
+            phase = PodPhase.SUCCEEDED if self._exit_code == 0 else PodPhase.FAILED
+        else:
+            phase = PodPhase.PENDING if self.started is None else PodPhase.RUNNING
+        return Pod(
+            name=self.name,
+            uid=self.uid,
+            index=self.new.index,
+            phase=phase,
+            ready=ready and phase is PodPhase.RUNNING,
+            terminating=self.terminating,
+            created=self.created,
+            started=self.started,
+            ended=self.ended,
+            exit_code=self._exit_code,
+            message=self._message,
+            failures=self.new.failures,
+            failed=self.new.failed,
+            size=self.new.size,
+        )
+
+    async def run(self, command: Callable[[], PodCommand], available: asyncio.Event | None) -> None:
+        """Start the process and wait for its end; kill it when this is cancelled.
+
+        Args:
+            command: returns how to start it, when it is time.
+            available: set when the store serves; None if that is not known.
+        """
+        if available is not None:
+            waits = [asyncio.ensure_future(event.wait()) for event in (available, self._removed)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if self.terminating:
+            self._end(exit_code=None, message="it was removed before it started")
+            return
+        chosen = command()
+        try:
+            process = await self._start(chosen)
+        except OSError as error:
+            self._end(exit_code=None, message=f"its process could not be started: {error.strerror}")
+            return
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            self.kill()
+            await process.wait()
+            raise
+        self._end(exit_code=code if code >= 0 else 128 - code, message=_last_words(chosen, failed=code != 0))
+
+    async def _start(self, command: PodCommand) -> asyncio.subprocess.Process:
+        for directory in (command.log.parent, command.checkpoints):
+            directory.mkdir(parents=True, exist_ok=True)
+        command.termination_log.unlink(missing_ok=True)  # after a resumption, pods have the names of earlier ones
+        with command.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *with_pdeathsig(command.argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(command.env),
+                cwd=command.cwd,
+                start_new_session=True,
+            )
+        self._process = process
+        self.pid = process.pid
+        self.started = time.time()
+        if self._grace is not None:  # it was removed meanwhile
+            process.terminate()
+            self._kill_after(self._grace)
+        self._changed()
+        return process
+
+    def remove(self, grace: float) -> None:
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds. A second call can only shorten the grace."""
+        first, self.terminating = not self.terminating, True
+        self._removed.set()
+        self._grace = grace if self._grace is None else min(grace, self._grace)
+        if self._process is not None and self._process.returncode is None:
+            if first:
+                self._process.terminate()
+            self._kill_after(self._grace)
+        if first:
+            self._changed()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def wait(self) -> None:
+        """Return when it has ended."""
+        await self._finished.wait()
+
+    def _kill_after(self, seconds: float) -> None:
+        asyncio.get_running_loop().call_later(seconds, self.kill)
+
+    def _end(self, *, exit_code: int | None, message: TerminationMessage | str | None) -> None:
+        self.ended = time.time()
+        self._exit_code = exit_code
+        self._message = message
+        self._finished.set()
+        self._changed()
+
+
+def _last_words(command: PodCommand, *, failed: bool) -> TerminationMessage | str | None:
+    """Return the termination message, or the end of the log if there is none and the pod failed."""
+    data = _tail(command.termination_log, TERMINATION_MESSAGE_LIMIT)
+    if data:
+        try:
+            return decode(data, TerminationMessage)
+        except MalformedRecord:
+            return data.decode(errors="replace").strip()
+    return _tail(command.log, _LOG_TAIL).decode(errors="replace").strip() or None if failed else None
+
+
+def _tail(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - limit, 0))
+            return file.read(limit)
+    except OSError:
+        return b""

@@ -1,0 +1,199 @@
+"""The directory of a run, which stays when the run has ended.
+
+It is ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
+
+job.json       the latest snapshot of the run (elastic_operator.local.snapshot)
+manifest.yaml  the manifest as it was applied last
+report.json    the report, once the job is over or suspended (elastic_operator.api.report_json)
+logs/          <pod>/agent.log and <pod>/round_E/rank_R/output.log
+logs.1/ …      the logs of earlier runs that this one resumed
+checkpoints/   <job>/<index>/, the directory that each pod's program is given
+run.log        what elasticjob itself logged
+etcd/          the data of etcd, removed at the end; etcd.log stays
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MAX_SOCKET_PATH: Final = 107
+"""Bytes in the kernel's ``sun_path``, less the NUL at its end."""
+
+
+def home_dir(environ: Mapping[str, str]) -> Path:
+    """Return where runs are kept: $ELASTICJOB_HOME, or ``elasticjob`` in the user's state directory."""
+    if chosen := environ.get("ELASTICJOB_HOME"):
+        return Path(chosen).expanduser().absolute()
+    state = environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "elasticjob"
+
+
+class RunDir:
+    """The directory of one run. The attributes are the paths in it; its name is the run's id."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id = path.name
+        self.record = path / "job.json"
+        self.manifest = path / "manifest.yaml"
+        self.report = path / "report.json"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.log = path / "run.log"
+        self.etcd = path / "etcd"
+        self.etcd_log = path / "etcd.log"
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        """Replace the snapshot of the run. Raises OSError."""
+        _replace(self.record, json.dumps(record, indent=1).encode())
+
+    def read_record(self) -> dict[str, Any] | None:
+        """Return the latest snapshot of the run, or None if there is no readable one."""
+        try:
+            record = json.loads(self.record.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return record if isinstance(record, dict) else None
+
+    def write_report(self, data: bytes) -> None:
+        """Replace the report of the run. Raises OSError."""
+        _replace(self.report, data)
+
+    def read_report(self) -> bytes | None:
+        """Return the report of the run, or None if there is none."""
+        try:
+            return self.report.read_bytes()
+        except OSError:
+            return None
+
+    def write_manifest(self, data: Mapping[str, Any]) -> None:
+        """Replace the copy of the manifest. Raises OSError."""
+        import yaml  # slow to import, and the commands that only read do not need it
+
+        _replace(self.manifest, yaml.safe_dump(dict(data), sort_keys=False).encode())
+
+
+def create_run(home: Path, job: str, now: float) -> RunDir:
+    """Create the directory of a new run of this job, at ``now`` seconds since the Unix epoch.
+
+    Raises:
+        BadInput: the directory cannot be written.
+    """
+    moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    run = RunDir(home / "runs" / f"{job}-{moment}-{secrets.token_hex(2)}")
+    _create(run)
+    return run
+
+
+def reopen_run(home: Path, run_id: str, job: str) -> RunDir:
+    """Return the directory of an earlier run of this job, its logs renamed to ``logs.1``, ``logs.2``, ….
+
+    Raises:
+        BadInput: there is no such run, it is another job's, or its directory cannot be written.
+    """
+    run = next((run for run in all_runs(home) if run.run_id == run_id), None)
+    if run is None:
+        raise BadInput(
+            f"there is no run {run_id} below {home / 'runs'} to resume; `elasticjob get --all` lists all runs"
+        )
+    name = job_name(run.read_record())
+    if name is None:
+        raise BadInput(
+            f"{run.record} does not say which job that run was, so it cannot be resumed; start without --resume"
+        )
+    if name != job:
+        raise BadInput(
+            f"run {run_id} was of the job {name}, but the manifest's metadata.name is {job}; "
+            "resume it with the manifest of that job"
+        )
+    # Rounds count from 1 again, so the logs of the earlier run would be mistaken for those of this one.
+    aside = next(path for n in itertools.count(1) if not (path := run.path / f"logs.{n}").exists())
+    with contextlib.suppress(FileNotFoundError):
+        run.logs.rename(aside)
+    _create(run)
+    return run
+
+
+def all_runs(home: Path) -> list[RunDir]:
+    """Return the directories of all runs that wrote a snapshot, the latest first."""
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        for path in (home / "runs").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(((path / "job.json").stat().st_mtime, path))
+    return [RunDir(path) for _, path in sorted(found, reverse=True)]
+
+
+def job_name(record: Mapping[str, Any] | None) -> str | None:
+    """Return the name of the job in a run's snapshot."""
+    try:
+        name = record["manifest"]["metadata"]["name"] if record else None
+    except (KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def private_dir(environ: Mapping[str, str], file_name: str) -> Path:
+    """Return a directory that only this user can enter, whose path is short enough for a socket of this name.
+
+    Raises:
+        BadInput: neither $XDG_RUNTIME_DIR nor the directory for temporary files will do.
+    """
+    user = os.geteuid()
+    candidates = [Path(tempfile.gettempdir()) / f"elasticjob-{user}", Path(f"/tmp/elasticjob-{user}")]  # noqa: S108 - it is checked to be private
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        candidates.insert(0, Path(runtime) / "elasticjob")
+    problems: list[str] = []
+    for path in candidates:
+        problem = _socket_dir_problem(path, file_name, user)
+        if problem is None:
+            return path
+        problems.append(problem)
+    raise BadInput("there is no private directory for the control socket: " + "; ".join(dict.fromkeys(problems)))
+
+
+def _socket_dir_problem(path: Path, file_name: str, user: int) -> str | None:
+    """Create the directory if it is missing; return why it cannot be used, or None."""
+    if len(os.fsencode(path / file_name)) > _MAX_SOCKET_PATH:
+        return f"{path} is too long a path for a socket"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or stat.S_IMODE(found.st_mode) != 0o700:
+        return f"{path} is not a directory of this user with mode 0700"
+    return None
+
+
+def _create(run: RunDir) -> None:
+    try:
+        for path in (run.path, run.logs, run.checkpoints):
+            path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run.path):
+            pass
+    except OSError as error:
+        raise BadInput(
+            f"cannot write the run's directory {run.path}: {error.strerror}; "
+            "set ELASTICJOB_HOME to a directory that can be written"
+        ) from None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(data)
+    new.replace(path)

@@ -1,0 +1,391 @@
+"""``elasticjob run FILE``: one job on this machine, from its manifest to its exit code.
+
+What belongs to a run lives exactly as long as :func:`run_job`: its name, its control socket, its etcd, its pods. A run
+always ends in one order: the plan stops, then the pods, then the store; the last snapshot is written; the name is
+released. If the process is killed, the kernel kills the others (:mod:`elastic_operator.local.pdeathsig`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import secrets
+import shutil
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from watchfiles import awatch
+
+from elastic_operator.api.constants import ConditionType, LocalReason, Reason
+from elastic_operator.api.report import decode_report, encode_report, merged
+from elastic_operator.api.status import JobState
+from elastic_operator.api.validation import problem_of
+from elastic_operator.api.validation_error import Problem
+from elastic_operator.controller.model import JobEvent
+from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings, WorkQueue
+from elastic_operator.controller.run_report import breakdown_at_change, report_of
+from elastic_operator.errors import BadInput
+from elastic_operator.local.backend import LocalBackend
+from elastic_operator.local.control import control_server
+from elastic_operator.local.ending import EXIT_CODES, Ending, EndReason, RunEnd
+from elastic_operator.local.etcd import EtcdSettings, find_etcd
+from elastic_operator.local.live_job import LiveJob
+from elastic_operator.local.name_lock import Holder, NameTaken, lock_name
+from elastic_operator.local.processes import PodCommands
+from elastic_operator.local.run_dir import create_run, private_dir, reopen_run
+from elastic_operator.local.snapshot import SnapshotFeed, snapshot_of
+from elastic_operator.local.unsupported_fields import warning_of
+from elastic_operator.manifest.loader import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from elastic_operator.api.report import Report
+    from elastic_operator.local.name_lock import NameLock
+    from elastic_operator.local.run_dir import RunDir
+    from elastic_operator.manifest.loader import ElasticJobManifest
+
+STOP_GRACE: Final = 3.0
+"""Seconds that pods get to end when the user interrupts the run, beyond the notice that their workers asked for."""
+_VIEW_INTERVAL: Final = 0.1
+_RECORD_INTERVAL: Final = 0.5
+_RECONCILE: Final = ReconcileSettings(max_concurrent_reconciles=1, max_delay=5.0)
+_WATCH: Final[dict[str, Any]] = {"step": 100, "debounce": 1000, "rust_timeout": 60_000}
+"""Milliseconds: an editor writes a file in several steps."""
+
+
+class Observer(Protocol):
+    """Shows a run while it goes on."""
+
+    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+        """The run has changed; called at most ten times a second, and once more at the end."""
+
+    def on_ending(self, sentence: str) -> None:
+        """The run is ending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What to run.
+
+    Attributes:
+        manifest: the job.
+        home: see :func:`elastic_operator.local.run_dir.home_dir`.
+        environ: the environment that the pods inherit.
+        resume: the id of an earlier run of this job, to continue in its directory and from its checkpoints.
+    """
+
+    manifest: ElasticJobManifest
+    home: Path
+    environ: Mapping[str, str]
+    resume: str | None = None
+
+
+async def run_job(request: RunRequest, *, observer: Observer | None = None) -> int:
+    """Run a job on this machine until it has ended. To be awaited in the main thread.
+
+    Returns:
+        0 succeeded, 1 failed, 3 deleted, 130 interrupted.
+
+    Raises:
+        BadInput: the job cannot run here (exit code 2); nothing is left running.
+    """
+    if platform.system() != "Linux":
+        raise BadInput("jobs can be run on Linux only; on another system, use a Linux machine or container")
+    if problem := problem_of(request.manifest.spec):
+        raise BadInput(f"{request.manifest.source.path}: {problem}")
+    end, now = RunEnd(), time.time()
+    with end.on_signals(), _locked_name(request) as name:
+        socket = private_dir(request.environ, "12345678.sock") / f"{secrets.token_hex(4)}.sock"
+        job = request.manifest.name
+        if request.resume is None:
+            files = create_run(request.home, job, now)
+        else:
+            files = reopen_run(request.home, request.resume, job)
+        live = LiveJob(request.manifest, uid=str(uuid.uuid4()), created=now)
+        with _logging_to(files.log):
+            etcd: EtcdSettings | Ending | None = Ending(EndReason.BAD_INPUT)
+            try:
+                etcd = await end.unless_begun(_prepare(request, files, live))
+            finally:
+                if isinstance(etcd, Ending) and request.resume is None:  # nothing was started
+                    shutil.rmtree(files.path, ignore_errors=True)
+            if isinstance(etcd, Ending):
+                ending = etcd
+            else:
+                ending = await LocalRun(request, files, live, etcd, name, socket, end).main(observer)
+    if ending.error is not None:
+        raise ending.error
+    return EXIT_CODES[ending.reason]
+
+
+async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> EtcdSettings | None:
+    """Check that the job can run here; return how to run its etcd, or None if the manifest names one.
+
+    Raises:
+        BadInput: it cannot.
+    """
+    source, spec = request.manifest.source, request.manifest.spec
+    try:
+        files.write_manifest(source.data)
+    except OSError as error:
+        raise BadInput(f"cannot write {files.manifest}: {error.strerror}") from None
+    try:
+        await PodCommands(files, source.path.absolute().parent, request.environ).check(live.job())
+    except BadInput as error:
+        sentence, field = str(error), "command" if spec.command else "args"
+        if sentence.startswith("PET_NPROC_PER_NODE="):
+            sentence, field = sentence.removeprefix("PET_NPROC_PER_NODE="), "nprocPerNode"
+        raise source.bad_input([Problem(("spec", field), sentence)]) from None
+    if spec.etcd.endpoint is not None:
+        return None
+    return EtcdSettings(await find_etcd(request.environ.get("PATH")), files.etcd, files.etcd_log, request.environ)
+
+
+@contextlib.contextmanager
+def _locked_name(request: RunRequest) -> Iterator[NameLock]:
+    try:
+        with lock_name(request.home, request.manifest.name) as name:
+            yield name
+    except NameTaken as taken:
+        if request.resume is None or taken.holder is None or taken.holder.run != request.resume:
+            raise
+        raise BadInput(
+            f"run {request.resume} is still going on (process {taken.holder.pid}), so it cannot be resumed; "
+            f"end it first with `elasticjob delete {request.manifest.name}`"
+        ) from None
+
+
+@contextlib.contextmanager
+def _logging_to(file: Path) -> Iterator[None]:
+    """Log into a file; the terminal is the view's."""
+    try:
+        handler = logging.FileHandler(file)
+    except OSError as error:
+        raise BadInput(f"cannot write {file}: {error.strerror}") from None
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("elastic_operator", "torchelastic", "aiohttp", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+        handler.close()
+
+
+class LocalRun:
+    """One run: joins the plan, the processes and those who watch.
+
+    Attributes:
+        snapshots: gives snapshots to those who watch.
+    """
+
+    def __init__(
+        self,
+        request: RunRequest,
+        files: RunDir,
+        live: LiveJob,
+        etcd: EtcdSettings | None,
+        name: NameLock,
+        socket: Path,
+        end: RunEnd,
+    ) -> None:
+        self._manifest_path = request.manifest.source.path.absolute()
+        self._files = files
+        self._live = live
+        self._name = name
+        self._socket = socket
+        self._end = end
+        self._ended: dict[str, Any] | None = None
+        self._record_failed = False
+        self._queue = WorkQueue()
+        self.snapshots = SnapshotFeed(self._snapshot)
+        commands = PodCommands(files, self._manifest_path.parent, request.environ)
+        self._backend = LocalBackend(
+            live,
+            etcd=etcd,
+            command=lambda pod, store: commands.command(live.job(), pod, store),
+            changed=self._changed,
+            broken=lambda error: end.begin(Ending(EndReason.BAD_INPUT, str(error), error)),
+            keep=self._keep_report,
+        )
+
+    def report(self) -> bytes:
+        """Return the report of the run as it would be now."""
+        kept = self._files.read_report()
+        if kept is not None and self._live.status.state.finished:
+            return kept
+        job, observed = self._live.job(), self._backend.observed()
+        breakdown = observed.time_breakdown or job.status.time_breakdown
+        return self._merged(report_of(job, replace(job.status, time_breakdown=breakdown), observed))
+
+    def patch(self, fields: dict[str, Any]) -> None:
+        """Set fields of the spec. Raises BadInput if the result is not valid, or the job is over."""
+        if self._live.patch(fields):
+            self._changed()
+
+    def delete(self) -> None:
+        """End the run; its directory stays."""
+        self._live.delete()
+        self._end.begin(Ending(EndReason.DELETED))
+
+    async def main(self, observer: Observer | None) -> Ending:
+        """Run the job until something ends the run, and end all that it started.
+
+        Raises:
+            BadInput: the control socket cannot be created; nothing was started.
+        """
+        if warning := warning_of(self._live.manifest["spec"]):
+            self._warn(LocalReason.UNSUPPORTED_FIELDS, warning)
+        async with control_server(self, self._socket), self._backend, asyncio.TaskGroup() as tasks:
+            self._write_record(self._snapshot())
+            self._name.write(Holder(run=self._files.run_id, pid=os.getpid(), socket=str(self._socket)))
+            if observer is not None:
+                tasks.create_task(self._each_snapshot(_VIEW_INTERVAL, observer.on_snapshot))
+            drivers = [
+                tasks.create_task(Reconciler(self._backend, queue=self._queue, settings=_RECONCILE).run()),
+                tasks.create_task(self._follow_manifest()),
+                tasks.create_task(self._follow_output()),
+                tasks.create_task(self._each_snapshot(_RECORD_INTERVAL, self._write_record)),
+            ]
+            self._changed()
+            ending = await self._end.wait()
+            if ending.reason is EndReason.INTERRUPTED:
+                ending = self._finished() or ending  # the job had finished before
+            for task in drivers:
+                task.cancel()
+            await asyncio.wait(drivers)
+            await self._end_processes(ending, observer)
+            # In this order, so that another run can start as soon as somebody sees the end of this one.
+            self._ended = {
+                "how": ending.reason.value,
+                "exitCode": EXIT_CODES[ending.reason],
+                "message": ending.message,
+                "time": time.time(),
+            }
+            self._write_record(self._snapshot())
+            self._name.release()
+            self.snapshots.close()
+        return ending
+
+    async def _end_processes(self, ending: Ending, observer: Observer | None) -> None:
+        backend, live = self._backend, self._live
+        self._end.force = backend.kill_pods
+        if backend.running_pods:
+            if observer is not None:
+                observer.on_ending("ending its pods; press Ctrl-C again to kill them at once")
+            deleted = ending.reason is EndReason.DELETED
+            await backend.end_pods(None if deleted else STOP_GRACE + backend.notice_seconds())
+        if not live.status.state.finished:
+            job, observed, now = live.job(), backend.observed(), time.time()
+            breakdown = breakdown_at_change(job, observed, now)
+            report = report_of(job, replace(job.status, time_breakdown=breakdown), observed)
+            self._keep_report(replace(report, rested=(round(now, 3),)))
+        await backend.end_store()
+        if not live.status.state.finished:
+            live.status = replace(live.status, replicas=0, ready_replicas=0)
+
+    def _changed(self) -> None:
+        """Ask the plan again, and tell those who watch."""
+        self._queue.put(self._live.key)
+        self.snapshots.touch()
+        if (ending := self._finished()) is not None and not self._backend.running_pods:
+            self._end.begin(ending)
+
+    def _finished(self) -> Ending | None:
+        """Return the ending of a job that has finished."""
+        status = self._live.status
+        if not status.state.finished:
+            return None
+        if status.state is JobState.SUCCEEDED:
+            return Ending(EndReason.SUCCEEDED)
+        why = status.last_failure.message if status.last_failure is not None else ""
+        if any(each.type == ConditionType.FAILED and each.reason == Reason.BAD_INPUT for each in status.conditions):
+            return Ending(EndReason.BAD_INPUT, why, BadInput(why))
+        return Ending(EndReason.FAILED, why)
+
+    async def _each_snapshot(self, interval: float, take: Callable[[dict[str, Any]], None]) -> None:
+        async with contextlib.aclosing(self.snapshots.watch(interval)) as snapshots:
+            async for snapshot in snapshots:
+                take(snapshot)
+
+    def _write_record(self, snapshot: dict[str, Any]) -> None:
+        try:
+            self._files.write_record(snapshot)
+        except OSError as error:
+            if not self._record_failed:
+                self._record_failed = True
+                self._warn_unwritten(self._files.record, error)
+
+    def _keep_report(self, report: Report) -> None:
+        """Write a report, merged with the one from before the job was suspended."""
+        try:
+            self._files.write_report(self._merged(report))
+        except OSError as error:
+            self._warn_unwritten(self._files.report, error)
+
+    def _merged(self, report: Report) -> bytes:
+        kept = self._files.read_report()
+        try:
+            before = decode_report(kept) if kept is not None else None
+        except BadInput:
+            before = None
+        return encode_report(merged(before, report))
+
+    async def _follow_manifest(self) -> None:
+        """Apply the manifest's file whenever it is saved."""
+        path = self._manifest_path
+        try:
+            # Its directory is watched: most editors write a new file and rename it.
+            async for _ in awatch(path.parent, watch_filter=lambda _, at: at == str(path), recursive=False, **_WATCH):
+                if path.exists():
+                    self._apply_file()
+        except OSError as error:
+            self._warn(LocalReason.REFUSED, f"changes of {path} will not be seen: {error.strerror or error}")
+
+    def _apply_file(self) -> None:
+        try:
+            file = load(self._manifest_path)
+            if not self._live.apply(file):
+                return
+            self._files.write_manifest(file.data)
+        except BadInput as error:
+            self._warn(LocalReason.REFUSED, f"not applied: {error}")
+            return
+        except OSError as error:
+            self._warn_unwritten(self._files.manifest, error)
+        self._backend.tell(JobEvent(LocalReason.APPLIED, f"{self._manifest_path.name} was applied"))
+
+    async def _follow_output(self) -> None:
+        """Make a snapshot when the program prints."""
+        with contextlib.suppress(OSError):
+            async for _ in awatch(self._files.logs, watch_filter=None, **_WATCH):
+                self.snapshots.touch()
+
+    def _warn(self, reason: LocalReason, sentence: str) -> None:
+        self._backend.tell(JobEvent(reason, sentence, warning=True))
+
+    def _warn_unwritten(self, path: Path, error: OSError) -> None:
+        self._warn(LocalReason.NOT_RECORDED, f"{path} cannot be written: {error.strerror}")
+
+    def _snapshot(self) -> dict[str, Any]:
+        run = {
+            "id": self._files.run_id,
+            "directory": str(self._files.path),
+            "logs": str(self._files.logs),
+            "checkpoints": str(self._files.checkpoints),
+            "pid": os.getpid(),
+            "socket": str(self._socket),
+            "manifestPath": str(self._manifest_path),
+            "alive": self._ended is None,
+            "ended": self._ended,
+        }
+        return snapshot_of(self._live, self._backend, self._files, run)

@@ -1,0 +1,1 @@
+"""Reads a manifest file and checks it against the CRD."""

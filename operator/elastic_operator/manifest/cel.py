@@ -1,0 +1,130 @@
+"""Evaluates the CEL rules in the CRD as an API server does.
+
+A rule stands at a place in the schema and sees the value there as ``self``. A rule that names ``oldSelf`` compares it
+with the value before the change, and is skipped if there is none, unless it says ``optionalOldSelf: true``; then
+``oldSelf`` is an optional value with ``hasValue()`` and ``value()``. Rules see declared fields only.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import celpy
+from celpy import celtypes
+from celpy.adapter import json_to_cel
+from celpy.evaluation import CELEvalError
+
+from elastic_operator.api.validation_error import Location, Problem, shown
+from elastic_operator.manifest.structural import Schema, field_schema
+
+if TYPE_CHECKING:
+    from celpy.celtypes import Value
+    from celpy.evaluation import Context, Result
+
+_OLD_SELF = re.compile(r"\boldSelf\b")
+_REFERENCE = re.compile(r"\bself((?:\.\w+)*)")
+_MAX_QUOTED = 80
+
+Old = tuple[()] | tuple[object]
+"""The value before the change, or nothing."""
+
+
+def broken_rules(value: object, schema: Schema, old: Old = (), location: Location = ()) -> Iterator[Problem]:
+    """Yield the rules that the value breaks, here and below.
+
+    Args:
+        value: what to check; it has passed the schema, and the defaults are applied.
+        schema: its structural schema.
+        old: the value before the change.
+        location: where the value stands.
+    """
+    if value is None:
+        return
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if not _holds(rule, value, schema, old):
+            at = tuple(step for step in rule.get("fieldPath", "").split(".") if step)
+            yield Problem((*location, *at), rule["message"] + _quoted(rule["rule"], value))
+    before = old[0] if old else None
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            old_field = before.get(key) if isinstance(before, Mapping) else None
+            yield from broken_rules(below, field_schema(schema, key), _old(old_field), (*location, key))
+    elif isinstance(value, list):
+        keys = schema.get("x-kubernetes-list-map-keys", ())
+        for index, item in enumerate(value):
+            old_item = _same_item(before, item, keys) if keys else None
+            yield from broken_rules(item, schema.get("items", {}), _old(old_item), (*location, index))
+
+
+def _old(value: object) -> Old:
+    return () if value is None else (value,)
+
+
+def _same_item(items: object, item: object, keys: list[str]) -> object:
+    """Return the item with the same keys, or None."""
+    for one in items if isinstance(items, list) else ():
+        if isinstance(one, Mapping) and isinstance(item, Mapping) and all(one.get(k) == item.get(k) for k in keys):
+            return one
+    return None
+
+
+def _holds(rule: Mapping[str, Any], value: object, schema: Schema, old: Old) -> bool:
+    """Return whether the value keeps the rule; a rule that cannot be evaluated is broken."""
+    variables = {"self": _cel(value, schema)}
+    if _OLD_SELF.search(rule["rule"]):
+        before = [_cel(one, schema) for one in old]
+        if rule.get("optionalOldSelf"):
+            variables["oldSelf"] = celtypes.ListType(before)
+        elif before:
+            variables["oldSelf"] = before[0]
+        else:
+            return True
+    try:
+        return bool(_program(rule["rule"])(variables))
+    except CELEvalError:
+        return False
+
+
+@functools.cache
+def _program(rule: str) -> Callable[[Context], Value]:
+    environment = celpy.Environment()
+    functions = {"hasValue": _has_value, "value": _optional_value}
+    return environment.program(environment.compile(rule), functions=functions).evaluate
+
+
+def _has_value(optional: Result) -> Result:
+    """Return whether the optional value is there; celpy passes errors on as values."""
+    return celtypes.BoolType(len(optional) > 0) if isinstance(optional, celtypes.ListType) else optional
+
+
+def _optional_value(optional: Result) -> Result:
+    """Return the optional value, or an error as a value: celpy evaluates both sides of an ``&&``."""
+    if not isinstance(optional, celtypes.ListType):
+        return optional
+    return optional[0] if optional else CELEvalError("there is no old value")
+
+
+def _cel(value: object, schema: Schema) -> Value:
+    """Return the declared part of a value in CEL's types."""
+    if isinstance(value, Mapping):
+        known = {key: field_schema(schema, key) for key in value if value[key] is not None}
+        return celtypes.MapType({celtypes.StringType(k): _cel(value[k], below) for k, below in known.items() if below})
+    if isinstance(value, list):
+        return celtypes.ListType([_cel(item, schema.get("items", {})) for item in value])
+    return json_to_cel(cast("str | int | float | bool", value))
+
+
+def _quoted(rule: str, value: object) -> str:
+    """Return the values that the rule names, as the end of a sentence."""
+    quoted: dict[str, str] = {}
+    for reference in _REFERENCE.findall(rule):
+        current, name = value, "it"
+        for step in reference.split(".")[1:]:
+            if isinstance(current, Mapping) and step in current:
+                current, name = current[step], step
+        if isinstance(current, str | int | float) and len(shown(current)) <= _MAX_QUOTED:
+            quoted[name] = f"{name} is {shown(current)}"
+    return f" ({', '.join(quoted.values())})" if quoted else ""

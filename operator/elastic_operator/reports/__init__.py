@@ -1,0 +1,1 @@
+"""The report of a job's run as one HTML page."""

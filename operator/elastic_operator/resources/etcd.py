@@ -1,0 +1,168 @@
+"""The etcd of a job that names none: a Deployment of one, which Kubernetes itself replaces, behind a Service.
+
+The loss of its data is harmless, since the agents bring back what they know. So it lies on its node's disk without
+waiting for that disk; a volume (``spec.etcd.storage``), which is asked for by those to whom the data matter more, is
+written with care.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.api.constants import LABEL_JOB_UID, ROLE_ETCD
+from elastic_operator.api.json_access import mapping
+from elastic_operator.resources.metadata import common_labels, own_labels, own_metadata
+from elastic_operator.resources.pod_template import RESTRICTED, SECCOMP, completed_mapping
+from elastic_operator.resources.scheduling import tolerate_silent_node
+from torchelastic.protocol import bracketed
+from torchelastic.store.endpoints import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from elastic_operator.api.spec import Json
+    from elastic_operator.controller.model import Job
+    from elastic_operator.resources.pod_settings import PodSettings
+
+ETCD: Final = "etcd"
+"""What its container is called."""
+
+_USER: Final = 65532
+_UNPRIVILEGED: Final[Json] = {
+    "runAsNonRoot": True,
+    "runAsUser": _USER,
+    "runAsGroup": _USER,
+    "fsGroup": _USER,
+    "fsGroupChangePolicy": "OnRootMismatch",
+}
+_PORT_NAME: Final = "client"
+_FOLDER: Final = "/var/lib/etcd"
+_RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}}
+_FROM_THE_TEMPLATE: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
+"""What the template says of where its pods may run and whose images they may have holds for etcd's pod, too: without it
+some clusters have no place for it. Where pods *should* run does not: it need not take the place of workers."""
+
+
+def etcd_name(job_name: str) -> str:
+    """What the service and the deployment of a job's etcd are called."""
+    return f"{job_name}-etcd"
+
+
+def etcd_endpoint(cluster_ip: str) -> str:
+    """host:port of the etcd whose service has this address."""
+    return f"{bracketed(cluster_ip)}:{DEFAULT_PORT}"
+
+
+def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
+    """The service, under whose address the pods find the etcd; ready to be created.
+
+    Args:
+        job: to which it belongs.
+        cluster_ip: the address that it must have, because pods that live were told it; None for any.
+    """
+    spec: dict[str, Any] = {
+        "type": "ClusterIP",
+        "selector": _selector(job),
+        "ports": [{"name": _PORT_NAME, "port": DEFAULT_PORT, "targetPort": _PORT_NAME, "protocol": "TCP"}],
+    }
+    if cluster_ip is not None:
+        spec["clusterIP"] = cluster_ip
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(job), "spec": spec}
+
+
+def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
+    """The deployment, ready to be created."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(job),
+        "spec": {
+            "replicas": 1,
+            # Two etcds behind one address would be two stores.
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": _selector(job)},
+            "template": {
+                "metadata": {"labels": _labels(job)},
+                "spec": {
+                    **_shared_with_workers(job),
+                    "containers": [_container(job, settings)],
+                    "volumes": [{"name": "data", **_volume(job)}],
+                    "automountServiceAccountToken": False,
+                    # Else a service called "etcd" would set variables here that etcd takes for its own.
+                    "enableServiceLinks": False,
+                    "terminationGracePeriodSeconds": 5,
+                    "securityContext": completed_mapping(_UNPRIVILEGED, SECCOMP),
+                },
+            },
+        },
+    }
+
+
+def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
+    etcd = job.spec.etcd
+    keeps_data = etcd.storage is not None
+    client = f":{DEFAULT_PORT}"
+    return {
+        "name": ETCD,
+        "image": etcd.image or settings.etcd_image,
+        "command": ["etcd"],
+        "args": [
+            f"--name={etcd_name(job.name)}",
+            f"--data-dir={_FOLDER}/{'data' if keeps_data else '$(POD_IP)'}",
+            f"--listen-client-urls=http://0.0.0.0{client}",
+            f"--advertise-client-urls=http://{etcd_name(job.name)}.{job.namespace}{client}",
+            # Its history is of use to those only who lost the connection for a moment.
+            "--auto-compaction-mode=periodic",
+            "--auto-compaction-retention=10m",
+            f"--quota-backend-bytes={1 << 30}",
+        ],
+        "env": [] if keeps_data else copy.deepcopy(_CARELESS),
+        "ports": [{"name": _PORT_NAME, "containerPort": DEFAULT_PORT, "protocol": "TCP"}],
+        "readinessProbe": {
+            "httpGet": {"path": "/health", "port": _PORT_NAME},
+            "periodSeconds": 1,
+            "timeoutSeconds": 1,
+            "failureThreshold": 3,
+        },
+        "resources": copy.deepcopy(dict(etcd.resources or _RESOURCES)),
+        "securityContext": completed_mapping({"readOnlyRootFilesystem": True}, RESTRICTED),
+        "volumeMounts": [{"name": "data", "mountPath": _FOLDER}],
+    }
+
+
+_CARELESS: Final = [
+    # As a variable: etcd 3.4 has no such flag, and ignores the variable.
+    {"name": "ETCD_UNSAFE_NO_FSYNC", "value": "true"},
+    # What a node that lost power has half written must not be read again. A new folder for each address of the pod sees
+    # to that: the address lasts as long as the pod's sandbox, and no sandbox outlives its node.
+    {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+]
+
+
+def _volume(job: Job) -> dict[str, Any]:
+    storage = job.spec.etcd.storage
+    if storage is None:
+        return {"emptyDir": {}}
+    claim = {"metadata": {"labels": _labels(job)}, "spec": copy.deepcopy(dict(storage))}
+    return {"ephemeral": {"volumeClaimTemplate": claim}}
+
+
+def _shared_with_workers(job: Job) -> dict[str, Any]:
+    template = mapping(job.spec.template, "spec")
+    pod = {key: copy.deepcopy(template[key]) for key in _FROM_THE_TEMPLATE if template.get(key) is not None}
+    tolerate_silent_node(pod, job.spec.node_loss)
+    if job.spec.scheduling.priority_class:
+        # The workers wait for it; it must not be what they push aside.
+        pod["priorityClassName"] = job.spec.scheduling.priority_class
+    return pod
+
+
+def _metadata(job: Job) -> dict[str, Any]:
+    return {**own_metadata(job, etcd_name(job.name), ROLE_ETCD), "labels": _labels(job)}
+
+
+def _labels(job: Job) -> dict[str, str]:
+    return {**common_labels(job, ROLE_ETCD), **_selector(job)}
+
+
+def _selector(job: Job) -> dict[str, str]:
+    return {**own_labels(job, ROLE_ETCD), LABEL_JOB_UID: job.uid}

@@ -1,0 +1,184 @@
+"""A worker's pod: the job's template, completed with the agent, its environment, and defaults that it may override.
+
+Defaults: memory on /dev/shm (a container gets 64 MiB otherwise); an empty folder on /tmp, so that the root file system
+may be read-only; annotations for a Prometheus without an operator; no environment variables of services, whose number
+keeps containers in large namespaces from starting; no token for the API server; the rights of an ordinary process; a
+grace period in which workers can save; a short toleration of silent nodes. There is no probe: the store says at once
+whether an agent serves, and no service sends anything to these pods.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.api.constants import (
+    ANNOTATION_FAILED,
+    ANNOTATION_FAILURES,
+    ANNOTATION_METRICS_PORT,
+    ANNOTATION_PROTOCOL,
+    ANNOTATION_SIZE,
+    CHECKPOINT_FOLDER,
+    ETCD_TLS_FOLDER,
+    LABEL_INDEX,
+    METRICS_PORT,
+    ROLE_WORKER,
+    hostname,
+)
+from elastic_operator.api.json_access import mapping, mappings
+from elastic_operator.api.template import NEVER, WORKER, user_env
+from elastic_operator.api.wire import rfc3339
+from elastic_operator.resources.agent_command import Surroundings, agent_command, ending_of
+from elastic_operator.resources.metadata import common_labels, for_prometheus, own_labels, owner_reference
+from elastic_operator.resources.pod_template import (
+    SECCOMP,
+    Folder,
+    completed,
+    completed_mapping,
+    extended,
+    restricted,
+    with_folders,
+)
+from elastic_operator.resources.podgroup import gang_marks
+from elastic_operator.resources.scheduling import schedule
+from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
+
+if TYPE_CHECKING:
+    from elastic_operator.api.spec import ElasticJobSpec, Json
+    from elastic_operator.controller.model import Job, NewPod
+    from elastic_operator.resources.pod_settings import PodSettings
+
+_TERMINATION_LOG: Final = "/dev/termination-log"
+_DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
+
+
+def worker_pod(job: Job, new: NewPod, settings: PodSettings, *, store: str) -> dict[str, Any]:
+    """The pod, ready to be created; nothing of it is shared with the job.
+
+    Args:
+        job: to which it belongs.
+        new: what the plan asks for.
+        settings: what the job does not say.
+        store: host:port of the store, several with commas.
+    """
+    template = copy.deepcopy(dict(job.spec.template))
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(job, new, template.get("metadata"), _metrics_port(job, settings)),
+        "spec": _spec(job, new, settings, store, template.get("spec")),
+    }
+
+
+def _metrics_port(job: Job, settings: PodSettings) -> int:
+    """Where the agent serves /metrics; 0: on any free port."""
+    if job.spec.metrics_port is not None:
+        return job.spec.metrics_port
+    # Whoever is on the host's network shares its ports with others of the kind.
+    on_the_host = mapping(job.spec.template.get("spec")).get("hostNetwork") is True
+    return 0 if on_the_host else settings.agent_metrics_port
+
+
+def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object:
+    defaults = {_DEFAULT_CONTAINER: WORKER}
+    if metrics_port:
+        defaults |= for_prometheus(metrics_port)
+    metadata = completed(given, {"labels": common_labels(job, ROLE_WORKER), "annotations": defaults})
+    if not isinstance(metadata, dict):
+        return metadata
+    gang = gang_marks(job)
+    own = {**own_labels(job, ROLE_WORKER), LABEL_INDEX: str(new.index), **gang.labels}
+    notes = {
+        **gang.annotations,
+        ANNOTATION_PROTOCOL: str(PROTOCOL_VERSION),
+        ANNOTATION_FAILURES: str(new.failures),
+        **({} if new.failed is None else {ANNOTATION_FAILED: rfc3339(new.failed)}),
+        ANNOTATION_SIZE: encode(new.size).decode(),
+        **({ANNOTATION_METRICS_PORT: str(metrics_port)} if metrics_port else {}),
+    }
+    for key, ours in (("labels", own), ("annotations", notes)):
+        if isinstance(metadata[key], dict):
+            metadata[key] |= ours
+    return {
+        **metadata,
+        "name": new.name,
+        "namespace": job.namespace,
+        "ownerReferences": extended(metadata.get("ownerReferences"), [owner_reference(job)]),
+    }
+
+
+def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: object) -> object:
+    defaults = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": SECCOMP,
+        "terminationGracePeriodSeconds": ending_of(job.spec).period,
+    }
+    pod = completed(given, defaults)
+    if not isinstance(pod, dict):
+        return pod
+    pod |= {"restartPolicy": NEVER, "hostname": hostname(job.name, new.index)}
+    schedule(pod, job.spec, excluded=new.excluded)
+    containers = pod.get("containers")
+    if containers is None or isinstance(containers, list):
+        pod["containers"] = _containers(containers or [], _worker_in(pod, job, new, settings, store))
+    return pod
+
+
+def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
+    """The template's containers with ours in its place; as the first, where the template has none of that name."""
+    for position, container in enumerate(given):
+        if mapping(container).get("name") == WORKER:
+            return [*given[:position], worker, *given[position + 1 :]]
+    return [worker, *given]
+
+
+def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings, store: str) -> dict[str, Any]:
+    """Our container; the volumes that it needs are added to the pod."""
+    given: Json = next((entry for entry in mappings(pod, "containers") if entry.get("name") == WORKER), {})
+    container = completed_mapping(
+        given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
+    )
+    metrics_port = _metrics_port(job, settings)
+    surroundings = Surroundings(
+        store=store,
+        checkpoints=f"{CHECKPOINT_FOLDER}/{job.name}/{new.index}",
+        termination_log=str(container["terminationMessagePath"]),
+        metrics_port=metrics_port,
+    )
+    started = agent_command(job, new, surroundings)
+    container |= {
+        "name": WORKER,
+        "image": job.spec.image or given.get("image"),
+        "command": [started.argv[0]],
+        "args": list(started.argv[1:]),
+        # The user's come last, so that they may refer to ours.
+        "env": [
+            *({"name": name, "value": value} for name, value in started.env.items()),
+            {"name": Env.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            *copy.deepcopy([dict(entry) for entry in user_env(job.spec)]),
+        ],
+        "securityContext": restricted(given.get("securityContext")),
+    }
+    if metrics_port:
+        port = {"name": METRICS_PORT, "containerPort": metrics_port, "protocol": "TCP"}
+        container["ports"] = extended(given.get("ports"), [port])
+    with_folders(pod, container, _folders(job.spec))
+    return container
+
+
+def _folders(spec: ElasticJobSpec) -> tuple[Folder, ...]:
+    checkpoints: Json = spec.checkpoint.volume or {"emptyDir": {}}
+    secret = spec.etcd.tls_secret
+    credentials = () if secret is None else (_credentials(secret),)
+    return (
+        *credentials,
+        Folder("/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}}),  # noqa: S108 - this is where it is in a container
+        Folder("/tmp", "tmp", {"emptyDir": {}}),  # noqa: S108
+        Folder(CHECKPOINT_FOLDER, "checkpoints", copy.deepcopy(dict(checkpoints))),
+    )
+
+
+def _credentials(secret: str) -> Folder:
+    """With what the agents show themselves to etcd, and know it; the agent reads its files, the workers may."""
+    return Folder(ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)

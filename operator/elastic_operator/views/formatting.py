@@ -1,0 +1,176 @@
+"""Format durations, sizes, states and program output for a terminal."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from elastic_operator.views.job_view import PodView
+
+_ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+_BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TERMINATED: Final = 128 + signal.SIGTERM
+
+
+def duration(seconds: float) -> str:
+    """Format a duration like kubectl: 12s, 1m12s, 2h05m, 3d4h."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def short_duration(seconds: float) -> str:
+    """Format a duration that may be below a second: 0s, 0.42ms, 12.3ms, 1.52s, 48s, 2m05s."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 0:
+        return f"-{short_duration(-seconds)}"
+    if seconds >= 60:
+        return duration(seconds)
+    if seconds >= 1:
+        return f"{seconds:.3g}s"
+    if seconds == 0:
+        return "0s"
+    return f"{seconds * 1000:.3g}ms" if seconds * 1000 < 999.5 else "1s"
+
+
+def clock(seconds: float) -> str:
+    """Format the time since the start: 0:42, 12:03, 1:02:03."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(amount: float) -> str:
+    """Format a number of bytes: 612 MiB, 1.4 GiB."""
+    amount = max(0.0, amount)
+    for unit in _BYTE_UNITS[:-1]:
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} {_BYTE_UNITS[-1]}"
+
+
+def percent(ratio: float) -> str:
+    """Format a ratio in percent: 87.1 %, 100 %, below 0.1 %."""
+    value = ratio * 100
+    if 0 < value < 0.05:
+        return "below 0.1 %"
+    return f"{value:.1f} %" if 0 < value < 99.95 else f"{value:.0f} %"
+
+
+def number(value: float) -> str:
+    """Format a measured value with its significant digits."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
+        return str(int(value))
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def count(number: int, thing: str) -> str:
+    """Format a number of things: 1 worker, 3 workers."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def printed(line: str) -> str:
+    """Return what a terminal shows of a line: no escape sequences, and only what follows the last carriage return."""
+    visible = _ESCAPES.sub("", line).rstrip("\r\n").rpartition("\r")[2]
+    return _CONTROLS.sub("", visible.expandtabs(4)).rstrip()
+
+
+def shortened(text: str, limit: int) -> str:
+    """Cut a text to at most ``limit`` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 1].rstrip()}…"
+
+
+class Activity(NamedTuple):
+    """What a pod is doing.
+
+    Attributes:
+        word: one or two words.
+        good: True if healthy, False if failed, None in between.
+    """
+
+    word: str
+    good: bool | None
+
+
+def activity(pod: PodView) -> Activity:
+    """Return what a pod is doing."""
+    if pod.over:
+        if pod.exit_code == 0 or pod.phase == "Succeeded":
+            return Activity("done", good=True)
+        return Activity(exit_summary(pod.exit_code), good=None if pod.exit_code in (None, _TERMINATED) else False)
+    if pod.terminating:
+        return Activity("leaving", good=None)
+    if pod.phase == "Pending" or not pod.ready:
+        return Activity("starting", good=None)
+    if pod.ranks is None:
+        return Activity("running", good=True)
+    return Activity("training", good=True) if pod.ranks else Activity("joining", good=None)
+
+
+def exit_summary(exit_code: int | None) -> str:
+    """Describe an agent's exit code (128 + n for signal n) in one or two words."""
+    if exit_code is None:
+        return "ended"
+    if exit_code == _TERMINATED:
+        return "left"
+    return signal_name(exit_code) or f"failed ({exit_code})"
+
+
+def signal_name(exit_code: int | None) -> str:
+    """Return the signal of an exit code of 128 + n; empty if there is none."""
+    try:
+        return signal.Signals((exit_code or 0) - 128).name
+    except ValueError:
+        return ""
+
+
+def rank_list(ranks: Sequence[int] | None) -> str:
+    """Format sorted ranks as ranges: 0-3, 7; a dash if there are none or they are unknown."""
+    if not ranks:
+        return "-"
+    parts: list[str] = []
+    first = last = ranks[0]
+    for rank in (*ranks[1:], None):
+        if rank is not None and rank == last + 1:
+            last = rank
+            continue
+        parts.append(str(first) if first == last else f"{first}-{last}")
+        if rank is not None:
+            first = last = rank
+    return ", ".join(parts)
+
+
+def home_relative(path: str) -> str:
+    """Replace the user's home directory at the start of a path by ``~``."""
+    full = Path(path)
+    return f"~/{full.relative_to(Path.home())}" if path and full.is_relative_to(Path.home()) else path
+
+
+def shell_path(path: str) -> str:
+    """Quote a path for a shell."""
+    return home_relative(path) if shlex.quote(path) == path else shlex.quote(path)
+
+
+def columns(rows: Iterable[Sequence[str]], indent: str = "") -> list[str]:
+    """Lay out rows as lines, each column as wide as its widest cell."""
+    kept = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
+    return [
+        (indent + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in kept
+    ]

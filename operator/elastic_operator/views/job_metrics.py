@@ -1,0 +1,337 @@
+"""Read the metrics that a job's agents serve, and combine them into the metrics of the job.
+
+Each agent serves one page; the page of the leader also has the metrics of the whole job. A page may be missing, come
+from another version or hold anything that a program measures: missing values are None.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple, TextIO, cast
+
+from prometheus_client.parser import text_fd_to_metric_families
+
+from elastic_operator.errors import ClusterError
+from elastic_operator.views import formatting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+TRAINING: Final = "training"
+
+_PARSE_TIMEOUT: Final = 2.0
+"""Seconds of CPU time; the largest page of a real agent takes a fifth of it."""
+_MAX_LINE: Final = 2048
+"""The parser's time grows with the square of a line's length; an agent's longest lines have 1200 characters."""
+_IGNORED_SUFFIXES: Final = ("_bucket", "_created")
+_MAX_LABEL: Final = 60
+_MAX_REASON: Final = 100
+_MAX_SECONDS: Final = 1e11
+_MAX_STATES: Final = 16
+_MAX_WHOLE: Final = 2**53
+"""The largest whole number that a float represents exactly."""
+_CUSTOM_HELP: Final = " of the group "
+_CUSTOM_HELP_END: Final = ", as the program measures it."
+"""The help text of a program's own metric is its name, these words, its group, and those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sum and count of a histogram."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float | None:
+        """The mean; None without a value."""
+        return self.total / self.count if self.count > 0 else None
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.total + other.total, self.count + other.count)
+
+
+class _Sample(NamedTuple):
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class _Family(NamedTuple):
+    name: str
+    kind: str
+    help: str
+    samples: Sequence[_Sample]
+
+    def tallies(self, label: str, **only: str) -> dict[str, Tally]:
+        """Return the histograms whose labels include ``only``, by the value of ``label``."""
+        sums: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        for name, labels, value in self.samples:
+            if label in labels and all(labels.get(key) == wanted for key, wanted in only.items()):
+                if name == f"{self.name}_sum":
+                    sums[labels[label]] = value
+                elif name == f"{self.name}_count":
+                    counts[labels[label]] = value
+        return {key: Tally(sums[key], counts[key]) for key in sums.keys() & counts.keys()}
+
+
+class MetricsPage:
+    """The metrics of one agent, parsed from Prometheus' text format within ``timeout`` CPU seconds.
+
+    Raises:
+        ClusterError: the text is invalid, or parsing takes too long.
+    """
+
+    def __init__(self, pod: str, text: str, *, timeout: float = _PARSE_TIMEOUT) -> None:
+        self.pod = pod
+        try:
+            self.families = {family.name: family for family in _parse(text, timeout)}
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            reason = formatting.shortened(str(error), _MAX_REASON)
+            raise ClusterError(f"what it shows cannot be read as metrics{reason and f' ({reason})'}") from None
+
+    @staticmethod
+    def is_leader(text: str) -> bool:
+        """Whether a page that is not parsed yet is the leader's."""
+        return "torchelastic_job_seconds_total" in text
+
+    def values(self, name: str) -> Iterator[tuple[Mapping[str, str], float]]:
+        """Yield the finite samples of this name with their labels."""
+        family = self.families.get(name) or self.families.get(name.removesuffix("_total"))
+        for sample in family.samples if family else ():
+            if sample.name == name and math.isfinite(sample.value):
+                yield sample.labels, sample.value
+
+    def value(self, name: str) -> float | None:
+        """Return the value of this name, the smallest if there are several; None if there is none."""
+        return min((value for _, value in self.values(name)), default=None)
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Return the values of this name by the value of a label."""
+        return {labels.get(label, ""): value for labels, value in self.values(name)}
+
+    def durations(self, name: str, label: str, **only: str) -> dict[str, Tally]:
+        """Return the histograms of plausible durations of this name, by the value of a label."""
+        family = self.families.get(name)
+        tallies = family.tallies(label, **only) if family else {}
+        return {
+            key: tally
+            for key, tally in tallies.items()
+            if _is_duration(tally.total) and _whole(tally.count) == tally.count
+        }
+
+
+def _parse(text: str, timeout: float) -> Iterator[_Family]:
+    until = time.thread_time() + timeout
+    printable: dict[str, str] = {}
+
+    def lines() -> Iterator[str]:
+        for line in io.StringIO(text):
+            if time.thread_time() > until:
+                raise ClusterError("its page of metrics takes too long to read")
+            if len(line) <= _MAX_LINE and not line.partition("{")[0].endswith(_IGNORED_SUFFIXES):
+                yield line
+
+    def label(value: str) -> str:
+        if value not in printable:
+            printable[value] = formatting.printed(value)[:_MAX_LABEL]
+        return printable[value]
+
+    for family in text_fd_to_metric_families(cast("TextIO", lines())):
+        samples = [
+            _Sample(each.name, {key: label(value) for key, value in each.labels.items()}, _float(each.value))
+            for each in family.samples
+        ]
+        yield _Family(family.name, family.type, family.documentation, samples)
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # the parser returns some values as int
+        return math.inf if value > 0 else -math.inf
+
+
+def _whole(value: float | None) -> int | None:
+    return int(value) if value is not None and 0 <= value <= _MAX_WHOLE else None
+
+
+def _is_duration(seconds: float) -> bool:
+    return 0 <= seconds <= _MAX_SECONDS
+
+
+def _is_rank(label: str) -> bool:
+    return label.isdecimal() and len(label) <= 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMetrics:
+    """Metrics of one worker; ``memory`` in bytes, the others in seconds."""
+
+    rank: int
+    pod: str
+    steps: Tally | None = None
+    memory: float | None = None
+    checkpoints: Tally | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomMetric:
+    """A gauge, counter or histogram of the program's own, by rank; ``seconds`` says whether that is its unit."""
+
+    group: str
+    name: str
+    kind: str
+    seconds: bool
+    values: Mapping[int, float | Tally]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMetrics:
+    """Metrics of one GPU; memory in bytes, utilization between 0 and 1."""
+
+    pod: str
+    gpu: str
+    used: float | None = None
+    total: float | None = None
+    utilization: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobMetrics:
+    """Metrics of a job; unknown values are None or empty.
+
+    Attributes:
+        seconds: the job's time by run state.
+        lost: seconds of training that no checkpoint holds.
+        restarts: restarts of workers that are charged to ``maxRestarts``; ``free_restarts`` are not.
+        recoveries: duration of recoveries by cause.
+    """
+
+    round: int | None = None
+    world_size: int | None = None
+    nodes: int | None = None
+    desired_nodes: int | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    lost: float | None = None
+    restarts: int | None = None
+    free_restarts: int | None = None
+    remaining_restarts: int | None = None
+    recoveries: Mapping[str, Tally] = field(default_factory=dict)
+    ranks: tuple[RankMetrics, ...] = ()
+    custom: tuple[CustomMetric, ...] = ()
+    gpus: tuple[GpuMetrics, ...] = ()
+
+    @classmethod
+    def of(cls, pages: Iterable[MetricsPage]) -> JobMetrics:
+        """Combine the pages of a job's agents."""
+        # If several agents tell the same, the one in the latest round knows best.
+        known = sorted(pages, key=lambda page: page.value("torchelastic_round") or 0)
+        latest = known[-1] if known else MetricsPage("", "")
+        leader = max(known, key=lambda page: sum(_job_seconds(page).values()), default=latest)
+        restarts = leader.by_label("torchelastic_job_restarts_total", "charged")
+        lost = leader.value("torchelastic_job_lost_seconds_total")
+        return cls(
+            round=_whole(latest.value("torchelastic_round")),
+            world_size=_whole(latest.value("torchelastic_world_size")),
+            nodes=_whole(leader.value("torchelastic_job_nodes")),
+            desired_nodes=_whole(leader.value("torchelastic_job_wanted_nodes")),
+            seconds=_job_seconds(leader),
+            lost=lost if lost is not None and _is_duration(lost) else None,
+            restarts=_whole(restarts.get("yes")),
+            free_restarts=_whole(restarts.get("no")),
+            remaining_restarts=_whole(latest.value("torchelastic_remaining_restarts")),
+            recoveries=_recoveries(known),
+            ranks=_ranks(known),
+            custom=_custom(known),
+            gpus=_gpus(known),
+        )
+
+
+def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
+    """Return the ratio of kept training to all time (by run state); None if no time has passed."""
+    total = sum(seconds.values())
+    return min(1.0, max(0.0, seconds.get(TRAINING, 0.0) - (lost or 0.0)) / total) if total > 0 else None
+
+
+def _job_seconds(page: MetricsPage) -> dict[str, float]:
+    found = page.by_label("torchelastic_job_seconds_total", "state")
+    return dict(islice(((state, spent) for state, spent in found.items() if _is_duration(spent)), _MAX_STATES))
+
+
+def _recoveries(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
+    """Return the recoveries by cause: every node counts each, so take the largest count and the common mean."""
+    counts: dict[str, float] = {}
+    sums: dict[str, Tally] = {}
+    for page in pages:
+        for cause, tally in page.durations("torchelastic_recovery_duration_seconds", "cause").items():
+            if tally.count > 0:
+                counts[cause] = max(counts.get(cause, 0.0), tally.count)
+                sums[cause] = sums.get(cause, Tally(0.0, 0.0)) + tally
+    return {
+        cause: Tally(tally.total / tally.count * counts[cause], counts[cause])
+        for cause, tally in islice(sorted(sums.items()), _MAX_STATES)
+    }
+
+
+def _ranks(pages: Iterable[MetricsPage]) -> tuple[RankMetrics, ...]:
+    found: dict[int, RankMetrics] = {}
+    for page in pages:
+        steps = page.durations("torchelastic_operation_duration_seconds", "rank", operation="train_step")
+        memory = page.by_label("torchelastic_worker_memory_bytes", "rank")
+        checkpoints = page.durations("torchelastic_checkpoint_write_latency_seconds", "rank")
+        for rank in filter(_is_rank, steps.keys() | memory.keys() | checkpoints.keys()):
+            # A pod still counts what a rank did there that has moved to another pod.
+            known = found.get(int(rank))
+            if rank in memory or known is None or known.memory is None:
+                found[int(rank)] = RankMetrics(
+                    rank=int(rank),
+                    pod=page.pod,
+                    steps=steps.get(rank),
+                    memory=memory.get(rank),
+                    checkpoints=checkpoints.get(rank),
+                )
+    living = [rank for rank in found.values() if rank.memory is not None]
+    return tuple(sorted(living or found.values(), key=lambda each: each.rank))
+
+
+def _custom(pages: Iterable[MetricsPage]) -> tuple[CustomMetric, ...]:
+    found: dict[tuple[str, str, str, bool], dict[int, float | Tally]] = {}
+    for page in pages:
+        for family in page.families.values():
+            name, is_custom, group = family.help.removesuffix(_CUSTOM_HELP_END).rpartition(_CUSTOM_HELP)
+            if not is_custom or not family.help.endswith(_CUSTOM_HELP_END):
+                continue
+            values: Iterable[tuple[str, float | Tally]]
+            if family.kind == "histogram":
+                values = family.tallies("rank").items()
+            elif family.kind in ("gauge", "counter"):
+                values = ((sample.labels.get("rank", ""), sample.value) for sample in family.samples)
+            else:
+                continue
+            known = found.setdefault((group, name, family.kind, family.name.endswith("_seconds")), {})
+            known.update({int(rank): value for rank, value in values if _is_rank(rank)})
+    return tuple(
+        CustomMetric(group=group, name=name, kind=kind, seconds=seconds, values=dict(sorted(values.items())))
+        for (group, name, kind, seconds), values in sorted(found.items())
+        if values
+    )
+
+
+def _gpus(pages: Iterable[MetricsPage]) -> tuple[GpuMetrics, ...]:
+    found = []
+    for page in pages:
+        used = page.by_label("torchelastic_gpu_memory_used_bytes", "gpu")
+        total = page.by_label("torchelastic_gpu_memory_total_bytes", "gpu")
+        ratios = page.by_label("torchelastic_gpu_utilization_ratio", "gpu")
+        busy = {gpu: ratio for gpu, ratio in ratios.items() if 0 <= ratio <= 1}
+        found += [
+            GpuMetrics(pod=page.pod, gpu=gpu, used=used.get(gpu), total=total.get(gpu), utilization=busy.get(gpu))
+            for gpu in used.keys() | total.keys() | busy.keys()
+        ]
+    return tuple(sorted(found, key=lambda each: (each.pod, each.gpu)))

@@ -1,0 +1,95 @@
+"""Rounds are numbered for as long as an agent or etcd's data survives, whatever becomes of the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.crew import eventually
+from tests.support.puppets import Stage
+from torchelastic.agent.workers.linux import read_table
+from torchelastic.protocol import Env, OutcomeRecord, OutcomeState, SizeRecord, encode
+
+if TYPE_CHECKING:
+    from tests.support.agents import AgentProcess
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.real
+
+CONF = "--rdzv-conf=lease=1,last_call_timeout=0"
+
+
+async def can_start_workers(agent: AgentProcess) -> None:
+    """Wait until an agent has processes in store from which workers are made, so that it lacks nothing but etcd."""
+
+    def titles() -> list[bytes]:
+        children = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
+        return [path.read_bytes() for pid in children if (path := Path(f"/proc/{pid}/cmdline")).exists()]
+
+    await eventually(lambda: any(title.startswith(b"torchelastic: spare") for title in titles()))
+
+
+async def test_numbers_never_fall_and_the_budget_stays_spent_whatever_is_left_of_agents_and_data(
+    tmp_path: Path, own_etcd: EtcdServer
+) -> None:
+    async with (
+        Stage(tmp_path, own_etcd) as stage,
+        stage.agent("a", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as a,
+        stage.agent("b", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as b,
+    ):
+        [_, failing] = await stage.round(1, world=2)
+        failing.tell("raise SystemExit(7)")
+        before = await stage.round(2, world=2)
+
+        # etcd comes back empty, and a newcomer is there as early as the agents that know what was.
+        await own_etcd.kill()
+        own_etcd.wipe()
+        size = encode(SizeRecord(min=1, max=3, generation=1)).decode()
+        async with stage.agent("c", CONF, env={Env.SIZE: size}) as c:
+            await c.said("trying again")
+            await can_start_workers(c)
+            assert [await worker.does("answer = 'alive'") for worker in before] == ["alive"] * 2
+            await own_etcd.start()
+            after = await stage.round(3, world=3)
+            assert [worker.node for worker in after] == [*(worker.node for worker in before), "c"]
+            assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in after} == {"1"}
+
+            # Of all that knew it, only the newcomer survives.
+            await own_etcd.kill()
+            own_etcd.wipe()
+            a.kill()
+            b.kill()
+            await own_etcd.start()
+            [alone] = await stage.round(4, world=1)
+            assert (alone.node, alone.env["TORCHELASTIC_RESTART_COUNT"]) == ("c", "1")
+            c.kill()
+
+        # Only the data survive.
+        async with stage.agent("d", "--nnodes=1:1", CONF) as d:
+            [last] = await stage.round(5, world=1)
+            last.tell("raise SystemExit(0)")
+            assert await d.code() == 0
+        assert stage.rounds == {1, 2, 3, 4, 5}
+
+
+async def test_a_run_that_ends_while_etcd_is_away_and_loses_its_data_has_ended_all_the_same(
+    tmp_path: Path, own_etcd: EtcdServer
+) -> None:
+    flags = ("--nnodes=2", CONF)
+    async with (
+        Stage(tmp_path, own_etcd) as stage,
+        stage.agent("a", *flags) as a,
+        stage.agent("b", *flags) as b,
+    ):
+        workers = await stage.round(1, world=2)
+        await own_etcd.kill()
+        own_etcd.wipe()
+        for worker in workers:
+            worker.tell("raise SystemExit(0)")
+            await worker.gone()
+        await own_etcd.start()
+        assert await stage.outcome() == OutcomeRecord(OutcomeState.SUCCEEDED, round=1)
+        assert [await a.code(), await b.code()] == [0, 0]
+        assert stage.rounds == {1}

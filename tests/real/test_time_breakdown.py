@@ -1,0 +1,343 @@
+"""Where the time of a run went: told by its leader, right whoever leads, and there when the run has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import AgentProcess
+from tests.support.ports import free_range
+from tests.support.scraping import scraped
+from torchelastic.protocol import (
+    Env,
+    HistoryRecord,
+    NodeEnd,
+    ResumeRecord,
+    RoundReason,
+    RunKeys,
+    RunState,
+    TimeBreakdown,
+    decode,
+    encode,
+)
+from torchelastic.store import connect
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from tests.support.scraping import Page
+    from torchelastic.store import Store
+
+pytestmark = pytest.mark.real
+
+BEFORE = 100.0
+"""Seconds from the making of the job until the first pod."""
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import torchelastic
+
+dist.init_process_group("gloo")
+round, rank, world = os.environ["TORCHELASTIC_ROUND"], dist.get_rank(), dist.get_world_size()
+
+
+def save_and_end(*_):
+    with torchelastic.checkpoint():
+        pass
+    sys.exit()
+
+
+if "--save-at-the-end" in sys.argv:
+    signal.signal(signal.SIGTERM, save_and_end)
+time.sleep(0.5)  # restoring
+for step in range(1_000_000):
+    torchelastic.step()
+    stop = torch.tensor([float(os.path.exists(sys.argv[1]))])
+    dist.all_reduce(stop)
+    if stop.item():
+        break
+    if step % 50 == 10:
+        if not os.path.exists(sys.argv[1] + ".saves"):
+            with torchelastic.checkpoint():
+                time.sleep(0.01)
+        print(f"round {round} rank {rank} of {world} pid {os.getpid()}", flush=True)
+    time.sleep(0.01)
+dist.destroy_process_group()
+"""
+"""A program that tells of its steps and checkpoints, and that it trains once it has written one."""
+
+
+class Run:
+    """Nodes of one run, each with a page of metrics; made some time ago.
+
+    Args:
+        etcd: where they meet.
+        folder: for the program.
+        before: seconds since its job was made.
+    """
+
+    def __init__(self, etcd: EtcdServer, folder: Path, before: float = BEFORE) -> None:
+        self.keys = RunKeys.of(run_id := str(uuid.uuid4()))
+        self.created = time.time() - before
+        self.stop = folder / "stop"
+        self.stop_saving = folder / "stop.saves"
+        self._program = folder / "program.py"
+        self._program.write_text(PROGRAM)
+        self._etcd = etcd
+        self._line = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--local-addr=127.0.0.1")
+        first = free_range(2).first
+        self._ports = {"a": first, "b": first + 1}
+
+    def node(self, name: str, nnodes: str, *arguments: str, resume: ResumeRecord | None = None) -> AgentProcess:
+        resumed = {} if resume is None else {Env.RESUME: encode(resume).decode()}
+        return AgentProcess(
+            *self._line,
+            f"--nnodes={nnodes}",
+            f"--node-name={name}",
+            f"--metrics-port={self._ports[name]}",
+            self._program,
+            self.stop,
+            *arguments,
+            env={Env.JOB_CREATED: str(self.created), Env.JOB: "here/digits", **resumed},
+        )
+
+    async def page(self, name: str) -> Page:
+        return await scraped(self._ports[name])
+
+    async def split(self, store: Store) -> TimeBreakdown:
+        entry = await store.get(self.keys.time_breakdown)
+        assert entry is not None
+        return decode(entry.value, TimeBreakdown)
+
+    async def history(self, store: Store) -> HistoryRecord:
+        entry = await store.get(self.keys.history)
+        assert entry is not None
+        return decode(entry.value, HistoryRecord)
+
+    async def keeps(self, agent: AgentProcess, *, leader: str) -> Page:
+        """Wait until the leader knows of a checkpoint of the round that an agent trains in; gives back its page."""
+        while True:
+            page = await self.page(leader)
+            if page.value("torchelastic_job_lost_seconds_total") is not None:
+                return page
+            await agent.said("round", since=len(agent.lines))
+
+    def adds_up(self, split: TimeBreakdown) -> bool:
+        return sum(split.seconds.values()) == pytest.approx(split.until - self.created, rel=0.01)
+
+
+def seconds_on(page: Page) -> dict[str, float]:
+    """The seconds by state that a page shows."""
+    shown = page.named("torchelastic_job_seconds_total")
+    return {dict(labels)["state"]: value for (_, labels), value in shown.items()}
+
+
+async def test_the_split_adds_up_to_the_wall_time_though_workers_and_leaders_are_killed(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    run = Run(own_etcd, tmp_path)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
+        worker = await b.trains(world=2)
+        pages = {name: await run.page(name) for name in "ab"}
+        [leader] = [name for name, page in pages.items() if seconds_on(page)]
+        shown = seconds_on(await run.keeps(b, leader=leader))
+        assert shown["waiting"] == pytest.approx(BEFORE, abs=20)
+        assert sum(shown.values()) == pytest.approx(time.time() - run.created, rel=0.01)
+
+        agents = {"a": a, "b": b}
+        heir = "b" if leader == "a" else "a"
+        said = len(agents[heir].lines)
+        os.kill(worker, signal.SIGKILL)
+        await agents[heir].trains(world=2, since=said)
+        said = len(agents[heir].lines)
+        agents[leader].kill()
+        await agents[heir].trains(world=1, since=said)
+        page = await run.page(heir)
+        assert sum(seconds_on(page).values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        assert page.value("torchelastic_job_nodes_gone_total", cause="died") == 1
+        assert page.value("torchelastic_job_nodes_joined_total") == 2
+        assert page.value("torchelastic_job_restarts_total", charged="yes") == 1
+
+        run.stop.touch()
+        assert await agents[heir].code() == 0
+
+    split, history = await run.split(store), await run.history(store)
+    await store.close()
+    assert run.adds_up(split)
+    assert split.state is RunState.STOPPING
+    assert split.seconds[RunState.RESTORING] == pytest.approx(3 * 0.5, abs=2.5), "half a second in each round"
+    assert split.seconds[RunState.TRAINING] > 0
+    assert split.lost is not None
+    assert 0 < split.lost < split.seconds[RunState.TRAINING]
+    assert split.gone == {NodeEnd.DIED: 1}
+    assert history.created == pytest.approx(run.created)
+    assert [past.reason for past in history.rounds][-2:] == [RoundReason.WORKER_FAILED, RoundReason.NODE_LOST]
+    assert [past.failure is not None for past in history.rounds][-2:] == [True, False]
+    assert [past.workers for past in history.rounds][-2:] == [2, 1]
+
+
+async def test_a_store_that_comes_back_empty_is_given_the_split_back_and_a_new_leader_goes_on_with_it(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    run = Run(own_etcd, tmp_path)
+    async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
+        await a.trains(world=2)
+        [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
+        heir, agents = ("b" if leader == "a" else "a"), {"a": a, "b": b}
+        await own_etcd.kill()
+        own_etcd.wipe()
+        await own_etcd.start()
+        store = await connect(own_etcd.settings)
+
+        async def written() -> bool:
+            return await store.get(run.keys.time_breakdown) is not None
+
+        while not await written():
+            await agents[leader].said("rank", since=len(agents[leader].lines))  # it trains on meanwhile
+        said = len(agents[heir].lines)
+        agents[leader].kill()
+        await agents[heir].trains(world=1, since=said)
+        split, history = await run.split(store), await run.history(store)
+        assert run.adds_up(split)
+        assert split.seconds[RunState.WAITING] == pytest.approx(BEFORE, abs=20)
+        assert [past.number for past in history.rounds] == list(range(1, len(history.rounds) + 1))
+        run.stop.touch()
+        assert await agents[heir].code() == 0
+        split = await run.split(store)
+        await store.close()
+        assert run.adds_up(split)
+        assert split.seconds[RunState.WAITING] < BEFORE + 20
+
+
+async def test_a_run_whose_nodes_were_all_killed_waits_until_others_come(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "1") as a:
+        await a.trains(world=1)
+        while RunState.TRAINING not in (before := await run.split(store)).seconds:
+            await a.said("round", since=len(a.lines))
+        killed_at = time.time()
+    async with run.node("b", "1") as b:
+        await b.trains(world=1)
+        shown = seconds_on(await run.page("b"))
+        assert shown["waiting"] > before.seconds[RunState.WAITING]
+        assert shown["training"] >= before.seconds[RunState.TRAINING]
+        assert sum(shown.values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        run.stop.touch()
+        assert await b.code() == 0
+    history = await run.history(store)
+    await store.close()
+    assert history.created == pytest.approx(run.created)
+    assert [past.number for past in history.rounds] == [1, 2]
+    assert (history.rounds[1].reason, history.rounds[1].cause.partition(";")[0]) == (
+        RoundReason.NODE_LOST,
+        "the only node died",
+    )
+    assert history.rounds[0].ended <= killed_at, "it is known only up to the last word"
+
+
+async def test_what_a_leader_was_told_is_known_though_its_machine_vanishes_without_a_word(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
+        agents = {"a": a, "b": b}
+        workers = {name: await agent.trains(world=2) for name, agent in agents.items()}
+        [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
+        heir = "b" if leader == "a" else "a"
+        await run.keeps(agents[leader], leader=leader)
+        run.stop_saving.touch()
+        said = {name: len(agent.lines) for name, agent in agents.items()}
+        os.kill(workers[heir], signal.SIGKILL)
+        workers = {name: await agent.trains(world=2, since=said[name]) for name, agent in agents.items()}
+        began = time.time()
+        before = await run.split(store)
+        while sum((written := await run.split(store)).seconds.values()) < sum(before.seconds.values()) + 3:
+            await agents[leader].said("round", since=len(agents[leader].lines))
+        assert written.lost is not None
+        said[heir] = len(agents[heir].lines)
+        trained = time.time() - began
+        for pid in (agents[leader].pid, workers[leader]):
+            os.kill(pid, signal.SIGSTOP)
+        await agents[heir].trains(world=1, since=said[heir])
+        page = await run.page(heir)
+        assert page.value("torchelastic_job_lost_seconds_total") > written.lost + trained
+        assert seconds_on(page)["restoring"] < written.seconds[RunState.RESTORING] + 2.5, "half a second in a round"
+        assert sum(seconds_on(page).values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        run.stop.touch()
+        assert await agents[heir].code() == 0
+    await store.close()
+
+
+async def test_agents_that_all_leave_write_down_what_they_knew(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "2") as a, run.node("b", "2") as b:
+        await a.trains(world=2)
+        [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
+        await run.keeps(a, leader=leader)
+        left_at = time.time()
+        for agent in (a, b):
+            agent.kill(signal.SIGTERM)
+        assert [await a.code(), await b.code()] == [143, 143]
+    split = await run.split(store)
+    await store.close()
+    assert split.until >= left_at - 0.1, "the last word is of the end, and not of some seconds before"
+    assert run.adds_up(split)
+    assert split.lost is not None
+    assert split.lost > 0
+
+
+async def test_what_is_saved_on_the_way_out_is_not_lost(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    store = await connect(own_etcd.settings)
+    async with run.node("a", "1", "--save-at-the-end") as a:
+        await a.trains(world=1)
+        await run.keeps(a, leader="a")
+        left_at = time.time()
+        a.kill(signal.SIGTERM)
+        assert await a.code() == 143
+    split = await run.split(store)
+    await store.close()
+    assert split.lost is not None
+    assert split.lost < split.until - left_at, "what was trained before it was asked to go is in a checkpoint"
+
+
+async def test_a_resumed_run_shows_what_was_counted_before_while_it_waits_for_its_first_round(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    run = Run(own_etcd, tmp_path)
+    split = TimeBreakdown(until=run.created + 90, seconds={RunState.TRAINING: 90.0}, joined=2, gone={NodeEnd.LEFT: 2})
+    async with run.node(
+        "a", "2", resume=ResumeRecord(round=7, restarts=5, uncharged_restarts=2, time_breakdown=split)
+    ) as a:
+        await a.said("of at least 2 is there")
+        while not seconds_on(page := await run.page("a")):
+            continue
+        restarts = {
+            charged: page.value("torchelastic_job_restarts_total", charged=charged) for charged in ("yes", "no")
+        }
+        assert restarts == {"yes": 5, "no": 2}
+        assert page.value("torchelastic_job_nodes_gone_total", cause="left") == 2
+        assert seconds_on(page)["training"] == 90
+
+
+async def test_an_agent_that_does_not_lead_shows_no_totals_of_the_run(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    run = Run(own_etcd, tmp_path, before=0.0)
+    async with run.node("a", "2") as a, run.node("b", "2") as b:
+        await a.trains(world=2)
+        pages = [await run.page(name) for name in "ab"]
+        assert sorted(bool(page.named("torchelastic_job_")) for page in pages) == [False, True]
+        assert {page.job for page in pages} == {("here", "digits")}
+        run.stop.touch()
+        assert [await a.code(), await b.code()] == [0, 0]

@@ -1,0 +1,29 @@
+"""The watchdog ends what a dead agent has left, whenever that died."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchelastic.agent.workers.processes import python_code
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+
+def test_a_watchdog_whose_agent_died_while_it_started_still_removes_what_it_was_told_of(tmp_path: Path) -> None:
+    folder = tmp_path / "a name\nof two lines"
+    folder.mkdir()
+    (folder / "file").touch()
+    agent = subprocess.Popen([sys.executable, "-c", ""])
+    agent.wait(60)
+    watchdog = python_code("torchelastic.agent.workers.watchdog", minimal=True)
+    subprocess.run(
+        [*watchdog, str(agent.pid), "a mark that nothing carries", folder], input=b"", timeout=60, check=True
+    )
+    assert not folder.exists()

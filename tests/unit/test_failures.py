@@ -1,0 +1,272 @@
+"""The message and the kind of a worker's failure, from its exit code, its error file and its output."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from torchelastic.agent import error_file
+from torchelastic.agent.failures import MESSAGE_LIMIT, MemoryKills, explain, read_error_file
+from torchelastic.protocol import FailureKind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRACE = """Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in <module>
+    step()
+  File "/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", line 1751, in _wrapped_call_impl
+    return self._call_impl(*args, **kwargs)
+"""
+
+
+@pytest.fixture
+def error_json(tmp_path: Path) -> Path:
+    return tmp_path / "error.json"
+
+
+def words(error_json: Path, exit_code: int, tail: str = "", *, memory: bool = False) -> str:
+    return explain(exit_code, error_file=error_json, tail=tail, memory=memory).message
+
+
+def record(message: str, trace: str = "") -> str:
+    return json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": trace, "timestamp": "0"}}})
+
+
+IN_LIBRARIES = "\n".join(TRACE.splitlines()[3:])
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        (TRACE, "RuntimeError: sizes differ (train.py:12)"),
+        (
+            TRACE.replace("/venv/lib/python3.12/site-packages", "/opt/pytorch"),
+            "RuntimeError: sizes differ (train.py:12)",
+        ),
+        (IN_LIBRARIES, "RuntimeError: sizes differ (module.py:1751)"),
+    ],
+    ids=["in the program", "torch built from source", "in libraries alone"],
+)
+def test_an_exception_has_the_innermost_place_in_the_program(error_json: Path, trace: str, message: str) -> None:
+    error_json.write_text(record("RuntimeError: sizes differ", trace))
+    assert words(error_json, 1) == message
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+def test_a_printed_traceback_serves_without_an_error_file(error_json: Path, prefix: str) -> None:
+    lines = f"round 3\n{TRACE}ValueError: bad input".splitlines()
+    tail = "".join(f"{prefix}{line}\n" for line in lines)
+    assert words(error_json, 1, f"{tail}late line of a thread\n") == "ValueError: bad input (train.py:12)"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "tail", "expected"),
+    [
+        (3, "", "exit code 3"),
+        (3, "loading\n\nno such data set\n", "exit code 3; it last printed: loading | no such data set"),
+        (-9, "whatever", "killed by SIGKILL"),
+        (-15, "whatever", "killed by SIGTERM"),
+        (-11, "loading\nFatal Python error: Segmentation fault", "killed by SIGSEGV: Segmentation fault"),
+        (-6, "python: malloc.c:2599: corrupted top size", "killed by SIGABRT; it last printed: python: malloc.c:2599"),
+        (-63, "", "killed by signal 63"),
+    ],
+)
+def test_an_end_without_an_exception_is_described_by_its_code_or_signal(
+    error_json: Path, exit_code: int, tail: str, expected: str
+) -> None:
+    assert words(error_json, exit_code, tail).startswith(expected)
+
+
+def test_a_kill_for_memory_is_named(error_json: Path) -> None:
+    assert words(error_json, -9, memory=True) == "killed by SIGKILL: out of memory"
+    assert "memory" not in words(error_json, -15, memory=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error",
+        "DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).",
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4711",
+        "RuntimeError: [gloo/transport/tcp/buffer.cc:72] Timed out waiting 1800000ms for send operation to complete",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [10.0.0.2]: Broken pipe",
+        "RuntimeError: Connection reset by peer",
+        "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)",
+        "[PG ID 0 Rank 1] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress",
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:33, remote process exited or there was a network error",
+        "DistStoreError: wait timeout after 2000ms, keys: /default_pg/0//cpu//0/1",
+        "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:123] Application timeout caused pair closure",
+        "RuntimeError: NCCL communicator was aborted on rank 1.",
+    ],
+)
+def test_what_a_broken_collective_raises_is_a_failure_of_communication(error_json: Path, text: str) -> None:
+    error_json.write_text(record(text))
+    assert explain(1, error_file=error_json, tail="", memory=False).kind is FailureKind.COMMUNICATION
+    error_json.unlink()
+    assert explain(-6, error_file=error_json, tail=text, memory=False).kind is FailureKind.COMMUNICATION
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ValueError: bad input",
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "TimeoutError: the data server did not answer",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "DistBackendError: Process group watchdog thread terminated with exception: CUDA error: device-side assert",
+        "DistBackendError: NCCL error, ncclUnhandledCudaError: Call failed. Last error: Cuda failure 2 'out of memory'",
+    ],
+)
+def test_what_the_program_itself_raises_is_a_failure_of_the_program(error_json: Path, text: str) -> None:
+    unrelated = "[Gloo] Rank 0 is connected to 1 peer ranks.\nloading\nthe data server: timeout\n"
+    assert explain(3, error_file=error_json, tail=unrelated + text, memory=False).kind is FailureKind.PROGRAM
+    error_json.write_text(record(text))
+    assert explain(1, error_file=error_json, tail="", memory=False).kind is FailureKind.PROGRAM
+
+
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+PROGRAM_FIRST = f"""{TRACE}ValueError: bad input
+{DURING}{TRACE.replace("12", "20")}RuntimeError: [gloo/pair.cc:5] Connection closed by peer
+"""
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_collective_that_breaks_when_the_program_fails_does_not_take_its_place(
+    error_json: Path, recorded: bool
+) -> None:
+    tail = f"round 3\n{PROGRAM_FIRST}"
+    if recorded:
+        error_json.write_text(record(PROGRAM_FIRST.splitlines()[-1], PROGRAM_FIRST))
+        tail = ""
+    explanation = explain(1, error_file=error_json, tail=tail, memory=False)
+    assert (explanation.kind, explanation.message) == (FailureKind.PROGRAM, "ValueError: bad input (train.py:12)")
+
+
+def test_an_exception_of_the_program_that_follows_another_one_is_told(error_json: Path) -> None:
+    tail = f"{TRACE}KeyError: 'lr'\n{DURING}{TRACE.replace('12', '20')}ConfigError: lr is missing\n"
+    assert words(error_json, 1, tail) == "ConfigError: lr is missing (train.py:20)"
+
+
+NCCL_ABORT = """[rank1]:[E1122 10:00:00 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: Watchdog caught collective
+Exception raised from checkTimeout at ProcessGroupNCCL.cpp:618 (most recent call first):
+frame #0: c10::Error::Error(...) + 0x96 (0x7f in libc10.so)
+frame #1: <unknown function> + 0x94ac3
+"""
+
+FAULT = """Fatal Python error: Aborted
+
+Current thread 0x00007f (most recent call first):
+  File "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 2500 in all_reduce
+  File "/home/me/train.py", line 12 in main
+  File "/home/me/train.py", line 20 in <module>
+"""
+
+
+def test_a_crash_is_described_by_its_last_message_and_its_place(error_json: Path) -> None:
+    aborted = explain(-6, error_file=error_json, tail=NCCL_ABORT, memory=False)
+    assert aborted.kind is FailureKind.COMMUNICATION
+    assert aborted.message.startswith("killed by SIGABRT: DistBackendError: [PG ID 0 Rank 1] Process group watchdog")
+    assert words(error_json, -6, NCCL_ABORT + FAULT).endswith("Watchdog caught collective (train.py:12)")
+    assert words(error_json, -6, FAULT) == "killed by SIGABRT: Aborted (train.py:12)"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[1]",
+        "null",
+        '{"message": 7}',
+        '{"message": {"message": ["x"]}}',
+        '{"message": {}}',
+        "[" * 100_000,
+        "\0\udcff",
+        '{"message": {"message": "' + "x" * 300_000 + '"}}',
+    ],
+    ids=range(10),
+)
+def test_a_file_that_is_no_such_record_is_as_none(error_json: Path, content: str) -> None:
+    error_json.write_text(content, errors="surrogateescape")
+    assert read_error_file(error_json) == ""
+    assert words(error_json, 5) == "exit code 5"
+
+
+@pytest.mark.parametrize("extra", [None, [], {"py_callstack": 3}, {"py_callstack": 'File "a", line x'}])
+def test_a_record_with_odd_details_still_tells_its_message(error_json: Path, extra: Any) -> None:
+    error_json.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
+    assert words(error_json, 1) == "ValueError: x"
+
+
+def test_neither_links_nor_pipes_are_opened_in_place_of_the_file(error_json: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(record("secret"))
+    error_json.symlink_to(secret)
+    assert read_error_file(error_json) == ""
+    error_json.unlink()
+    os.mkfifo(error_json)
+    assert read_error_file(error_json) == ""
+
+
+def test_a_message_is_bounded_however_long_the_exception(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(error_file.VARIABLE, str(error_json))
+    error_file.write(ValueError("x" * 10_000_000))
+    assert error_json.stat().st_size < 64 << 10
+    message = words(error_json, 1)
+    assert message.startswith("ValueError: xxx")
+    assert len(message) <= MESSAGE_LIMIT
+
+
+def test_the_first_exception_is_kept(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(error_file.VARIABLE, str(error_json))
+    error_file.write(ValueError("the reason"))
+    error_file.write(RuntimeError("its consequence"))
+    assert words(error_json, 1) == "ValueError: the reason"
+    assert [path.name for path in error_json.parent.iterdir()] == ["error.json"]
+
+
+def test_an_exception_without_a_text_is_told_by_its_name(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(error_file.VARIABLE, str(error_json))
+    error_file.write(AssertionError())
+    assert words(error_json, 1) == "AssertionError"
+
+
+# -- kills for memory
+
+
+@pytest.mark.parametrize(
+    ("membership", "counter", "content"),
+    [
+        ("0::/kubepods/pod1\n", "kubepods/pod1/memory.events", "low 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"),
+        ("0::/\n", "memory.events", "oom_kill 2\n"),
+        ("0::/../outer\n", "memory.events", "oom_kill 2\n"),
+        ("4:memory:/docker/1\n0::/\n", "memory/docker/1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
+        ("9:cpu,memory:/docker/1\n0::/\n", "memory/memory.oom_control", "oom_kill 2\n"),
+    ],
+)
+def test_kills_are_counted_in_the_own_cgroup(membership: str, counter: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text(membership)
+    path = tmp_path / "cgroup" / counter
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    (tmp_path / "vmstat").write_text("oom_kill 70\n")
+    kills = MemoryKills(root=tmp_path / "cgroup", membership=tmp_path / "membership", machine=tmp_path / "vmstat")
+    assert kills.count() == 2
+
+
+def test_without_a_cgroup_the_counter_of_the_machine_serves(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 70\n")
+    assert MemoryKills(root=tmp_path, membership=tmp_path / "none", machine=tmp_path / "vmstat").count() == 70
+
+
+def test_without_a_counter_nothing_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text("not a line of that kind\n\n0::/x\n")
+    (tmp_path / "vmstat").write_text("oom_kill many\n")
+    assert MemoryKills(root=tmp_path, membership=tmp_path / "membership", machine=tmp_path / "vmstat").count() == 0

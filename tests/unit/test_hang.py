@@ -1,0 +1,139 @@
+"""Heartbeats, and the message about a worker that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchelastic.agent.workers.hang import Hang, Heartbeats, explain
+from torchelastic.protocol import FailureKind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PATIENCE = 20.0
+
+
+async def test_a_worker_without_heartbeats_is_silent(tmp_path: Path) -> None:
+    heartbeats = Heartbeats(tmp_path / "beats", 0.5)
+    files = [heartbeats.file(local_rank) for local_rank in range(3)]
+    waiting = asyncio.create_task(heartbeats.silent(lambda: {0, 1, 2}))
+    async with asyncio.timeout(PATIENCE):
+        while not waiting.done():
+            os.utime(files[0])
+            files[2].write_text("any change is a sign")
+            await asyncio.sleep(0.01)
+    assert await waiting == [1]
+
+
+async def test_workers_that_fall_silent_together_are_returned_together(tmp_path: Path) -> None:
+    heartbeats = Heartbeats(tmp_path, 0.5)
+    for local_rank in (0, 1):
+        heartbeats.file(local_rank)
+    async with asyncio.timeout(PATIENCE):
+        assert await heartbeats.silent(lambda: {1, 0}) == [0, 1]
+
+
+async def test_an_ended_worker_is_not_silent(tmp_path: Path) -> None:
+    heartbeats = Heartbeats(tmp_path, 0.01)
+    heartbeats.file(0)
+    running = {0}
+    waiting = asyncio.create_task(heartbeats.silent(lambda: running))
+    running.clear()
+    async with asyncio.timeout(PATIENCE):
+        assert await waiting == []
+
+
+async def test_the_time_in_which_the_agent_was_suspended_does_not_count(tmp_path: Path) -> None:
+    heartbeats = Heartbeats(tmp_path, 1.0)
+    heartbeats.file(0)
+    waiting = asyncio.create_task(heartbeats.silent(lambda: {0}))
+    await asyncio.sleep(0)
+    time.sleep(2.0)  # noqa: ASYNC251 - so that nothing of it runs, as in a paused container
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    async with asyncio.timeout(PATIENCE):
+        assert await waiting == [0]
+
+
+async def test_a_change_of_the_clock_does_not_matter(tmp_path: Path) -> None:
+    heartbeats = Heartbeats(tmp_path, 0.5)
+    file = heartbeats.file(0)
+    waiting = asyncio.create_task(heartbeats.silent(lambda: {0}))
+    stamps = iter((0.0, 2e9, 1.0))
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(3):
+            stamp = next(stamps)
+            os.utime(file, (stamp, stamp))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+        assert await waiting == [0]
+
+
+# -- words
+
+DUMP = """\
+step 7
+Fatal Python error: Aborted
+
+Thread 0x00007f2a (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f2b [python] (most recent call first):
+  File "/home/me/data.py", line 12 in read
+  File "/home/me/train.py", line 30 in <module>
+
+Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
+"""
+
+
+def words(tail: str, *, state: str = "", seconds: float = 30.0) -> str:
+    return explain(Hang(seconds, state), tail).message
+
+
+def test_the_innermost_frames_of_the_main_thread_are_reported() -> None:
+    told = "no heartbeat for 30 s; it was in read (data.py:12), called by <module> (train.py:30)"
+    assert words(DUMP) == told
+    assert explain(Hang(30, ""), DUMP).kind is FailureKind.PROGRAM
+
+
+def test_frames_below_the_program_are_left_out() -> None:
+    ours = '  File "/venv/lib/torchelastic/agent/workers/forked_worker.py", line 3 in run\n'
+    line = '  File "/home/me/train.py", line 30 in <module>\n'
+    assert words(DUMP.replace(line, line + ours)) == words(DUMP)
+
+
+def test_only_the_last_of_several_dumps_counts() -> None:
+    assert words(DUMP.replace("read", "earlier") + DUMP) == words(DUMP)
+
+
+def test_a_deep_stack_is_cut() -> None:
+    frames = "".join(f'  File "/home/me/deep.py", line {line} in down\n' for line in range(1, 90))
+    message = words(f"Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n{frames}")
+    assert "down (deep.py:1), called by down (deep.py:2)" in message
+    assert message.count("down") == 8
+
+
+@pytest.mark.parametrize(
+    "tail", ["", "no stack here\n", "Fatal Python error: Aborted\n\n<no Python frame>\n", DUMP.partition("Thread")[0]]
+)
+def test_without_a_stack_the_message_is_the_silence(tail: str) -> None:
+    assert words(tail, seconds=0.5) == "no heartbeat for 0.5 s"
+
+
+def test_a_stopped_worker_is_reported_as_stopped() -> None:
+    assert words(DUMP, state="stopped (SIGSTOP)") == "stopped (SIGSTOP): no heartbeat for 30 s"
+
+
+@pytest.mark.parametrize(
+    "path", ["/venv/lib/python3.12/site-packages/torch/distributed/c10d.py", "/x/torch/autograd/graph.py"]
+)
+def test_a_worker_that_waits_in_a_collective_is_a_failure_of_communication(path: str) -> None:
+    waiting = DUMP.replace("/home/me/data.py", path)
+    assert explain(Hang(30, ""), waiting).kind is FailureKind.COMMUNICATION

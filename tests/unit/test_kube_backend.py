@@ -1,0 +1,572 @@
+"""What becomes of plans on an API server that does not do what it is asked, and what a person is told of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from elastic_operator.errors import ClusterError
+from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.kubernetes.kinds import (
+    DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
+    ELASTIC_JOBS,
+    EVENTS,
+    PODS,
+    SCHEDULER_PLUGINS_GROUPS,
+    SERVICES,
+)
+from elastic_operator.resources.etcd import etcd_name
+from tests.support.builders import size as a_size
+from tests.support.object_server import MADE, NAMESPACE
+from tests.support.operated_cluster import NAME, OperatedCluster
+from torchelastic.protocol import NodeRecord
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.kubernetes.kinds import Resource
+    from tests.support.object_server import Fault
+
+GANG = {"schedulingPolicy": {"gang": "SchedulerPlugins"}}
+WEBHOOK = 'failed calling webhook "x.example.org": connection refused'
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[OperatedCluster]:
+    async with OperatedCluster() as cluster:
+        yield cluster
+
+
+def failing(
+    method: str, resource: Resource, status: int, words: str, *, times: float, after: int = 0
+) -> Callable[[str, str], Fault | None]:
+    """What is asked for with this method fails so many times, after it went well so often."""
+    asks = itertools.count()
+
+    def fault(asked: str, path: str) -> Fault | None:
+        if asked != method or path != resource.path(NAMESPACE) or not after <= next(asks) < after + times:
+            return None
+        return status, "InternalError", words
+
+    return fault
+
+
+async def test_a_job_gets_its_pods_and_its_etcd(cluster: OperatedCluster) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    assert [len(cluster.server.of_kind(kind)) for kind in (SERVICES, DEPLOYMENTS)] == [1, 1]
+    await cluster.until(lambda: cluster.status.get("state") == "Pending")
+
+
+async def test_many_pods_are_removed_some_at_a_time(cluster: OperatedCluster) -> None:
+    cluster.add_job(minReplicas=1, maxReplicas=300, replicas=300)
+    await cluster.have_pods(300)
+    cluster.add_job(minReplicas=1, maxReplicas=300, replicas=300, suspend=True)
+    await cluster.until(lambda: cluster.server.times("DELETE", PODS) > 0)
+    await cluster.api.list(PODS, NAMESPACE)
+    assert cluster.server.times("DELETE", PODS) <= 200, "who asks for something meanwhile waits for all of them"
+    await cluster.have_pods(0)
+    assert cluster.server.most["DELETE"] >= 32
+    assert 32 <= cluster.server.most["POST"] <= 64, "they were made in batches that grow, and leave room for others"
+
+
+async def test_a_pod_that_may_not_be_removed_keeps_none_of_the_others(cluster: OperatedCluster) -> None:
+    cluster.add_job(minReplicas=1, maxReplicas=200, replicas=200)
+    await cluster.have_pods(200)
+    pods = sorted(cluster.server.of_kind(PODS), key=lambda pod: int(pod["metadata"]["name"].split("-")[1]))
+    kept = {pods[number]["metadata"]["name"] for number in (70, 130)}
+
+    def fault(method: str, path: str) -> Fault | None:
+        return (403, "Forbidden", "not this one") if method == "DELETE" and path.rpartition("/")[2] in kept else None
+
+    cluster.server.fault = fault
+    cluster.add_job(minReplicas=1, maxReplicas=200, replicas=200, suspend=True)
+    await cluster.have_pods(2)
+    assert {pod["metadata"]["name"] for pod in cluster.server.of_kind(PODS)} == kept
+    removed = [path for method, path in cluster.server.asked if method == "DELETE" and PODS.path(NAMESPACE) in path]
+    assert len(set(removed[:200])) == 200, "some had to wait until others were tried once more"
+
+
+async def test_where_nobody_answers_not_all_pods_are_tried(
+    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    async def delete(_api: Api, _resource: Resource, _namespace: str, name: str, **_how: object) -> Json:
+        tried.append(name)
+        raise ClusterError("the API server cannot be reached")
+
+    many = {"minReplicas": 1, "maxReplicas": 200, "replicas": 200}
+    cluster.add_job(**many)
+    await cluster.have_pods(200)
+    monkeypatch.setattr(Api, "delete", delete)
+    cluster.add_job(**many, suspend=True)
+    for _ in range(3):
+        await cluster.look()
+    assert len(set(tried[:128])) == 64
+
+
+async def test_a_pod_that_may_not_be_removed_hides_no_hindrance_until_that_is_gone(cluster: OperatedCluster) -> None:
+    few = {"minReplicas": 1, "maxReplicas": 3}
+    cluster.add_job(**few, replicas=3)
+    await cluster.have_pods(3)
+    cluster.run_pods()
+    forbidden = {"DELETE": PODS.path(NAMESPACE), "POST": DEPLOYMENTS.path(NAMESPACE)}
+
+    def fault(method: str, path: str) -> Fault | None:
+        refused = method in forbidden and path.startswith(forbidden[method])
+        return (403, "Forbidden", f"exceeded quota: no {method}") if refused else None
+
+    cluster.server.fault = fault
+    cluster.add_job(**few, replicas=2)
+    await cluster.until(lambda: cluster.server.times("DELETE", PODS) > 0)
+    etcd = cluster.server.get(DEPLOYMENTS, etcd_name(NAME))
+    cluster.server.pop(DEPLOYMENTS, etcd_name(NAME))
+    cluster.store.remove(DEPLOYMENTS, etcd)
+    await cluster.until(lambda: "exceeded quota: no POST" in str(cluster.status))
+    del forbidden["POST"]
+    await cluster.until(lambda: "exceeded quota: no POST" not in str(cluster.status))
+    removals = cluster.server.times("DELETE", PODS)
+    await cluster.look()
+    assert cluster.server.times("DELETE", PODS) > removals
+
+
+async def test_that_a_quota_is_full_is_told_once_however_often_the_size_changes(cluster: OperatedCluster) -> None:
+    def fault(method: str, path: str) -> Fault | None:
+        full = method == "POST" and path == PODS.path(NAMESPACE)
+        return (403, "Forbidden", "exceeded quota: few") if full else None
+
+    cluster.server.fault = fault
+    for replicas in (2, 3, 4, 2):
+        cluster.add_job(minReplicas=1, maxReplicas=4, replicas=replicas)
+        tries = cluster.server.times("POST", PODS)
+        await cluster.until(lambda tries=tries: cluster.server.times("POST", PODS) > tries)  # type: ignore[misc]
+        await cluster.look()
+        assert "exceeded quota: few" in (cluster.message("ResourcesBlocked") or "")
+    assert len(cluster.told("ResourcesBlocked")) == 1
+
+
+async def test_what_was_pinned_for_a_former_life_binds_none_of_whose_pods_was_taken(cluster: OperatedCluster) -> None:
+    rests = {"type": "Suspended", "status": "True", "reason": "Suspended", "message": "", "lastTransitionTime": MADE}
+    before = {"state": "Suspended", "startTime": MADE, "round": 3, "conditions": [rests]}
+    cluster.server.put(ELASTIC_JOBS, NAME, status=before)
+
+    def fault(method: str, path: str) -> Fault | None:
+        return (422, "Invalid", "no such label") if method == "POST" and path == PODS.path(NAMESPACE) else None
+
+    cluster.server.fault = fault
+    cluster.add_job(template={"spec": {"nodeSelector": {"a": "wrong"}}})
+    await cluster.until(lambda: cluster.holds("Invalid"))
+    cluster.server.fault = lambda _method, _path: None
+    cluster.add_job(template={"spec": {"nodeSelector": {"a": "right"}}})
+    await cluster.have_pods(2)
+    assert {pod["spec"]["nodeSelector"]["a"] for pod in cluster.server.of_kind(PODS)} == {"right"}
+    assert not cluster.holds("RestartRequired")
+
+
+@pytest.mark.parametrize(("due", "rests"), [("2026-01-01T00:00:00Z", True), ("2999-01-01T00:00:00Z", False)])
+async def test_pods_that_never_ran_and_should_be_gone_keep_no_job_from_its_rest(
+    cluster: OperatedCluster, due: str, *, rests: bool
+) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    for pod in cluster.server.of_kind(PODS):
+        name = pod["metadata"]["name"]
+        cluster.change(PODS, name, metadata={**pod["metadata"], "deletionTimestamp": due}, spec={"nodeName": "silent"})
+    cluster.add_job(suspend=True)
+    await cluster.until(lambda: cluster.status.get("state") == "Suspended")
+    await cluster.look()
+    await cluster.look()
+    assert cluster.holds("Suspended") is rests
+    assert cluster.server.times("DELETE", PODS) == 0, "their deletion had begun"
+
+
+async def test_what_hinders_etcd_is_told_though_all_workers_are_there(cluster: OperatedCluster) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    cluster.run_pods()
+    blocked = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: few"}
+    cluster.tell_of_etcd(conditions=[blocked])
+    await cluster.until(lambda: "exceeded quota: few" in (cluster.message("Waiting") or ""))
+
+
+async def test_workers_give_back_the_room_that_etcd_does_not_get(cluster: OperatedCluster) -> None:
+    cluster.add_job(minReplicas=1, maxReplicas=3, replicas=3)
+    await cluster.have_pods(3)
+    cluster.run_pods()
+    blocked = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: few"}
+    cluster.tell_of_etcd(conditions=[blocked])
+    await cluster.have_pods(1)
+    cluster.tell_of_etcd(conditions=[])
+    await cluster.have_pods(3)
+
+
+async def test_an_own_etcd_that_the_operator_cannot_reach_is_told_and_taken_back_when_it_dies(
+    cluster: OperatedCluster,
+) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    cluster.run_pods()
+    assert not cluster.holds("StoreUnreachable")
+    cluster.tell_of_etcd(readyReplicas=1)
+    await cluster.until(lambda: "NetworkPolicy" in (cluster.message("StoreUnreachable") or ""))
+    assert "NetworkPolicy" in (cluster.message("Waiting") or "")
+    assert "the node of etcd's pod" in (cluster.message("StoreUnreachable") or "")
+    cluster.tell_of_etcd(readyReplicas=0)
+    await cluster.until(lambda: not cluster.holds("StoreUnreachable"))
+
+
+async def test_an_own_etcd_that_is_not_ready_is_not_called_unreachable() -> None:
+    async with OperatedCluster(patience=0.0) as cluster:
+        cluster.add_job()
+        await cluster.have_pods(2)
+        for ready in (1, 0, 1, 0):
+            cluster.tell_of_etcd(readyReplicas=ready, round=ready)
+            await cluster.look()
+            assert ready or not cluster.holds("StoreUnreachable")
+        cluster.run_pods()
+        cluster.add_job(maxReplicas=3, replicas=3)
+        await cluster.have_pods(3)
+        await cluster.until(lambda: cluster.status.get("desired") == 3)
+        assert not cluster.holds("StoreUnreachable")
+
+
+async def test_an_api_server_that_goes_on_failing_is_told_until_it_takes_pods(cluster: OperatedCluster) -> None:
+    cluster.server.fault = failing("POST", PODS, 500, f"Internal error occurred: {WEBHOOK}", times=inf, after=1)
+    cluster.add_job()
+    await cluster.until(
+        lambda: WEBHOOK in (cluster.message("Waiting") or "") and bool(cluster.told("ResourcesBlocked"))
+    )
+    assert cluster.server.times("POST", PODS) >= 3
+    cluster.server.fault = lambda _method, _path: None
+    await cluster.have_pods(2)
+    await cluster.until(lambda: WEBHOOK not in (cluster.message("Waiting") or ""))
+
+
+async def test_an_api_server_that_fails_now_and_then_is_not_told() -> None:
+    async with OperatedCluster(transient=0.0) as cluster:
+        cluster.server.fault = failing("POST", PODS, 503, "try again", times=2, after=1)
+        cluster.add_job()
+        await cluster.have_pods(2)
+        assert cluster.told("ResourcesBlocked") == []
+
+
+async def test_an_api_server_that_takes_a_pod_at_each_try_is_not_said_to_fail() -> None:
+    asks = itertools.count()
+
+    def fault(method: str, path: str) -> Fault | None:
+        if method != "POST" or path != PODS.path(NAMESPACE) or (ask := next(asks)) >= 9:
+            return None
+        return (503, "ServiceUnavailable", "try again") if ask % 3 else None
+
+    async with OperatedCluster(transient=0.0) as cluster:
+        cluster.server.fault = fault
+        cluster.add_job(minReplicas=6, maxReplicas=6, replicas=6)
+        await cluster.have_pods(6)
+        await cluster.look()
+    assert cluster.told("ResourcesBlocked") == []
+
+
+async def test_a_disruption_budget_of_somebody_else_is_in_the_status_until_it_is_gone(cluster: OperatedCluster) -> None:
+    cluster.server.put(DISRUPTION_BUDGETS, f"{NAME}-workers", spec={})
+    cluster.add_job(disruptionBudget=True)
+    await cluster.until(lambda: "does not belong to this job" in str(cluster.status.get("conditions")))
+    assert len(cluster.server.of_kind(PODS)) == 2
+    await cluster.until(lambda: len(cluster.told("ResourcesBlocked")) == 1)
+    cluster.server.pop(DISRUPTION_BUDGETS, f"{NAME}-workers")
+    await cluster.until(
+        lambda: (
+            bool(cluster.server.of_kind(DISRUPTION_BUDGETS))
+            and "does not belong to this job" not in str(cluster.status.get("conditions"))
+        )
+    )
+    assert len(cluster.told("ResourcesBlocked")) == 1
+
+
+async def test_a_disruption_budget_that_cannot_be_made_is_not_tried_at_every_look(cluster: OperatedCluster) -> None:
+    cluster.server.put(DISRUPTION_BUDGETS, f"{NAME}-workers", spec={})
+    cluster.add_job(disruptionBudget=True)
+    await cluster.until(lambda: cluster.holds("DisruptionBudgetFailed"))
+    tries = cluster.server.times("POST", DISRUPTION_BUDGETS)
+    for _ in range(20):
+        await cluster.look()
+    assert cluster.server.times("POST", DISRUPTION_BUDGETS) - tries < 10
+
+
+@pytest.mark.parametrize("end", ["", "."])
+async def test_why_there_is_no_disruption_budget_is_told_once_however_it_ends(
+    cluster: OperatedCluster, end: str
+) -> None:
+    no = 'admission webhook "x.example.org" denied the request: no budgets here'
+    known = {"type": "DisruptionBudgetFailed", "status": "True", "reason": "BudgetRejected", "lastTransitionTime": MADE}
+    why = f"the disruption budget of the job cannot be made for now: {no}"
+    cluster.server.put(ELASTIC_JOBS, NAME, status={"conditions": [{**known, "message": why}]})
+    cluster.server.fault = failing("POST", DISRUPTION_BUDGETS, 403, f"{no}{end}", times=inf)
+    cluster.add_job(disruptionBudget=True)
+    await cluster.until(lambda: cluster.server.times("POST", DISRUPTION_BUDGETS) == 2)
+    assert cluster.told("ResourcesBlocked") == []
+    assert cluster.message("DisruptionBudgetFailed") == why
+
+
+async def test_that_somebody_else_has_the_disruption_budget_is_told_once_by_all_operators(
+    cluster: OperatedCluster,
+) -> None:
+    cluster.server.put(DISRUPTION_BUDGETS, f"{NAME}-workers", spec={})
+    known = {"type": "DisruptionBudgetFailed", "status": "True", "reason": "BudgetRejected", "lastTransitionTime": MADE}
+    why = (
+        f"the disruption budget of the job cannot be made for now: a PodDisruptionBudget called {NAME}-workers is "
+        "there that does not belong to this job: remove it, or give the job another name"
+    )
+    cluster.server.put(ELASTIC_JOBS, NAME, status={"conditions": [{**known, "message": why}]})
+    cluster.add_job(disruptionBudget=True)
+    await cluster.until(lambda: cluster.server.times("POST", DISRUPTION_BUDGETS) == 2)
+    assert cluster.told("ResourcesBlocked") == []
+    [condition] = [each for each in cluster.status["conditions"] if each["type"] == "DisruptionBudgetFailed"]
+    assert (condition["status"], condition["lastTransitionTime"]) == ("True", MADE)
+
+
+async def test_what_a_former_job_of_the_name_leaves_is_waited_for(cluster: OperatedCluster) -> None:
+    owner = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": NAME, "uid": "former"}
+    former = {"ownerReferences": [{**owner, "controller": True}]}
+    for kind in (DEPLOYMENTS, SERVICES):
+        cluster.server.put(kind, etcd_name(NAME), metadata=former, spec={})
+    cluster.add_job()
+    await cluster.until(lambda: cluster.server.times("POST", SERVICES) >= 2)
+    for kind in (DEPLOYMENTS, SERVICES):
+        cluster.server.pop(kind, etcd_name(NAME))
+    await cluster.until(lambda: all(map(cluster.server.of_kind, (DEPLOYMENTS, SERVICES))))
+    assert cluster.told("ResourcesBlocked") == []
+
+
+async def test_events_are_told_again_until_they_are_there(cluster: OperatedCluster) -> None:
+    cluster.server.fault = failing("POST", EVENTS, 429, "busy", times=3)
+    cluster.add_job(suspend=True)
+    await cluster.until(lambda: cluster.told("Suspended") == ["suspended"])
+    assert cluster.server.times("POST", EVENTS) == 4
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["taken", "not taken"])
+async def test_an_event_is_told_once_though_nobody_said_whether_the_status_was_taken(
+    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch, *, written: bool
+) -> None:
+    whole = Api.replace
+    lost = iter([True])
+
+    async def replace(self: Api, *args: Any) -> Any:
+        loses = args[-1] == "status" and next(lost, False)
+        if loses and not written:
+            raise ClusterError("no answer")
+        answer = await whole(self, *args)
+        if loses:
+            cluster.store.put(ELASTIC_JOBS, answer)  # as the watch will tell
+            raise ClusterError("no answer")
+        return answer
+
+    monkeypatch.setattr(Api, "replace", replace)
+    cluster.add_job(suspend=True)
+    await cluster.until(lambda: cluster.told("Suspended") == ["suspended"] and cluster.holds("Suspended"))
+    await cluster.look()
+    assert cluster.told("Suspended") == ["suspended"]
+
+
+async def test_an_event_that_is_forbidden_is_told_once() -> None:
+    async with OperatedCluster() as cluster:
+        cluster.server.fault = failing("POST", EVENTS, 403, "no", times=1)
+        cluster.add_job(suspend=True)
+        await cluster.until(lambda: cluster.server.times("POST", EVENTS) == 1)
+    assert cluster.server.times("POST", EVENTS) == 1
+
+
+async def test_an_event_that_waits_for_its_next_try_is_tried_once_more_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("elastic_operator.kubernetes.events._RETRY_DELAYS", (3600.0,))
+    async with OperatedCluster() as cluster:
+        cluster.server.fault = failing("POST", EVENTS, 500, "no", times=1)
+        cluster.add_job(suspend=True)
+        await cluster.until(lambda: cluster.server.times("POST", EVENTS) == 1)
+    assert cluster.told("Suspended") == ["suspended"]
+
+
+async def test_a_gang_that_somebody_has_removed_is_made_anew_when_it_is_to_change(cluster: OperatedCluster) -> None:
+    cluster.add_job(**GANG)
+    await cluster.have_pods(2)
+    cluster.server.pop(SCHEDULER_PLUGINS_GROUPS, NAME)
+    cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
+    await cluster.have_pods(3)
+    assert cluster.server.get(SCHEDULER_PLUGINS_GROUPS, NAME)["spec"]["minMember"] == 1
+
+
+async def test_a_gang_that_may_not_be_changed_is_told_and_not_tried_at_every_look(cluster: OperatedCluster) -> None:
+    cluster.add_job(**GANG)
+    await cluster.have_pods(2)
+
+    def fault(method: str, path: str) -> Fault | None:
+        return (403, "Forbidden", "exceeded quota: few") if method == "PATCH" and "podgroups" in path else None
+
+    cluster.server.fault = fault
+    cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
+    await cluster.until(lambda: "exceeded quota: few" in str(cluster.status))
+    tries = cluster.server.times("PATCH", SCHEDULER_PLUGINS_GROUPS)
+    for _ in range(20):
+        await cluster.look()
+    assert cluster.server.times("PATCH", SCHEDULER_PLUGINS_GROUPS) - tries < 10
+    assert len(cluster.server.of_kind(PODS)) == 2
+
+
+async def test_a_gang_that_somebody_has_replaced_is_named_and_not_called_invalid(cluster: OperatedCluster) -> None:
+    cluster.add_job(**GANG)
+    await cluster.have_pods(2)
+    cluster.server.pop(SCHEDULER_PLUGINS_GROUPS, NAME)
+    cluster.server.put(SCHEDULER_PLUGINS_GROUPS, NAME, spec={"minMember": 9})
+    cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
+    await cluster.until(lambda: "a PodGroup called digits is there" in str(cluster.status.get("conditions")))
+    assert not cluster.holds("Invalid")
+    assert cluster.server.get(SCHEDULER_PLUGINS_GROUPS, NAME)["spec"]["minMember"] == 9
+
+
+async def test_a_spec_that_cannot_be_read_is_called_invalid_and_nothing_else_is_changed(
+    cluster: OperatedCluster,
+) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    await cluster.until(lambda: cluster.status.get("desired") == 2)
+    cluster.add_job(minReplicas="two")
+    await cluster.until(lambda: "minReplicas" in (cluster.message("Invalid") or ""))
+    assert cluster.status["desired"] == 2
+    assert len(cluster.server.of_kind(PODS)) == 2
+    writes = cluster.server.times("PUT", ELASTIC_JOBS)
+    for _ in range(2):
+        await cluster.look()
+    assert cluster.server.times("PUT", ELASTIC_JOBS) == writes
+    cluster.add_job()
+    await cluster.until(lambda: not cluster.holds("Invalid"))
+    assert cluster.server.times("PUT", ELASTIC_JOBS) == writes + 1
+
+
+async def test_what_is_wrong_with_a_spec_is_logged_though_the_status_cannot_be_written(
+    cluster: OperatedCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.server.fault = lambda method, _path: (422, "Invalid", "no such status") if method == "PUT" else None
+    cluster.add_job(minReplicas="two")
+    await cluster.look()
+    assert any("trying again" in line and "minReplicas" in line for line in caplog.messages)
+    assert "no such status" in caplog.text
+
+
+async def test_an_address_that_pods_know_and_another_service_has_is_reported(cluster: OperatedCluster) -> None:
+    cluster.add_job()
+    await cluster.have_pods(2)
+    taken = 'spec.clusterIPs: Invalid value: ["127.9.9.9"]: failed to allocate IP: provided IP is already allocated'
+    cluster.server.fault = failing("POST", SERVICES, 422, taken, times=inf)
+    service = cluster.server.get(SERVICES, etcd_name(NAME))
+    cluster.server.pop(SERVICES, etcd_name(NAME))
+    cluster.store.remove(SERVICES, service)
+    await cluster.until(lambda: "delete these pods" in str(cluster.status.get("conditions")))
+    assert not cluster.holds("Invalid")
+
+
+class Nodes:
+    """A mirror of a job's etcd, in which agents say on which port they serve metrics."""
+
+    def __init__(self, **ports: int) -> None:
+        self.nodes = {
+            name: NodeRecord(name=name, address="10.0.0.1", workers=1, size=a_size(1), metrics=port)
+            for name, port in ports.items()
+        }
+        self.connected = self.readable = False
+        self.names: dict[str, str] = {}
+        self.round = self.outcome = self.size = self.time_breakdown = self.history = None
+
+
+@pytest.mark.parametrize("template", [{}, {"prometheus.io/scrape": "false", "prometheus.io/port": "80"}])
+async def test_the_metrics_ports_that_agents_have_chosen_are_written_on_their_pods_once(
+    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch, template: dict[str, str]
+) -> None:
+    cluster.add_job(metricsPort=0, template={"metadata": {"annotations": template}})
+    await cluster.have_pods(2)
+    one, other = (pod["metadata"]["name"] for pod in cluster.server.of_kind(PODS))
+    mirror = Nodes(**{one: 40123, other: 65536, "gone": 40125})
+    monkeypatch.setattr(JobStores, "of", lambda _stores, _uid: mirror)
+    forbidden = 'pods is forbidden: User "x" cannot patch resource "pods"'
+    cluster.server.fault = lambda method, _path: (403, "Forbidden", forbidden) if method == "PATCH" else None
+    cluster.run_pods()
+    for _ in range(3):
+        await cluster.look()
+    assert cluster.server.times("PATCH", PODS) <= 2, "it waits before it tries again"
+    cluster.server.fault = lambda _method, _path: None
+
+    def written() -> dict[str, str]:
+        annotations: dict[str, str] = cluster.server.get(PODS, one)["metadata"]["annotations"]
+        return annotations
+
+    await cluster.until(lambda: written().get("elastic.pytorch.org/metrics-port") == "40123")
+    expected = {"scrape": "true", "port": "40123"} if not template else {"scrape": "false", "port": "80"}
+    assert {name: written()[f"prometheus.io/{name}"] for name in expected} == expected
+    writes = cluster.server.times("PATCH", PODS)
+    for _ in range(2):
+        await cluster.look()
+    assert cluster.server.times("PATCH", PODS) == writes
+    assert "elastic.pytorch.org/metrics-port" not in cluster.server.get(PODS, other)["metadata"]["annotations"]
+
+
+async def test_nothing_is_remembered_of_a_job_that_is_gone(cluster: OperatedCluster) -> None:
+    def fault(method: str, path: str) -> Fault | None:
+        budget = method == "POST" and path == DISRUPTION_BUDGETS.path(NAMESPACE)
+        last_pod = method == "POST" and path == PODS.path(NAMESPACE) and cluster.server.times("POST", PODS) > 3
+        return (403, "Forbidden", "exceeded quota: few") if budget or last_pod else None
+
+    cluster.server.fault = fault
+    cluster.add_job(minReplicas=1, maxReplicas=4, replicas=4, disruptionBudget=True)
+    await cluster.have_pods(3)
+    await cluster.until(lambda: cluster.message("Waiting") is not None)
+    starts, goes, _ = (pod["metadata"]["name"] for pod in cluster.server.of_kind(PODS))
+    cluster.change(PODS, starts, spec={**cluster.server.get(PODS, starts)["spec"], "nodeName": "n"})
+    gone = cluster.server.get(PODS, goes)
+    cluster.server.pop(PODS, goes)
+    cluster.store.remove(PODS, gone)
+    await cluster.look()
+    cluster.tell_of_etcd(conditions=[{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}])
+    await cluster.look()
+    assert mentions(cluster, NAME)
+
+    for kind in (ELASTIC_JOBS, PODS, SERVICES, DEPLOYMENTS):
+        for body in cluster.server.of_kind(kind):
+            cluster.server.pop(kind, body["metadata"]["name"])
+            cluster.store.remove(kind, body)
+        cluster.store.keep_only(kind, (), version=0)
+    await cluster.look()
+    assert mentions(cluster, NAME) == []
+
+
+def mentions(cluster: OperatedCluster, word: str) -> list[tuple[str, ...]]:
+    """Where what carries out plans remembers this: the names and keys that lead there."""
+    found: list[tuple[str, ...]] = []
+    seen: set[int] = set()
+    todo: deque[tuple[tuple[str, ...], object]] = deque([((), cluster.backend)])
+    while todo:
+        path, each = todo.popleft()
+        if isinstance(each, str):
+            found += [path] if word in each else []
+        elif id(each) not in seen:
+            seen.add(id(each))
+            todo += (((*path, name), part) for name, part in parts_of(each))
+    return found
+
+
+def parts_of(each: object) -> list[tuple[str, object]]:
+    if isinstance(each, dict):
+        return [(str(key), part) for key, value in each.items() for part in (key, value)]
+    if isinstance(each, (list, tuple, set, frozenset, deque)):
+        return [("", part) for part in each]
+    if not type(each).__module__.startswith("elastic_operator"):
+        return []
+    slots = (name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()))
+    return [*vars(each).items()] if hasattr(each, "__dict__") else [(name, getattr(each, name)) for name in slots]

@@ -1,0 +1,103 @@
+"""The pages that probes and Prometheus ask for."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from elastic_operator.errors import BadInput
+from elastic_operator.kubernetes.http import HttpServer
+from elastic_operator.kubernetes.metrics import OperatorMetrics
+from elastic_operator.kubernetes.options import Address
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def test_health_and_readiness_say_what_is_wrong(session: aiohttp.ClientSession) -> None:
+    wrong = {"unhealthy": "", "unready": "not everything has been listed yet"}
+    web = HttpServer(
+        Address("127.0.0.1", 0),
+        metrics=OperatorMetrics().page,
+        unhealthy=lambda: wrong["unhealthy"],
+        unready=lambda: wrong["unready"],
+    )
+    async with web:
+        root = f"http://127.0.0.1:{web.port}"
+
+        async def ask(path: str) -> tuple[int, str]:
+            async with session.get(root + path) as response:
+                return response.status, await response.text()
+
+        assert await ask("/healthz") == (200, "ok\n")
+        assert await ask("/readyz") == (503, "not everything has been listed yet\n")
+        wrong |= {"unhealthy": "a job has been worked on for 601 s", "unready": ""}
+        assert await ask("/healthz") == (503, "a job has been worked on for 601 s\n")
+        assert await ask("/readyz") == (200, "ok\n")
+        assert (await ask("/secret"))[0] == 404
+
+
+async def test_the_series_tell_of_reconciles_requests_and_what_is_asked_for(session: aiohttp.ClientSession) -> None:
+    metrics = OperatorMetrics()
+    metrics.reconciled(0.02, "success")
+    metrics.requested("LIST", 200)
+    metrics.requested("POST", 0)
+    metrics.gauge("elastic_operator_queue_depth", "Waiting.", lambda: 3)
+    async with (
+        HttpServer(Address("127.0.0.1", 0), metrics=metrics.page, unhealthy=str, unready=str) as web,
+        session.get(f"http://127.0.0.1:{web.port}/metrics") as response,
+    ):
+        text = await response.text()
+    for line in (
+        'elastic_operator_reconciles_total{result="success"} 1.0',
+        'elastic_operator_reconciles_total{result="error"} 0.0',
+        'elastic_operator_reconcile_duration_seconds_bucket{le="0.025"} 1.0',
+        'elastic_operator_api_requests_total{code="200",verb="list"} 1.0',
+        'elastic_operator_api_requests_total{code="0",verb="post"} 1.0',
+        "elastic_operator_queue_depth 3.0",
+    ):
+        assert line in text
+    assert "process_resident_memory_bytes" in text
+
+
+def loopbacks() -> list[str]:
+    """The addresses of this machine that lead to itself alone, in IPv4 and, where it has that, IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return ["127.0.0.1"]
+    return ["127.0.0.1", "[::1]"]
+
+
+@pytest.mark.parametrize("host", loopbacks())
+async def test_without_a_host_it_answers_in_ipv4_and_in_ipv6(session: aiohttp.ClientSession, host: str) -> None:
+    web = HttpServer(Address("", 0), metrics=OperatorMetrics().page, unhealthy=str, unready=str)
+    async with web, session.get(f"http://{host}:{web.port}/healthz") as response:
+        assert response.status == 200
+
+
+async def test_without_ipv6_it_answers_in_ipv4(session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    web = HttpServer(Address("", 0), metrics=OperatorMetrics().page, unhealthy=str, unready=str)
+    async with web, session.get(f"http://127.0.0.1:{web.port}/healthz") as response:
+        assert response.status == 200
+
+
+async def test_an_address_that_cannot_be_had_is_told_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        web = HttpServer(Address("127.0.0.1", port), metrics=OperatorMetrics().page, unhealthy=str, unready=str)
+        with pytest.raises(
+            BadInput, match=rf"nothing can be served on 127\.0\.0\.1:{port}: .*; choose another address"
+        ):
+            async with web:
+                pass

@@ -1,0 +1,282 @@
+"""The informer: what it lists, what it watches, and what it does where that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from elastic_operator.kubernetes.client import Access, Api, Page
+from elastic_operator.kubernetes.informer import ChangeQueue, Informer, Sessions, connection_info
+from elastic_operator.kubernetes.kinds import PODS
+from elastic_operator.kubernetes.store import Store
+from tests.support.answering import answering
+from tests.support.discovery import WATCHED, discovered
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.kubernetes.kinds import Resource
+
+PATIENCE = 20.0
+
+
+def test_a_page_decodes_its_items_as_they_are_looked_at() -> None:
+    page = Page.of(
+        b'{"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "7", "continue": "more"}, '
+        b'"items": [{"metadata": {"name": "a"}, "spec": {"x": [1, null]}}, {"metadata": {"name": "b"}}]}'
+    )
+    assert (page.version, page.after) == ("7", "more")
+    assert list(page) == [{"metadata": {"name": "a"}, "spec": {"x": [1, None]}}, {"metadata": {"name": "b"}}]
+    for items in (b"null", b"[]"):
+        last = Page.of(b'{"metadata": {"resourceVersion": "7", "continue": ""}, "items": ' + items + b"}")
+        assert (last.after, list(last)) == ("", [])
+
+
+@pytest.mark.parametrize("text", [b"", b"<html>", b"[]", b'{"items": []}', b'{"metadata": {}, "items": []}'])
+def test_what_is_not_a_list_is_not_taken_for_an_empty_one(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Page.of(text)
+
+
+@pytest.mark.parametrize(
+    ("authorization", "header"),
+    [("bearer abc", "bearer abc"), ("abc", "Bearer abc"), (None, None)],
+)
+def test_kopf_gets_the_token_with_its_scheme(authorization: str | None, header: str | None) -> None:
+    access = Access("https://server:6443", authority="PEM", authorization=authorization, proxy="http://proxy")
+    info = connection_info(access)
+    assert (info.server, info.ca_data, info.proxy_url) == ("https://server:6443", "PEM", "http://proxy")
+    assert info.as_http_headers().get("Authorization") == header
+    assert "abc" not in repr(access)
+
+
+async def test_changes_from_another_thread_are_handled_in_order_whatever_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handled: list[int] = []
+    done = asyncio.Event()
+    count = 20_000
+
+    def handle(_resource: Resource, _kind: str | None, body: Json) -> None:
+        handled.append(body["number"])
+        if body["number"] == count - 1:
+            done.set()
+
+    queue = ChangeQueue(asyncio.get_running_loop(), handle)
+
+    def put() -> None:
+        queue.put(PODS, "ADDED", {})
+        for number in range(count):
+            queue.put(PODS, "MODIFIED", {"number": number})
+
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.to_thread(put)
+        await done.wait()
+    assert handled == list(range(count))
+    assert caplog.text.count("an unexpected error while a change was handled") == 1
+
+
+async def test_the_same_credentials_give_the_same_session() -> None:
+    async with Sessions(no_list) as sessions:
+        old = await sessions.get(Access("https://server:6443", authorization="Bearer old"))
+        assert await sessions.get(Access("https://server:6443", authorization="Bearer old")) == old
+        new = await sessions.get(Access("https://server:6443", authorization="Bearer new"))
+        assert new != old
+        assert new.aiohttp_session.headers["Authorization"] == "Bearer new"
+
+
+async def test_a_session_opens_again_after_it_was_closed_and_throttles_watches() -> None:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        return web.json_response(request.headers["Authorization"])
+
+    now = asyncio.get_running_loop().time
+    async with answering(answer) as configuration, Sessions(no_list) as sessions:
+        session = (await sessions.get(Access(configuration.host, authorization="Bearer it"))).aiohttp_session
+        begun = now()
+        for query in ("", "?watch=true", "?watch=true&resourceVersion=5"):
+            url = f"{configuration.host}/api/v1/things{query}"
+            async with await session.request(method="get", url=url) as response:
+                assert await response.json() == "Bearer it"
+            await session.close()
+            assert not session.closed
+        assert now() - begun >= 0.4
+
+
+async def no_list(_resource: Resource, _namespace: str | None) -> str:
+    raise AssertionError("nothing was asked for")
+
+
+class Server:
+    """Has a job in every namespace and pods that are watched.
+
+    Attributes:
+        failing: a part of a path, with the status of the answer.
+        pods: the names of the pods.
+        lists: how often each kind was listed.
+        changes: what the watch of pods sends next; None ends it.
+    """
+
+    def __init__(self) -> None:
+        self.failing: dict[str, int] = {}
+        self.pods: list[str] = []
+        self.lists: list[str] = []
+        self.changes: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.closing = asyncio.Event()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if (found := discovered(request.path)) is not None:
+            return web.json_response(found)
+        for part, status in self.failing.items():
+            if part in request.path:
+                told = {"kind": "Status", "reason": "Forbidden", "message": f"{request.path} is not for you"}
+                return web.json_response(told, status=status)
+        kind = request.path.rpartition("/")[2]
+        if request.query.get("watch"):
+            return await self._watch(request, kind)
+        if "fieldSelector" in request.query:
+            return web.json_response({"metadata": {"resourceVersion": "9"}, "items": []})
+        self.lists.append(kind)
+        items: list[dict[str, Any]] = []
+        if kind == "elasticjobs":
+            namespace = request.path.split("/")[-2]
+            items = [an_object("digits", namespace if "/namespaces/" in request.path else "team")]
+        if kind == "pods":
+            items = [an_object(name, "team") for name in self.pods]
+        return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items})
+
+    async def _watch(self, request: web.BaseRequest, kind: str) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if kind != "pods":
+            await self.closing.wait()
+            return response
+        while (change := await self.changes.get()) is not None:
+            await response.write(json.dumps(change).encode() + b"\n")
+        return response
+
+
+def an_object(name: str, namespace: str, version: int = 3) -> dict[str, Any]:
+    about = {"name": name, "namespace": namespace, "uid": f"{namespace}-{name}", "resourceVersion": str(version)}
+    return {"metadata": about, "spec": {}}
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@contextlib.asynccontextmanager
+async def informed(
+    server: Server, *namespaces: str, resync_period: float = 300.0
+) -> AsyncIterator[tuple[Informer, Store]]:
+    """An informer at work."""
+    changes = asyncio.Event()
+    store = Store(changed=lambda _key: changes.set())
+    async with answering(server.answer) as configuration, Api(configuration) as api:
+        informer = Informer(
+            api, store, namespaces=namespaces, base_delay=0.02, forbidden_retry=0.02, resync_period=resync_period
+        )
+        running = asyncio.create_task(informer.run())
+        try:
+            async with asyncio.timeout(PATIENCE):
+                yield informer, store
+        finally:
+            running.cancel()
+            server.closing.set()
+            for _ in range(4):  # one for each watch of pods
+                server.changes.put_nowait(None)
+            await asyncio.wait({running})
+
+
+async def until(what: Callable[[], bool]) -> None:
+    while not what():  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.01)
+
+
+async def test_it_lists_each_kind_once_and_then_watches(server: Server) -> None:
+    server.pods = ["a", "b"]
+    async with informed(server) as (informer, store):
+        await informer.synced.wait()
+        assert (store.count(PODS), store.keys, informer.problem) == (2, ("team/digits",), "")
+        server.changes.put_nowait({"type": "DELETED", "object": an_object("b", "team", 10)})
+        server.changes.put_nowait({"type": "ADDED", "object": an_object("c", "team", 11)})
+        server.changes.put_nowait({"type": "ADDED", "object": an_object("d", "team", 12)})
+        await until(lambda: store.count(PODS) == 3)
+        assert sorted(server.lists) == sorted([*(each.plural for each in WATCHED), "podgroups", "podgroups"])
+
+
+async def test_an_expired_watch_lists_again_and_removes_what_is_gone(server: Server) -> None:
+    server.pods = ["a"]
+    async with informed(server) as (informer, store):
+        await informer.synced.wait()
+        server.pods = []
+        for change in ({"type": "ERROR", "object": {"code": 410}}, None):
+            server.changes.put_nowait(change)
+        await until(lambda: store.count(PODS) == 0)
+
+
+async def test_everything_is_listed_again_now_and_then(server: Server) -> None:
+    server.pods = ["a"]
+    async with informed(server, resync_period=0.05) as (informer, store):
+        await informer.synced.wait()
+        server.pods = []
+        await until(lambda: store.count(PODS) == 0)
+
+
+@pytest.mark.parametrize("forbidden", ["/namespaces/a/", "/namespaces/a/pods"])
+async def test_a_forbidden_namespace_holds_up_no_other_and_is_noticed_when_it_is_opened(
+    server: Server, caplog: pytest.LogCaptureFixture, forbidden: str
+) -> None:
+    caplog.set_level("INFO")
+    server.failing[forbidden] = 403
+    async with informed(server, "a", "b") as (informer, store):
+        await informer.synced.wait()
+        await asyncio.sleep(0.1)
+        assert store.keys == ("b/digits",), "a job without its pods would seem to have none"
+        [said] = [each for each in caplog.messages if "cannot be looked after" in each]
+        assert said.startswith("the namespace a cannot be looked after: ")
+        assert said.endswith(
+            "; grant the operator its rights there (the chart's role has them), or take it out of --namespace"
+        )
+        server.failing.clear()
+        await until(lambda: set(store.keys) == {"a/digits", "b/digits"})
+    assert "the namespace a can be looked after now" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "status", "words"),
+    [
+        (("a",), 403, "is not for you; grant the operator its rights there"),
+        ((), 403, "is not for you; grant the operator its rights there"),
+        (("a", "b"), 404, "this cluster does not know the ElasticJob: install the definition"),
+        (("a", "b"), 500, "what exists cannot be listed: the API server refused (500"),
+    ],
+)
+async def test_if_nothing_can_be_listed_it_says_why_once(
+    server: Server, caplog: pytest.LogCaptureFixture, namespaces: tuple[str, ...], status: int, words: str
+) -> None:
+    server.failing["/"] = status
+    async with informed(server, *namespaces) as (informer, _):
+        await until(lambda: words in informer.problem)
+        await asyncio.sleep(0.1)
+        assert not informer.synced.is_set()
+        assert len([each for each in caplog.messages if words in each]) == 1
+        server.failing.clear()
+        await informer.synced.wait()
+        assert informer.problem == ""
+
+
+async def test_a_list_that_fails_is_tried_again_alone(server: Server) -> None:
+    server.failing["deployments"] = 500
+    async with informed(server) as (informer, store):
+        await until(lambda: "500" in informer.problem)
+        server.failing.clear()
+        await informer.synced.wait()
+        assert server.lists.count("pods") == 1
+        assert store.keys

@@ -1,0 +1,139 @@
+"""The stores of all jobs: what goes wrong in one of them stays there."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.store_mirror import StoreMirror
+from torchelastic.errors import StoreError
+from torchelastic.protocol import SizeRecord
+
+if TYPE_CHECKING:
+    from elastic_operator.store_mirror import Reach
+
+PATIENCE = 30
+
+
+async def test_a_defect_met_while_a_size_is_written_ends_no_other_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def write_size(_mirror: StoreMirror, _size: SizeRecord) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(StoreMirror, "connected", True)
+    monkeypatch.setattr(StoreMirror, "write_size", write_size)
+    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: None) as stores:
+        stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="a defect"):
+                await stores.write_size("uid", SizeRecord(min=1, max=2, desired=2))
+
+
+class Away(StoreMirror):
+    """A mirror whose store is said to be away when a test wants it."""
+
+    async def run(self, settings: Reach, available: asyncio.Event | None) -> None:
+        assert available is not None
+        self.up = available
+        await asyncio.Event().wait()
+
+
+async def test_a_store_that_comes_and_goes_is_called_away_only_while_it_should_be_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", Away)
+    woken = []
+    async with asyncio.timeout(PATIENCE), JobStores(woken.append, managed_patience=0.0) as stores:
+
+        def own(*, up: bool) -> StoreMirror:
+            return stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=up)
+
+        mirror = own(up=False)
+        mirror._away("no route")
+        assert stores.error("uid") is None
+        own(up=True)
+        mirror._away("no route")
+        assert (stores.error("uid"), woken) == ("no route", ["team/digits"])
+        own(up=False)
+        assert stores.error("uid") is None
+        mirror._away("no route")
+        assert stores.error("uid") is None
+
+
+async def test_a_defect_met_while_a_store_is_followed_is_told_as_its_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(_mirror: StoreMirror, _settings: Reach, _available: asyncio.Event | None) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(StoreMirror, "run", run)
+    woken = asyncio.Event()
+    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: woken.set(), patience=0.0) as stores:
+        stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
+        await woken.wait()
+        assert stores.error("uid") == "an unexpected error: ZeroDivisionError('a defect')"
+
+
+async def test_an_own_store_is_not_called_away_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", Away)
+    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: None, patience=0.0, managed_patience=3600.0) as stores:
+        mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=True)
+        for _ in range(9):
+            mirror._away("no route")
+        assert stores.error("uid") is None
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that it is, for stores that are away when a test wants it."""
+    now = SimpleNamespace(time=0.0)
+    monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", Away)
+    monkeypatch.setattr("elastic_operator.kubernetes.job_store.time", SimpleNamespace(monotonic=lambda: now.time))
+    return now
+
+
+async def test_an_own_store_is_called_away_when_the_api_server_would_know_that_its_node_has_died(
+    now: SimpleNamespace,
+) -> None:
+    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: None) as stores:
+        mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=True)
+        for now.time, trouble in ((0.0, None), (50.0, None), (60.0, "no route")):
+            mirror._away("no route")
+            assert stores.error("uid") == trouble
+
+
+async def test_that_a_store_is_away_for_another_reason_by_now_is_told_now_and_then(
+    now: SimpleNamespace,
+) -> None:
+    woken: list[str] = []
+    async with asyncio.timeout(PATIENCE), JobStores(woken.append, patience=0.0) as stores:
+        mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
+        for now.time, said, told in (
+            (0.0, "no route", "no route"),
+            (1.0, "no answer", "no route"),
+            (29.0, "no answer", "no route"),
+            (30.0, "no route", "no route"),
+            (31.0, "no answer", "no answer"),
+            (60.0, "no route", "no answer"),
+            (61.0, "no route", "no route"),
+        ):
+            mirror._away(said)
+            assert stores.error("uid") == told
+        assert len(woken) == 3
+
+
+async def test_a_store_is_not_tried_before_that_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = asyncio.Event()
+
+    def at(_endpoint: str) -> NoReturn:
+        tried.set()
+        raise StoreError("no route")
+
+    monkeypatch.setattr("elastic_operator.kubernetes.job_store.store_at", at)
+    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: None) as stores:
+        for up in (False, True):
+            stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=up)
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert tried.is_set() is up

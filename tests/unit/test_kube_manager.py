@@ -1,0 +1,109 @@
+"""The operator's process: what a leader does, and what a standby does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, LEASES, PODS
+from elastic_operator.kubernetes.manager import Manager
+from elastic_operator.kubernetes.options import Address, OperatorSettings
+from tests.support.object_server import NAMESPACE, ObjectServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+JOB = {"minReplicas": 1, "maxReplicas": 500, "replicas": 1, "image": "i", "args": ["a.py"]}
+EXTERNAL = {"etcd": {"endpoint": "127.9.9.9:2379"}}
+HELD = {"holderIdentity": "another", "leaseDurationSeconds": 1000}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ObjectServer]:
+    async with ObjectServer() as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def running(
+    server: ObjectServer, caplog: pytest.LogCaptureFixture, *, leader_elect: bool = True
+) -> AsyncIterator[Callable[[str], object]]:
+    """Run an operator; gives what asks /metrics for the value of a series."""
+    caplog.set_level(logging.INFO)
+    settings = OperatorSettings(listen=Address("127.0.0.1", 0), leader_elect=leader_elect)
+    stop = asyncio.Event()
+    async with Api(server.configuration, NAMESPACE) as api, aiohttp.ClientSession() as session:
+        manager = asyncio.create_task(Manager(settings, api).run(stop))
+        try:
+            async with asyncio.timeout(30):
+                await server.until(lambda: bool(server.asked))
+                [port] = re.findall(r"/metrics on port (\d+)", caplog.text)
+
+                async def metric(name: str) -> str:
+                    async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+                        return "".join(re.findall(rf"^{name} (.*)$", await response.text(), re.MULTILINE))
+
+                yield metric
+        finally:
+            stop.set()
+            await manager
+
+
+async def test_a_leader_with_many_pending_requests_renews_its_lease(
+    server: ObjectServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.put(ELASTIC_JOBS, "one", spec={**JOB, **EXTERNAL})
+    async with running(server, caplog) as metric:
+        await server.until(lambda: len(server.of_kind(PODS)) == 1)
+        assert await metric("elastic_operator_leader") == "1.0"
+        server.stuck.add(PODS.path(NAMESPACE))
+        for number in range(200):
+            server.put(ELASTIC_JOBS, f"more-{number}", spec={**JOB, **EXTERNAL})
+        await server.until(lambda: server.times("POST", PODS) > 10)
+        renewals = server.times("PUT", LEASES)
+        await server.until(lambda: server.times("PUT", LEASES) > renewals)
+        server.stuck.clear()
+        server.release()
+    assert not server.get(LEASES, "elastic-operator")["spec"]["holderIdentity"], "it was released"
+
+
+async def test_a_standby_knows_all_jobs_and_does_nothing_until_it_leads(
+    server: ObjectServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.put(LEASES, "elastic-operator", spec=HELD)
+    server.put(ELASTIC_JOBS, "one", spec={**JOB, **EXTERNAL})
+    async with running(server, caplog) as metric:
+        await server.until(lambda: server.times("GET", LEASES) > 1)
+        assert await metric("elastic_operator_leader") == "0.0"
+        assert await metric("elastic_operator_elasticjobs") == "1.0"
+        assert await metric("elastic_operator_queue_depth") == "0.0"
+        server.put(LEASES, "elastic-operator", spec={**HELD, "holderIdentity": ""})
+        await server.until(lambda: len(server.of_kind(PODS)) == 1)
+        assert await metric("elastic_operator_leader") == "1.0"
+
+
+async def test_without_leader_election_it_leads_at_once(server: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(server, caplog, leader_elect=False) as metric:
+        server.put(ELASTIC_JOBS, "one", spec={**JOB, **EXTERNAL})
+        await server.until(lambda: len(server.of_kind(PODS)) == 1)
+        assert await metric("elastic_operator_leader") == "1.0"
+    assert server.times("GET", LEASES) == 0
+
+
+async def test_a_copy_that_may_list_nothing_does_not_lead_and_says_why_once(
+    server: ObjectServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = 'pods is forbidden: User "operator" cannot list resource "pods"'
+    server.fault = lambda _method, _path: (403, "Forbidden", words)
+    async with running(server, caplog) as metric:
+        await server.until(lambda: len(server.asked) > 1)
+        assert await metric("elastic_operator_leader") == "0.0"
+    [said] = [message for message in caplog.messages if words in message]
+    assert said.startswith("what exists cannot be listed: ")

@@ -1,0 +1,217 @@
+"""What the operator's metrics count when it has written a job's status."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_operator.controller.plan import plan
+from elastic_operator.kubernetes.metrics import OperatorMetrics
+from elastic_operator.kubernetes.restart_metrics import Cause, restarts, seconds_to_running
+from tests.support.builders import (
+    NOW,
+    a_job,
+    a_round,
+    a_world,
+    died,
+    evicted,
+    going,
+    left,
+    lost,
+    out_of_memory,
+    pending,
+    preempted,
+    running,
+    that_had_pods,
+    that_rests,
+    that_trained,
+    turned_away,
+    with_status,
+)
+
+if TYPE_CHECKING:
+    from elastic_operator.api.spec import Json
+    from elastic_operator.controller.model import Job, Observed, Pod
+
+
+def counted(job: Job, observed: Observed) -> dict[Cause, int]:
+    """What is counted when the job was looked at once, and once more with the status that came of that."""
+    causes: Counter[Cause] = Counter()
+    for _ in range(2):
+        todo = plan(job, observed, NOW)
+        causes.update(restarts(job, todo, observed.pods))
+        if todo.status is not None:
+            job = with_status(job, **{name: getattr(todo.status, name) for name in todo.status.__slots__})
+    return dict(causes)
+
+
+@pytest.mark.parametrize(
+    ("pod", "cause"),
+    [
+        (died(1, 1), Cause.POD_DIED),
+        (out_of_memory(1), Cause.POD_OUT_OF_MEMORY),
+        (evicted(1), Cause.POD_DISRUPTED),
+        (preempted(1), Cause.POD_DISRUPTED),
+        (lost(1), Cause.NODE_LOST),
+        (turned_away(1), Cause.NOT_ADMITTED),
+        (left(1), Cause.POD_LEFT),
+        (going(1), Cause.POD_LEFT),
+    ],
+    ids=lambda value: value.value if isinstance(value, Cause) else "",
+)
+def test_each_pod_that_is_replaced_counts_once_with_what_became_of_it(pod: Pod, cause: Cause) -> None:
+    assert counted(that_trained(a_job()), a_world(running(0), pod)) == {cause: 1}
+
+
+def test_pods_that_the_operator_removes_are_no_restarts() -> None:
+    assert counted(that_trained(a_job(replicas=1)), a_world(running(0), running(1))) == {}
+    assert counted(that_trained(a_job(suspend=True)), a_world(running(0), running(1))) == {}
+
+
+def test_workers_that_were_started_anew_count_by_whether_that_was_charged() -> None:
+    pods = running(0), running(1)
+    world = a_world(*pods, round=a_round(*pods, number=7, restarts=3, free=2))
+    assert counted(that_trained(a_job(), restarts=1), world) == {Cause.WORKER_FAILED: 2, Cause.FREE: 2}
+
+
+def test_the_way_to_running_is_measured_once() -> None:
+    pods = running(0), running(1)
+    world = a_world(*pods, round=a_round(*pods))
+    job = that_had_pods(a_job())
+    todo = plan(job, world, NOW + 12)
+    assert todo.status is not None
+    assert seconds_to_running(job, todo.status, NOW + 12) == 12
+    again = with_status(job, started=todo.status.started)
+    assert seconds_to_running(again, todo.status, NOW + 13) is None
+    waiting = plan(job, a_world(pending(0), pending(1)), NOW + 12).status
+    assert waiting is not None
+    assert seconds_to_running(job, waiting, NOW + 12) is None
+
+
+def test_of_a_job_that_was_made_suspended_the_way_begins_when_it_is_resumed() -> None:
+    pods = running(0), running(1)
+    job = that_rests(a_job(), started=None, round=0, active=NOW + 100)
+    todo = plan(job, a_world(*pods, round=a_round(*pods)), NOW + 103)
+    assert todo.status is not None
+    assert seconds_to_running(job, todo.status, NOW + 103) == 3
+
+
+def test_all_of_it_is_shown() -> None:
+    metrics = OperatorMetrics()
+    holds = [{"type": "Running", "status": "True"}, {"type": "Degraded", "status": "True"}]
+    over = [{"type": "Running", "status": "False"}, {"type": "Made up", "status": "True"}]
+    metrics.jobs(lambda: [{"status": {"conditions": holds}}, {"status": {"conditions": over}}, {}], lambda: True)
+    job = that_trained(a_job())
+    world = a_world(running(0), died(1))
+    metrics.status_written(job, plan(job, world, NOW), world.pods, NOW)
+    metrics.waited(0.02)
+    shown = metrics.page("")[0].decode()
+    for line in (
+        'elastic_operator_jobs{condition="Running"} 1.0',
+        'elastic_operator_jobs{condition="Degraded"} 1.0',
+        'elastic_operator_jobs{condition="Suspended"} 0.0',
+        'elastic_operator_restarts_total{cause="pod_died"} 1.0',
+        'elastic_operator_restarts_total{cause="node_lost"} 0.0',
+        'elastic_operator_queue_latency_seconds_bucket{le="0.025"} 1.0',
+        "elastic_operator_apply_to_running_seconds_count 0.0",
+        "elastic_operator_pods_created_total 0.0",
+    ):
+        assert line in shown
+    assert "Made up" not in shown
+
+
+def test_every_series_is_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    metrics = OperatorMetrics()
+    metrics.jobs(list, lambda: True)
+    shown = open_metrics_families(metrics.page("application/openmetrics-text")[0].decode())
+    own = {family.name for family in shown if not family.name.startswith("process_")}
+    assert {name for name in own if f"`{name}" not in page} == set()
+    for cause in Cause:
+        assert f"`{cause.value}`" in page
+
+
+def job_body(name: str = "digits", *, status: Json | None = None, **spec: object) -> Json:
+    conditions = [{"type": "Running", "status": "True"}, {"type": "Waiting", "status": "False"}]
+    counted = {
+        "desired": 4,
+        "readyReplicas": 3,
+        "restarts": 2,
+        "unchargedRestarts": 5,
+        "podFailures": 1,
+        "conditions": conditions,
+    }
+    return {
+        "metadata": {"namespace": "team", "name": name},
+        "spec": {"minReplicas": 2, "maxReplicas": 4, "maxRestarts": 7, **spec},
+        "status": counted if status is None else status,
+    }
+
+
+def shown_of(*bodies: Json, accept: str = "") -> dict[tuple[str, ...], float]:
+    """What is shown of jobs, by name and the values of the labels."""
+    metrics = OperatorMetrics()
+    metrics.jobs(lambda: bodies, lambda: True)
+    page, content_type = metrics.page(accept)
+    assert content_type.startswith("application/openmetrics-text" if accept else "text/plain")
+    read = open_metrics_families if accept else text_string_to_metric_families
+    return {
+        (sample.name.removeprefix("elastic_operator_job_"), *sample.labels.values()): sample.value
+        for family in read(page.decode())
+        for sample in family.samples
+        if sample.name.startswith("elastic_operator_job_")
+    }
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_each_job_is_shown_with_its_pods_its_conditions_and_its_budgets(accept: str) -> None:
+    job = ("team", "digits")
+    assert shown_of(job_body(), accept=accept) == {
+        ("desired_pods", *job): 4,
+        ("ready_pods", *job): 3,
+        ("min_pods", *job): 2,
+        ("condition", *job, "Running"): 1,
+        ("condition", *job, "Waiting"): 0,
+        ("restarts_total", *job, "worker_failed"): 2,
+        ("restarts_total", *job, "free"): 5,
+        ("restarts_total", *job, "pod_failed"): 1,
+        ("max_restarts", *job): 7,
+        ("backoff_limit", *job): 7,
+    }
+
+
+def test_a_store_that_the_operator_may_not_read_is_not_shown_as_one_that_is_away() -> None:
+    unreachable = {"type": "StoreUnreachable", "status": "True", "reason": "Unreachable"}
+    away, closed = (
+        shown_of(job_body(status={"conditions": [unreachable | {"reason": reason}]}))
+        for reason in ("Unreachable", "NotAllowed")
+    )
+    assert away["condition", "team", "digits", "StoreUnreachable"] == 1
+    assert ("condition", "team", "digits", "StoreUnreachable") not in closed
+
+
+def test_a_budget_of_its_own_for_pods_and_the_archived_form_are_shown_too() -> None:
+    shown = shown_of(
+        job_body("one", backoffLimit=1), job_body("two", replicaSpecs={"Worker": {"restartPolicy": "Never"}})
+    )
+    assert [shown["backoff_limit", "team", name] for name in ("one", "two")] == [1, 0]
+
+
+def test_of_a_job_that_nobody_has_looked_at_yet_it_is_not_said_how_many_pods_it_is_to_have() -> None:
+    shown = shown_of(job_body(status={}))
+    assert ("desired_pods", "team", "digits") not in shown
+    assert shown["ready_pods", "team", "digits"] == 0
+
+
+def test_a_job_that_is_somebody_elses_is_not_shown_nor_is_any_by_a_copy_that_stands_by() -> None:
+    assert shown_of(job_body(managedBy="kueue.x-k8s.io/multikueue")) == {}
+    metrics = OperatorMetrics()
+    metrics.jobs(lambda: [job_body()], lambda: False)
+    page = metrics.page("")[0].decode()
+    assert 'elasticjob="digits"' not in page
+    assert 'elastic_operator_jobs{condition="Running"} 1.0' in page

@@ -1,0 +1,264 @@
+"""What is observed of a job beyond its objects: slow pods, a slow etcd, pods that are gone, and what to try again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from elastic_operator.controller.model import Job, Observed, PodPhase
+from elastic_operator.controller.pods import PodEnd, pod_end
+from elastic_operator.kubernetes.client import Api, ApiError
+from elastic_operator.kubernetes.job_record import CreateBackoff, JobRecord
+from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.kubernetes.kinds import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES
+from elastic_operator.kubernetes.observe import Observer, job_of, remember_deleted, startup_problem
+from elastic_operator.kubernetes.secrets import EtcdSecrets
+from elastic_operator.kubernetes.store import Store
+from elastic_operator.resources.etcd import etcd_deployment, etcd_service
+from elastic_operator.resources.pod_settings import PodSettings
+from tests.support import cluster_objects
+from tests.support.answering import answering
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+NO_SECRET = 'MountVolume.SetUp failed for volume "key" : secret "tea" not found'
+CREATE_IT = "create it, or name another one in spec.template"
+STARTING = {"waiting": {"reason": "ContainerCreating"}}
+
+
+def event(second: int, message: str, *, bad: bool = True, by: str = "kubelet", **more: Any) -> dict[str, Any]:
+    """An event of a pod in this second."""
+    return {
+        "type": "Warning" if bad else "Normal",
+        "reason": "FailedMount" if bad else "Pulling",
+        "message": message,
+        "source": {"component": by},
+        "lastTimestamp": f"2026-01-01T00:00:{second:02}Z",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("events", "problem"),
+    [
+        ([], ""),
+        ([event(1, NO_SECRET)], f"{NO_SECRET}; {CREATE_IT}"),
+        ([event(1, "rpc error: code = Unknown desc = no network\nfor the pod")], "no network for the pod"),
+        ([event(1, "", reason="FailedCreatePodSandBox")], "FailedCreatePodSandBox"),
+        (
+            [event(9, "the disk is\nelsewhere", by="attachdetach-controller"), event(1, NO_SECRET)],
+            "the disk is elsewhere",
+        ),
+        ([event(1, NO_SECRET), event(2, 'Pulling image "i:1"', bad=False)], 'its node is pulling image "i:1"'),
+        ([event(2, 'Pulling image "i:1"', bad=False), event(2, "no network")], "no network"),
+        ([event(1, NO_SECRET), event(2, "Pulled", bad=False, reason="Pulled")], ""),
+        ([event(1, NO_SECRET), event(9, "0/3 nodes", by="default-scheduler")], f"{NO_SECRET}; {CREATE_IT}"),
+        (
+            [{"type": "Warning", "message": "m", "reportingComponent": "kubelet", "eventTime": "2026-01-01T00:00:00Z"}],
+            "m",
+        ),
+        ([{"type": 1, "message": ["m"], "source": "kubelet"}, {"source": {"component": "kubelet"}}], ""),
+    ],
+)
+def test_the_last_event_of_a_pod_says_what_keeps_it_from_starting(events: list[dict[str, Any]], problem: str) -> None:
+    assert startup_problem(events) == problem
+    assert startup_problem(reversed(events)) == problem
+
+
+class Cluster:
+    """A job's objects, the events of its pods by UID, and a clock."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[dict[str, Any]]] = {}
+        self.etcd_state: dict[str, Any] = STARTING
+        self.requests: list[str] = []
+        self.status = 200
+        self.now = 100.0
+        self.store = Store(changed=lambda _key: None)
+        self.job: Job = job_of(cluster_objects.job())
+        self.record = JobRecord("team/digits", cluster_objects.job())
+        self.versions = iter(range(1, 1000))
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path.endswith("/events"):
+            uid = request.query["fieldSelector"].removeprefix("involvedObject.uid=")
+            self.requests.append(uid)
+            items = self.events.get(uid, [])
+        else:
+            assert request.query["labelSelector"] == f"elastic.pytorch.org/job-uid={self.job.uid}"
+            self.requests.append("etcd")
+            spec = {"nodeName": "n", "containers": [{"name": "etcd", "image": "team/etcd:9"}]}
+            status = {"phase": "Pending", "containerStatuses": [{"name": "etcd", "state": self.etcd_state}]}
+            items = [{"metadata": {"name": "digits-etcd-x", "uid": "of-etcd"}, "spec": spec, "status": status}]
+        return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items}, status=self.status)
+
+    def pod(self, index: int, state: dict[str, Any] = STARTING) -> str:
+        """Have a pod with a node whose container is in this state; return its UID."""
+        pod = cluster_objects.pod(index, f"p{index}", state=state)
+        pod["metadata"]["resourceVersion"] = str(next(self.versions))
+        pod["metadata"]["ownerReferences"][0]["apiVersion"] = ELASTIC_JOBS.api_version
+        self.store.put(PODS, pod)
+        return str(pod["metadata"]["uid"])
+
+    def start_etcd(self) -> None:
+        """Have an etcd that is not ready."""
+        for kind, body in (
+            (SERVICES, etcd_service(self.job, cluster_ip="10.0.0.9")),
+            (DEPLOYMENTS, etcd_deployment(self.job, PodSettings())),
+        ):
+            body["metadata"] |= {"uid": kind.plural, "resourceVersion": "1"}
+            self.store.put(kind, body)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    clock = SimpleNamespace(monotonic=lambda: cluster.now, time=lambda: cluster.now)
+    for module in ("observe", "job_record"):
+        monkeypatch.setattr(f"elastic_operator.kubernetes.{module}.time", clock)
+    return cluster
+
+
+@pytest.fixture
+async def observer(cluster: Cluster) -> AsyncIterator[Observer]:
+    async with (
+        answering(cluster.answer) as configuration,
+        Api(configuration) as api,
+        JobStores(lambda _key: None) as stores,
+    ):
+        yield Observer(api, cluster.store, stores, EtcdSecrets(api, ()))
+
+
+async def look(cluster: Cluster, observer: Observer) -> Observed:
+    cluster.record.requeue = None
+    return await observer.observe(cluster.job, cluster.record)
+
+
+async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time_and_less_and_less_often(
+    cluster: Cluster, observer: Observer
+) -> None:
+    uids = [cluster.pod(0), cluster.pod(1)]
+    cluster.events = {uids[0]: [event(1, "no network")], uids[1]: [event(1, "no volume")]}
+    waits = []
+    for _ in range(7):
+        observed = await look(cluster, observer)
+        waits.append(cluster.record.requeue)
+        cluster.now += waits[-1] or 0.0
+    assert waits == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
+    assert cluster.requests == uids * 3
+    assert [pod.waiting for pod in observed.pods] == ["no network", "no volume"]
+
+    cluster.status = 500
+    assert [pod.waiting for pod in (await look(cluster, observer)).pods] == ["no network", "no volume"]
+    for index in (0, 1):
+        cluster.pod(index, {"running": {}})
+    assert [pod.waiting for pod in (await look(cluster, observer)).pods] == ["", ""]
+    assert cluster.record.requeue is None
+    cluster.pod(0)
+    await look(cluster, observer)
+    assert cluster.record.requeue == 5.0, "it starts again"
+
+
+async def test_it_says_as_long_as_an_etcd_is_not_ready_why(cluster: Cluster, observer: Observer) -> None:
+    cluster.start_etcd()
+    assert (await look(cluster, observer)).etcd_error is None
+    assert (cluster.requests, cluster.record.requeue) == ([], 15.0)
+
+    async def later() -> str | None:
+        cluster.now += 15
+        return (await look(cluster, observer)).etcd_error
+
+    cluster.etcd_state = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}
+    error = "its etcd does not serve yet: the image team/etcd:9 cannot be pulled: not found"
+    assert await later() == error
+    cluster.status = 500
+    assert await later() == error
+    cluster.status, cluster.etcd_state = 200, {"running": {}}
+    assert await later() is None
+    cluster.etcd_state = STARTING
+    attach = "AttachVolume.Attach failed for volume pvc-1: the disk is in another zone"
+    cluster.events = {"of-etcd": [event(1, attach, by="attachdetach-controller")]}
+    assert await later() == f"its etcd does not serve yet: {attach}"
+
+
+async def test_a_pod_that_is_gone_is_observed_as_deleted_until_another_takes_its_place(
+    cluster: Cluster, observer: Observer
+) -> None:
+    remember_deleted(cluster.record, cluster_objects.pod(1, "older"))
+    remember_deleted(cluster.record, cluster_objects.pod(1, "old"))
+    cluster.pod(0)
+    [gone] = [pod for pod in (await look(cluster, observer)).pods if pod.index == 1]
+    assert (gone.name, gone.ready, gone.phase, pod_end(gone)) == ("digits-1-old", False, PodPhase.FAILED, PodEnd.LEFT)
+
+    cluster.pod(1, {"terminated": {"exitCode": 1}})
+    assert len((await look(cluster, observer)).pods) == 3, "what is left of another one does not take its place"
+    cluster.pod(1)
+    assert len((await look(cluster, observer)).pods) == 2
+    assert not cluster.record.deleted
+
+    remember_deleted(cluster.record, cluster_objects.pod(2, "old"))
+    cluster.now += 901
+    assert len((await look(cluster, observer)).pods) == 2
+
+
+def test_what_is_blocked_is_tried_less_and_less_often(cluster: Cluster) -> None:
+    backoff, waits = CreateBackoff(), []
+    for _ in range(9):
+        backoff.block("exceeded quota")
+        waits.append(backoff.wait)
+        cluster.now += waits[-1]
+        assert (backoff.blocked, backoff.wait) == ("exceeded quota", 0)
+    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [backoff.succeed(), backoff.succeed()] == [True, False]
+    assert backoff.blocked is None
+    backoff.block("exceeded quota")
+    assert backoff.wait == 0.5
+
+
+def test_another_generation_is_tried_at_once(cluster: Cluster) -> None:
+    backoff = CreateBackoff()
+    backoff.see(2)
+    backoff.reject('unknown field "spec.x"')
+    backoff.see(2)
+    assert backoff.rejected == 'unknown field "spec.x"'
+    backoff.see(3)
+    assert backoff.rejected is None
+    backoff.block("exceeded quota")
+    backoff.see(4)
+    assert (backoff.blocked, backoff.wait) == ("exceeded quota", 0)
+
+
+def test_a_failing_api_server_is_reported_after_some_tries_and_some_time(cluster: Cluster) -> None:
+    backoff = CreateBackoff()
+    assert [backoff.fail(5.0) for _ in range(4)] == [False] * 4
+    cluster.now += 6
+    assert backoff.fail(5.0)
+    backoff.progress()
+    assert not backoff.fail(5.0)
+    cluster.now += 14
+    assert [backoff.fail(5.0), backoff.fail(5.0)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "by_policy"),
+    [
+        (400, 'admission webhook "policy.example.org" denied the request: no image of this registry', True),
+        (422, "pods \"digits-0\" is forbidden: ValidatingAdmissionPolicy 'few' with binding 'few' denied it", True),
+        (422, 'Pod "digits-0" is invalid: spec.x', False),
+    ],
+)
+def test_what_a_policy_rejects_may_be_accepted_later(status: int, message: str, *, by_policy: bool) -> None:
+    error = ApiError(status, "Invalid", message)
+    assert (error.by_policy, error.invalid) == (by_policy, not by_policy)
+
+
+def test_a_requeue_is_the_earliest_that_was_asked_for() -> None:
+    record = replace(JobRecord("team/digits", cluster_objects.job()))
+    for seconds in (5.0, 0.5, 3.0):
+        record.requeue_after(seconds)
+    assert record.requeue == 0.5

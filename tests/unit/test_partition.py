@@ -1,0 +1,94 @@
+"""A node that reaches neither the store nor its peers must not train on by itself; one that reaches either goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from contextlib import suppress
+
+import pytest
+
+from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
+from tests.support.views import SETTINGS
+from torchelastic.protocol import NodePhase, RunKeys
+from torchelastic.rendezvous.partition import PartitionDetector
+from torchelastic.rendezvous.run_state import RunContext, RunStateWatch
+from torchelastic.store import MemoryStore
+from torchelastic.store.run_lease import RunLease
+
+LEASE = 0.4
+
+
+@pytest.mark.parametrize("dying", ["a", "b"])
+async def test_without_store_and_peers_the_workers_are_stopped_and_it_comes_back_later(dying: str) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        nodes = {name: await meeting.node(name, wanted=2) for name in "ab"}
+        await all_with(*nodes.values())
+        (left,) = set("ab") - {dying}
+        cut_off = clients.all["ab".index(left)]
+        cut_off.reachable = False
+        await nodes[dying].crash()
+        await nodes[left].until(lambda node: node.partitioned)
+        cut_off.reachable = True
+        round = await all_with(nodes[left])
+        assert round.number > 1
+        assert round.restarts == 0
+
+
+async def test_without_the_store_alone_training_goes_on_and_a_newcomer_is_taken_in_afterwards() -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.5) as meeting:
+        a, b = [await meeting.node(name) for name in "ab"]
+        first = await all_with(a, b)
+        clients.reach(False)
+        for node in (a, b):
+            await node.until_away()
+        for node in (a, b):
+            clients.data.expire(node.inner._registration.lease)
+        clients.reach(True)
+        c = await meeting.node("c")
+        round = await all_with(a, b, c)
+        assert (round.number, round.nodes[:2]) == (2, first.nodes)
+        assert not a.partitioned
+        assert not b.partitioned
+
+
+async def test_a_node_whose_workers_have_ended_waits_in_peace_though_it_reaches_nobody() -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+        await all_with(a, b)
+        leader, other = (a, b) if a.inner._leader is not None else (b, a)
+        await other.says(phase=NodePhase.DONE)
+        clients.reach(False)
+        await leader.crash()
+        await asyncio.sleep(2 * LEASE)  # the passing of the lease's time is what this is about
+        other.drain()
+        assert not other.partitioned
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"), [("nobody", True), ("the store", False), ("a peer, at the second look", False)]
+)
+async def test_it_takes_more_than_one_look_and_neither_store_nor_peer_must_answer(answers: str, told: bool) -> None:
+    store, keys = MemoryStore(), RunKeys.of("run")
+    store.reachable = answers == "the store"
+    settings = dataclasses.replace(SETTINGS, lease=LEASE)
+    context = RunContext("a.1", settings, store, keys, RunLease(store, "run"), RunStateWatch(store, keys))
+    probes: list[float] = []
+
+    async def reaches_a_peer(within: float) -> bool:
+        probes.append(within)
+        return answers.startswith("a peer") and len(probes) > 1
+
+    seen = asyncio.Event()
+    detector = PartitionDetector(context, has_workers=lambda: True, reaches_a_peer=reaches_a_peer)
+    watching = asyncio.create_task(detector.watch(seen.set))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE if told else 3 * LEASE):
+            await seen.wait()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert seen.is_set() == told
+    assert set(probes) == {LEASE}

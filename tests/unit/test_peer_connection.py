@@ -1,0 +1,222 @@
+"""A link server answers the nodes of its own run, and hangs up on everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from contextlib import asynccontextmanager, closing
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from tests.support.nodes import PATIENCE
+from tests.support.ports import free_range
+from tests.support.views import SETTINGS, record
+from torchelastic.config.settings import RendezvousSettings
+from torchelastic.errors import NoPortFree
+from torchelastic.protocol import NodeRecord, RunKeys, SizeRecord, encode
+from torchelastic.rendezvous import peer_connection
+from torchelastic.rendezvous.change_signal import ChangeSignal
+from torchelastic.rendezvous.liveness import LivenessProber
+from torchelastic.rendezvous.membership import Membership
+from torchelastic.rendezvous.node import RendezvousNode
+from torchelastic.rendezvous.peer_connection import PeerServer, Verdict, hold_connection, listen, probe, run_digest
+from torchelastic.rendezvous.run_state import RunStateWatch
+from torchelastic.store import Entry, MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+OURS = run_digest("run")
+HELLO = {"run": OURS, "node": "b.1", "stay": True}
+
+
+class Observer:
+    """Notes which links came and broke."""
+
+    def __init__(self) -> None:
+        self.seen: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    def peer_connected(self, node: str) -> None:
+        self.seen.put_nowait(("connected", node))
+
+    def peer_lost(self, node: str) -> None:
+        self.seen.put_nowait(("lost", node))
+
+
+@asynccontextmanager
+async def serving(node: str = "a.1", run: str = "run") -> AsyncIterator[tuple[PeerServer, Observer]]:
+    observer = Observer()
+    server = PeerServer(run=run, node=node, host="127.0.0.1", observer=observer)
+    await server.start()
+    try:
+        yield server, observer
+    finally:
+        await server.close()
+
+
+async def answer_to(server: PeerServer, line: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        writer.write(line)
+        async with asyncio.timeout(30):
+            return await reader.readline()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x80\x04\x95\n",
+        b"[]\n",
+        json.dumps({**HELLO, "run": run_digest("another")}).encode() + b"\n",
+        b'{"run": "run", "node": "b.1"}\n',
+        b'{"node": "b.1"}\n',
+        json.dumps({**HELLO, "node": 7}).encode() + b"\n",
+        json.dumps({**HELLO, "node": "x" * 300}).encode() + b"\n",
+        json.dumps({**HELLO, "node": "x" * 5000}).encode() + b"\n",
+        b"[" * 900 + b"\n",
+    ],
+)
+async def test_whoever_speaks_anything_else_is_hung_up_on(line: bytes) -> None:
+    async with serving() as (server, observer):
+        assert await answer_to(server, line) == b""
+        assert observer.seen.empty()
+        assert await probe(f"127.0.0.1:{server.port}", run="run", node="b.1", peer="a.1") is Verdict.ALIVE
+
+
+async def test_whoever_says_more_than_a_greeting_loses_the_link() -> None:
+    async with serving() as (server, observer):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(json.dumps(HELLO).encode() + b"\n")
+        assert json.loads(await reader.readline())["node"] == "a.1"
+        assert await observer.seen.get() == ("connected", "b.1")
+        assert server.is_connected("b.1")
+        writer.write(b"more")
+        assert await observer.seen.get() == ("lost", "b.1")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_the_end_of_a_server_shows_as_a_death() -> None:
+    observer = Observer()
+    async with serving() as (server, _):
+        address = f"127.0.0.1:{server.port}"
+        holding = asyncio.create_task(hold_connection(address, run="run", node="b.1", peer="a.1", observer=observer))
+        assert await observer.seen.get() == ("connected", "a.1")
+    assert await holding is Verdict.DEAD
+    assert await observer.seen.get() == ("lost", "a.1")
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_connection_that_comes_while_the_server_closes_is_cut_like_all_others(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_connection, "GREETING_TIMEOUT", 600.0)
+    server = PeerServer(run="run", node="a.1", host="127.0.0.1", observer=Observer())
+    with socket.create_connection(("127.0.0.1", server.port)) as early:
+        early.setblocking(False)
+        await server.start()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(30):
+                assert await asyncio.get_running_loop().sock_recv(early, 1) == b""
+
+
+async def test_neither_the_length_of_an_id_nor_its_letters_keep_nodes_from_linking() -> None:
+    run, ours, theirs = "字" * 5000, "é" * 253 + ".12345678", "𝄞" * 253 + ".12345678"
+    observer = Observer()
+    async with serving(node=theirs, run=run) as (server, seen):
+        address = f"127.0.0.1:{server.port}"
+        holding = asyncio.create_task(hold_connection(address, run=run, node=ours, peer=theirs, observer=observer))
+        assert await seen.seen.get() == ("connected", ours)
+        assert await observer.seen.get() == ("connected", theirs)
+    await holding
+
+
+async def test_another_node_at_the_address_is_a_death_and_another_run_is_a_silence() -> None:
+    async with serving(node="c.1") as (server, _):
+        address = f"127.0.0.1:{server.port}"
+        assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.DEAD
+        assert await probe(address, run="another", node="b.1", peer="a.1") is Verdict.SILENT
+
+
+async def test_whoever_listens_and_says_nothing_is_silent() -> None:
+    with closing(listen("127.0.0.1")) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is Verdict.SILENT
+
+
+async def test_a_leader_finds_the_one_that_answers_without_waiting_for_those_that_do_not() -> None:
+    class Connections:
+        def is_connected(self, node: str) -> bool:
+            return True
+
+    keys = RunKeys.of("run")
+    membership = Membership("a.1", RunStateWatch(MemoryStore(), keys), keys, SETTINGS.size)
+    prober = LivenessProber(
+        "a.1",
+        SETTINGS,
+        membership,
+        cast("PeerServer", Connections()),
+        changed=ChangeSignal(),
+        connections_work=True,
+    )
+    with closing(listen("127.0.0.1")) as mute:
+        async with serving(node="c.1") as (server, _):
+            for name, port in (("b", mute.getsockname()[1]), ("c", server.port)):
+                said = encode(record(name, address="127.0.0.1", link=port))
+                membership.saw(Entry(keys.node(f"{name}.1"), said, 1, 1), now=0.0, answers=True)
+            async with asyncio.timeout(PATIENCE):
+                assert await prober.reaches_a_peer(within=10 * PATIENCE)
+        assert not await prober.reaches_a_peer(within=0.05)
+
+
+async def test_nonsense_in_the_place_of_an_address_is_a_silence() -> None:
+    for address in ("nowhere", "127.0.0.1:port", "127.0.0.1:99999", "", "x" * 70 + ".invalid:1"):
+        assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.SILENT
+
+
+# -- where it may listen
+
+
+def test_of_a_range_each_port_is_taken_once_before_one_comes_again() -> None:
+    ports = free_range(4)
+    taken = [0]
+    for _ in range(8):
+        with closing(listen("127.0.0.1", ports, after=taken[-1])) as listener:
+            taken.append(listener.getsockname()[1])
+    assert taken[1:] == 2 * list(range(ports.first, ports.last + 1))
+
+
+def test_a_port_that_another_one_has_is_left_to_it() -> None:
+    ports = free_range(3)
+    with closing(listen("127.0.0.1", ports)), closing(listen("127.0.0.1", ports)) as second:
+        assert second.getsockname()[1] == ports.first + 1
+        with closing(listen("127.0.0.1", ports, after=ports.first)) as third:
+            assert third.getsockname()[1] == ports.last
+
+
+def test_an_address_that_only_a_gateway_has_is_listened_for_within_the_range_too() -> None:
+    ports = free_range(2)
+    with closing(listen("192.0.2.1", ports)) as listener:
+        assert listener.getsockname() == ("0.0.0.0", ports.first)
+
+
+async def test_a_range_that_is_used_up_is_told_in_a_sentence_and_nothing_stays_open() -> None:
+    ports = free_range(2)
+    size = SizeRecord(min=1, max=1)
+    record = NodeRecord(name="a", address="127.0.0.1", workers=1, size=size)
+    settings = RendezvousSettings(run_id="run", size=size, ports=ports)
+    with closing(listen("127.0.0.1", ports)), pytest.raises(NoPortFree) as caught:
+        RendezvousNode(MemoryStore(), settings, node="a.1", record=record)
+    assert str(caught.value).startswith(f"No port of --port-range {ports.first}-{ports.last} is free on this node: ")
+    listen("127.0.0.1", ports).close()

@@ -1,0 +1,240 @@
+"""A job whose store cannot be read: what waits for it, for how long, and what it costs meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from elastic_operator.api.constants import ConditionType, EventReason, Reason
+from elastic_operator.api.spec import ElasticJobSpec, EtcdSpec, FailureAction
+from elastic_operator.api.status import JobState
+from elastic_operator.controller.applied_spec import with_applied_spec
+from elastic_operator.controller.model import EtcdState, IncompatibleImage
+from elastic_operator.controller.outcome_unknown import PATIENCE
+from elastic_operator.controller.plan import plan
+from tests.support.builders import (
+    NOW,
+    a_job,
+    a_round,
+    a_world,
+    condition,
+    died,
+    going,
+    on_reasons,
+    out_of_memory,
+    running,
+    success,
+    with_spec_applied,
+)
+
+if TYPE_CHECKING:
+    from elastic_operator.controller.model import Job, Observed, Plan, Pod
+
+AWAY = a_world(store_read=False, store_error="old:2379 refuses")
+OLD = EtcdSpec(endpoint="old:2379")
+NEW = EtcdSpec(endpoint="new:2379")
+
+
+def away(*pods: Pod) -> Observed:
+    return replace(AWAY, pods=pods)
+
+
+def carried_out(job: Job, world: Observed, now: float) -> tuple[Job, Plan]:
+    made = plan(job, world, now)
+    return (job if made.status is None else replace(job, status=made.status)), made
+
+
+def reasons(made: Plan) -> list[EventReason]:
+    return [event.reason for event in made.events]
+
+
+# -- resumed before it has come to rest
+
+
+def resumed_too_soon() -> Job:
+    """A job that was suspended, changed and resumed while its old store could not be read."""
+    job = with_spec_applied(a_job(etcd=OLD, suspend=True))
+    job, _ = carried_out(job, away(running(0), running(1)), NOW)
+    job, _ = carried_out(job, AWAY, NOW + 10)
+    return replace(job, spec=a_job(etcd=NEW).spec, generation=4)
+
+
+def test_a_job_that_is_resumed_before_it_rests_comes_to_rest_first_and_then_takes_what_was_changed() -> None:
+    job, waits = carried_out(resumed_too_soon(), AWAY, NOW + 11)
+    assert (waits.create, waits.events, waits.wake_at) == ((), (), NOW + 10 + PATIENCE)
+    assert with_applied_spec(job).spec.etcd == OLD
+    assert job.status.state is JobState.SUSPENDED
+
+    job, rests = carried_out(job, AWAY, NOW + 10 + PATIENCE)
+    assert (rests.create, rests.events, job.status.applied_spec, job.status.size_generation) == ((), (), None, 0)
+    assert rests.wake_at is not None
+
+    job, goes_on = carried_out(job, AWAY, rests.wake_at)
+    assert [pod.index for pod in goes_on.create] == [0, 1]
+    assert reasons(goes_on) == [EventReason.RESUMED, EventReason.STORE_UNREACHABLE]
+    assert with_applied_spec(job, goes_on).spec.etcd == NEW
+
+
+def test_its_old_store_still_says_how_the_run_ended() -> None:
+    job, _ = carried_out(resumed_too_soon(), AWAY, NOW + 11)
+    over, _ = carried_out(job, a_world(outcome=success()), NOW + 12)
+    assert over.status.state is JobState.SUCCEEDED
+
+    job, gives_up = carried_out(job, a_world(), NOW + 12)
+    assert (gives_up.create, gives_up.etcd, job.status.applied_spec) == ((), False, None)
+    job, goes_on = carried_out(job, a_world(), NOW + 13)
+    assert [pod.index for pod in goes_on.create] == [0, 1]
+    assert with_applied_spec(job, goes_on).spec.etcd == NEW
+
+
+def test_it_waits_for_pods_that_are_still_going_and_then_the_whole_time_for_the_store() -> None:
+    job = with_spec_applied(a_job(etcd=OLD, suspend=True))
+    job, _ = carried_out(job, away(running(0)), NOW)
+    job = replace(job, spec=a_job(etcd=NEW).spec, generation=4)
+    for later in (10, 100):
+        job, waits = carried_out(job, away(going(0)), NOW + later)
+        assert (waits.create, waits.wake_at, with_applied_spec(job).spec.etcd) == ((), None, OLD)
+    job, waits = carried_out(job, AWAY, NOW + 101)
+    assert (waits.create, waits.wake_at) == ((), NOW + 101 + PATIENCE)
+
+
+def test_with_the_same_store_it_continues_as_soon_as_that_was_read() -> None:
+    job = replace(resumed_too_soon(), spec=a_job(etcd=OLD, args=("new.py",)).spec)
+    job, _ = carried_out(job, AWAY, NOW + 11)
+    assert with_applied_spec(job).spec.args == ()
+    job, stops = carried_out(job, a_world(), NOW + 12)
+    assert (stops.create, stops.wake_at) == ((), NOW + 12.1)
+    job, goes_on = carried_out(job, a_world(), NOW + 12.1)
+    assert [pod.index for pod in goes_on.create] == [0, 1]
+    assert with_applied_spec(job, goes_on).spec.args == ("new.py",)
+
+
+# -- suspended
+
+
+def test_while_pods_stop_nothing_else_is_waited_for_and_patience_begins_when_the_last_has_ended() -> None:
+    job = with_spec_applied(a_job(suspend=True))
+    job, _ = carried_out(job, away(going(0), going(1)), NOW)
+    for kind, reason in ((ConditionType.SUSPENDED, Reason.STOPPING), (ConditionType.WAITING, Reason.SUSPENDED)):
+        assert (condition(job.status, kind).status, condition(job.status, kind).reason) == (False, reason)
+    assert plan(job, away(going(0)), NOW + PATIENCE).status is None
+
+    job, waits = carried_out(job, AWAY, NOW + 100)
+    assert waits.wake_at == NOW + 100 + PATIENCE
+    waiting = condition(job.status, ConditionType.WAITING)
+    assert (waiting.status, waiting.reason, waiting.since) == (True, Reason.STORE_UNREADABLE, NOW + 100)
+    job, _ = carried_out(job, AWAY, NOW + 100 + PATIENCE)
+    assert condition(job.status, ConditionType.SUSPENDED).status is True
+
+
+# -- deaths
+
+
+def test_no_pod_takes_the_place_of_one_that_may_have_failed_the_job() -> None:
+    job = with_spec_applied(a_job(backoff_limit=0))
+    world = away(running(0), died(1))
+    job, held = carried_out(job, world, NOW + 1)
+    assert (held.create, held.wake_at, job.status.pod_failures) == ((), NOW + PATIENCE, 0)
+    assert condition(job.status, ConditionType.WAITING).status is False
+    assert "no pod is started until it can be read" in condition(job.status, ConditionType.DEGRADED).message
+
+    alone = plan(with_spec_applied(a_job(backoff_limit=0)), away(died(1)), NOW + 1).status
+    waiting = condition(alone, ConditionType.WAITING)
+    assert (waiting.status, waiting.reason) == (True, Reason.STORE_UNREADABLE)
+
+    job, _ = carried_out(job, world, NOW + PATIENCE)
+    assert (job.status.state, job.status.pod_failures) == (JobState.FAILED, 1)
+
+
+def test_within_the_budget_a_pod_is_replaced_all_the_same_but_not_where_a_rule_fails_the_job() -> None:
+    allowed = plan(with_spec_applied(a_job(backoff_limit=1)), away(running(0), died(1)), NOW + 1)
+    assert [pod.index for pod in allowed.create] == [1]
+
+    rule = on_reasons(FailureAction.FAIL_JOB, "OOMKilled")
+    fatal = with_spec_applied(a_job(backoff_limit=9, failure_rules=(rule,)))
+    assert plan(fatal, away(running(0), out_of_memory(1)), NOW + 1).create == ()
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (died(1, 2), Reason.BAD_INPUT),
+        (
+            died(1, 128, incompatible_image=IncompatibleImage(Reason.NO_AGENT, "the image has no torchelastic-run")),
+            Reason.NO_AGENT,
+        ),
+    ],
+    ids=["bad input", "no agent"],
+)
+def test_a_pod_that_cannot_start_does_not_end_a_run_that_may_have_ended_before(last: Pod, reason: Reason) -> None:
+    job = with_spec_applied(a_job())
+    world = away(last)
+    job, held = carried_out(job, world, NOW + 1)
+    assert (held.create, held.remove, held.wake_at, job.status.state) == ((), (), NOW + PATIENCE, JobState.WAITING)
+    told = plan(job, a_world(last, outcome=success()), NOW + 2).status
+    assert told is not None
+    assert told.state is JobState.SUCCEEDED
+    for later, seen in ((2, a_world(last)), (PATIENCE, world)):
+        ended = plan(job, seen, NOW + later).status
+        assert condition(ended, ConditionType.FINISHED).reason == reason
+
+
+def test_nor_does_one_that_waits_for_an_image_while_the_store_is_being_read() -> None:
+    incompatible_image = running(
+        0, ready=False, incompatible_image=IncompatibleImage(Reason.NO_AGENT, "the image has no torchelastic-run")
+    )
+    reading = plan(with_spec_applied(a_job()), a_world(incompatible_image, store_read=False), NOW).status
+    assert reading is None or reading.state is JobState.WAITING
+    assert (
+        condition(plan(with_spec_applied(a_job()), away(incompatible_image), NOW).status, ConditionType.FAILED).status
+        is True
+    )
+
+
+def test_a_pod_that_gave_up_on_its_store_costs_nothing_and_is_the_last_failure() -> None:
+    status = plan(with_spec_applied(a_job()), a_world(running(0), died(1, 3)), NOW).status
+    assert status is not None
+    assert status.last_failure is not None
+    assert (status.pod_failures, status.last_failure.exit_code) == (0, 3)
+    assert status.last_failure.message.endswith("gave up on the store")
+
+
+def test_one_that_its_store_refused_is_charged() -> None:
+    status = plan(with_spec_applied(a_job()), a_world(running(0), died(1, 5)), NOW).status
+    assert status is not None
+    assert status.pod_failures == 1
+
+
+# -- what is said of the spec
+
+
+def test_a_budget_that_nobody_asks_for_any_more_is_not_called_there() -> None:
+    asked = with_spec_applied(a_job(disruption_budget=True))
+    asked, _ = carried_out(asked, a_world(running(0), running(1), disruption_budget_error="no right"), NOW)
+    mended = plan(asked, a_world(running(0), running(1)), NOW).status
+    assert condition(mended, ConditionType.DISRUPTION_BUDGET_FAILED).reason == Reason.BUDGET_CREATED
+    without = plan(replace(asked, spec=a_job().spec, generation=2), a_world(running(0), running(1)), NOW).status
+    assert condition(without, ConditionType.DISRUPTION_BUDGET_FAILED).reason == Reason.NOT_REQUESTED
+
+
+def test_a_restart_limit_that_a_flag_contradicts_is_said_to_have_no_effect_though_nothing_pinned_has_changed() -> None:
+    container = {"name": "w", "image": "i:1", "args": ["--max_restarts=3", "t.py"]}
+    archived = {
+        "minReplicas": 1,
+        "maxReplicas": 2,
+        "replicas": 2,
+        "replicaSpecs": {"Worker": {"replicas": 2, "template": {"spec": {"containers": [container]}}}},
+    }
+    world = a_world(running(0), running(1), round=a_round(running(0), running(1)))
+    job = with_spec_applied(replace(a_job(), spec=ElasticJobSpec.of({**archived, "maxRestarts": 100})))
+    edited = replace(job, spec=ElasticJobSpec.of({**archived, "maxRestarts": 50}), generation=2)
+    edited, made = carried_out(edited, world, NOW)
+    changes = condition(edited.status, ConditionType.RESTART_REQUIRED)
+    assert (changes.status, changes.reason) == (True, Reason.SPEC_CHANGED)
+    assert changes.message.startswith(
+        "this has no effect, and the job could not be resumed with it: spec.maxRestarts is"
+    )
+    assert reasons(made) == [EventReason.RESTART_REQUIRED]
+    assert plan(edited, replace(world, etcd=EtcdState.READY), NOW).events == ()

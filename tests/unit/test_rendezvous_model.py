@@ -1,0 +1,790 @@
+"""Whatever happens to nodes, links, leases, events and the store, in whatever order, the rendezvous keeps its promises.
+
+The store, the nodes and the leaders are played; what a leader makes of what it sees, and what it decides, is the real
+thing. There may be several who take themselves for the leader, and each hears of the store's changes late, in pieces,
+and again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.views import SETTINGS, failure, record
+from torchelastic.protocol import (
+    FailureKind,
+    LeaderRecord,
+    NodePhase,
+    NodeRecord,
+    NoticeRecord,
+    OutcomeRecord,
+    OutcomeState,
+    RoundReason,
+    RoundRecord,
+    RunKeys,
+    SizeRecord,
+    StateRecord,
+    decode,
+    decode_state,
+    encode,
+)
+from torchelastic.rendezvous.membership import Membership
+from torchelastic.rendezvous.policy.notices import current_notice
+from torchelastic.rendezvous.policy.plan import plan
+from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold, Snapshot
+from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
+from torchelastic.store import MemoryStore
+from torchelastic.store.api import Change, Entry, Listing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_NODES = 6
+KEYS = RunKeys.of("run")
+RULES = dataclasses.replace(SETTINGS, max_restarts=1000, crash_loop_limit=1000, join_timeout=1e9)
+
+
+class PlayedStore:
+    """etcd as far as it matters here: revisions, compare-and-swap, and changes that each listener hears in order."""
+
+    def __init__(self) -> None:
+        self.revision = 1
+        self.entries: dict[str, Entry] = {}
+        self.listeners: list[Listener] = []
+
+    def write(self, key: str, value: bytes | None) -> int:
+        self.revision += 1
+        before = self.entries.pop(key, None)
+        if value is not None:
+            created = self.revision if before is None else before.created
+            self.entries[key] = Entry(key, value, created, self.revision)
+        elif before is None:
+            return self.revision
+        for listener in self.listeners:
+            listener.hear(Change(key, self.entries.get(key), self.revision))
+        return self.revision
+
+    def compare_and_swap(self, key: str, value: bytes, expected: int) -> int | None:
+        return self.write(key, value) if self.modified(key) == expected else None
+
+    def modified(self, key: str) -> int:
+        return self.entries[key].modified if key in self.entries else 0
+
+    def below(self, prefix: str) -> Listing:
+        return Listing(self.revision, tuple(entry for key, entry in self.entries.items() if key.startswith(prefix)))
+
+    def go_back(self, revision: int, entries: dict[str, Entry]) -> None:
+        """Be what it was; whoever listens has to read it anew."""
+        self.revision = revision
+        self.entries = entries.copy()
+
+    @property
+    def state(self) -> StateRecord:
+        entry = self.entries.get(KEYS.state)
+        return StateRecord() if entry is None else decode_state(entry.value)
+
+    @property
+    def round(self) -> RoundRecord | None:
+        return self.state.round
+
+    @property
+    def notice(self) -> NoticeRecord | None:
+        entry = self.entries.get(KEYS.notice)
+        return None if entry is None else decode(entry.value, NoticeRecord)
+
+    @property
+    def outcome(self) -> OutcomeRecord | None:
+        return self.state.outcome
+
+
+class Listener:
+    """One node's sight of the store: what it was told, and what is on its way to it."""
+
+    def __init__(self, store: PlayedStore, node: str) -> None:
+        self.store = store
+        self.node = node
+        self.run = RunStateWatch(MemoryStore(), KEYS)
+        self.membership: Membership | None = None
+        self.of_the_run: deque[Change] = deque()
+        self.of_nodes: deque[Change] = deque()
+        self.back_at = -1e9
+        store.listeners.append(self)
+        self.run.replace(store.below(KEYS.control))
+
+    def hear(self, change: Change) -> None:
+        (self.of_nodes if change.key.startswith(KEYS.nodes) else self.of_the_run).append(change)
+
+    def take_in_of_the_run(self, count: int) -> None:
+        for _ in range(min(count, len(self.of_the_run))):
+            self.run.apply(self.of_the_run.popleft())
+
+    def leads(self) -> bool:
+        leader = self.run.leader.record
+        return self.membership is not None and leader is not None and leader.node == self.node
+
+
+@dataclasses.dataclass
+class Node:
+    """A node, with what it knows itself."""
+
+    record: NodeRecord
+    listener: Listener
+    alive: bool = True
+    key: bool = True
+    linked: bool = True
+    gave_way: bool = False
+    told: RoundRecord | None = None
+    keyless_since: float = 0.0
+    excused: bool = False
+    """Whether it may have been taken for lost: dead, cut off, or not answering when its lease had ended."""
+
+    @property
+    def leaving(self) -> bool:
+        return self.record.phase is NodePhase.LEAVING
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A decision that is yet to be committed."""
+
+    name: str
+    snapshot: Snapshot
+    decision: Decision
+    state: Versioned[StateRecord]
+
+
+def about(fit: Callable[[Node], bool], **strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+    """A rule about one node of those for which something holds."""
+
+    def decorate(happen: Callable[..., None]) -> Any:
+        def choose(self: Run, data: st.DataObject, **drawn: Any) -> None:
+            happen(self, data.draw(st.sampled_from([name for name, node in self.nodes.items() if fit(node)])), **drawn)
+
+        choose.__name__ = happen.__name__
+        possible = precondition(lambda self: any(map(fit, self.nodes.values())))
+        return possible(rule(data=st.data(), **strategies)(choose))
+
+    return decorate
+
+
+def lives(node: Node) -> bool:
+    return node.alive
+
+
+def trains(node: Node) -> bool:
+    told, phase = node.told, node.record.phase
+    return node.alive and told is not None and node.listener.node in told.nodes and phase is not NodePhase.PARTITIONED
+
+
+def runs_well(node: Node) -> bool:
+    return trains(node) and node.record.failure is None
+
+
+class Run(RuleBasedStateMachine):
+    """A handful of nodes, a store that can lose its data, and a clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1.0
+        self.store = PlayedStore()
+        self.nodes: dict[str, Node] = {}
+        self.born = 0
+        self.size = SizeRecord(min=2, max=4)
+        self.committed: list[RoundRecord] = []
+        self.asks = 0.0
+        self.failures = 0
+        self.final: set[str] = set()
+        self.finished: set[tuple[str, int]] = set()
+        self.pending: Pending | None = None
+        self.nonces = 0
+        self.backup: tuple[int, dict[str, Entry]] = (1, {})
+
+    # -- what happens to nodes
+
+    @rule(place=st.sampled_from(["", "x", "y"]))
+    def a_node_joins(self, place: str) -> None:
+        self.comes(place)
+
+    @about(lambda node: node.alive and node.record.phase is not NodePhase.DONE)
+    def a_node_leaves(self, name: str) -> None:
+        self.says(name, phase=NodePhase.LEAVING)
+        if self.nodes[name].listener.leads():
+            self.resigns(name)
+
+    @about(lambda node: node.alive and node.leaving)
+    def a_node_that_leaves_is_gone(self, name: str) -> None:
+        self.dies(name)
+        self.loses_its_key(name)
+
+    @about(lives)
+    def a_node_dies(self, name: str) -> None:
+        self.dies(name)
+
+    @about(lambda node: node.key and not node.alive)
+    def the_lease_of_a_dead_node_ends(self, name: str) -> None:
+        self.loses_its_key(name)
+
+    @about(lambda node: node.alive and node.key, linked=st.booleans())
+    def a_lease_ends_though_its_node_lives(self, name: str, linked: bool) -> None:
+        self.nodes[name].linked = linked
+        self.nodes[name].excused |= not linked
+        self.loses_its_key(name)
+
+    @about(lambda node: node.alive and not node.key)
+    def a_node_puts_its_key_again(self, name: str) -> None:
+        self.comes_back(name)
+
+    @about(lambda node: runs_well(node) and node.record.phase is NodePhase.READY, answers=st.booleans())
+    def a_member_is_cut_off_for_a_while(self, name: str, answers: bool) -> None:
+        self.nodes[name].linked = answers
+        self.nodes[name].excused = True
+        self.says(name, phase=NodePhase.PARTITIONED)
+
+    # -- what happens to workers
+
+    @about(runs_well, kind=st.sampled_from(list(FailureKind)), final=st.sampled_from([False] * 19 + [True]))
+    def a_worker_fails(self, name: str, kind: FailureKind, final: bool) -> None:
+        node = self.nodes[name]
+        broken = failure(node.record.name, number=node.record.round, kind=kind)
+        self.failures += 1
+        if final:
+            self.final.add(name)
+        self.says(name, failure=msgspec.structs.replace(broken, non_retryable=final))
+
+    @about(runs_well)
+    def the_workers_of_a_node_end_with_0(self, name: str) -> None:
+        self.is_done(name)
+
+    @about(trains, seconds=st.sampled_from([1.0, 20.0, 500.0]))
+    def workers_ask_for_a_notice(self, name: str, seconds: float) -> None:
+        self.says(name, notice=seconds)
+
+    @about(lambda node: trains(node) and node.record.notice > 0 and node.listener.run.notice.record is not None)
+    def workers_have_saved(self, name: str) -> None:
+        notice = self.nodes[name].listener.run.notice.record
+        assert notice is not None
+        if notice.round == self.nodes[name].record.round:
+            self.says(name, saved=notice.serial)
+
+    # -- what happens to the run and the store
+
+    @rule(low=st.integers(1, 3), more=st.integers(0, 3), wanted=st.none() | st.integers(0, 7))
+    def the_size_changes(self, low: int, more: int, wanted: int | None) -> None:
+        going = tuple(sorted(node.record.name for node in self.nodes.values() if node.alive)[:1]) if wanted == 1 else ()
+        self.size = SizeRecord(
+            min=low, max=low + more, desired=wanted, draining=going, generation=self.size.generation + 1
+        )
+        self.store.write(KEYS.size, encode(self.size))
+
+    @rule()
+    def the_store_is_backed_up(self) -> None:
+        self.backup = (self.store.revision, self.store.entries.copy())
+
+    @rule(loses=st.sampled_from(["nothing", "leases", "what is new", "everything"]), newcomer_leads=st.booleans())
+    def the_store_is_started_again(self, loses: str, newcomer_leads: bool) -> None:
+        if loses in ("what is new", "everything"):
+            self.pending = None  # a request to a store that has lost its data is lost, too
+            self.store.go_back(*(self.backup if loses == "what is new" else (1, {})))
+            self.backup = (1, {})
+        for name, node in self.nodes.items():
+            if loses != "nothing" and (node.key or node.alive):
+                node.key = False
+                node.keyless_since = self.now
+            if loses != "nothing":
+                self.store.entries.pop(KEYS.node(name), None)
+        for node in self.nodes.values():
+            node.listener.back_at = self.now
+            self.relist(node.listener)
+        if self.size.generation:
+            self.store.write(KEYS.size, encode(self.size))
+        if newcomer_leads and (newcomer := self.comes("")) is not None:
+            self.leads(newcomer)  # and knows of nothing but what the store has kept
+
+    @rule(seconds=st.sampled_from([0.01, 0.2, 1.1, 6.0, 11.0]), calm=st.booleans())
+    def time_passes(self, seconds: float, calm: bool) -> None:
+        if seconds > RULES.lease:  # for so long, nothing is late that can come
+            for name in [name for name, node in self.nodes.items() if node.alive and not node.key]:
+                self.comes_back(name)
+            for name in [name for name, node in self.nodes.items() if node.alive and node.listener.leads()]:
+                if self.nodes[name].listener.run.leader.modified == self.store.modified(KEYS.leader):
+                    self.hears_of_nodes(self.nodes[name].listener, 1000)
+        self.now += seconds
+        if calm:
+            self.things_take_their_course()
+
+    # -- what nodes and leaders hear and do
+
+    @about(lambda node: node.alive and bool(node.listener.of_the_run), count=st.integers(1, 5))
+    def a_node_hears_of_the_run(self, name: str, count: int) -> None:
+        self.hears_of_the_run(name, count)
+
+    @about(lambda node: node.alive and node.listener.membership is not None, count=st.integers(1, 5))
+    def a_leader_hears_of_nodes(self, name: str, count: int) -> None:
+        self.hears_of_nodes(self.nodes[name].listener, count)
+
+    @about(lives)
+    def a_node_reads_everything_again(self, name: str) -> None:
+        self.relist(self.nodes[name].listener)
+        self.takes_note(name)
+
+    @about(lambda node: node.alive and node.listener.membership is not None)
+    def a_leader_looks_at_those_who_do_not_answer(self, name: str) -> None:
+        self.looks(self.nodes[name].listener)
+
+    @about(lambda node: node.alive and node.key and not node.leaving)
+    def a_node_takes_the_lead(self, name: str) -> None:
+        self.leads(name)
+
+    @about(lambda node: node.alive and node.listener.leads())
+    def a_leader_decides(self, name: str) -> None:
+        self.hears_of_nodes(self.nodes[name].listener, 1)
+        for _ in range(3):
+            if self.nodes[name].listener.leads():
+                self.decides(name)
+
+    @about(lambda node: node.alive and node.listener.leads())
+    def a_leader_decides_and_is_paused(self, name: str) -> None:
+        self.hears_of_nodes(self.nodes[name].listener, 1000)
+        self.pending = self.decision_of(name)
+
+    @precondition(lambda self: self.pending is not None and self.nodes[self.pending.name].alive)
+    @rule()
+    def a_paused_leader_commits(self) -> None:
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        if not isinstance(pending.decision, (GiveNotice, GiveWay)):
+            self.commits(pending)
+
+    @initialize(
+        places=st.lists(st.sampled_from(["x", "y"]), min_size=2, max_size=4), notice=st.sampled_from([0.0, 20.0])
+    )
+    def nodes_meet(self, places: list[str], notice: float) -> None:
+        self.asks = notice
+        for place in places:
+            self.a_node_joins(place)
+        self.things_take_their_course()
+        self.now += 20.0
+        self.things_take_their_course()
+
+    @rule()
+    def things_take_their_course(self) -> None:
+        """All hear of everything, and whoever leads does what there is to be done."""
+        living = [name for name, node in self.nodes.items() if node.alive]
+        for _ in range(5):
+            self.now += 0.03
+            for name in living:
+                self.hears_of_the_run(name, 1000)
+            leading = [name for name in living if self.nodes[name].listener.leads()]
+            # Where nobody leads, the youngest is the first to take it: so those who know least have to give way. Who
+            # leaves does not lead any more, as long as there is anybody else.
+            heirs = [name for name in living if not self.nodes[name].leaving] or living
+            for name in leading or [name for name in heirs if not self.nodes[name].gave_way][-1:] or heirs[:1]:
+                self.leads(name)
+                self.hears_of_nodes(self.nodes[name].listener, 1000)
+                self.looks(self.nodes[name].listener)
+                self.decides(name)
+
+    # -- how it happens
+
+    def comes(self, place: str) -> str | None:
+        """The id of a new node; None where there are as many as there may be."""
+        if sum(node.alive for node in self.nodes.values()) == MAX_NODES:
+            return None
+        self.born += 1
+        said = record(f"n{self.born}", topology_key=place, address=f"10.0.0.{self.born}", size=SizeRecord(min=2, max=4))
+        name = f"{said.name}.0000"
+        self.nodes[name] = Node(said, Listener(self.store, name))
+        self.says(name)
+        return name
+
+    def says(self, name: str, **changes: Any) -> None:
+        node = self.nodes[name]
+        node.record = msgspec.structs.replace(node.record, **changes)
+        if node.key:
+            self.store.write(KEYS.node(name), encode(node.record))
+
+    def is_done(self, name: str) -> None:
+        self.finished.add((name, self.nodes[name].record.round))
+        self.says(name, phase=NodePhase.DONE)
+
+    def dies(self, name: str) -> None:
+        self.nodes[name].alive = False
+        self.nodes[name].excused = True
+        self.store.listeners.remove(self.nodes[name].listener)
+
+    def loses_its_key(self, name: str) -> None:
+        self.nodes[name].key = False
+        self.nodes[name].keyless_since = self.now
+        self.store.write(KEYS.node(name), None)
+
+    def comes_back(self, name: str) -> None:
+        node = self.nodes[name]
+        node.key = node.linked = True
+        self.says(name, store=node.record.store + 1)
+
+    def relist(self, listener: Listener) -> None:
+        listener.of_the_run.clear()
+        listener.of_nodes.clear()
+        listener.run.replace(self.store.below(KEYS.control))
+        if listener.membership is not None:
+            entries = {entry.key: entry for entry in self.store.below(KEYS.nodes).entries}
+            for name in [name for name in listener.membership.peers if KEYS.node(name) not in entries]:
+                self.is_gone(listener, name)
+            for entry in entries.values():
+                self.is_seen(listener, entry)
+
+    def hears_of_the_run(self, name: str, count: int) -> None:
+        self.nodes[name].listener.take_in_of_the_run(count)
+        self.takes_note(name)
+
+    def takes_note(self, name: str) -> None:
+        """A node is told of a round, as :class:`~torchelastic.rendezvous.node.RendezvousNode` tells it."""
+        node = self.nodes[name]
+        round = node.listener.run.round
+        if round is None or not node.alive:
+            return
+        if node.told is None or (round.number >= node.told.number and round != node.told):
+            node.told = round
+            self.says(
+                name,
+                round=round.number,
+                restarts=max(round.restarts, node.record.restarts),
+                store=node.record.store + 1,
+                phase=NodePhase.LEAVING if node.leaving else NodePhase.READY,
+                failure=None,
+                notice=self.asks if name in round.nodes else 0.0,
+                saved=0,
+            )
+
+    def hears_of_nodes(self, listener: Listener, count: int) -> None:
+        for _ in range(min(count, len(listener.of_nodes))):
+            change = listener.of_nodes.popleft()
+            if change.entry is None:
+                self.is_gone(listener, change.key.removeprefix(KEYS.nodes))
+            else:
+                self.is_seen(listener, change.entry)
+
+    def is_seen(self, listener: Listener, entry: Entry) -> None:
+        assert listener.membership is not None
+        name = entry.key.removeprefix(KEYS.nodes)
+        node = self.nodes[name]
+        listener.membership.saw(entry, now=self.now, answers=name == listener.node or (node.alive and node.linked))
+
+    def is_gone(self, listener: Listener, name: str) -> None:
+        assert listener.membership is not None
+        node = self.nodes[name]
+        if listener.membership.gone(name) is not None and (name == listener.node or (node.alive and node.linked)):
+            listener.membership.keep_silent(name)
+
+    def looks(self, listener: Listener) -> None:
+        """What links, and a second look where they broke, show a leader sooner or later."""
+        assert listener.membership is not None
+        for name, node in self.nodes.items():
+            if not node.alive:
+                listener.membership.died(name)
+            if not (node.alive and node.linked):
+                listener.membership.end_silence(name)
+            elif name in listener.membership.peers:
+                listener.membership.answers(name)
+
+    def leads(self, name: str) -> None:
+        listener = self.nodes[name].listener
+        if listener.leads():
+            return
+        taken = LeaderRecord(node=name, address="10.0.0.1:1")
+        revision = self.store.compare_and_swap(KEYS.leader, encode(taken), listener.run.leader.modified)
+        if revision is not None:
+            if self.now >= listener.back_at + RULES.lease:
+                for node in self.nodes.values():
+                    node.excused |= not node.key  # there is nothing by which this leader could tell that it lives
+            listener.run.note_leader(taken, revision)
+            listener.membership = Membership(name, listener.run, KEYS, self.nodes[name].record.size)
+            listener.of_nodes.clear()
+            for entry in self.store.below(KEYS.nodes).entries:
+                self.is_seen(listener, entry)
+
+    def resigns(self, name: str) -> bool:
+        listener = self.nodes[name].listener
+        listener.membership = None
+        resigned = LeaderRecord(node="", address="")
+        return self.store.compare_and_swap(KEYS.leader, encode(resigned), listener.run.leader.modified) is not None
+
+    def snapshot(self, name: str) -> Snapshot:
+        node = self.nodes[name]
+        assert node.listener.membership is not None
+        return node.listener.membership.snapshot(
+            now=self.now,
+            patient_until=node.listener.back_at + RULES.lease,
+            remembered=node.told,
+            gave_way=node.gave_way,
+        )
+
+    def decides(self, name: str) -> bool:
+        """Have a leader decide once and commit at once; return whether it did."""
+        return self.commits(self.decision_of(name))
+
+    def decision_of(self, name: str) -> Pending:
+        snapshot = self.snapshot(name)
+        decision = plan(snapshot, RULES)
+        assert decision == plan(snapshot, RULES)
+        run = self.nodes[name].listener.run
+        if isinstance(decision, EndRun) and run.leader.modified != self.store.modified(KEYS.leader):
+            decision = Hold()  # the leader asks the store whether it still leads
+        if isinstance(decision, EndRun):
+            self.check_outcome(decision.record, snapshot)
+        return Pending(name, snapshot, decision, run.state)
+
+    def commits(self, pending: Pending) -> bool:
+        """Carry out a decision, perhaps long after it was made; return whether that changed the store."""
+        name, snapshot = pending.name, pending.snapshot
+        run = self.nodes[name].listener.run
+        match pending.decision:
+            case FormRound(record=new):
+                if not new.nonce:
+                    self.nonces += 1
+                    new = msgspec.structs.replace(new, nonce=f"{self.nonces}")
+                state = StateRecord(new)
+                revision = self.store.compare_and_swap(KEYS.state, encode(state), pending.state.modified)
+                if revision is not None:
+                    self.check_round(new, snapshot)
+                    self.committed.append(new)
+                    run.note_state(state, revision)
+                    self.takes_note(name)
+                return revision is not None
+            case GiveNotice(record=notice):
+                self.check_notice(notice, snapshot)
+                revision = self.store.compare_and_swap(KEYS.notice, encode(notice), run.notice.modified)
+                if revision is not None:
+                    run.note_notice(notice, revision)
+                return revision is not None
+            case EndRun(record=outcome):
+                ended = encode(StateRecord(snapshot.round, outcome))
+                before = self.store.state
+                revision = self.store.compare_and_swap(KEYS.state, ended, pending.state.modified)
+                assert revision is None or before == StateRecord(snapshot.round), "it ends another round"
+                return revision is not None
+            case GiveWay():
+                self.nodes[name].gave_way = True
+                return self.resigns(name)
+        return False
+
+    # -- what must hold
+
+    def check_round(self, new: RoundRecord, snapshot: Snapshot) -> None:
+        if new == snapshot.remembered:
+            return  # a store that had lost it is given it again
+        told = [node.told for node in self.nodes.values() if node.alive] + [snapshot.round]
+        known = max((round.number for round in told if round is not None), default=0)
+        self.committed = [round for round in self.committed if round.number <= known]  # else nobody knows of it
+        self.check_number(new)
+        assert snapshot.outcome is None
+        assert len(set(new.nodes)) == len(new.nodes)
+        assert not new.members or snapshot.size.min <= len(new.members) <= snapshot.size.max
+        for node in new.nodes:
+            assert node in snapshot.peers
+            assert node not in snapshot.dead
+            assert not snapshot.is_leaving(node)
+            assert snapshot.peers[node].record.name not in snapshot.size.draining
+        self.check_who_is_left_out(new, snapshot)
+        self.check_what_it_costs(new, snapshot)
+        if new.members:
+            here = {node for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead}
+            staying = {
+                node
+                for node in here
+                if not snapshot.is_leaving(node) and snapshot.peers[node].record.name not in snapshot.size.draining
+            }
+            assert staying <= set(new.nodes) or len(new.nodes) == snapshot.size.target, "a member is left out"
+            assert new.store not in {old.store for old in self.committed}
+            assert new.store.rpartition(":")[0] in {member.address for member in new.members}
+        if new.reason is RoundReason.NODE_LOST and self.committed and snapshot.round is not None:
+            assert new.number > snapshot.round.number + 1 or any(map(self.may_be_lost, snapshot.ranks))
+        survivors = [node for node in snapshot.ranks if node in new.nodes]
+        assert [node for node in new.nodes if node in survivors] == survivors
+        self.check_neighbours(new, snapshot)
+        self.check_that_those_who_asked_were_told(snapshot)
+
+    def check_who_is_left_out(self, new: RoundRecord, snapshot: Snapshot) -> None:
+        """Whose key is on its way back is waited for by newcomers, and by all where the store itself was away."""
+        if (
+            snapshot.round is None
+            or snapshot.highest_round_seen > snapshot.round.number
+            or not snapshot.incomplete
+            or not new.members
+        ):
+            return
+        assert new.reason is not RoundReason.NODE_JOINED
+        assert snapshot.now >= snapshot.patient_until or new.reason is RoundReason.RESIZED
+
+    def check_what_it_costs(self, new: RoundRecord, snapshot: Snapshot) -> None:
+        """A failure is charged once, a change of membership is free, and nobody joins a run that is about to finish."""
+        if snapshot.round is None or not snapshot.round.members or snapshot.highest_round_seen > snapshot.round.number:
+            return
+        if new.reason is RoundReason.WORKER_FAILED:
+            assert new.restarts == snapshot.round.restarts + 1
+        elif any(
+            node in snapshot.peers and node not in snapshot.dead and not snapshot.is_leaving(node)
+            for node in snapshot.ranks
+        ):
+            assert new.restarts == snapshot.round.restarts
+        if new.reason is RoundReason.NODE_JOINED and not any(map(snapshot.is_leaving, snapshot.ranks)):
+            assert not any(map(snapshot.is_finishing, set(snapshot.ranks) - snapshot.dead))
+
+    def may_be_lost(self, name: str) -> bool:
+        node = self.nodes[name]
+        return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
+
+    def check_number(self, new: RoundRecord) -> None:
+        """No number stands for two rounds as long as anybody is there who knew the first one."""
+        for name, node in self.nodes.items():
+            assert not (node.alive and node.key) or node.told is None or node.told.number < new.number, name
+
+    def check_neighbours(self, new: RoundRecord, snapshot: Snapshot) -> None:
+        """A newcomer stands beside one of its own place, where there is any other in the round."""
+        places = [snapshot.peers[node].record.topology_key for node in new.nodes]
+        for rank, node in enumerate(new.nodes):
+            if node not in snapshot.ranks and places[rank] and places.count(places[rank]) > 1:
+                assert places[rank] in (places[rank - 1 : rank] + places[rank + 1 : rank + 2])
+
+    def check_that_those_who_asked_were_told(self, snapshot: Snapshot) -> None:
+        if snapshot.round is None or any(peer.record.failure is not None for peer in snapshot.peers.values()):
+            return
+        here = [snapshot.peers[node] for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead]
+        if len(here) < len(snapshot.ranks) or any(peer.record.phase is NodePhase.PARTITIONED for peer in here):
+            return
+        asking = [
+            peer.record
+            for peer in here
+            if peer.record.notice
+            and peer.record.round == snapshot.round.number
+            and peer.record.phase is not NodePhase.DONE
+        ]
+        if asking and not any(peer.record.round > snapshot.round.number for peer in snapshot.peers.values()):
+            notice = current_notice(snapshot)
+            assert notice is not None
+            over = snapshot.now >= snapshot.noticed_at + notice.seconds
+            assert over or all(said.saved >= notice.serial for said in asking)
+
+    def check_notice(self, notice: NoticeRecord, snapshot: Snapshot) -> None:
+        assert snapshot.round is not None
+        assert notice.round == snapshot.round.number
+        assert 0 <= notice.seconds <= RULES.notice
+        last = 0 if snapshot.notice is None else snapshot.notice.serial
+        assert notice.serial > last if notice.seconds else notice.serial == last
+
+    def check_outcome(self, outcome: OutcomeRecord, snapshot: Snapshot) -> None:
+        round = snapshot.round
+        assert round is not None
+        assert outcome.round == round.number
+        if outcome.state is OutcomeState.SUCCEEDED:
+            assert all((name, round.number) in self.finished for name in round.nodes)
+        else:
+            assert outcome.failure is not None
+            assert outcome.failure.node in self.final
+
+    @invariant()
+    def no_failure_is_charged_twice(self) -> None:
+        round = self.store.round
+        assert round is None or round.restarts <= self.failures
+
+    # -- and in the end
+
+    def teardown(self) -> None:
+        """Once the faults stop, whoever lives trains together, and then nothing changes any more."""
+        for name in [name for name, node in self.nodes.items() if node.alive and node.leaving]:
+            self.dies(name)
+        for name, node in self.nodes.items():
+            node.linked = True
+            if node.key and not node.alive:
+                self.loses_its_key(name)
+            elif node.alive and not node.key:
+                self.comes_back(name)
+        for _ in range(20):
+            self.now += 15.0
+            self.things_take_their_course()
+            for node in [node for node in self.nodes.values() if self.is_about_to_finish() and trains(node)]:
+                self.is_done(node.listener.node)
+        living = [name for name, node in self.nodes.items() if node.alive]
+        if self.store.outcome is None and living:
+            self.check_the_end(living)
+
+    def is_about_to_finish(self) -> bool:
+        """Whether a worker has ended with 0; whoever is not done yet will be."""
+        views = [self.snapshot(name) for name, node in self.nodes.items() if node.alive and node.listener.leads()]
+        return any(any(map(snapshot.is_finishing, snapshot.ranks)) for snapshot in views)
+
+    def check_the_end(self, living: list[str]) -> None:
+        (leader,) = [name for name in living if self.nodes[name].listener.leads()]
+        assert isinstance(plan(self.snapshot(leader), RULES), Hold)
+        assert current_notice(self.snapshot(leader)) is None or not set(self.snapshot(leader).ranks).intersection(
+            living
+        )
+        size = self.snapshot(leader).size
+        fit = [name for name in living if self.nodes[name].record.name not in size.draining]
+        round = self.store.round
+        if len(fit) >= size.min:
+            assert round is not None
+            assert len(round.members) == min(len(fit), size.target)
+        elif round is not None:
+            assert not set(round.nodes) & set(living)
+        for name in living:
+            assert self.nodes[name].told == round
+            assert self.nodes[name].record.failure is None
+
+
+TestRun = Run.TestCase
+TestRun.settings = hypothesis_settings(stateful_step_count=50)
+
+
+def test_a_host_that_missed_a_round_of_a_lost_store_does_not_offer_its_port_again() -> None:
+    run = Run()
+    run.nodes_meet(places=["", "", "", ""], notice=0.0)
+    n1, n2, _, n4 = run.nodes
+    run.says(n1, phase=NodePhase.LEAVING)
+    run.hears_of_nodes(run.nodes[n4].listener, 1000)
+    assert run.decides(n4)
+    lost = run.committed[-1]
+    assert (lost.number, lost.store.rpartition(":")[0]) == (2, run.nodes[n2].record.address)
+    run.says(n4, phase=NodePhase.LEAVING)
+    run.the_store_is_started_again(loses="everything", newcomer_leads=False)
+    after = the_next_round(run, leader=n2)
+    assert (after.number, after.store == lost.store) == (3, False)
+
+
+def test_a_host_that_was_partitioned_when_its_port_was_used_does_not_offer_it_again() -> None:
+    run = Run()
+    run.nodes_meet(places=["", ""], notice=0.0)
+    n1, n2 = run.nodes
+    run.nodes[n1].excused = True
+    run.says(n1, phase=NodePhase.PARTITIONED)
+    run.hears_of_nodes(run.nodes[n2].listener, 1000)
+    assert run.decides(n2)
+    lost = run.committed[-1]
+    assert lost.store.rpartition(":")[0] == run.nodes[n1].record.address
+    run.the_store_is_started_again(loses="everything", newcomer_leads=False)
+    run.dies(n2)
+    run.comes("")
+    after = the_next_round(run, leader=n1)
+    assert after.store != lost.store
+
+
+def the_next_round(run: Run, *, leader: str) -> RoundRecord:
+    """Let all nodes come back to an empty store, in which one leads until it forms a round."""
+    for name in [name for name, node in run.nodes.items() if node.alive]:
+        run.comes_back(name)
+    before = len(run.committed)
+    for _ in range(10):
+        run.hears_of_the_run(leader, 1000)
+        run.leads(leader)
+        run.hears_of_nodes(run.nodes[leader].listener, 1000)
+        run.looks(run.nodes[leader].listener)
+        if run.decides(leader) and len(run.committed) > before:
+            return run.committed[-1]
+        run.now += RULES.lease + RULES.last_call_timeout
+    raise AssertionError("no round was formed")

@@ -1,0 +1,115 @@
+"""The directory of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic_operator.errors import BadInput
+from elastic_operator.local.run_dir import all_runs, create_run, home_dir, private_dir, reopen_run
+
+NOW = 1_700_000_000.0
+
+
+def a_record(job: str) -> dict[str, object]:
+    return {"manifest": {"metadata": {"name": job}}}
+
+
+def test_the_home_is_the_one_that_is_named_or_lies_in_the_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert home_dir({"ELASTICJOB_HOME": "/a/b", "XDG_STATE_HOME": "/c"}) == Path("/a/b")
+    assert home_dir({"XDG_STATE_HOME": "/c"}) == Path("/c/elasticjob")
+    assert home_dir({}) == Path.home() / ".local" / "state" / "elasticjob"
+    monkeypatch.chdir(tmp_path)
+    assert home_dir({"ELASTICJOB_HOME": "runs"}) == tmp_path / "runs"
+
+
+def test_each_run_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    first, second = create_run(tmp_path, "digits", NOW), create_run(tmp_path, "digits", NOW)
+    assert first.path != second.path
+    assert first.run_id.startswith("digits-20231114-221320-")
+    first.write_record({"a": 1})
+    first.write_record({"a": 2})
+    first.write_manifest({"kind": "ElasticJob", "apiVersion": "v1"})
+    assert first.read_record() == {"a": 2}
+    assert first.manifest.read_text() == "kind: ElasticJob\napiVersion: v1\n", "in the order in which it was written"
+    assert sorted(path.name for path in first.path.iterdir()) == ["checkpoints", "job.json", "logs", "manifest.yaml"]
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "\udcff"])
+def test_a_record_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str | None) -> None:
+    run = create_run(tmp_path, "digits", NOW)
+    if text is not None:
+        run.record.write_bytes(text.encode(errors="surrogateescape"))
+    assert run.read_record() is None
+
+
+def test_runs_are_listed_with_the_latest_first(tmp_path: Path) -> None:
+    old, new, _ = (create_run(tmp_path, name, NOW) for name in ("old", "new", "empty"))
+    (tmp_path / "runs" / "stray").touch()
+    for age, run in ((60, old), (0, new)):
+        run.write_record(a_record("x"))
+        os.utime(run.record, (NOW - age, NOW - age))
+    assert [run.run_id for run in all_runs(tmp_path)] == [new.run_id, old.run_id]
+    assert all_runs(tmp_path / "nowhere") == []
+
+
+def test_a_run_is_resumed_in_its_directory_with_the_old_logs_put_aside(tmp_path: Path) -> None:
+    run = create_run(tmp_path, "digits", NOW)
+    run.write_record(a_record("digits"))
+    (run.logs / "digits-0-aaaaa").mkdir()
+    (run.checkpoints / "digits").mkdir()
+    for _ in range(2):
+        assert reopen_run(tmp_path, run.run_id, "digits").path == run.path
+    assert list(run.logs.iterdir()) == []
+    assert (run.path / "logs.1" / "digits-0-aaaaa").is_dir()
+    assert (run.path / "logs.2").is_dir()
+    assert (run.checkpoints / "digits").is_dir()
+
+
+@pytest.mark.parametrize("run_id", ["digits-1", "", "..", "../runs", "/"])
+def test_only_a_run_can_be_resumed(tmp_path: Path, run_id: str) -> None:
+    create_run(tmp_path, "digits", NOW).write_record(a_record("digits"))
+    with pytest.raises(BadInput, match="there is no run"):
+        reopen_run(tmp_path, run_id, "digits")
+
+
+def test_only_a_run_of_the_same_job_can_be_resumed(tmp_path: Path) -> None:
+    run = create_run(tmp_path, "digits", NOW)
+    for record, sentence in (
+        ({}, "does not say which job"),
+        (a_record("letters"), r"was of the job letters, but the manifest's metadata\.name is digits"),
+    ):
+        run.write_record(record)
+        with pytest.raises(BadInput, match=sentence):
+            reopen_run(tmp_path, run.run_id, "digits")
+
+
+def test_a_home_that_cannot_be_written_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="ELASTICJOB_HOME"):
+        create_run(tmp_path / "file", "digits", NOW)
+
+
+@pytest.mark.parametrize("problem", ["none", "open to others", "a link", "a file", "too long", "missing"])
+def test_the_socket_has_a_directory_that_only_this_user_can_enter(tmp_path: Path, problem: str) -> None:
+    runtime = tmp_path / ("x" * 90 if problem == "too long" else "run")
+    candidate = runtime / "elasticjob"
+    if problem != "missing":
+        runtime.mkdir()
+    if problem == "open to others":
+        candidate.mkdir()
+        candidate.chmod(0o755)
+    elif problem == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        candidate.symlink_to(tmp_path / "elsewhere")
+    elif problem == "a file":
+        candidate.touch()
+    chosen = private_dir({"XDG_RUNTIME_DIR": str(runtime)}, "12345678.sock")
+    assert (chosen == candidate) == (problem == "none")
+    assert chosen.stat().st_mode & 0o777 == 0o700
+    assert len(str(chosen / "12345678.sock")) <= 107
+    assert private_dir({"XDG_RUNTIME_DIR": str(runtime)}, "12345678.sock") == chosen
