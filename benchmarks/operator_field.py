@@ -19,8 +19,7 @@ from benchmarks.etcd import etcd_serving
 from benchmarks.operator_audit import Audit, writes
 from benchmarks.operator_watch import PodWatch
 from elastic_operator.api.constants import ANNOTATION_SIZE
-from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.control_plane import ControlPlane
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from benchmarks.operator_watch import SeenPod
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from torchelastic.store import Store
 
 OPERATORS_NAMESPACE: Final = "elastic-system"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.errors import BadInput
-from elastic_operator.kubernetes.kinds import SECRETS, Resource
+from elastic_operator.kubernetes.client import SECRETS, Resource
 from tests.support.etcd import free_ports
 from tests.support.testbed.daemons import Daemon
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.operator_audit import writes
 from benchmarks.operator_peer import CREATED_ONCE, ONCE, PEER, REPLACED_ONCE
 from benchmarks.report import Measurement
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS
+from elastic_operator.kubernetes.client import ELASTIC_JOBS
 from tests.support.testbed.kwok import LINGERS
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from elastic_operator.api.constants import (
     pod_name,
     worker_selector,
 )
-from elastic_operator.kubernetes.kinds import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
+from elastic_operator.kubernetes.client import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
 from tests.support.audit import AuditLog
 from tests.support.cluster_user import job
 from tests.support.pod_groups import installed
@@ -45,7 +45,7 @@ from torchelastic.store import connect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from tests.support.etcd import EtcdServer
     from tests.support.testbed.commands import Result
 

@@ -14,8 +14,7 @@ import pytest_asyncio
 
 from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
 from elastic_operator.api.report import encode_report
-from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.kinds import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES, Api
 from elastic_operator.reports.page import page
 from tests.support.cluster_objects import died, status
 from tests.support.cluster_user import ELASTICJOB
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
     from tests.support.testbed.commands import Result
 

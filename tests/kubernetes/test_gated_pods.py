@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.client.user_api import UserApi
-from elastic_operator.kubernetes.container_state import seconds
-from elastic_operator.kubernetes.kinds import PODS
+from elastic_operator.kubernetes.client import PODS
+from elastic_operator.kubernetes.pod_status import seconds
 from tests.support.operator_place import Place, conditions, holds, index_of, live
 from tests.support.operator_process import OperatorProcess
 

@@ -12,14 +12,14 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.client.user_api import UserApi
-from elastic_operator.kubernetes.client import ApiError
-from elastic_operator.kubernetes.kinds import (
+from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
     PODS,
     SCHEDULER_PLUGINS_GROUPS,
     VOLCANO_GROUPS,
+    ApiError,
 )
 from tests.support.operator_place import Json, Place, conditions, holds, uids
 from tests.support.operator_process import OperatorProcess
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from tests.support.etcd import EtcdServer
     from tests.support.testbed.cluster import Cluster
 

@@ -18,7 +18,7 @@ import yaml
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.client.user_api import UserApi
-from elastic_operator.kubernetes.kinds import (
+from elastic_operator.kubernetes.client import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     ELASTIC_JOBS,

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.client.user_api import UserApi
-from elastic_operator.kubernetes.kinds import LEASES
+from elastic_operator.kubernetes.client import LEASES
 from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
 from tests.support.operator_process import PATIENCE
 from tests.support.testbed.control_plane import ControlPlane

@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.client.user_api import UserApi
+from elastic_operator.kubernetes.client import DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS, PODS, SERVICES
 from elastic_operator.kubernetes.informer import Informer
-from elastic_operator.kubernetes.kinds import DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS, PODS, SERVICES
 from elastic_operator.kubernetes.store import Store
 from tests.support.operator_place import Json, Place, conditions, holds, live, uids
 from tests.support.operator_process import OperatorProcess

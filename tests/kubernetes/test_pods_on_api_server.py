@@ -19,11 +19,11 @@ from elastic_operator.api.constants import pod_name
 from elastic_operator.api.spec import ElasticJobSpec
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import Job, NewPod
-from elastic_operator.kubernetes.kinds import DEPLOYMENTS, DISRUPTION_BUDGETS, PODS, SERVICES
+from elastic_operator.kubernetes.client import DEPLOYMENTS, DISRUPTION_BUDGETS, PODS, SERVICES
 from elastic_operator.manifest.crd import apply_defaults
 from elastic_operator.resources.etcd import etcd_deployment, etcd_service
-from elastic_operator.resources.pdb import disruption_budget
-from elastic_operator.resources.pod_settings import PodSettings
+from elastic_operator.resources.metadata import PodSettings
+from elastic_operator.resources.podgroup import disruption_budget
 from elastic_operator.resources.worker_pod import worker_pod
 from tests.support.builders import UID
 from torchelastic.protocol import ResumeRecord, SizeRecord
@@ -31,7 +31,7 @@ from torchelastic.protocol import ResumeRecord, SizeRecord
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.client.user_api import UserApi
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS, Resource
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Resource
 from tests.support.cluster_user import job
 from tests.support.definitions import defined
 from tests.support.operator_place import Json, Place, index_of, uids

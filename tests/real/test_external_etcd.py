@@ -12,8 +12,7 @@ import pytest
 from aiohttp import web
 
 from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.kubernetes.secrets import EtcdSecrets
+from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
 from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer

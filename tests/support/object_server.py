@@ -19,7 +19,7 @@ from tests.support.discovery import discovered
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
 
 NAMESPACE = "team"
 MADE = "2026-01-01T00:00:00Z"

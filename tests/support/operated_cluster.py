@@ -9,25 +9,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 from elastic_operator.controller.reconciler import Reconciler, WorkQueue
 from elastic_operator.kubernetes.apply import Applier
-from elastic_operator.kubernetes.backend import KubernetesBackend
-from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.events import EventRecorder
-from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.kubernetes.kinds import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS
-from elastic_operator.kubernetes.observe import Observer
-from elastic_operator.kubernetes.run_report_store import RunReportStore
-from elastic_operator.kubernetes.secrets import EtcdSecrets
+from elastic_operator.kubernetes.backend import KubernetesBackend, Observer
+from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, Api
+from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import Writer
+from elastic_operator.kubernetes.writer import EventRecorder, RunReportStore, Writer
 from elastic_operator.resources.etcd import etcd_name
-from elastic_operator.resources.pod_settings import PodSettings
+from elastic_operator.resources.metadata import PodSettings
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
 
 NAME = "digits"
 

@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_operator.api.constants import LABEL_INDEX, worker_selector
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, EVENTS, PODS
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, EVENTS, PODS
 from tests.support.operator_process import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from elastic_operator.client.user_api import UserApi
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
 
 Json = dict[str, Any]

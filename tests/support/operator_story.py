@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
-from elastic_operator.kubernetes.kinds import (
+from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
@@ -42,7 +42,7 @@ from torchelastic.store import connect
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from tests.support.etcd import EtcdServer
     from torchelastic.store import Store
 

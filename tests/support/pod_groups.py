@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_operator.kubernetes.kinds import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
+from elastic_operator.kubernetes.client import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
 from tests.support.definitions import defined
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
 
 Json = dict[str, Any]

@@ -15,7 +15,7 @@ from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec
 from elastic_operator.api.template import program_of, worker_container
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.plan import plan
-from elastic_operator.kubernetes.observe import job_of
+from elastic_operator.kubernetes.backend import job_of
 from elastic_operator.manifest import loader as manifest
 from tests.support.builders import NOW, a_job, a_world
 

@@ -17,8 +17,8 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from elastic_operator.kubernetes.options import Address, LogFormat, LogLevel, OperatorSettings, parse
-from elastic_operator.resources.pod_settings import PodSettings
+from elastic_operator.kubernetes.main import Address, LogFormat, LogLevel, OperatorSettings, parse
+from elastic_operator.resources.metadata import PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

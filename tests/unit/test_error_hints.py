@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_operator.kubernetes.error_hints import with_hint
+from elastic_operator.kubernetes.client import with_hint
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.secrets import Credentials, EtcdSecrets
+from elastic_operator.kubernetes.job_store import Credentials, EtcdSecrets
 from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
 from torchelastic.errors import StoreRefused, StoreUnavailable

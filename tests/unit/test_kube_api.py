@@ -12,8 +12,7 @@ from kubernetes.aio.client import Configuration
 
 from elastic_operator.client.user_api import UserApi
 from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import Api, ApiError
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, Api, ApiError
 from tests.support.answering import answering
 
 if TYPE_CHECKING:

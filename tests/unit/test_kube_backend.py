@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.kubernetes.kinds import (
+from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
@@ -20,7 +18,9 @@ from elastic_operator.kubernetes.kinds import (
     PODS,
     SCHEDULER_PLUGINS_GROUPS,
     SERVICES,
+    Api,
 )
+from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.resources.etcd import etcd_name
 from tests.support.builders import size as a_size
 from tests.support.object_server import MADE, NAMESPACE
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from tests.support.object_server import Fault
 
 GANG = {"schedulingPolicy": {"gang": "SchedulerPlugins"}}
@@ -387,7 +387,7 @@ async def test_an_event_that_is_forbidden_is_told_once() -> None:
 async def test_an_event_that_waits_for_its_next_try_is_tried_once_more_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("elastic_operator.kubernetes.events._RETRY_DELAYS", (3600.0,))
+    monkeypatch.setattr("elastic_operator.kubernetes.writer._RETRY_DELAYS", (3600.0,))
     async with OperatedCluster() as cluster:
         cluster.server.fault = failing("POST", EVENTS, 500, "no", times=1)
         cluster.add_job(suspend=True)

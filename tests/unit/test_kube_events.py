@@ -8,8 +8,8 @@ import pytest
 
 from elastic_operator.api.constants import EventReason
 from elastic_operator.controller.model import JobEvent
-from elastic_operator.kubernetes.events import event_object
-from elastic_operator.kubernetes.observe import deleted_pod_event
+from elastic_operator.kubernetes.backend import deleted_pod_event
+from elastic_operator.kubernetes.writer import event_object
 from tests.support import cluster_objects
 from tests.support.cluster_objects import START, at, died
 from torchelastic.protocol import TerminationMessage, encode_termination_message

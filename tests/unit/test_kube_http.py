@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 
 from elastic_operator.errors import BadInput
-from elastic_operator.kubernetes.http import HttpServer
+from elastic_operator.kubernetes.main import Address
+from elastic_operator.kubernetes.manager import HttpServer
 from elastic_operator.kubernetes.metrics import OperatorMetrics
-from elastic_operator.kubernetes.options import Address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from elastic_operator.kubernetes.client import Access, Api, Page
+from elastic_operator.kubernetes.client import PODS, Access, Api, Page
 from elastic_operator.kubernetes.informer import ChangeQueue, Informer, Sessions, connection_info
-from elastic_operator.kubernetes.kinds import PODS
 from elastic_operator.kubernetes.store import Store
 from tests.support.answering import answering
 from tests.support.discovery import WATCHED, discovered
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
 
 PATIENCE = 20.0
 

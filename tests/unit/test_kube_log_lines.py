@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from elastic_operator.kubernetes.log_lines import JsonLines, KopfFilter, TextLines
+from elastic_operator.kubernetes.main import JsonLines, KopfFilter, TextLines
 
 
 def a_record(message: str, level: int = logging.WARNING, *, error: bool = False) -> logging.LogRecord:

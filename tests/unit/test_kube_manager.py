@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
-from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, LEASES, PODS
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, LEASES, PODS, Api
+from elastic_operator.kubernetes.main import Address, OperatorSettings
 from elastic_operator.kubernetes.manager import Manager
-from elastic_operator.kubernetes.options import Address, OperatorSettings
 from tests.support.object_server import NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.controller.plan import plan
-from elastic_operator.kubernetes.metrics import OperatorMetrics
-from elastic_operator.kubernetes.restart_metrics import Cause, restarts, seconds_to_running
+from elastic_operator.kubernetes.metrics import Cause, OperatorMetrics, restarts, seconds_to_running
 from tests.support.builders import (
     NOW,
     a_job,

@@ -11,15 +11,13 @@ from aiohttp import web
 
 from elastic_operator.controller.model import Job, Observed, PodPhase
 from elastic_operator.controller.pods import PodEnd, pod_end
-from elastic_operator.kubernetes.client import Api, ApiError
-from elastic_operator.kubernetes.job_record import CreateBackoff, JobRecord
-from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.kubernetes.kinds import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES
-from elastic_operator.kubernetes.observe import Observer, job_of, remember_deleted, startup_problem
-from elastic_operator.kubernetes.secrets import EtcdSecrets
+from elastic_operator.kubernetes.apply import CreateBackoff, JobRecord
+from elastic_operator.kubernetes.backend import Observer, job_of, remember_deleted, startup_problem
+from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
+from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.resources.etcd import etcd_deployment, etcd_service
-from elastic_operator.resources.pod_settings import PodSettings
+from elastic_operator.resources.metadata import PodSettings
 from tests.support import cluster_objects
 from tests.support.answering import answering
 
@@ -119,7 +117,7 @@ class Cluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     clock = SimpleNamespace(monotonic=lambda: cluster.now, time=lambda: cluster.now)
-    for module in ("observe", "job_record"):
+    for module in ("backend", "apply"):
         monkeypatch.setattr(f"elastic_operator.kubernetes.{module}.time", clock)
     return cluster
 

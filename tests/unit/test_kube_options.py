@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.kubernetes.main import main
-from elastic_operator.kubernetes.options import Address, LogFormat, LogLevel, OperatorSettings, parse
-from elastic_operator.resources.pod_settings import PodSettings
+from elastic_operator.kubernetes.main import Address, LogFormat, LogLevel, OperatorSettings, main, parse
+from elastic_operator.resources.metadata import PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,10 +10,9 @@ import pytest
 
 from elastic_operator.api.report import Report, decode_report
 from elastic_operator.api.status import JobState
-from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.job_record import ReportWrite
-from elastic_operator.kubernetes.kinds import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, PODS
-from elastic_operator.kubernetes.run_report_store import RunReportStore
+from elastic_operator.kubernetes.apply import ReportWrite
+from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, PODS, Api
+from elastic_operator.kubernetes.writer import RunReportStore
 from tests.support.builders import NAME, NOW, UID, a_job
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 from tests.support.operated_cluster import OperatedCluster

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.kubernetes.kinds import DEPLOYMENTS, ELASTIC_JOBS, PODS
+from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS
 from elastic_operator.kubernetes.store import Store, owner_of, version_of
 from tests.support import cluster_objects
 

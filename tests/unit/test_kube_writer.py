@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from elastic_operator.kubernetes.client import Api, ApiError
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS, SERVICES
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
 from tests.support.answering import answering
@@ -20,7 +19,7 @@ from tests.support.object_server import ObjectServer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
 
 NAMESPACE = "default"
 

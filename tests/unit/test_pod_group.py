@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.api.spec import GangScheduler, SchedulingSpec
-from elastic_operator.resources.pdb import disruption_budget
-from elastic_operator.resources.podgroup import not_installed, pod_group, requests_of
+from elastic_operator.resources.podgroup import disruption_budget, not_installed, pod_group, requests_of
 from tests.support.builders import UID, a_job
 
 LABELS = {

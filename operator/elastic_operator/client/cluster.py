@@ -19,10 +19,9 @@ from elastic_operator.client import ScrapedJob
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished
 from elastic_operator.client.user_api import connect, readable_errors
 from elastic_operator.errors import BadInput, ClusterError, NotFound
-from elastic_operator.kubernetes.client import ApiError
-from elastic_operator.kubernetes.kinds import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
-from elastic_operator.kubernetes.observe import etcd_state
+from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES, ApiError
 from elastic_operator.kubernetes.pod_status import pod_of
+from elastic_operator.kubernetes.store import etcd_state
 from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
 from elastic_operator.views.job_view import JobView, seconds
 from elastic_operator.views.scrape import MAX_PAGE, ScrapeForbidden, scrape, scrape_leaders
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
     from elastic_operator.client import Tell
     from elastic_operator.client.user_api import ClusterFlags, UserApi
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
     from elastic_operator.views.job_view import PodView
     from elastic_operator.views.log_selector import LogSelector
     from elastic_operator.views.scrape import Fetch

@@ -20,9 +20,8 @@ from elastic_operator.api.template import WORKER
 from elastic_operator.client.pod_log import AGENT, LogLine, PodLog
 from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import ClusterError, NotFound
-from elastic_operator.kubernetes.client import ApiError
-from elastic_operator.kubernetes.container_state import ContainerState, container_states, is_over
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, ApiError
+from elastic_operator.kubernetes.pod_status import ContainerState, container_states, is_over
 from elastic_operator.views.formatting import rank_list
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kubernetes.aio.client import Configuration
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _UNKNOWN_KIND: Final = "could not find the requested resource"

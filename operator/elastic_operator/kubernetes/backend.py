@@ -5,30 +5,322 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.json_access import integer, text
-from elastic_operator.api.spec import MANAGER
-from elastic_operator.api.status import Condition, status_from_json
+import msgspec
+
+from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType, EventReason, Reason
+from elastic_operator.api.json_access import integer, mapping, text
+from elastic_operator.api.spec import MANAGER, ElasticJobSpec
+from elastic_operator.api.status import Condition, JobState, status_from_json
+from elastic_operator.controller import messages
+from elastic_operator.controller.applied_spec import with_applied_spec
+from elastic_operator.controller.model import EtcdState, Job, JobEvent, Observed, PodPhase
 from elastic_operator.errors import BadInput, ClusterError
-from elastic_operator.kubernetes.job_record import JobRecord
-from elastic_operator.kubernetes.kinds import PODS
-from elastic_operator.kubernetes.observe import deleted_pod_event, job_of, remember_deleted
-from elastic_operator.kubernetes.store import owner_of
+from elastic_operator.kubernetes.apply import DeletedPod, JobRecord, StartupDiagnosis
+from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
+from elastic_operator.kubernetes.pod_status import container_states, in_a_line, pod_of, seconds, why_waiting
+from elastic_operator.kubernetes.store import ManagedEtcd, managed_etcd, owner_of
+from elastic_operator.resources.etcd import ETCD
+from torchelastic.protocol import ExitCode
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
     from elastic_operator.api.spec import Json
     from elastic_operator.api.status import JobStatus
-    from elastic_operator.controller.model import Job, Observed, Plan
+    from elastic_operator.controller.model import Plan, Pod
     from elastic_operator.kubernetes.apply import Applier
-    from elastic_operator.kubernetes.events import EventRecorder
-    from elastic_operator.kubernetes.job_store import JobStores
-    from elastic_operator.kubernetes.observe import Observer
+    from elastic_operator.kubernetes.client import Api
+    from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
     from elastic_operator.kubernetes.store import Store
-    from elastic_operator.kubernetes.writer import Writer
+    from elastic_operator.kubernetes.writer import EventRecorder, Writer
+    from elastic_operator.store_mirror import StoreMirror
+
 
 _log: Final = logging.getLogger(__name__)
+
+_DELETION_TIMEOUT: Final = 60.0
+"""Seconds that a live kubelet needs at most to remove a pod of which nothing runs."""
+_DELETED_TTL: Final = 900.0
+_FIRST_LOOK: Final = 5.0
+"""Seconds before the events of a pod that does not start are read."""
+_MAX_WAIT: Final = 60.0
+_ETCD_PATIENCE: Final = 15.0
+_STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
+"""The components whose events say why a scheduled pod does not start."""
+
+
+class Observer:
+    """Observes jobs.
+
+    Args:
+        api: reads events of slow pods.
+        store: the known objects.
+        stores: what the agents say.
+        secrets: the credentials for external etcds.
+    """
+
+    def __init__(self, api: Api, store: Store, stores: JobStores, secrets: EtcdSecrets) -> None:
+        self._api = api
+        self._store = store
+        self._stores = stores
+        self._secrets = secrets
+
+    async def observe(self, job: Job, record: JobRecord) -> Observed:
+        """Return everything that is known of a job."""
+        applied = with_applied_spec(job)
+        await self._diagnose_pods(job, record)
+        managed = managed_etcd(self._store, job) if applied.spec.etcd.endpoint is None else None
+        etcd_error = await self._diagnose_etcd(job, record, managed) if managed is not None else None
+        # From here on nothing is awaited, so that all is of one moment.
+        if managed is not None:
+            managed = managed_etcd(self._store, job)
+            if managed.state is EtcdState.STARTING:
+                record.requeue_after(_ETCD_PATIENCE)
+        pods = [self._with_diagnosis(pod, record) for pod in self._store.pods(job.namespace, job.uid)]
+        secret = applied.spec.etcd.tls_secret
+        forbidden = self._secrets.forbidden(job.namespace, secret) if secret is not None else None
+        mirror = self._mirror(applied, record.key, pods, managed) if forbidden is None else None
+        serving = _serving(job, mirror) if forbidden is None else None
+        unreachable = self._store_error(applied)
+        not_ready = etcd_error or (unreachable and f"the operator cannot read the job's store: {unreachable}")
+        return Observed(
+            pods=(*(_ready(pod, serving, not_ready) for pod in pods), *_recently_deleted(record, pods)),
+            etcd=managed.state if managed is not None else EtcdState.READY,
+            store_read=mirror is not None and mirror.readable,
+            round=mirror.round if mirror is not None else None,
+            outcome=mirror.outcome if mirror is not None else None,
+            size=mirror.size if mirror is not None else None,
+            time_breakdown=mirror.time_breakdown if mirror is not None else None,
+            history=mirror.history if mirror is not None else None,
+            rejected=record.creates.rejected,
+            blocked=record.creates.blocked or (managed.blocked if managed is not None else None),
+            etcd_blocked=managed is not None and managed.blocked is not None,
+            store_error=forbidden or unreachable,
+            store_forbidden=forbidden is not None,
+            etcd_error=etcd_error,
+            disruption_budget_error=record.pdb_error,
+        )
+
+    async def _diagnose_pods(self, job: Job, record: JobRecord) -> None:
+        """Read the events of one slow pod, less and less often."""
+        slow = [pod.uid for pod in self._store.pods(job.namespace, job.uid) if _is_starting(pod)]
+        startup = record.startup
+        if not slow:
+            record.startup = StartupDiagnosis()
+            return
+        now = time.monotonic()
+        if startup.due is None:
+            startup.due, startup.wait = now + _FIRST_LOOK, _FIRST_LOOK
+        startup.messages = {uid: message for uid, message in startup.messages.items() if uid in slow}
+        if startup.due <= now:
+            uid = next((uid for uid in slow if uid not in startup.messages), next(iter(startup.messages), ""))
+            message = startup.messages.pop(uid, "")
+            try:
+                message = await why_not_started(self._api, job.namespace, uid)
+            except ClusterError as error:
+                _log.debug("%s: the events of its pods cannot be read: %s", record.key, error)
+            startup.messages[uid] = message
+            startup.wait = min(startup.wait * 2, _MAX_WAIT)
+            startup.due = time.monotonic() + startup.wait
+        record.requeue_after(max(startup.due - time.monotonic(), 0.0))
+
+    async def _diagnose_etcd(self, job: Job, record: JobRecord, etcd: ManagedEtcd) -> str | None:
+        """Why the job's own etcd is not ready, as a clause; None if unknown, or if it is too early to ask."""
+        if etcd.state is not EtcdState.STARTING:
+            record.etcd_startup = StartupDiagnosis()
+            return None
+        if etcd.blocked is not None:
+            return f"its etcd does not serve yet: its pod cannot be made for now: {etcd.blocked}"
+        startup, now = record.etcd_startup, time.monotonic()
+        if startup.due is None:
+            startup.due = now + _ETCD_PATIENCE
+        if startup.due <= now:
+            startup.due = now + _ETCD_PATIENCE
+            try:
+                pods, _ = await self._api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
+                found = [await self._why_etcd_waits(job, pod) for pod in pods]
+            except ClusterError as error:
+                _log.debug("%s: the pod of its etcd cannot be read: %s", record.key, error)
+            else:
+                startup.messages = {"etcd": next(filter(None, found), "")}
+        return next(
+            (f"its etcd does not serve yet: {message}" for message in startup.messages.values() if message), None
+        )
+
+    async def _why_etcd_waits(self, job: Job, pod: Json) -> str:
+        if (why := why_waiting(pod, ETCD)) or not text(pod, "spec", "nodeName"):
+            return why
+        if any(container.running is not None for container in container_states(pod)):
+            return ""
+        return await why_not_started(self._api, job.namespace, text(pod, "metadata", "uid"))
+
+    def _with_diagnosis(self, pod: Pod, record: JobRecord) -> Pod:
+        """A pod; one that starts with why it does not, one that is overdue as ended: its node is lost."""
+        if _is_starting(pod):
+            return replace(pod, waiting=record.startup.messages.get(pod.uid, ""))
+        if pod.deletion_deadline is None or pod.phase is not PodPhase.PENDING:
+            return pod
+        left = pod.deletion_deadline + _DELETION_TIMEOUT - time.time()
+        if left > 0:
+            record.requeue_after(left)
+            return pod
+        return replace(pod, phase=PodPhase.FAILED, ended=pod.deletion_deadline)
+
+    def _store_error(self, job: Job) -> str | None:
+        error = self._stores.error(job.uid)
+        if error is None or job.spec.etcd.endpoint is not None:
+            return error
+        return (
+            f"the job's etcd is ready, but the operator cannot reach it, as if a NetworkPolicy kept it from "
+            f"there, or the node of etcd's pod had just died ({error})"
+        )
+
+    def _mirror(self, job: Job, key: str, pods: Sequence[Pod], etcd: ManagedEtcd | None) -> StoreMirror | None:
+        """What the job's etcd contains; it is followed as long as anything can happen there."""
+        # As long as a spec is applied, the store is needed, or has still to say whether the run has ended.
+        suspended = job.status.state is JobState.SUSPENDED and job.spec.suspend and job.status.applied_spec is None
+        over = (job.status.state.finished or suspended) and all(pod.phase.ended for pod in pods)
+        external = job.spec.etcd.endpoint
+        if not over and etcd is not None and etcd.endpoint is not None:
+            up = etcd.state is EtcdState.READY
+            return self._stores.follow(job.uid, key, etcd.endpoint, lasts=False, up=up)
+        if not over and external is not None:
+            return self._stores.follow(job.uid, key, external, lasts=True, up=True, secret=job.spec.etcd.tls_secret)
+        return self._stores.of(job.uid)
+
+
+def job_of(body: Json) -> Job:
+    """Convert a job.
+
+    Raises:
+        BadInput: it does not fit this operator's definition, or its status is not one that the operator writes.
+    """
+    metadata = mapping(body, "metadata")
+    name = text(metadata, "name")
+    spec = body.get("spec")
+    try:
+        decoded = ElasticJobSpec.of(msgspec.convert(spec, dict[str, Any]))
+    except msgspec.ValidationError as error:
+        raise BadInput(
+            f"the spec of the job {name} is not as this operator's definition has it ({error}); update the definition "
+            "(crds/elasticjob.yaml), or the job"
+        ) from None
+    return Job(
+        name=name,
+        namespace=text(metadata, "namespace"),
+        uid=text(metadata, "uid"),
+        generation=integer(metadata, "generation") or 0,
+        spec=decoded,
+        status=status_from_json(body.get("status")),
+        created=seconds(metadata.get("creationTimestamp")) or 0.0,
+        deleting=bool(metadata.get("deletionTimestamp")),
+    )
+
+
+async def why_not_started(api: Api, namespace: str, uid: str) -> str:
+    """What keeps a scheduled pod from starting, by the last of its events, as a clause; empty if nothing does.
+
+    Raises:
+        ClusterError: the events cannot be read.
+    """
+    events, _ = await api.list(EVENTS, namespace, fields=f"involvedObject.uid={uid}")
+    return startup_problem(events)
+
+
+def startup_problem(events: Iterable[Json]) -> str:
+    """The same, from the events of one pod."""
+    of_starters = [
+        event
+        for event in events
+        if (text(event, "source", "component") or text(event, "reportingComponent")) in _STARTERS
+    ]
+    if not of_starters:
+        return ""
+    last = max(of_starters, key=_event_time)
+    message = in_a_line(text(last, "message"))
+    if text(last, "type") == "Warning":
+        return with_hint(message or text(last, "reason"))
+    return f"its node is {message[:1].lower()}{message[1:]}" if message and text(last, "reason") == "Pulling" else ""
+
+
+def remember_deleted(record: JobRecord, body: Json) -> None:
+    """Remember a pod that is gone until another one takes its place.
+
+    A pod that was deleted by force, or without a node, may be gone at once. The planner has to see it all the same: its
+    successor needs another name, for its agent may still run.
+    """
+    pod = pod_of(body)
+    phase = pod.phase if pod.phase.ended else PodPhase.FAILED
+    gone = replace(pod, phase=phase, ready=False, terminating=True, waiting="", sidecars_running=False)
+    record.deleted[pod.index] = DeletedPod(gone, time.monotonic() + _DELETED_TTL)
+
+
+def deleted_pod_event(body: Json) -> JobEvent | None:
+    """The last words of a pod that somebody deleted; its log is gone with it.
+
+    Returns:
+        None if it left none, or had ended before: then the planner has reported it.
+    """
+    pod = pod_of(body)
+    about = mapping(body, "metadata")
+    deadline = seconds(about.get("deletionTimestamp"))
+    if deadline is None or not pod.phase.ended:
+        return None
+    if pod.ended is not None and pod.ended < deadline - (integer(about, "deletionGracePeriodSeconds") or 0):
+        return None
+    if pod.exit_code in (ExitCode.LEFT, ExitCode.INTERRUPTED, ExitCode.SUCCEEDED):
+        last = messages.last_message(pod)
+        said = f"said last: {last}" if last else ""
+    else:
+        said = messages.pod_death(pod)
+    return JobEvent(EventReason.POD_DELETED, f"{pod.name}, which was deleted, {said}") if said else None
+
+
+def _recently_deleted(record: JobRecord, pods: Sequence[Pod]) -> tuple[Pod, ...]:
+    filled = {pod.index for pod in pods if not pod.terminating and not pod.phase.ended}
+    now = time.monotonic()
+    record.deleted = {
+        index: each for index, each in record.deleted.items() if index not in filled and each.expires > now
+    }
+    return tuple(each.pod for each in record.deleted.values())
+
+
+def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:
+    """The names of the pods whose agents serve; None for all that run.
+
+    While the store cannot be read, agents that were ever there count as serving: training goes on without the store.
+    """
+    if mirror is not None and mirror.readable:
+        return {node.name for node in mirror.nodes.values()}
+    if mirror is not None and mirror.names:
+        return set(mirror.names.values())
+    return None if job.status.started is not None else ()
+
+
+def _ready(pod: Pod, serving: Collection[str] | None, not_ready: str | None) -> Pod:
+    """A pod that is ready only if its agent serves, and that says why it is not."""
+    if pod.ready and serving is not None and pod.name not in serving:
+        pod = replace(pod, ready=False)
+    if not_ready is None or pod.ready or pod.phase is not PodPhase.RUNNING:
+        return pod
+    return replace(pod, waiting=pod.waiting or not_ready)
+
+
+def _is_starting(pod: Pod) -> bool:
+    return pod.phase is PodPhase.PENDING and bool(pod.node) and not pod.waiting and not pod.terminating
+
+
+def _event_time(event: Json) -> tuple[float, bool]:
+    """When an event happened last; of two in the same second, a warning is the last."""
+    times = (
+        text(event, "series", "lastObservedTime"),
+        text(event, "lastTimestamp"),
+        text(event, "eventTime"),
+        text(event, "metadata", "creationTimestamp"),
+    )
+    return next((at for at in map(seconds, times) if at is not None), 0.0), text(event, "type") == "Warning"
 
 
 class KubernetesBackend:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -19,6 +20,7 @@ import msgspec
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
+from elastic_operator.api.spec import GROUP, VERSION, GangScheduler
 from elastic_operator.errors import BadInput, ClusterError
 
 if TYPE_CHECKING:
@@ -26,7 +28,92 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.kinds import Resource
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of object.
+
+    Attributes:
+        group: of the API; empty for the core group.
+        version: of the API.
+        plural: its name in a path.
+        kind: its name in an object.
+    """
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+
+    @property
+    def api_version(self) -> str:
+        """As it stands in an object."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
+        """Where the API server has the objects of a namespace (None: of all), one of them, or a part of it."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        parts = [root]
+        if namespace is not None:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(name)
+        if subresource:
+            parts.append(subresource)
+        return "/".join(parts)
+
+
+ELASTIC_JOBS: Final = Resource(GROUP, VERSION, "elasticjobs", "ElasticJob")
+PODS: Final = Resource("", "v1", "pods", "Pod")
+SERVICES: Final = Resource("", "v1", "services", "Service")
+DEPLOYMENTS: Final = Resource("apps", "v1", "deployments", "Deployment")
+CONFIG_MAPS: Final = Resource("", "v1", "configmaps", "ConfigMap")
+EVENTS: Final = Resource("", "v1", "events", "Event")
+LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+SECRETS: Final = Resource("", "v1", "secrets", "Secret")
+DISRUPTION_BUDGETS: Final = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+SCHEDULER_PLUGINS_GROUPS: Final = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
+VOLCANO_GROUPS: Final = Resource("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
+POD_GROUPS: Final[Mapping[GangScheduler, Resource]] = {
+    GangScheduler.SCHEDULER_PLUGINS: SCHEDULER_PLUGINS_GROUPS,
+    GangScheduler.VOLCANO: VOLCANO_GROUPS,
+}
+
+
+_HINTS: Final = tuple(
+    (re.compile(pattern), hint)
+    for pattern, hint in (
+        (
+            r"error looking up service account|serviceaccount \"[^\"]*\" not found",
+            "create it, or name another one in spec.template.spec.serviceAccountName",
+        ),
+        (
+            r"no PriorityClass with name ",
+            "create it, or name another one in spec.schedulingPolicy.priorityClassName, or in the template",
+        ),
+        (
+            r"certificate of etcd at .* cannot be trusted: .*(self.signed|issuer|first certificate)",
+            "name a Secret in spec.etcd.tlsSecret whose ca.crt is the certificate of its authority",
+        ),
+        (r"User \"[^\"]*\" cannot \w+ resource ", "grant the operator its rights there (the chart's role has them)"),
+        (r"exceeded quota: ", "raise that quota, free some of it, or have the job ask for less"),
+        (
+            r"failed quota: .* must specify ",
+            "say so in spec.template.spec.containers, and for the job's etcd in spec.etcd.resources",
+        ),
+        (r"(secret|configmap) \"[^\"]*\" not found", "create it, or name another one in spec.template"),
+        (r"violates PodSecurity ", "say so in spec.template.spec, or have the namespace admit such pods"),
+    )
+)
+
+
+def with_hint(message: str) -> str:
+    """Add a hint to an error message, if there is one."""
+    hint = next((hint for pattern, hint in _HINTS if pattern.search(message)), "")
+    return f"{message.removesuffix('.')}; {hint}" if hint else message
+
 
 _TIMEOUT: Final = 30.0
 _WATCH_SECONDS: Final = 300

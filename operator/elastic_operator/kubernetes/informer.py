@@ -26,22 +26,21 @@ import kopf
 
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_ETCD, ROLE_WORKER
 from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import ApiError
-from elastic_operator.kubernetes.kinds import (
+from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
     POD_GROUPS,
     PODS,
     SERVICES,
+    ApiError,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.client import Access, Api
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Access, Api, Resource
     from elastic_operator.kubernetes.store import Store
 
     Change = tuple[Resource, str | None, Json]

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from elastic_operator.api.json_access import integer, mapping, text
 from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import ApiError
-from elastic_operator.kubernetes.kinds import LEASES
+from elastic_operator.kubernetes.client import LEASES, ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -8,34 +8,107 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import socket
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
+
+from aiohttp import web
 
 from elastic_operator.controller.reconciler import Reconciler, WorkQueue
+from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.apply import Applier
-from elastic_operator.kubernetes.backend import KubernetesBackend
-from elastic_operator.kubernetes.events import EventRecorder
-from elastic_operator.kubernetes.http import HttpServer
+from elastic_operator.kubernetes.backend import KubernetesBackend, Observer
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.kubernetes.informer import Informer
-from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS
+from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
 from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
 from elastic_operator.kubernetes.metrics import OperatorMetrics
-from elastic_operator.kubernetes.observe import Observer
-from elastic_operator.kubernetes.run_report_store import RunReportStore
-from elastic_operator.kubernetes.secrets import EtcdSecrets
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import Writer
+from elastic_operator.kubernetes.writer import EventRecorder, RunReportStore, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job, Plan
-    from elastic_operator.kubernetes.client import Api
-    from elastic_operator.kubernetes.job_record import JobRecord
-    from elastic_operator.kubernetes.kinds import Resource
-    from elastic_operator.kubernetes.options import OperatorSettings
+    from elastic_operator.kubernetes.apply import JobRecord
+    from elastic_operator.kubernetes.client import Api, Resource
+    from elastic_operator.kubernetes.main import Address, OperatorSettings
+
+
+class HttpServer:
+    """Serves within ``async with``.
+
+    Args:
+        listen: where; without a host on all addresses, IPv4 and IPv6.
+        metrics: returns the page and its content type for an Accept header.
+        unhealthy: returns why the process is not healthy, as a sentence.
+        unready: returns why the operator is not ready.
+    """
+
+    def __init__(
+        self,
+        listen: Address,
+        *,
+        metrics: Callable[[str], tuple[bytes, str]],
+        unhealthy: Callable[[], str],
+        unready: Callable[[], str],
+    ) -> None:
+        self._listen = listen
+        self._page = metrics
+        self._probes = {"/healthz": unhealthy, "/readyz": unready}
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        """Start to serve.
+
+        Raises:
+            BadInput: the address is not available.
+        """
+        listening = _socket(self._listen)
+        self.port = listening.getsockname()[1]
+        app = web.Application()
+        for path, problem in self._probes.items():
+            app.router.add_get(path, _probe(problem))
+        app.router.add_get("/metrics", self._metrics)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+        self._runner = runner
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        page, content_type = self._page(request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
+
+
+def _probe(problem: Callable[[], str]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(_: web.Request) -> web.Response:
+        wrong = problem()
+        return web.Response(text=f"{wrong or 'ok'}\n", status=503 if wrong else 200)
+
+    return answer
+
+
+def _socket(listen: Address) -> socket.socket:
+    try:
+        if not listen.host:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(("", listen.port), family=family, dualstack_ipv6=both)
+        family, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise BadInput(
+            f"nothing can be served on {listen.host}:{listen.port}: {error.strerror or error}; choose another address "
+            "with --listen"
+        ) from None
+
 
 _log: Final = logging.getLogger(__name__)
 

@@ -2,21 +2,183 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
-from elastic_operator.kubernetes.job_metrics import jobs_by_condition, jobs_text
-from elastic_operator.kubernetes.kinds import PODS
-from elastic_operator.kubernetes.restart_metrics import Cause, restarts, seconds_to_running
+from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.json_access import integer, mapping, mappings, text
+from elastic_operator.api.legacy import modern
+from elastic_operator.api.spec import MANAGER
+from elastic_operator.api.status import JobState
+from elastic_operator.controller.model import TerminationCause
+from elastic_operator.controller.pods import PodEnd, pod_end
+from elastic_operator.kubernetes.client import PODS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from elastic_operator.api.spec import Json
+    from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.model import Job, Plan, Pod
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.kubernetes.client import Resource
+
+
+class Cause(enum.StrEnum):
+    """Why workers, or a pod, were restarted."""
+
+    WORKER_FAILED = "worker_failed"
+    """Workers, after a failure that counts."""
+    FREE = "free"
+    """Workers, for another reason: members that came or went, failures that the failure policy ignores."""
+    POD_DIED = "pod_died"
+    POD_OUT_OF_MEMORY = "pod_out_of_memory"
+    POD_DISRUPTED = "pod_disrupted"
+    """A pod that was preempted, drained or evicted."""
+    NODE_LOST = "node_lost"
+    NOT_ADMITTED = "not_admitted"
+    """A pod for which its node had no room."""
+    POD_LEFT = "pod_left"
+    """A pod that somebody deleted, or whose agent was asked to leave."""
+
+
+_BY_TERMINATION: Final[Mapping[TerminationCause | None, Cause]] = {
+    TerminationCause.OUT_OF_MEMORY: Cause.POD_OUT_OF_MEMORY,
+    TerminationCause.DISRUPTED: Cause.POD_DISRUPTED,
+    TerminationCause.NODE_LOST: Cause.NODE_LOST,
+    TerminationCause.NOT_ADMITTED: Cause.NOT_ADMITTED,
+}
+
+
+def restarts(job: Job, plan: Plan, pods: Iterable[Pod]) -> Mapping[Cause, int]:
+    """Count the restarts that a written status accounts for.
+
+    Args:
+        job: with the status that it had before.
+        plan: with the new status.
+        pods: all that exist, or existed just now.
+    """
+    if plan.status is None:
+        return {}
+    before, after = job.status, plan.status
+    found = collections.Counter(
+        {
+            Cause.WORKER_FAILED: after.restarts - before.restarts,
+            Cause.FREE: after.uncharged_restarts - before.uncharged_restarts,
+        }
+    )
+    counted = after.counted_pod_uids - before.counted_pod_uids
+    removed = {removal.uid for removal in plan.remove}
+    found.update(_cause(pod) for pod in pods if pod.uid in counted and (pod.phase.ended or pod.uid not in removed))
+    return +found
+
+
+def seconds_to_running(job: Job, status: JobStatus, now: float) -> float | None:
+    """Seconds from a job's creation, or from the resumption of one created suspended, until it trained.
+
+    Args:
+        job: with the status that it had before.
+        status: the new one.
+        now: seconds since the Unix epoch.
+
+    Returns:
+        None if it is not this status that says so for the first time.
+    """
+    if job.status.started is not None or status.started is None or status.state is JobState.SUSPENDED:
+        return None
+    was_suspended = any(each.type == ConditionType.SUSPENDED for each in status.conditions)
+    since = status.active if was_suspended and status.active is not None else job.created
+    return max(now - since, 0.0)
+
+
+def _cause(pod: Pod) -> Cause:
+    if (cause := _BY_TERMINATION.get(pod.termination_cause)) is not None:
+        return cause
+    return Cause.POD_LEFT if pod_end(pod) is PodEnd.LEFT else Cause.POD_DIED
+
+
+_CONDITIONS: Final = tuple(map(str, ConditionType))
+_PREFIX: Final = "elastic_operator_job_"
+_FAMILIES: Final = {
+    "desired_pods": "Pods that a job is to have.",
+    "ready_pods": "Pods of a job that are ready.",
+    "min_pods": "Pods that a job needs to train.",
+    "condition": "Whether a condition of a job holds, for those that it ever had.",
+    "restarts": "Restarts by cause: worker_failed (charged) and free (not) of workers, pod_failed of pods.",
+    "max_restarts": "Restarts because of worker_failed that a job may have.",
+    "backoff_limit": "Restarts because of pod_failed that a job may have.",
+}
+_COUNTERS: Final = frozenset({"restarts"})
+
+
+def jobs_text(bodies: Iterable[Json], *, open_metrics: bool) -> str:
+    """The lines for all jobs, in the OpenMetrics or the older text format."""
+    lines: dict[str, list[str]] = {name: [] for name in _FAMILIES}
+    for body in bodies:
+        for name, labels, value in _series(body):
+            if value is not None:
+                total = "_total" if name in _COUNTERS else ""
+                lines[name].append(f"{_PREFIX}{name}{total}{{{labels}}} {value}\n")
+    return "".join(_family(name, series, open_metrics=open_metrics) for name, series in lines.items())
+
+
+class jobs_by_condition(Collector):  # noqa: N801 - used like a function
+    """Counts the jobs for which each condition holds."""
+
+    def __init__(self, bodies: Callable[[], Iterable[Json]]) -> None:
+        self._bodies = bodies
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Count now."""
+        counts = dict.fromkeys(_CONDITIONS, 0)
+        for body in self._bodies():
+            for condition in mappings(body, "status", "conditions"):
+                if condition.get("type") in counts and condition.get("status") == "True":
+                    counts[str(condition["type"])] += 1
+        (family,) = self.describe()
+        for condition_type, count in counts.items():
+            family.add_metric([condition_type], count)
+        yield family
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """The family without values."""
+        yield GaugeMetricFamily(
+            "elastic_operator_jobs", "Jobs for which a condition holds; several may hold for one.", labels=["condition"]
+        )
+
+
+def _series(body: Json) -> Iterator[tuple[str, str, int | None]]:
+    spec, status = mapping(body, "spec"), mapping(body, "status")
+    if text(spec, "managedBy") not in ("", MANAGER):
+        return
+    spec = modern(spec)
+    job = f'job_namespace="{text(body, "metadata", "namespace")}",elasticjob="{text(body, "metadata", "name")}"'
+    yield "desired_pods", job, integer(status, "desired")
+    yield "ready_pods", job, integer(status, "readyReplicas") or 0
+    yield "min_pods", job, integer(spec, "minReplicas")
+    for condition in mappings(status, "conditions"):
+        # A store that the operator may not read is not one that is unreachable.
+        if (kind := condition.get("type")) in _CONDITIONS and condition.get("reason") != Reason.NOT_ALLOWED:
+            yield "condition", f'{job},condition="{kind}"', int(condition.get("status") == "True")
+    yield "restarts", f'{job},cause="{Cause.WORKER_FAILED}"', integer(status, "restarts") or 0
+    yield "restarts", f'{job},cause="{Cause.FREE}"', integer(status, "unchargedRestarts") or 0
+    yield "restarts", f'{job},cause="pod_failed"', integer(status, "podFailures") or 0
+    max_restarts = integer(spec, "maxRestarts")
+    backoff_limit = integer(spec, "backoffLimit")
+    yield "max_restarts", job, max_restarts
+    yield "backoff_limit", job, max_restarts if backoff_limit is None else backoff_limit
+
+
+def _family(name: str, lines: Iterable[str], *, open_metrics: bool) -> str:
+    kind = "counter" if name in _COUNTERS else "gauge"
+    full = f"{_PREFIX}{name}{'_total' if kind == 'counter' and not open_metrics else ''}"
+    return f"# HELP {full} {_FAMILIES[name]}\n# TYPE {full} {kind}\n{''.join(lines)}"
+
 
 _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _START_BUCKETS: Final = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0)

@@ -13,16 +13,19 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from elastic_operator.api.json_access import integer, mapping, mappings, text
 from elastic_operator.api.spec import GROUP, KIND
-from elastic_operator.kubernetes.kinds import ELASTIC_JOBS, PODS
+from elastic_operator.controller.model import EtcdState
+from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, with_hint
 from elastic_operator.kubernetes.pod_status import pod_of, trimmed_pod
+from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Pod
-    from elastic_operator.kubernetes.kinds import Resource
+    from elastic_operator.controller.model import Job, Pod
+    from elastic_operator.kubernetes.client import Resource
 
 _TOMBSTONE_TTL: Final = 900.0
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
@@ -248,3 +251,50 @@ def _trimmed(resource: Resource, body: Json) -> Json:
     if _LAST_APPLIED in about.get("annotations", {}):
         about["annotations"] = {k: v for k, v in about["annotations"].items() if k != _LAST_APPLIED}
     return {**body, "metadata": about}
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedEtcd:
+    """The etcd that is created for a job.
+
+    Attributes:
+        endpoint: host:port; None if it has none yet.
+        blocked: why its pod cannot be created for now.
+    """
+
+    state: EtcdState
+    endpoint: str | None
+    blocked: str | None
+    service: Json | None
+    deployment: Json | None
+
+
+def managed_etcd(store: Store, job: Job) -> ManagedEtcd:
+    """The job's own etcd; ABSENT if a part is missing or being deleted."""
+    name = etcd_name(job.name)
+    service, deployment = (
+        next((each for each in store.owned_by(kind, job.namespace, job.uid) if each["metadata"]["name"] == name), None)
+        for kind in (SERVICES, DEPLOYMENTS)
+    )
+    address = text(service, "spec", "clusterIP")
+    endpoint = etcd_endpoint(address) if address not in ("", "None") else None
+    return ManagedEtcd(etcd_state(service, deployment), endpoint, etcd_blocked(deployment), service, deployment)
+
+
+def etcd_state(service: Json | None, deployment: Json | None) -> EtcdState:
+    """The state of a job's own etcd."""
+    for body in (service, deployment):
+        if body is None or mapping(body, "metadata").get("deletionTimestamp"):
+            return EtcdState.ABSENT
+    observed = integer(deployment, "status", "observedGeneration") or 0
+    current = observed >= (integer(deployment, "metadata", "generation") or 0)
+    ready = (integer(deployment, "status", "readyReplicas") or 0) > 0
+    return EtcdState.READY if current and ready else EtcdState.STARTING
+
+
+def etcd_blocked(deployment: Json | None) -> str | None:
+    """Why the pod of a job's own etcd cannot be created for now, such as a quota."""
+    for condition in mappings(deployment, "status", "conditions"):
+        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
+            return with_hint(text(condition, "message") or text(condition, "reason")) or None
+    return None

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 from elastic_operator.api.constants import LABEL_JOB_UID, ROLE_ETCD
 from elastic_operator.api.json_access import mapping
 from elastic_operator.resources.metadata import common_labels, own_labels, own_metadata
-from elastic_operator.resources.pod_template import RESTRICTED, SECCOMP, completed_mapping
-from elastic_operator.resources.scheduling import tolerate_silent_node
+from elastic_operator.resources.worker_pod import RESTRICTED, SECCOMP, completed_mapping, tolerate_silent_node
 from torchelastic.protocol import bracketed
 from torchelastic.store.endpoints import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job
-    from elastic_operator.resources.pod_settings import PodSettings
+    from elastic_operator.resources.metadata import PodSettings
 
 ETCD: Final = "etcd"
 """What its container is called."""

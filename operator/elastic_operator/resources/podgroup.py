@@ -15,13 +15,35 @@ from kubernetes.utils.quantity import parse_quantity
 from elastic_operator.api.constants import ROLE_WORKER
 from elastic_operator.api.json_access import mapping, mappings
 from elastic_operator.api.spec import GangScheduler
-from elastic_operator.resources.metadata import own_metadata
+from elastic_operator.resources.metadata import own_labels, own_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from elastic_operator.api.spec import Json, SchedulingSpec
     from elastic_operator.controller.model import Job
+
+
+def budget_name(job: Job) -> str:
+    """What the disruption budget of a job is called."""
+    return f"{job.name}-workers"
+
+
+def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
+    """The PodDisruptionBudget object."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": own_metadata(job, budget_name(job), ROLE_WORKER),
+        "spec": {
+            # A percentage would be one of the scale's replicas, which an elastic job need not have.
+            "minAvailable": min_available,
+            "selector": {"matchLabels": own_labels(job, ROLE_WORKER)},
+            # A worker that does not even run holds up no drain.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
 
 API_VERSIONS: Final = {
     GangScheduler.SCHEDULER_PLUGINS: "scheduling.x-k8s.io/v1alpha1",

@@ -10,6 +10,8 @@ whether an agent serves, and no service sends anything to these pods.
 from __future__ import annotations
 
 import copy
+import posixpath
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.constants import (
@@ -25,28 +27,154 @@ from elastic_operator.api.constants import (
     ROLE_WORKER,
     hostname,
 )
-from elastic_operator.api.json_access import mapping, mappings
-from elastic_operator.api.template import NEVER, WORKER, user_env
+from elastic_operator.api.json_access import listing, mapping, mappings, text
+from elastic_operator.api.template import NEVER, WORKER, mounted_folders, user_env
 from elastic_operator.api.wire import rfc3339
 from elastic_operator.resources.agent_command import Surroundings, agent_command, ending_of
 from elastic_operator.resources.metadata import common_labels, for_prometheus, own_labels, owner_reference
-from elastic_operator.resources.pod_template import (
-    SECCOMP,
-    Folder,
-    completed,
-    completed_mapping,
-    extended,
-    restricted,
-    with_folders,
-)
-from elastic_operator.resources.podgroup import gang_marks
-from elastic_operator.resources.scheduling import schedule
+from elastic_operator.resources.podgroup import gang_marks, scheduler_of
 from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from elastic_operator.api.spec import ElasticJobSpec, Json
     from elastic_operator.controller.model import Job, NewPod
-    from elastic_operator.resources.pod_settings import PodSettings
+    from elastic_operator.resources.metadata import PodSettings
+
+
+RESTRICTED: Final[Json] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+"""What a container's security context says beside its pod's. Together they are what the pod security standard
+``restricted`` asks for, but for a user that is not root: that is for those to say who know the image."""
+
+SECCOMP: Final[Json] = {"seccompProfile": {"type": "RuntimeDefault"}}
+"""What a pod's security context says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of a container that is to be on a volume.
+
+    Attributes:
+        path: where it is.
+        name: of the volume, where that is free.
+        source: what the volume is.
+        read_only: whether the container may only read it.
+    """
+
+    path: str
+    name: str
+    source: Json
+    read_only: bool = False
+
+
+def completed(given: object, defaults: Json) -> object:
+    """A mapping with defaults for what it leaves open, null included, and in the mappings that are in it likewise."""
+    return given if given is not None and not isinstance(given, dict) else completed_mapping(given or {}, defaults)
+
+
+def completed_mapping(given: Json, defaults: Json) -> dict[str, Any]:
+    """:func:`completed` for what is known to be a mapping."""
+    result = dict(given)
+    for key, default in defaults.items():
+        if isinstance(default, dict):
+            result[key] = completed(result.get(key), default)
+        elif result.get(key) is None:
+            result[key] = copy.deepcopy(default)
+    return result
+
+
+def extended(given: object, more: Sequence[object]) -> object:
+    """A list with more at its end."""
+    return given if given is not None and not isinstance(given, list) else [*listing(given), *more]
+
+
+def with_folders(pod: dict[str, Any], container: dict[str, Any], folders: Sequence[Folder]) -> None:
+    """Add volumes for those folders where the container has none yet.
+
+    Args:
+        pod: the pod's spec; its volumes are changed.
+        container: one of its containers; its mounts are changed.
+        folders: which.
+    """
+    there = mounted_folders(container)
+    taken = {text(volume, "name") for volume in mappings(pod, "volumes")}
+    for folder in folders:
+        if posixpath.normpath(folder.path) in there:
+            continue
+        name, number = folder.name, 2
+        while name in taken:
+            name, number = f"{folder.name}-{number}", number + 1
+        taken.add(name)
+        pod["volumes"] = extended(pod.get("volumes"), [{**folder.source, "name": name}])
+        mount: dict[str, Any] = {"name": name, "mountPath": folder.path}
+        if folder.read_only:
+            mount["readOnly"] = True
+        container["volumeMounts"] = extended(container.get("volumeMounts"), [mount])
+
+
+def restricted(context: object) -> object:
+    """A container's security context, with no more rights than it asks for."""
+    defaults = dict(RESTRICTED)
+    asked = mapping(context)
+    # The API server refuses to have these and no escalation of privileges.
+    if asked.get("privileged") is True or "CAP_SYS_ADMIN" in listing(asked, "capabilities", "add"):
+        del defaults["allowPrivilegeEscalation"]
+    return completed(context, defaults)
+
+
+_SILENT: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+"""The taints of a node that is not heard of."""
+_NO_EXECUTE: Final = "NoExecute"
+_NAME: Final = "metadata.name"
+"""The field by which a node is known; its label with its host's name may say otherwise."""
+
+
+def schedule(pod: dict[str, Any], spec: ElasticJobSpec, *, excluded: Collection[str] = ()) -> None:
+    """Complete the spec of a worker's pod; the template's own values stay."""
+    tolerate_silent_node(pod, spec.node_loss)
+    scheduler = scheduler_of(spec.scheduling)
+    for field, value in (("schedulerName", scheduler), ("priorityClassName", spec.scheduling.priority_class)):
+        if value and pod.get(field) is None:
+            pod[field] = value
+    if excluded:
+        _exclude(pod, excluded)
+
+
+def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
+    """Evict a pod so many seconds after its node became silent, rather than after the cluster's five minutes.
+
+    The user's own tolerations of these taints stay.
+    """
+    there = mappings(pod, "tolerations")
+    ours = [
+        {"key": taint, "operator": "Exists", "effect": _NO_EXECUTE, "tolerationSeconds": seconds}
+        for taint in _SILENT
+        if not any(text(each, "key") in ("", taint) and text(each, "effect") in ("", _NO_EXECUTE) for each in there)
+    ]
+    if ours:
+        pod["tolerations"] = extended(pod.get("tolerations"), ours)
+
+
+def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
+    """Exclude nodes, beside the node affinity that the pod has."""
+    # The API server takes one value each.
+    demands = [{"key": _NAME, "operator": "NotIn", "values": [node]} for node in sorted(nodes)]
+    part: Any = pod
+    for step in ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"):
+        if part.get(step) is None:
+            part[step] = {}
+        part = part[step]
+        if not isinstance(part, dict):
+            return  # the API server has a word for it
+    terms = part.get("nodeSelectorTerms")
+    if terms is None:
+        part["nodeSelectorTerms"] = [{"matchFields": demands}]
+    for term in listing(terms):
+        # A term without any demand fits no node; with one it would fit all others.
+        if isinstance(term, dict) and (term.get("matchExpressions") or term.get("matchFields")):
+            term["matchFields"] = extended(term.get("matchFields"), demands)
+
 
 _TERMINATION_LOG: Final = "/dev/termination-log"
 _DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
