@@ -19,7 +19,7 @@ from tests.support.crew import LIMIT, eventually, exit_of, gone
 from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
 from tests.support.puppets import Stage
-from torchelastic.agent.workers import fork_server, ipc, processes
+from torchelastic.agent.workers import fork_server, processes
 from torchelastic.agent.workers.linux import read_table, with_descendants
 from torchelastic.agent.workers.pool import Workers, WorkerStart
 from torchelastic.config.settings import LogSettings
@@ -97,7 +97,7 @@ async def test_a_fork_server_that_dies_while_it_forks_keeps_nobody_waiting(
 
     def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
         if not ends:  # as a process has it that is about to fork others
-            ends.append(os.dup(descriptors[ipc.CONTROL]))
+            ends.append(os.dup(descriptors[fork_server.CONTROL]))
         return processes.spawn(argv, environment, descriptors)
 
     monkeypatch.setattr(fork_server, "spawn", spawn)

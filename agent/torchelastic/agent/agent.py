@@ -301,7 +301,8 @@ class Agent:
             WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), {**env, **self._socket.variables})
             for env in environments
         ]
-        serving = None if began.store is None else asyncio.ensure_future(workers.serve_store(began.store))
+        serving = None if began.store is None else asyncio.create_task(workers.serve_store(began.store))
+        await asyncio.sleep(0)  # the store is the first to get a process, because the workers wait for it
         try:
             self._group = await workers.start(round, starts)
         finally:

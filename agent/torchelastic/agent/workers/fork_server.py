@@ -1,4 +1,8 @@
-"""The agent's side of the fork server: start it early, keep spare processes ready, restart it when it dies."""
+"""The agent's side of the fork server: start it early, keep spare processes ready, restart it when it dies.
+
+A message between the agent, the fork server and a process that it forks is JSON in one packet of a SOCK_SEQPACKET
+socket, with descriptors beside it. What a process is to do is in a memory file, because environments can be large.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.failures import OUT_OF_MEMORY
-from torchelastic.agent.workers import ipc
 from torchelastic.agent.workers.processes import python_code, spawn
 from torchelastic.agent.workers.program import search_path
 from torchelastic.errors import StartError
@@ -40,6 +43,23 @@ _COMPILER: Final = "torch._dynamo"
 
 _ATTEMPTS: Final = 2
 
+CONTROL: Final = 3
+"""The fork server's descriptor for its connection to the agent."""
+
+MESSAGE_LIMIT: Final = 64 << 10
+"""Bytes of one message."""
+
+DESCRIPTOR_LIMIT: Final = 250
+"""Descriptors beside one message; the kernel's limit is 253."""
+
+READY: Final = b"ready"
+"""Sent by a process with the role "store" when it serves."""
+
+
+def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message."""
+    socket.send_fds(connection, [json.dumps(message).encode()], list(descriptors))
+
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
@@ -49,13 +69,19 @@ class ForkedProcess:
     link: socket.socket
 
     def begin(self, role: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
-        """Give it its role, with its standard output and standard error, and more descriptors for the role."""
-        memory = ipc.to_memory_file(content)
-        try:
+        """Give it its role, which is "worker", "command" or "store".
+
+        Args:
+            role: its name.
+            content: the arguments of the role.
+            output: its standard output and standard error.
+            extra: more descriptors for the role.
+        """
+        with open(os.memfd_create("content"), "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(json.dumps(content).encode())
+            file.flush()
             with contextlib.suppress(OSError):  # it is dead, and its end is reported like any other
-                ipc.send(self.link, {"role": role}, [memory, *output, *extra])
-        finally:
-            os.close(memory)
+                send(self.link, {"role": role}, [file.fileno(), *output, *extra])
 
 
 class ForkServer:
@@ -113,12 +139,11 @@ class ForkServer:
             pid, connection = _spawn(self._environment)
         except OSError as error:
             raise StartError(f"the fork server cannot be started: {error.strerror}") from None
-        if self._reports is None:
-            self._listen_to_reports()
+        self._listen_to_reports()
         program = self._program
         order = {"preload": program.preload, "search_path": search_path(program.kind.value, program.argv[0])}
         with contextlib.suppress(OSError):  # it is dead already, which is noticed as any later death
-            ipc.send(connection, order)
+            send(connection, order)
         self._process = process = self._reaper.adopt(pid)
         process.ended.add_done_callback(lambda _: self._died(process))
         self._started = asyncio.get_running_loop().time()
@@ -168,9 +193,7 @@ class ForkServer:
         try:
             if len(taken) < count:
                 async with self._lock:
-                    taken += self._take_spares(count - len(taken))
-                    if len(taken) < count:
-                        taken += await self._fork_now(count - len(taken))
+                    taken += await self._fork_now(count - len(taken))
         except BaseException:
             for process in taken:
                 process.link.close()
@@ -221,7 +244,7 @@ class ForkServer:
                 async with self._lock:
                     if self._trains and not self._compiler_imported:
                         self._compiler_imported = True
-                        ipc.send(connection, {"import": _COMPILER})
+                        send(connection, {"import": _COMPILER})
                         await _receive(connection)
                         for spare in self._take_spares(self._wanted):
                             spare.link.close()
@@ -233,6 +256,8 @@ class ForkServer:
             self._spares += await self._request(missing)
 
     def _listen_to_reports(self) -> None:
+        if self._reports is not None:
+            return
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._reports.setblocking(False)
         with contextlib.suppress(OSError):  # not all sandboxes have abstract addresses
@@ -276,18 +301,7 @@ class ForkServer:
             raise StartError(self._import_error)
         forked: list[ForkedProcess] = []
         while len(forked) < count:
-            part = min(count - len(forked), ipc.DESCRIPTOR_LIMIT)
-            # The answer is awaited even if this task is cancelled: the next request must not get it.
-            request = asyncio.create_task(self._exchange(connection, part))
-            try:
-                forked += await asyncio.shield(request)
-            except BaseException:
-                await asyncio.wait([request])
-                if request.exception() is None:
-                    forked += request.result()
-                for process in forked:
-                    process.link.close()
-                raise
+            forked += await self._exchange(connection, min(count - len(forked), DESCRIPTOR_LIMIT))
         return forked
 
     async def _exchange(self, connection: socket.socket, count: int) -> list[ForkedProcess]:
@@ -297,14 +311,16 @@ class ForkServer:
                 link, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 links.append(ours.enter_context(link))
                 other_ends.append(theirs.enter_context(other_end).fileno())
-            killed_before = self._memory_kills.count()
             with self._reaper.adopting():
-                ipc.send(connection, {"fork": count}, other_ends)
-                answer = await _receive(connection)
+                send(connection, {"fork": count}, other_ends)
+                try:
+                    answer = await _receive(connection)
+                except asyncio.CancelledError:  # the next request must not get this answer: the server ends
+                    connection.shutdown(socket.SHUT_RDWR)
+                    raise
                 children = [self._reaper.adopt(pid) for pid in answer.get("pids", ())]
             if "error" in answer:
-                memory = self._memory_kills.count() > killed_before
-                raise StartError(f"{answer['error']}, {OUT_OF_MEMORY}" if memory else answer["error"])
+                raise StartError(answer["error"])
             ours.pop_all()
         return [ForkedProcess(child, link) for child, link in zip(children, links, strict=True)]
 
@@ -315,7 +331,7 @@ def _spawn(environment: Mapping[str, str]) -> tuple[int, socket.socket]:
     with contextlib.ExitStack() as stack, theirs, Path(os.devnull).open("rb") as nothing:
         stack.enter_context(ours)
         # What modules print during import goes to the agent's standard error.
-        descriptors = {0: nothing.fileno(), 1: 2, 2: 2, ipc.CONTROL: theirs.fileno()}
+        descriptors = {0: nothing.fileno(), 1: 2, 2: 2, CONTROL: theirs.fileno()}
         pid = spawn(python_code("torchelastic.agent.workers.fork_server_main"), environment, descriptors)
         ours.setblocking(False)
         stack.pop_all()
@@ -323,7 +339,7 @@ def _spawn(environment: Mapping[str, str]) -> tuple[int, socket.socket]:
 
 
 async def _receive(connection: socket.socket) -> dict[str, Any]:
-    data = await asyncio.get_running_loop().sock_recv(connection, ipc.MESSAGE_LIMIT)
+    data = await asyncio.get_running_loop().sock_recv(connection, MESSAGE_LIMIT)
     if not data:
         raise EOFError
     message: dict[str, Any] = json.loads(data)

@@ -4,6 +4,9 @@ A fork copies memory but no threads, and a device or CUDA context does not work 
 break the workers is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it. The
 garbage collector is off during imports, which makes them faster, and everything imported is exempt from it afterwards:
 a collection in a worker then does not copy shared memory pages.
+
+A forked process waits for its role, and then serves a TCPStore or runs the user's program, which sees what it would see
+if it had been started by hand.
 """
 
 from __future__ import annotations
@@ -13,22 +16,30 @@ import gc
 import importlib
 import json
 import os
+import random
+import runpy
 import signal
 import socket
 import stat
 import sys
 import tempfile
 import threading
+import time
+import types
 import warnings
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from torchelastic.agent.workers import ipc
-from torchelastic.agent.workers.forked_worker import play_role
-from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
+import torchelastic.training.progress  # noqa: F401 - a signal handler may need it while the program imports it
+from torchelastic.agent import error_file
+from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, MESSAGE_LIMIT, READY, send
+from torchelastic.agent.workers.linux import TREE_MARK, close_fds, set_mark, set_parent_death_signal, set_title
+from torchelastic.agent.workers.program import absolute, changed_imports, is_container, python_command, search_path
+from torchelastic.metrics import worker as worker_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _HARMLESS_DEVICES: Final = (
     "/dev/null",
@@ -39,49 +50,60 @@ _HARMLESS_DEVICES: Final = (
     "/dev/tty",
     "/dev/pts/",
 )
+_OURS: Final = f"{Path(__file__).parent}{os.sep}"
+_CANNOT_OPEN: Final = 2
+_NOT_EXECUTABLE: Final = 126
+_NOT_FOUND: Final = 127
 
 
 def main() -> None:
     """Serve the agent until it is gone; in a forked child, play the child's role."""
-    close_fds(ipc.CONTROL + 1)
+    close_fds(CONTROL + 1)
     agent = os.getppid()
     set_parent_death_signal(signal.SIGKILL)
     set_title(["torchelastic: fork server"])
     inherited = dict(os.environ)
-    with socket.socket(fileno=ipc.CONTROL) as control:
-        link, set_by_imports = _serve(control, inherited)
+    with socket.socket(fileno=CONTROL) as control:
+        link = _serve(control)
     if link is not None:
-        play_role(link, agent, inherited, set_by_imports)
+        _play_role(link, agent, inherited)
 
 
-def _serve(control: socket.socket, inherited: dict[str, str]) -> tuple[socket.socket | None, dict[str, str]]:
-    """Serve the agent.
-
-    Returns:
-        In a child, its link to the agent and what the imports have set in the environment; None when the agent is gone.
-    """
+def _serve(control: socket.socket) -> socket.socket | None:
+    """Serve the agent; returns None when it is gone, and in a child its link to the agent."""
     error = _import_torch()
-    set_by_imports: dict[str, str] = {}
     while True:
         try:
-            message, descriptors = ipc.receive(control)
+            message, descriptors = _receive(control)
         except EOFError:
-            return None, {}
+            return None
         match message:
             case {"preload": modules, "search_path": search_path}:  # the first message
-                error = error or _preload(modules, search_path)
-                set_by_imports = {name: value for name, value in os.environ.items() if inherited.get(name) != value}
-                ipc.send(control, {"error": error})
+                send(control, {"error": error or _preload(modules, search_path)})
             case {"import": module}:
+                environment = dict(os.environ)
                 with _collector_off():
                     _import(module)
+                _set_environment(environment)
                 tempfile.tempdir = None  # each worker chooses its own folder for temporary files
-                ipc.send(control, {})
+                send(control, {})
             case _:
-                answer, link = _fork_twice([socket.socket(fileno=descriptor) for descriptor in descriptors])
+                answer, link = _fork_each([socket.socket(fileno=descriptor) for descriptor in descriptors])
                 if link is not None:
-                    return link, set_by_imports
-                ipc.send(control, answer)
+                    return link
+                send(control, answer)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next message and its descriptors.
+
+    Raises:
+        EOFError: the connection is closed.
+    """
+    data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
+    if not data:
+        raise EOFError
+    return json.loads(data), descriptors
 
 
 def _fork() -> int:
@@ -94,46 +116,36 @@ def _fork() -> int:
         return os.fork()
 
 
-def _fork_twice(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.socket | None]:
-    """Fork an orphan for each link, which the agent inherits.
+def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.socket | None]:
+    """Fork an orphan for each link, which the agent inherits; returns the answer to the agent, and in a child its link.
 
-    Returns:
-        The answer to the agent; in such a child, its link.
+    A process in between forks them, reports their ids and exits.
     """
     reading, writing = os.pipe()
     middle = _fork()
     if middle == 0:
-        os.close(reading)
-        own = _fork_each(links, writing)
-    else:
-        own = None
-        os.close(writing)
-        with os.fdopen(reading, "rb") as file:
-            text = file.read()
-        os.waitpid(middle, 0)  # now the agent is the parent
-    for link in links:
-        if link is not own:
-            link.close()
-    if own is not None:
-        return {}, own
-    return json.loads(text) if text else {"error": "the process that forks workers died"}, None
-
-
-def _fork_each(links: Sequence[socket.socket], writing: int) -> socket.socket:
-    """Fork for each link, report the ids, and exit; returns only in the children."""
-    answer: dict[str, Any] = {"pids": []}
-    for link in links:
+        answer: dict[str, Any] = {"pids": []}
         try:
-            pid = _fork()
+            for link in links:
+                if (pid := _fork()) == 0:
+                    os.close(reading)
+                    os.close(writing)
+                    for other in links:
+                        if other is not link:
+                            other.close()
+                    return {}, link
+                answer["pids"].append(pid)
         except OSError as error:
             answer["error"] = f"no process can be forked: {error.strerror}"
-            break
-        if pid == 0:
-            os.close(writing)
-            return link
-        answer["pids"].append(pid)
-    os.write(writing, json.dumps(answer).encode())
-    os._exit(0)
+        os.write(writing, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        text = file.read()
+    os.waitpid(middle, 0)  # now the agent is the parent
+    for link in links:
+        link.close()
+    return json.loads(text) if text else {"error": "the process that forks workers died"}, None
 
 
 def _import_torch() -> str:
@@ -158,10 +170,7 @@ def _preload(modules: Sequence[str], search_path: str) -> str:
                 threads, devices = _threads(), _open_devices()
                 if error := _import(module):
                     return f"--preload {module}: it cannot be imported: {error}"
-                problem = (
-                    _about_threads(_threads() - threads) or _about_cuda() or _about_devices(_open_devices() - devices)
-                )
-                if problem:
+                if problem := _problem(_threads() - threads, _open_devices() - devices):
                     return f"--preload {module}: {problem}. Leave it out: the program then imports it by itself."
     finally:
         if search_path in sys.path:
@@ -201,20 +210,20 @@ def _tasks() -> set[int]:
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
-def _about_threads(left: set[int]) -> str:
-    if not left:
-        return ""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    known = sorted(f"{names[thread]!r}" for thread in left if thread in names)
-    if native := len(left) - len(known):
-        known.append(f"{native} of native code, as an OpenMP pool has them")
-    threads = "a thread" if len(left) == 1 else f"{len(left)} threads"
-    return f"it leaves {threads} behind ({', '.join(known)}), and forked workers would not have that"
-
-
-def _about_cuda() -> str:
-    initialised = sys.modules["torch"].cuda.is_initialized()
-    return "it initialises CUDA, which does not work in a process that is forked after that" if initialised else ""
+def _problem(threads: set[int], devices: set[str]) -> str:
+    """Why forked workers cannot do without what a module has left behind; empty if they can."""
+    if threads:
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
+        known = sorted(f"{names[thread]!r}" for thread in threads if thread in names)
+        if native := len(threads) - len(known):
+            known.append(f"{native} of native code, as an OpenMP pool has them")
+        count = "a thread" if len(threads) == 1 else f"{len(threads)} threads"
+        return f"it leaves {count} behind ({', '.join(known)}), and forked workers would not have that"
+    if sys.modules["torch"].cuda.is_initialized():
+        return "it initialises CUDA, which does not work in a process that is forked after that"
+    if devices:
+        return f"it leaves {' and '.join(sorted(devices))} open, and forked processes cannot share a device"
+    return ""
 
 
 def _open_devices() -> set[str]:
@@ -226,5 +235,228 @@ def _open_devices() -> set[str]:
     return devices
 
 
-def _about_devices(left: set[str]) -> str:
-    return f"it leaves {' and '.join(sorted(left))} open, and forked processes cannot share a device" if left else ""
+# -- a forked process
+
+
+def _play_role(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> None:
+    """Wait for the role of this process, and play it until it ends.
+
+    Args:
+        link: the socket to the agent.
+        agent: the agent's process id.
+        inherited: the environment of the fork server before it imported anything.
+    """
+    os.setsid()
+    set_title(["torchelastic: spare process"])
+    try:
+        role, (memory, out, err, *listener) = _receive(link)
+    except (EOFError, OSError):  # the agent is gone, or no longer needs this process
+        os._exit(1)
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)
+    with open(memory, "rb") as file:  # noqa: PTH123 - a descriptor
+        file.seek(0)
+        content = json.loads(file.read())
+    for number, descriptor in ((1, out), (2, err)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    match role["role"]:
+        case "store":
+            _serve_store(link, *listener, **content)
+        case "command":
+            link.close()
+            os.sched_setaffinity(0, os.sched_getaffinity(agent))  # OpenMP may have changed it
+            _execute(**content)
+        case _:
+            link.close()
+            _run_worker(inherited, **content)
+
+
+def _serve_store(link: socket.socket, listener: int, *, host: str, port: int) -> None:
+    """Serve the round's TCPStore until this process is killed."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
+
+    _store = TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    link.send(READY)
+    set_title(["torchelastic: store of the round"])
+    while True:
+        signal.pause()
+
+
+def _execute(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a command that has nothing open but the standard streams."""
+    close_fds(3)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # changed by the interpreter
+        signal.signal(number, signal.SIG_DFL)
+    _set_environment(environment)
+    try:
+        os.execvp(argv[0], [*argv])  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = "there is no such command" if missing else f"it cannot be executed: {error.strerror}"
+        error_file.write_message(f"{argv[0]}: {why}")
+        os.write(2, f"{argv[0]}: {why}\n".encode(errors="surrogateescape"))
+        os._exit(_NOT_FOUND if missing else _NOT_EXECUTABLE)
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _run_worker(
+    inherited: Mapping[str, str], *, kind: str, argv: Sequence[str], environment: dict[str, str], report: str
+) -> None:
+    if _shadows_imported_module(search_path(kind, argv[0])):
+        _execute(*python_command(kind, argv, environment))
+    for name, value in os.environ.items():  # what imports have set
+        if inherited.get(name) != value and environment.get(name) == inherited.get(name):
+            environment[name] = value
+    _reset_process(environment)
+    module = ["-m"] if kind == "module" else []
+    sys.orig_argv[:] = [sys.executable, *module, *argv]
+    set_title(sys.orig_argv)
+    set_mark(environment[TREE_MARK])
+    worker_metrics.attach()
+    _report_training(report)
+    try:
+        _run_program(kind, argv)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _without_our_frames(error.__traceback__)
+        error_file.write(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook = _nothing  # it has been told already, without our frames
+        raise
+
+
+def _shadows_imported_module(folder: str) -> bool:
+    """Whether this folder has a module that the program would import in place of one that is imported already."""
+    with contextlib.suppress(OSError):
+        names = {name.partition(".")[0] for name in os.listdir(folder)} if folder else set()  # noqa: PTH208
+        for name in (names & sys.modules.keys()) - {*sys.builtin_module_names, "__main__"}:
+            spec, imported = PathFinder.find_spec(name, [folder]), getattr(sys.modules[name], "__spec__", None)
+            if spec is not None and spec.origin and (imported is None or imported.origin != spec.origin):
+                return True
+    return False
+
+
+def _reset_process(environment: Mapping[str, str]) -> None:
+    """Replace what a process that was just started would not have inherited."""
+    _set_environment(environment)
+    time.tzset()
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A new interpreter takes its seeds from the system; forked ones would have the same in all ranks.
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # the CPU's; those of devices have the same seed in every process
+    if (processes := sys.modules.get("multiprocessing.process")) is not None:
+        processes.current_process().authkey = os.urandom(32)
+    sys._torchelastic_quiet_end = _QuietEnd()  # type: ignore[attr-defined]  # noqa: SLF001 - sys is cleared last
+    # A file or pipe would get the output in blocks.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+class _QuietEnd:
+    """Silences standard error at the very end of the interpreter.
+
+    Modules imported before the fork are not destroyed then, because that would copy all their memory pages. Some
+    libraries report this as leaks.
+    """
+
+    def __init__(self) -> None:
+        self._steps = (os.open, os.devnull, os.O_WRONLY, os.dup2)  # global names are gone then
+
+    def __del__(self) -> None:
+        open_, nowhere, mode, dup2 = self._steps
+        dup2(open_(nowhere, mode), 2)
+
+
+def _report_training(address: str) -> None:
+    """Tell the agent when the program trains for the first time: the fork server then imports torch's compiler.
+
+    The first step of an optimizer imports it, which takes longer than all else in a restart. A program that has changed
+    what the compiler reads at import does not report.
+    """
+    if not address or "torch._dynamo" in sys.modules:
+        return
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    before = dict(os.environ)
+
+    def report(*_: object) -> None:
+        handle.remove()
+        if not changed_imports(before, os.environ):
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+                connection.setblocking(False)
+                connection.sendto(b"trains", address.encode("latin-1"))
+
+    handle = register_optimizer_step_pre_hook(report)
+
+
+def _without_our_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return trace
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _run_program(kind: str, argv: Sequence[str]) -> None:
+    """Run a script or a module as ``__main__``, as the interpreter does."""
+    main = _new_main_module()
+    name = argv[0]
+    sys.argv[:] = ["-m", *argv[1:]] if kind == "module" else argv
+    if first := search_path(kind, name):
+        sys.path.insert(0, first)
+    if kind == "module":
+        _run_as_module(name, alter_argv=True)
+    elif is_container(name):
+        _run_as_module("__main__", alter_argv=False)
+    else:
+        exec(_script(main, name), main.__dict__)  # noqa: S102 - this runs the program
+
+
+def _new_main_module() -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"])
+    if sys.version_info < (3, 14):
+        main.__dict__.update(__annotations__={})
+    former = sys.modules["__main__"]
+    for name, module in [*sys.modules.items()]:
+        if module is former:  # as __main__ and as __mp_main__
+            sys.modules[name] = main
+    return main
+
+
+def _run_as_module(name: str, *, alter_argv: bool) -> None:
+    try:
+        # The function that the interpreter itself calls for -m, folders and archives.
+        runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
+    except SystemExit as end:
+        message = str(end.code)
+        if message.startswith(f"{sys.executable}: "):
+            error_file.write_message(message.removeprefix(f"{sys.executable}: "))
+        raise
+
+
+def _script(main: types.ModuleType, name: str) -> Any:  # noqa: ANN401 - code
+    path = absolute(name)
+    main.__file__ = path
+    main.__spec__ = None
+    main.__dict__["__cached__"] = None
+    main.__loader__ = SourceFileLoader("__main__", path)
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        error_file.write_message(f"the program {name} cannot be opened: {error.strerror}")
+        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+        raise SystemExit(_CANNOT_OPEN) from None
+    return compile(source, path, "exec", dont_inherit=True)

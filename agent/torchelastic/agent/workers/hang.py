@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.failures import MESSAGE_LIMIT, Explanation
 from torchelastic.agent.workers.linux import read_process
+from torchelastic.errors import SettingsError
 from torchelastic.protocol import FailureKind, shorten
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _FATAL: Final = "Fatal Python error: Aborted"
 _CURRENT: Final = re.compile(r"^Current thread [^\n]*\(most recent call first\):\n", re.MULTILINE)
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) [^\n]*\(most recent call first\):\n", re.MULTILINE)
 _FRAME: Final = re.compile(r'  File "(?P<path>[^"\n]*)", line (?P<line>\d+) in (?P<function>[^\n]+)\n')
-_BELOW_THE_PROGRAM: Final = ("/torchelastic/agent/workers/forked_worker.py", "<frozen runpy>")
+_BELOW_THE_PROGRAM: Final = ("/torchelastic/agent/workers/fork_server_main.py", "<frozen runpy>")
 
 _WAITING_FOR_OTHERS: Final = ("/torch/distributed/", "/torch/autograd/graph.py")
 """Files of a worker that waits in a collective, or in the backward pass, which contains collectives."""
@@ -84,10 +85,15 @@ class Heartbeats:
         self._workers: dict[int, _Heartbeat] = {}
 
     def file(self, local_rank: int) -> Path:
-        """Create the file of a worker that is about to be started."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Create the file of a worker that is about to be started; SettingsError if that is not possible."""
         path = self._folder / str(local_rank)
-        path.touch()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            raise SettingsError(
+                f"no file for heartbeats can be created below {self._folder}: {error.strerror}. Free some space there."
+            ) from None
         self._workers[local_rank] = _Heartbeat(path, path.stat().st_mtime_ns, asyncio.get_running_loop().time())
         return path
 

@@ -1,7 +1,7 @@
-"""The worker pool: what an agent starts workers with, and the store of a round.
+"""The worker pool: starts the workers and the TCPStore of each round.
 
-Workers are forked from the fork server; they are executed in a new interpreter if the program is not Python, if
-``--start-method exec`` is given, or if a fork would not see the environment that a new interpreter would see.
+Workers are forked from the fork server. A worker then executes a command or a new interpreter if the program is not
+Python, if ``--start-method exec`` is given, or if a fork would not see the environment that a new interpreter would see.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Final, Self
 from torchelastic.agent import error_file
 from torchelastic.agent.failures import OUT_OF_MEMORY, MemoryKills, WorkerExit, end_of
 from torchelastic.agent.logs import Console, make_folder, open_output
-from torchelastic.agent.workers import hang, ipc
-from torchelastic.agent.workers.exec import python_command
-from torchelastic.agent.workers.fork_server import ForkedProcess, ForkServer
+from torchelastic.agent.workers import hang
+from torchelastic.agent.workers.fork_server import READY, ForkServer
 from torchelastic.agent.workers.group import GroupEnded, Worker, WorkerGroup, WorkerStart
 from torchelastic.agent.workers.linux import MARK_ROOM, TREE_MARK
-from torchelastic.agent.workers.processes import Reaper, python_code, spawn
-from torchelastic.agent.workers.program import changed_imports, reason_to_execute
+from torchelastic.agent.workers.processes import Reaper
+from torchelastic.agent.workers.program import changed_imports, python_command, reason_to_execute
 from torchelastic.agent.workers.watchdog import Watchdog
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import SettingsError, StartError
@@ -66,16 +65,12 @@ class StoreServer:
         ended: its exit code when it ends, by itself or by :meth:`kill`.
     """
 
-    def __init__(self, child: Child, memory_kills: MemoryKills, killed_before: int) -> None:
+    def __init__(self, child: Child, memory_kills: MemoryKills) -> None:
+        self.pid = child.pid
+        self.ended: asyncio.Future[int] = child.ended
         self._child = child
         self._memory_kills = memory_kills
-        self._killed_before = killed_before
-        self.ended: asyncio.Future[int] = child.ended
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._child.pid
+        self._killed_before = memory_kills.count()
 
     @property
     def out_of_memory(self) -> bool:
@@ -89,7 +84,7 @@ class StoreServer:
     async def close(self) -> None:
         """End it and wait for its end."""
         self.kill()
-        await asyncio.shield(self._child.ended)
+        await asyncio.shield(self.ended)
 
 
 class Workers:
@@ -231,9 +226,9 @@ class Workers:
         Raises:
             StartError: it cannot be served.
         """
+        end = ""
         with listener:
             listener.listen()
-            end = ""
             for _ in range(_STORE_ATTEMPTS):
                 try:
                     server, serves = await self._try_to_serve(listener)
@@ -247,28 +242,27 @@ class Workers:
                     raise StartError(f"the store on port {port} cannot be served; its output says why")
                 end = OUT_OF_MEMORY if server.out_of_memory else end_of(exit_code)
                 logger.warning("The process that was to serve the round's TCPStore was %s.", end)
-            raise StartError(f"the process that was to serve the round's TCPStore was {end}")
+        raise StartError(f"the process that was to serve the round's TCPStore was {end}")
 
     async def _try_to_serve(self, listener: socket.socket) -> tuple[StoreServer, bool]:
         """A process with that role, and whether it serves; if not, it is about to end."""
-        killed_before = self._memory_kills.count()
         host, port = listener.getsockname()[:2]
         local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
         [process] = await self._fork_server.fork(1)
         with process.link:
-            server = StoreServer(process.child, self._memory_kills, killed_before)
+            server = StoreServer(process.child, self._memory_kills)
             self._stores.append(server)
             server.ended.add_done_callback(lambda _: self._stores.remove(server))
             try:
-                process.begin(ipc.STORE, {"host": local, "port": port}, (2, 2), [listener.fileno()])
+                process.begin("store", {"host": local, "port": port}, (2, 2), [listener.fileno()])
                 process.link.setblocking(False)
-                answer = await asyncio.get_running_loop().sock_recv(process.link, len(ipc.READY))
+                answer = await asyncio.get_running_loop().sock_recv(process.link, len(READY))
             except ConnectionError:
                 return server, False
             except BaseException:
                 server.kill()
                 raise
-        return server, answer == ipc.READY
+        return server, answer == READY
 
     # -- the workers
 
@@ -279,93 +273,62 @@ class Workers:
 
         Raises:
             StartError: the machine does not allow it.
-            SettingsError: the workers' output cannot be written.
+            SettingsError: the workers' output or files cannot be written.
         """
-        if self._group is not None and not self._group.stopped:
-            raise RuntimeError("the workers of the round before have not been stopped")
-        heartbeats, workers = self._with_heartbeats(round, workers)
-        memories, workers = self._with_metrics(round, workers)
+        heartbeats = None
+        if self._heartbeat_timeout is not None:
+            heartbeats = hang.Heartbeats(self._shared / "heartbeats" / str(round), self._heartbeat_timeout)
+        metrics: Mapping[int, Mapping[str, str]] = {}
+        memories: Sequence[WorkerMemory] = ()
+        if self.metrics is not None:
+            metrics, memories = self.metrics.begin(round, {start.local_rank: start.rank for start in workers})
+        killed_before = self._memory_kills.count()
+        base = self._base_environment()
+        outputs, environments = [], []
         with contextlib.ExitStack() as stack:
-            outputs = []
             for start in workers:
-                output = open_output(
-                    self._logs,
-                    self._console,
-                    self.scratch,
-                    round=round,
-                    rank=start.rank,
-                    local_rank=start.local_rank,
-                    prefix=worker_prefix(start.rank, self._role),
-                )
-                stack.callback(output.close)
+                output = stack.enter_context(contextlib.closing(self._open_output(round, start)))
+                environment = {**base, **start.env, **metrics.get(start.local_rank, {})}
+                if heartbeats is not None:
+                    environment[HEARTBEAT_FILE] = str(heartbeats.file(start.local_rank))
+                environment[error_file.VARIABLE] = str(output.error_file)
+                environment[TREE_MARK] = f"{self._mark}.{round}.{start.rank}"
                 outputs.append(output)
+                environments.append(environment)
             try:
-                started = await self._start(round, workers, outputs)
+                children = await self._fork(environments, outputs)
             except OSError as error:
                 raise StartError(f"no worker can be started: {error.strerror}") from None
             finally:
                 for output in outputs:
                     output.handed_over()
             stack.pop_all()
+        now = asyncio.get_running_loop().time()
         self._group = WorkerGroup(
-            started,
+            [
+                Worker(start, child, environment[TREE_MARK], output, now, killed_before)
+                for start, child, environment, output in zip(workers, children, environments, outputs, strict=True)
+            ],
             reaper=self._reaper,
             watchdog=self._watchdog,
             memory_kills=self._memory_kills,
             mark=self._mark,
             heartbeats=heartbeats,
         )
-        for worker, of_worker in zip(started, memories, strict=False):
-            worker.child.ended.add_done_callback(lambda _, memory=of_worker: memory.ended())  # type: ignore[misc]
+        for child, of_worker in zip(children, memories, strict=False):
+            child.ended.add_done_callback(lambda _, memory=of_worker: memory.ended())  # type: ignore[misc]
         return self._group
 
-    def _with_heartbeats(
-        self, round: int, workers: Sequence[WorkerStart]
-    ) -> tuple[hang.Heartbeats | None, Sequence[WorkerStart]]:
-        """Give each worker a heartbeat file if heartbeats are expected."""
-        if self._heartbeat_timeout is None:
-            return None, workers
-        folder = self._shared / "heartbeats" / str(round)
-        heartbeats = hang.Heartbeats(folder, self._heartbeat_timeout)
-        try:
-            return heartbeats, [
-                dataclasses.replace(start, env={**start.env, HEARTBEAT_FILE: str(heartbeats.file(start.local_rank))})
-                for start in workers
-            ]
-        except OSError as error:
-            raise SettingsError(
-                f"no file for heartbeats can be created below {folder}: {error.strerror}. Free some space there."
-            ) from None
-
-    def _with_metrics(
-        self, round: int, workers: Sequence[WorkerStart]
-    ) -> tuple[Sequence[WorkerMemory], Sequence[WorkerStart]]:
-        """Give each worker memory for its metrics if they are shown."""
-        if self.metrics is None:
-            return (), workers
-        variables, memories = self.metrics.begin(round, {start.local_rank: start.rank for start in workers})
-        return memories, [
-            dataclasses.replace(start, env={**start.env, **variables[start.local_rank]}) for start in workers
-        ]
-
-    async def _start(self, round: int, starts: Sequence[WorkerStart], outputs: Sequence[WorkerOutput]) -> list[Worker]:
-        killed_before = self._memory_kills.count()
-        base = self._base_environment()
-        environments = [
-            {
-                **base,
-                **start.env,
-                error_file.VARIABLE: str(output.error_file),
-                TREE_MARK: f"{self._mark}.{round}.{start.rank}",
-            }
-            for start, output in zip(starts, outputs, strict=True)
-        ]
-        children = await self._start_processes(environments, outputs)
-        now = asyncio.get_running_loop().time()
-        return [
-            Worker(start, child, environment[TREE_MARK], output, now, killed_before)
-            for start, child, environment, output in zip(starts, children, environments, outputs, strict=True)
-        ]
+    def _open_output(self, round: int, start: WorkerStart) -> WorkerOutput:
+        return open_output(
+            self._logs,
+            self._console,
+            self.scratch,
+            round=round,
+            rank=start.rank,
+            local_rank=start.local_rank,
+            prefix=worker_prefix(start.rank, self._role),
+        )
 
     def _base_environment(self) -> dict[str, str]:
         """The environment that all workers have."""
@@ -375,55 +338,39 @@ class Workers:
             base.setdefault("OMP_NUM_THREADS", "1")
         return base
 
-    async def _start_processes(
-        self, environments: Sequence[Mapping[str, str]], outputs: Sequence[WorkerOutput]
-    ) -> list[Child]:
-        executed = [self._is_executed(environment) for environment in environments]
-        forks = executed.count(False)
-        forked = await self._fork_server.fork(forks) if forks else []
-        unused = iter(forked)
-        children: list[Child] = []
+    async def _fork(self, environments: Sequence[Mapping[str, str]], outputs: Sequence[WorkerOutput]) -> list[Child]:
+        """Start a process for each environment and output."""
+        processes = await self._fork_server.fork(len(environments))
         try:
-            for environment, output, execute in zip(environments, outputs, executed, strict=True):
-                children.append(
-                    self._execute(environment, output) if execute else self._begin(next(unused), environment, output)
-                )
-        except OSError as error:
-            for child in children:
-                child.signal(signal.SIGKILL)
-            raise StartError(f"no process can be started: {error.strerror}") from None
+            for process, environment, output in zip(processes, environments, outputs, strict=True):
+                process.begin(*self._role_of(environment), output.descriptors)
+        except OSError:
+            for process in processes:
+                process.child.signal(signal.SIGKILL)
+            raise
         finally:
-            for process in forked:
+            for process in processes:
                 process.link.close()
-        return children
+        return [process.child for process in processes]
 
-    def _is_executed(self, environment: Mapping[str, str]) -> bool:
-        if self._executed:
-            return True
+    def _role_of(self, environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
+        """The role of a worker with this environment, and its content."""
+        kind, argv = self._program.kind, self._program.argv
+        if kind is ProgramKind.COMMAND:
+            return "command", {"argv": argv, "environment": environment}
+        if self._executed or self._differs(environment):
+            command, environment = python_command(kind.value, argv, environment)
+            return "command", {"argv": command, "environment": environment}
+        report = self._fork_server.report_address
+        return "worker", {"kind": kind.value, "argv": argv, "environment": environment, "report": report}
+
+    def _differs(self, environment: Mapping[str, str]) -> bool:
+        """Whether a new interpreter with this environment differs from a fork."""
         changed = changed_imports(self._imported_with, environment)
         if new := [name for name in changed if name not in self._reported_changes]:
             self._reported_changes.update(new)
             logger.warning("Workers start a new interpreter: it reads %s when it starts.", ", ".join(new))
         return bool(changed)
-
-    def _begin(self, process: ForkedProcess, environment: Mapping[str, str], output: WorkerOutput) -> Child:
-        content = {
-            "kind": self._program.kind.value,
-            "argv": self._program.argv,
-            "environment": environment,
-            "report": self._fork_server.report_address,
-        }
-        process.begin(ipc.WORKER, content, output.descriptors)
-        return process.child
-
-    def _execute(self, environment: Mapping[str, str], output: WorkerOutput) -> Child:
-        argv: Sequence[str] = self._program.argv
-        if self._program.kind is not ProgramKind.COMMAND:
-            argv, environment = python_command(self._program.kind.value, argv, environment)
-        out, err = output.descriptors
-        command = [*python_code("torchelastic.agent.workers.exec", minimal=True), str(os.getpid()), *argv]
-        with Path(os.devnull).open("rb") as nothing:
-            return self._reaper.adopt(spawn(command, environment, {0: nothing.fileno(), 1: out, 2: err}))
 
 
 def workers_of(settings: AgentSettings, *, owns_process: bool = True) -> Workers:

@@ -70,6 +70,14 @@ def _is_this_python(command: str) -> bool:
     return command in names or ("/" in command and Path(command) == Path(sys.executable))
 
 
+def python_command(
+    kind: str, argv: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], Mapping[str, str]]:
+    """The command that runs a script or module in a new interpreter, and its environment: output is not buffered."""
+    module = ["-m"] if kind == "module" else []
+    return [sys.executable, *module, *argv], {"PYTHONUNBUFFERED": "1", **environment}
+
+
 def search_path(kind: str, name: str) -> str:
     """The folder or archive in which a program looks for modules first; empty if there is none.
 
