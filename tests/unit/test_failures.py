@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchelastic.agent import error_file
-from torchelastic.agent.failures import MESSAGE_LIMIT, MemoryKills, explain, read_error_file
+from torchelastic.agent.failures import ERROR_FILE, MESSAGE_LIMIT, MemoryKills, explain, record_exception
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
@@ -195,7 +193,6 @@ def test_a_crash_is_described_by_its_last_message_and_its_place(error_json: Path
 )
 def test_a_file_that_is_no_such_record_is_as_none(error_json: Path, content: str) -> None:
     error_json.write_text(content, errors="surrogateescape")
-    assert read_error_file(error_json) == ""
     assert words(error_json, 5) == "exit code 5"
 
 
@@ -205,19 +202,9 @@ def test_a_record_with_odd_details_still_tells_its_message(error_json: Path, ext
     assert words(error_json, 1) == "ValueError: x"
 
 
-def test_neither_links_nor_pipes_are_opened_in_place_of_the_file(error_json: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text(record("secret"))
-    error_json.symlink_to(secret)
-    assert read_error_file(error_json) == ""
-    error_json.unlink()
-    os.mkfifo(error_json)
-    assert read_error_file(error_json) == ""
-
-
 def test_a_message_is_bounded_however_long_the_exception(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(error_file.VARIABLE, str(error_json))
-    error_file.write(ValueError("x" * 10_000_000))
+    monkeypatch.setenv(ERROR_FILE, str(error_json))
+    record_exception(ValueError("x" * 10_000_000))
     assert error_json.stat().st_size < 64 << 10
     message = words(error_json, 1)
     assert message.startswith("ValueError: xxx")
@@ -225,17 +212,11 @@ def test_a_message_is_bounded_however_long_the_exception(error_json: Path, monke
 
 
 def test_the_first_exception_is_kept(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(error_file.VARIABLE, str(error_json))
-    error_file.write(ValueError("the reason"))
-    error_file.write(RuntimeError("its consequence"))
+    monkeypatch.setenv(ERROR_FILE, str(error_json))
+    record_exception(ValueError("the reason"))
+    record_exception(RuntimeError("its consequence"))
     assert words(error_json, 1) == "ValueError: the reason"
     assert [path.name for path in error_json.parent.iterdir()] == ["error.json"]
-
-
-def test_an_exception_without_a_text_is_told_by_its_name(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(error_file.VARIABLE, str(error_json))
-    error_file.write(AssertionError())
-    assert words(error_json, 1) == "AssertionError"
 
 
 # -- kills for memory
@@ -247,8 +228,6 @@ def test_an_exception_without_a_text_is_told_by_its_name(error_json: Path, monke
         ("0::/kubepods/pod1\n", "kubepods/pod1/memory.events", "low 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"),
         ("0::/\n", "memory.events", "oom_kill 2\n"),
         ("0::/../outer\n", "memory.events", "oom_kill 2\n"),
-        ("4:memory:/docker/1\n0::/\n", "memory/docker/1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
-        ("9:cpu,memory:/docker/1\n0::/\n", "memory/memory.oom_control", "oom_kill 2\n"),
     ],
 )
 def test_kills_are_counted_in_the_own_cgroup(membership: str, counter: str, content: str, tmp_path: Path) -> None:
@@ -264,9 +243,3 @@ def test_kills_are_counted_in_the_own_cgroup(membership: str, counter: str, cont
 def test_without_a_cgroup_the_counter_of_the_machine_serves(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 70\n")
     assert MemoryKills(root=tmp_path, membership=tmp_path / "none", machine=tmp_path / "vmstat").count() == 70
-
-
-def test_without_a_counter_nothing_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "membership").write_text("not a line of that kind\n\n0::/x\n")
-    (tmp_path / "vmstat").write_text("oom_kill many\n")
-    assert MemoryKills(root=tmp_path, membership=tmp_path / "membership", machine=tmp_path / "vmstat").count() == 0

@@ -104,7 +104,7 @@ def test_the_innermost_frames_of_the_main_thread_are_reported() -> None:
 
 
 def test_frames_below_the_program_are_left_out() -> None:
-    ours = '  File "/venv/lib/torchelastic/agent/workers/forked_worker.py", line 3 in run\n'
+    ours = '  File "/venv/lib/torchelastic/agent/workers/fork_server_main.py", line 3 in run\n'
     line = '  File "/home/me/train.py", line 30 in <module>\n'
     assert words(DUMP.replace(line, line + ours)) == words(DUMP)
 

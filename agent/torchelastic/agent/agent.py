@@ -68,22 +68,21 @@ class RoundTimes:
 
     def waits(self) -> None:
         """This node has no workers to run."""
-        if self._waits_since is None:
-            self._waits_since = time.monotonic()
+        self._waits_since = self._waits_since or time.monotonic()
 
     def begun(self) -> None:
         """A round begins with this node as a member."""
-        now = time.monotonic()
-        self._without_workers_since = now if self._waits_since is None else self._waits_since
-        self._waits_since = None
-        self._metrics.took("SimpleElasticAgent._rendezvous", now - self._without_workers_since, succeeded=True)
+        self._without_workers_since = self._waits_since or time.monotonic()
+        self._end_wait(self._without_workers_since, succeeded=True)
 
     def failed(self) -> None:
         """No round will begin."""
         if self._waits_since is not None:
-            waited = time.monotonic() - self._waits_since
-            self._metrics.took("SimpleElasticAgent._rendezvous", waited, succeeded=False)
-            self._waits_since = None
+            self._end_wait(self._waits_since, succeeded=False)
+
+    def _end_wait(self, since: float, *, succeeded: bool) -> None:
+        self._waits_since = None
+        self._metrics.took("SimpleElasticAgent._rendezvous", time.monotonic() - since, succeeded=succeeded)
 
     def started(self, broken_at: float | None, *, succeeded: bool) -> None:
         """The workers of the round have been started, or cannot be.
@@ -338,10 +337,13 @@ class Agent:
     async def _blame(self, round: int, node: RendezvousNode) -> None:
         """Report the failure that explains most, and stop the other workers."""
         if self._failures and not self._is_past(round):
-            self._progress.report()
-            node.report(round, failure=root_cause(enumerate(self._failures)))
-            self._times.waits()
-            await self._stop_workers(self._settings.stop_timeout)
+            await self._report_failure(node, root_cause(enumerate(self._failures)))
+
+    async def _report_failure(self, node: RendezvousNode, failure: FailureRecord) -> None:
+        self._progress.report()
+        node.report(failure.round, failure=failure)
+        self._times.waits()
+        await self._stop_workers(self._settings.stop_timeout)
 
     def _report_requests(self) -> None:
         """Report the workers' requests and answers, after the progress, on which the next round builds."""
@@ -373,11 +375,8 @@ class Agent:
         if round is None or node.node not in round.nodes:
             return
         failure = failure_of_node(round, node.node, self._settings, message=message, kind=kind, began=self._began_at)
-        self._progress.report()
-        node.report(round.number, failure=failure)
         logger.warning("%s", in_full(failure))
-        self._times.waits()
-        await self._stop_workers(self._settings.stop_timeout)
+        await self._report_failure(node, failure)
 
     def _failure(self, worker: WorkerExit, round: int) -> FailureRecord:
         return failure_of_worker(worker, round, self._node_id, self._settings)

@@ -81,9 +81,7 @@ class EventQueue:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -95,7 +93,12 @@ class EventQueue:
 
     def put_later(self, seconds: float, event: AgentEvent) -> None:
         """Add an event after a number of seconds."""
-        self._run(self._after(seconds, event))
+
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            self.put(event)
+
+        self._run(wait())
 
     async def next(self, seconds: float | None = None) -> AgentEvent | None:
         """The next event; None if there is none for a number of seconds."""
@@ -105,46 +108,45 @@ class EventQueue:
         return None
 
     def follow_rendezvous(self, node: RendezvousNode) -> None:
-        """Add the node's events."""
-        self._run(self._events(node))
-        self._run(self._failure_of(node))
+        """Add the node's events, and its failure."""
+
+        async def events() -> None:
+            while True:
+                self.put(await node.events.get())
+
+        async def failure() -> None:
+            await asyncio.wait((node.failed,))
+            error = node.failed.exception()
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            self.put(RendezvousFailed(error))
+
+        self._run(events())
+        self._run(failure())
 
     def follow_workers(self, group: WorkerGroup, round: int) -> None:
         """Add the exits of a round's workers."""
-        self._run(self._exits(group, round))
+
+        async def exits() -> None:
+            with suppress(GroupEnded):
+                while True:
+                    self.put(WorkerEnded(round, await group.next_exit()))
+
+        self._run(exits())
 
     def follow_store_server(self, server: StoreServer, round: int) -> None:
         """Add the end of the process that serves a round's TCPStore."""
-        self._run(self._end_of(server, round))
+
+        async def end() -> None:
+            await asyncio.wait((server.ended,))
+            self.put(StoreServerEnded(round))
+
+        self._run(end())
 
     def _run(self, feed: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(feed)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _after(self, seconds: float, event: AgentEvent) -> None:
-        await asyncio.sleep(seconds)
-        self.put(event)
-
-    async def _events(self, node: RendezvousNode) -> None:
-        while True:
-            self.put(await node.events.get())
-
-    async def _failure_of(self, node: RendezvousNode) -> None:
-        await asyncio.wait((node.failed,))
-        error = node.failed.exception()
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        self.put(RendezvousFailed(error))
-
-    async def _exits(self, group: WorkerGroup, round: int) -> None:
-        with suppress(GroupEnded):
-            while True:
-                self.put(WorkerEnded(round, await group.next_exit()))
-
-    async def _end_of(self, server: StoreServer, round: int) -> None:
-        await asyncio.wait((server.ended,))
-        self.put(StoreServerEnded(round))
 
 
 class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
@@ -168,7 +170,7 @@ class Signals:
     def __init__(self, received: Callable[[signal.Signals], None]) -> None:
         self.hurry = asyncio.Event()
         self._received = received
-        self._first: asyncio.Future[signal.Signals] | None = None
+        self._first: asyncio.Future[signal.Signals]
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -191,8 +193,6 @@ class Signals:
         Raises:
             SignalledFirst: a signal came, and the work is cancelled.
         """
-        if self._first is None:
-            raise RuntimeError("signals are not watched yet")
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, self._first), return_when=asyncio.FIRST_COMPLETED)
@@ -205,9 +205,6 @@ class Signals:
 
     async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something, but not after a second signal."""
-        if self.hurry.is_set():
-            work.close()
-            return
         task = asyncio.ensure_future(work)
         hurry = asyncio.ensure_future(self.hurry.wait())
         try:
@@ -220,7 +217,7 @@ class Signals:
             await asyncio.gather(task, hurry, return_exceptions=True)
 
     def _take(self, number: signal.Signals) -> None:
-        if self._first is not None and not self._first.done():
+        if not self._first.done():
             self._first.set_result(number)
         else:
             self.hurry.set()

@@ -1,27 +1,30 @@
 """Why a worker ended, in words, and how far that explains the failure of a round.
 
-A worker's error file and output are written by the user's program and are not trusted: they are read within bounds.
+A worker writes its uncaught exception to its error file, as torch's ``@record`` does. That file and the worker's output
+are read within bounds.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 import os
 import re
 import signal
-import stat
+import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from torchelastic.protocol import FailureKind, FailureRecord, shorten
 from torchelastic.rendezvous.policy.messages import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torchelastic.config.settings import AgentSettings
     from torchelastic.protocol import RoundRecord
 
@@ -30,6 +33,11 @@ OUT_OF_MEMORY: Final = "killed by SIGKILL: out of memory"
 MESSAGE_LIMIT: Final = 4096
 """Characters of a message."""
 
+ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+"""The environment variable with the path of a worker's error file."""
+
+_RECORDED_MESSAGE: Final = 8 << 10
+_RECORDED_TRACE: Final = 32 << 10
 _FILE_LIMIT: Final = 256 << 10
 _TAIL_LINES: Final = 5
 _LAST_LINES: Final = 20
@@ -70,12 +78,9 @@ _NATIVE_FRAME: Final = re.compile(r"^\s*(?:\[\w+\]: ?)?frame #\d+: ")
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a worker ended.
+    """Why a worker ended, in words; `kind` says how far that explains the failure of a round.
 
-    Attributes:
-        kind: how far it explains the failure of a round.
-        message: in words.
-        final: the program said that a restart is of no use.
+    If `final`, the program has said that a restart is of no use.
     """
 
     kind: FailureKind
@@ -91,9 +96,7 @@ class WorkerExit:
         exit_code: its exit code, or the negative number of the signal that ended it.
         uptime: seconds from its start to its end.
         ended: when it ended, by the loop's clock.
-        kind: how far it explains the failure of a round; has no meaning if the exit code is 0.
-        message: in words; empty if the exit code is 0.
-        final: the program said that a restart is of no use.
+        message: see :class:`Explanation`; empty if the exit code is 0.
     """
 
     local_rank: int
@@ -109,12 +112,11 @@ class WorkerExit:
 
 def explain(exit_code: int, *, error_file: Path, tail: str, memory: bool) -> Explanation:
     """Why a worker failed, by its exit code, the end of its output, and whether a process was killed for memory."""
-    told = read_error_file(error_file) or _printed_exception(tail)
     if exit_code == -signal.SIGKILL and memory:
         return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
-    if told:
+    recorded, final = _recorded_exception(error_file)
+    if told := recorded or _printed_exception(tail):
         text = told if exit_code > 0 else f"{told} ({end_of(exit_code)})"
-        final = says_final(error_file)
         return Explanation(FailureKind.PROGRAM if final else _kind(told), shorten(text, MESSAGE_LIMIT), final)
     if exit_code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}:  # sent by someone else
         return Explanation(FailureKind.PROGRAM, end_of(exit_code))
@@ -128,40 +130,82 @@ def explain(exit_code: int, *, error_file: Path, tail: str, memory: bool) -> Exp
     return Explanation(kind, shorten(text, MESSAGE_LIMIT))
 
 
-def read_error_file(path: Path) -> str:
-    """The exception in an error file as ``@record`` writes it, with its place; empty if there is none."""
-    message = _message_in(path)
-    if isinstance(message, str):
-        return message.strip()
-    if not isinstance(message, dict) or not isinstance(message.get("message"), str):
+# -- the error file
+
+
+def record_exception(error: BaseException) -> None:
+    """Write an uncaught exception, unless ``@record`` has written it."""
+    name, text = type(error).__qualname__, _text_of(error)
+    trace = "".join(traceback.format_exception(error))
+    record_message(f"{name}: {text}" if text else name, trace, final=_is_final(error))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever the program's own class does
         return ""
-    extra = message.get("extraInfo")
-    trace = extra.get("py_callstack") if isinstance(extra, dict) else None
-    return _root(message["message"].strip(), trace if isinstance(trace, str) else "")
 
 
-def says_final(path: Path) -> bool:
-    """Whether the exception in such a file is a non-retryable one."""
-    message = _message_in(path)
-    extra = message.get("extraInfo") if isinstance(message, dict) else None
-    return isinstance(extra, dict) and extra.get("final") is True
+def _is_final(error: BaseException) -> bool:
+    """Whether this exception says that a restart is of no use."""
+    module = sys.modules.get("torchelastic.training.non_retryable")
+    return module is not None and isinstance(error, module.NonRetryableException)
 
 
-def _message_in(path: Path) -> object:
-    """The message in such a file; None if it is not such a file."""
+def record_message(message: str, trace: str = "", *, final: bool = False) -> None:
+    """Write why the process ends, whole or not at all, unless the file exists.
+
+    Args:
+        message: the exception, or another reason.
+        trace: its traceback.
+        final: a restart is of no use, which ``@record`` does not know: an existing file is replaced.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path or (Path(path).exists() and not final):
+        return
+    details: dict[str, Any] = {"py_callstack": _bounded(trace, _RECORDED_TRACE), "timestamp": str(int(time.time()))}
+    if final:
+        details["final"] = True
+    record = {"message": {"message": _bounded(message, _RECORDED_MESSAGE), "extraInfo": details}}
+    with contextlib.suppress(OSError):  # its output tells the same
+        partial = Path(f"{path}.{os.getpid()}")
+        partial.write_text(json.dumps(record), encoding="utf-8")
+        partial.rename(path)
+
+
+def _bounded(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 3]}\n…\n{text[-(limit * 2 // 3) :]}"
+
+
+class _Message(msgspec.Struct):
+    message: str
+    extraInfo: Any = None  # noqa: N815 - torch's name
+
+
+class _ErrorFile(msgspec.Struct):
+    message: str | _Message
+
+
+def _recorded_exception(path: Path) -> tuple[str, bool]:
+    """The exception in an error file as ``@record`` writes it, with its place; empty if there is none.
+
+    The second value says whether it is a non-retryable one.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, opened with care
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        data = file.read(_FILE_LIMIT)
-    try:
-        record = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return record.get("message") if isinstance(record, dict) else None
+        with path.open("rb") as file:
+            message = msgspec.json.decode(file.read(_FILE_LIMIT), type=_ErrorFile).message
+    except (OSError, ValueError, RecursionError):
+        return "", False
+    if isinstance(message, str):
+        return message.strip(), False
+    details = message.extraInfo if isinstance(message.extraInfo, dict) else {}
+    trace = details.get("py_callstack")
+    text = _root(message.message.strip(), trace if isinstance(trace, str) else "")
+    return text, details.get("final") is True
+
+
+# -- the output
 
 
 def _root(text: str, trace: str) -> str:
@@ -179,15 +223,9 @@ def _root(text: str, trace: str) -> str:
 
 def _with_place(text: str, trace: str) -> str:
     """The text with the innermost file and line that are not a library's."""
-    frames = _frames(trace)
-    if not frames:
-        return text
+    frames = [(frame["path"], frame["line"]) for frame in _FRAME.finditer(trace)]
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
-    return _at(text, *(own or frames)[-1])
-
-
-def _frames(trace: str) -> list[tuple[str, str]]:
-    return [(frame["path"], frame["line"]) for frame in _FRAME.finditer(trace)]
+    return _at(text, *(own or frames)[-1]) if frames else text
 
 
 def _at(text: str, path: str, line: str) -> str:
@@ -212,19 +250,15 @@ def _printed_exception(tail: str) -> str:
 
 def _printed_crash(tail: str) -> str:
     """The message of the C++ library's or the interpreter's fault handler; empty if there is none."""
-    terminate, fatal = _last(_TERMINATE, _RANK.sub("", tail)), _last(_FATAL, tail)
-    text = fatal["text"] if fatal is not None else ""
-    if terminate is not None:
+    text, place = "", len(tail)
+    for fatal in _FATAL.finditer(tail):
+        text, place = fatal["text"], fatal.end()
+    for terminate in _TERMINATE.finditer(_RANK.sub("", tail)):
         text = f"{terminate['kind']}: {terminate['text']}"
-    if fatal is not None:
-        for path, line in _frames(tail[fatal.end() :]):  # the innermost first
-            if not _LIBRARY.search(path):
-                return _at(text, path, line)
+    for frame in _FRAME.finditer(tail, place):  # the innermost first
+        if not _LIBRARY.search(frame["path"]):
+            return _at(text, frame["path"], frame["line"])
     return text
-
-
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    return next(reversed([*pattern.finditer(text)]), None)
 
 
 def _kind(text: str) -> FailureKind:
@@ -291,7 +325,10 @@ def failure_of_node(
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine."""
+    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine.
+
+    In a container, its own cgroup is often mounted as the root.
+    """
 
     def __init__(
         self,
@@ -300,18 +337,16 @@ class MemoryKills:
         membership: Path = Path("/proc/self/cgroup"),
         machine: Path = Path("/proc/vmstat"),
     ) -> None:
-        self._files = [*_counter_files(root, membership), machine]
+        group = next((line.removeprefix("0::/") for line in _lines(membership) if line.startswith("0::/")), "")
+        self._files = (root / group / "memory.events", root / "memory.events", machine)
 
     def count(self) -> int:
         """How many so far; 0 if nothing counts them."""
         for path in self._files:
-            try:
-                for line in path.read_text().splitlines():
-                    name, _, value = line.partition(" ")
-                    if name == "oom_kill":
-                        return int(value)
-            except (OSError, ValueError):
-                continue
+            for line in _lines(path):
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
         return 0
 
     def explains(self, exit_code: int, *, since: int) -> bool:
@@ -319,20 +354,8 @@ class MemoryKills:
         return exit_code == -signal.SIGKILL and self.count() > since
 
 
-def _counter_files(root: Path, membership: Path) -> Iterator[Path]:
-    """Where the counter may be: in a container, its own cgroup is often mounted as the root."""
+def _lines(path: Path) -> list[str]:
     try:
-        lines = membership.read_text().splitlines()
+        return path.read_text().splitlines()
     except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, found, path = rest.partition(":")
-        if not found:
-            continue
-        if controllers == "":  # version 2
-            yield root / path.lstrip("/") / "memory.events"
-            yield root / "memory.events"
-        elif "memory" in controllers.split(","):
-            yield root / "memory" / path.lstrip("/") / "memory.oom_control"
-            yield root / "memory" / "memory.oom_control"
+        return []

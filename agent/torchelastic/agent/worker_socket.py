@@ -23,7 +23,6 @@ from torchelastic.training.agent_socket import CHANNEL, LINE_LIMIT, short_path
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
-    from types import TracebackType
 
     from torchelastic.protocol import NoticeRecord, RoundRecord
 
@@ -32,7 +31,6 @@ REPORT_INTERVAL: Final = 1.0
 
 _REGISTRATION_TIMEOUT: Final = 10.0
 _MAX_ROUND_CHECK: Final = 60.0
-_CONNECTION_LIMIT: Final = 1024
 _CAUSE_LIMIT: Final = 512
 """Characters; encoded as JSON, the line stays within its limit."""
 
@@ -72,10 +70,6 @@ class Progress:
 
     It goes into the node's record at once, also while workers are being stopped: the leader needs it before the next
     round. Frequent reports are written once a second.
-
-    Attributes:
-        stepped: when the first step began, in seconds since the Unix epoch; 0 if it has not.
-        kept: when the last written checkpoint was begun, likewise.
     """
 
     def __init__(self, node: Node) -> None:
@@ -83,10 +77,10 @@ class Progress:
         self._round = 0
         self._reporter: int | None = None
         self._began = 0.0
+        self.stepped = self.kept = 0.0  # the first step, and the last checkpoint, in seconds since the Unix epoch
         self._reported = 0.0, 0.0
         self._due = 0.0
         self._later: asyncio.TimerHandle | None = None
-        self.stepped = self.kept = 0.0
 
     def begin(self, round: RoundRecord) -> None:
         """A round begins."""
@@ -113,13 +107,11 @@ class Progress:
             self.stepped = min(stepped, now)
         if kept >= self._began:
             self.kept = max(self.kept, min(kept, now))
-        if self._reported == (self.stepped, self.kept) or self._later is not None:
-            return
         loop = asyncio.get_running_loop()
-        if loop.time() < self._due:
-            self._later = loop.call_at(self._due, self.report)
-        else:
+        if loop.time() >= self._due:
             self.report()
+        elif self._later is None:
+            self._later = loop.call_at(self._due, self.report)
 
     def report(self) -> None:
         """Report now what is known: the round may be about to end."""
@@ -137,7 +129,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class _Asker:
-    """A process that may ask for notices, and the number of the last notice that it has answered."""
+    """A process that may ask for notices, how many seconds it asks for, and the last notice that it has answered."""
 
     local_rank: int
     writer: asyncio.StreamWriter
@@ -200,9 +192,7 @@ class WorkerSocket:
             ) from None
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._server.close()
         for task in self._connections:
             task.cancel()
@@ -255,9 +245,6 @@ class WorkerSocket:
         return notice is None or all(asker.answered >= notice.number for asker in self._askers if asker.seconds > 0)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= _CONNECTION_LIMIT:
-            writer.close()
-            return
         connection = asyncio.create_task(self._serve(reader, writer))
         self._connections.add(connection)
         connection.add_done_callback(self._connections.discard)

@@ -38,8 +38,8 @@ class _Hook:
         self._before = before
 
     def tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        from torchelastic.agent import error_file
-
         if isinstance(error, NonRetryableException):
-            error_file.write(error)
+            from torchelastic.agent.failures import record_exception
+
+            record_exception(error)
         self._before(kind, error, trace)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torchelastic.training.progress  # noqa: F401 - a signal handler may need it while the program imports it
-from torchelastic.agent import error_file
+from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, MESSAGE_LIMIT, READY, send
 from torchelastic.agent.workers.linux import TREE_MARK, close_fds, set_mark, set_parent_death_signal, set_title
 from torchelastic.agent.workers.program import absolute, changed_imports, is_container, python_command, search_path
@@ -295,7 +295,7 @@ def _execute(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         why = "there is no such command" if missing else f"it cannot be executed: {error.strerror}"
-        error_file.write_message(f"{argv[0]}: {why}")
+        record_message(f"{argv[0]}: {why}")
         os.write(2, f"{argv[0]}: {why}\n".encode(errors="surrogateescape"))
         os._exit(_NOT_FOUND if missing else _NOT_EXECUTABLE)
 
@@ -326,7 +326,7 @@ def _run_worker(
         raise
     except BaseException as error:
         error.__traceback__ = _without_our_frames(error.__traceback__)
-        error_file.write(error)
+        record_exception(error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = _nothing  # it has been told already, without our frames
         raise
@@ -443,7 +443,7 @@ def _run_as_module(name: str, *, alter_argv: bool) -> None:
     except SystemExit as end:
         message = str(end.code)
         if message.startswith(f"{sys.executable}: "):
-            error_file.write_message(message.removeprefix(f"{sys.executable}: "))
+            record_message(message.removeprefix(f"{sys.executable}: "))
         raise
 
 
@@ -456,7 +456,7 @@ def _script(main: types.ModuleType, name: str) -> Any:  # noqa: ANN401 - code
     try:
         source = Path(path).read_bytes()
     except OSError as error:
-        error_file.write_message(f"the program {name} cannot be opened: {error.strerror}")
+        record_message(f"the program {name} cannot be opened: {error.strerror}")
         sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
         raise SystemExit(_CANNOT_OPEN) from None
     return compile(source, path, "exec", dont_inherit=True)

@@ -165,22 +165,17 @@ class WorkerGroup:
 
     async def _exit_of(self, worker: Worker) -> WorkerExit:
         exit_code = worker.child.ended.result()
-        explanation = failures.Explanation(FailureKind.PROGRAM, "")
-        if exit_code != 0:
-            if exit_code != -signal.SIGKILL:
-                await worker.output.drained(_DRAIN_TIMEOUT)
-            hung = self._hangs.get(worker.start.local_rank)
-            tail = worker.output.tail()
-            explanation = (
-                hang.explain(hung, tail)
-                if hung is not None and exit_code in hang.HANG_EXIT_CODES
-                else failures.explain(
-                    exit_code,
-                    error_file=worker.output.error_file,
-                    tail=tail,
-                    memory=self._memory_kills.explains(exit_code, since=worker.memory_kills),
-                )
-            )
+        if exit_code not in {0, -signal.SIGKILL}:
+            await worker.output.drained(_DRAIN_TIMEOUT)
+        tail = worker.output.tail()
+        hung = self._hangs.get(worker.start.local_rank)
+        if exit_code == 0:
+            explanation = failures.Explanation(FailureKind.PROGRAM, "")
+        elif hung is not None and exit_code in hang.HANG_EXIT_CODES:
+            explanation = hang.explain(hung, tail)
+        else:
+            memory = self._memory_kills.explains(exit_code, since=worker.memory_kills)
+            explanation = failures.explain(exit_code, error_file=worker.output.error_file, tail=tail, memory=memory)
         return WorkerExit(
             local_rank=worker.start.local_rank,
             rank=worker.start.rank,

@@ -1,7 +1,7 @@
 """The worker pool: starts the workers and the TCPStore of each round.
 
 Workers are forked from the fork server. A worker then executes a command or a new interpreter if the program is not
-Python, if ``--start-method exec`` is given, or if a fork would not see the environment that a new interpreter would see.
+Python, if ``--start-method exec`` is given, or if a new interpreter would see another environment than the fork.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from torchelastic.agent import error_file
-from torchelastic.agent.failures import OUT_OF_MEMORY, MemoryKills, WorkerExit, end_of
+from torchelastic.agent.failures import ERROR_FILE, OUT_OF_MEMORY, MemoryKills, WorkerExit, end_of
 from torchelastic.agent.logs import Console, make_folder, open_output
 from torchelastic.agent.workers import hang
 from torchelastic.agent.workers.fork_server import READY, ForkServer
@@ -291,7 +290,7 @@ class Workers:
                 environment = {**base, **start.env, **metrics.get(start.local_rank, {})}
                 if heartbeats is not None:
                     environment[HEARTBEAT_FILE] = str(heartbeats.file(start.local_rank))
-                environment[error_file.VARIABLE] = str(output.error_file)
+                environment[ERROR_FILE] = str(output.error_file)
                 environment[TREE_MARK] = f"{self._mark}.{round}.{start.rank}"
                 outputs.append(output)
                 environments.append(environment)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _KILL_TIMEOUT: Final = 10.0
 _RESTART_DELAY: Final = 0.2
+_CHUNK: Final = 1 << 16
 
 
 class Watchdog:
@@ -114,36 +115,22 @@ def main() -> None:
         pidfd = -1
     os.set_blocking(0, False)
     set_title(["torchelastic: watchdog"])
-    workers = _Workers()
+    told = b""
     while pidfd >= 0 and os.getppid() == agent:
         ready, _, _ = select.select([pidfd, 0], [], [])
-        if not workers.read() or pidfd in ready:
+        data = os.read(0, _CHUNK) if 0 in ready else b""
+        told += data
+        if pidfd in ready or not data:
             break
-    workers.read()  # lines that were written while this process was starting
-    _kill_trees(mark, workers.pids)
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(0, _CHUNK):  # written while this process was starting
+            told += data
+    workers: set[int] = set()
+    for line in told.split():
+        (workers.add if line.startswith(b"+") else workers.discard)(int(line[1:]))
+    _kill_trees(mark, workers)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Workers:
-    """The running workers, read from standard input."""
-
-    def __init__(self) -> None:
-        self.pids: set[int] = set()
-        self._rest = b""
-
-    def read(self) -> bool:
-        """Read the available lines; False at the end of the input."""
-        while True:
-            try:
-                data = os.read(0, 65536)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                (self.pids.add if line.startswith(b"+") else self.pids.discard)(int(line[1:]))
 
 
 def _kill_trees(mark: str, workers: Collection[int]) -> None:
