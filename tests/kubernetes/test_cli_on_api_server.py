@@ -269,7 +269,7 @@ async def test_whoever_may_not_ask_the_agents_is_told_which_right_it_takes(team:
         "create", "rolebinding", "bob", "-n", team.namespace, "--role=bob", f"--serviceaccount={team.namespace}:bob"
     )
     shown = (await team.elasticjob("top", "digits", env=as_bob)).stdout.splitlines()
-    assert shown[-1].startswith("what the agents tell may not be read (")
+    assert shown[-1].startswith("the agents' metrics cannot be read (")
     assert shown[-1].endswith("; it takes the right to get pods/proxy, or the pod itself refuses")
     said = await team.refused("report", "digits", code=1, env=as_bob)
     assert said.startswith("you may not do this on this cluster: configmaps")

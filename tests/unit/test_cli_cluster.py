@@ -414,17 +414,16 @@ async def test_metrics_are_read_through_the_api_server(server: ApiStandIn, termi
 
 
 async def test_a_pod_that_cannot_be_read_is_named_and_hides_no_other(server: ApiStandIn, terminal: Terminal) -> None:
-    no_port, no_address = serving(0, "aaaaa"), serving(1, "bbbbb", podIP="10.0.0.1]")
+    no_port = serving(0, "aaaaa")
     no_port["metadata"]["annotations"][ANNOTATION_METRICS_PORT] = "99999"
-    for made in (no_port, no_address, serving(2, "ccccc"), serving(2, "large")):
+    for made in (no_port, serving(2, "ccccc"), serving(2, "large")):
         await server.put("Pod", made)
     server.pages[proxied("digits-2-ccccc")] = agent_page(0, seconds=LEADS)
     server.pages[proxied("digits-2-large")] = agent_page(1) + "# x\n" * (MAX_PAGE // 4)
     lines = (await terminal.run("top", "digits")).out.splitlines()
     assert "goodput 90.0 %" in lines
-    assert lines[-3:] == [
+    assert lines[-2:] == [
         "digits-0-aaaaa does not say yet on which port its metrics are",
-        "digits-1-bbbbb: http://10.0.0.1]:9464/metrics is no address of an agent (Invalid IPv6 URL)",
         "digits-2-large: what it serves under /metrics is too large",
     ]
     assert " 90.0 % " in (await terminal.run("top")).out
@@ -453,8 +452,8 @@ async def test_without_permission_to_read_metrics_the_status_is_shown(server: Ap
     assert not [line for line in lines if "goodput" in line], "that was before it was resumed"
     [said] = [line for line in lines if "forbidden" in line]
     assert said == (
-        'what the agents tell may not be read (pods "digits-0-aaaaa" is forbidden); it takes the right to get '
-        "pods/proxy, or the pod itself refuses"
+        'the agents\' metrics cannot be read (pods "digits-0-aaaaa" is forbidden); grant yourself `get` on pods/proxy, '
+        "unless the pod itself refuses"
     )
 
 
@@ -477,7 +476,7 @@ async def test_a_missing_report_is_explained(server: ApiStandIn, terminal: Termi
     result = await terminal.run("report", "digits")
     assert result.code == 1
     assert result.sentence.startswith(
-        "the job digits is still Running: its report is kept when it has ended, or rests; "
+        "the job digits is still Running: its report is written when it has ended or is suspended; "
     )
     await server.put("ElasticJob", job(status={"state": "Succeeded"}))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The ``elasticjob`` command: one module for each subcommand, over a :class:`elastic_operator.client.JobClient`.
+"""The ``elasticjob`` command: one module for each group of subcommands, over an :mod:`elastic_operator.client`.
 
-Modules beyond the standard library are imported when a command is executed, so that the command starts quickly.
+Large packages such as rich and kubernetes are imported when a command needs them, so that the command starts quickly.
 """

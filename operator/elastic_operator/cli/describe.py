@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING
 
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client
+from elastic_operator.views.formatting import activity, columns, count, duration, printed, rank_list
+from elastic_operator.views.job_view import JobView, seconds
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
     from elastic_operator.cli.options import Commands
-    from elastic_operator.views.job_view import JobView, PodView
+    from elastic_operator.views.job_view import PodView
 
 _EXAMPLES = """\
 examples:
@@ -61,8 +64,6 @@ def _labelled(facts: Iterator[tuple[str, str]]) -> list[str]:
 
 
 def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
-    from elastic_operator.views.formatting import count, duration
-
     status, run, etcd = job.status, job.run, job.etcd
     yield "Name", job.name
     yield "Namespace", job.namespace if job.on_cluster else ""
@@ -91,9 +92,6 @@ def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _last_failure(job: JobView, now: float) -> str:
-    from elastic_operator.views.formatting import duration
-    from elastic_operator.views.job_view import seconds
-
     failure = job.status.last_failure
     if failure is None or not failure.message:
         return ""
@@ -112,9 +110,6 @@ def _behind(job: JobView) -> str:
 
 
 def _conditions(job: JobView, now: float) -> list[str]:
-    from elastic_operator.views.formatting import columns, duration
-    from elastic_operator.views.job_view import seconds
-
     if not job.status.conditions:
         return []
     rows = [("TYPE", "STATUS", "SINCE", "REASON", "MESSAGE")]
@@ -133,8 +128,6 @@ def _pods(job: JobView, now: float) -> list[str]:
 
 
 def _pod(pod: PodView, now: float) -> Iterator[tuple[str, str]]:
-    from elastic_operator.views.formatting import activity, duration, rank_list
-
     word = activity(pod).word
     yield "State", word if pod.exit_code is None or str(pod.exit_code) in word else f"{word}, exit code {pod.exit_code}"
     yield "Age", duration((pod.ended or now) - pod.created)
@@ -148,8 +141,6 @@ def _pod(pod: PodView, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _events(job: JobView, now: float) -> list[str]:
-    from elastic_operator.views.formatting import columns, duration, printed
-
     if not job.events:
         return ["Events: none"]
     rows = [("TYPE", "AGE", "REASON", "MESSAGE")]
@@ -160,9 +151,7 @@ def _events(job: JobView, now: float) -> list[str]:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    from elastic_operator.views.job_view import JobView
-
-    with open_client(arguments) as jobs:
+    with contextlib.closing(open_client(arguments)) as jobs:
         job = JobView.of(jobs.describe(arguments.name))
     sys.stdout.write("\n".join(description(job, time.time())) + "\n")
     return 0

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client, tell
+from elastic_operator.views.formatting import columns, duration
+from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
     from elastic_operator.cli.options import Commands
-    from elastic_operator.views.job_view import JobView
 
 _MAX_ADDRESSES = 3
 """Addresses in a row; `elasticjob describe` shows all."""
 
 _EXAMPLES = """\
 examples:
-  elasticjob get                   all that live, and the latest run of those that have ended
+  elasticjob get                   all running jobs, and the latest run of each that has ended
   elasticjob get digits -o yaml    one job as kubectl would show it
   elasticjob get -o wide           also where each job's agents show metrics, and the run's folder
   elasticjob get --all             every run that left a folder
-  elasticjob get -n team           the jobs in a namespace of the cluster that kubectl would ask, too
+  elasticjob get -n team           the jobs in a namespace of kubectl's current cluster
   elasticjob get -A                the jobs in all its namespaces
 """
 
@@ -37,7 +39,7 @@ def add_to(commands: Commands) -> None:
         "get",
         _execute,
         summary="list jobs",
-        description="List the jobs on this machine: those that live, and the latest run of those that have ended;\n"
+        description="List the jobs on this machine: all running jobs, and the latest run of each that has ended;\n"
         "or the jobs on a cluster.",
         examples=_EXAMPLES,
     )
@@ -51,31 +53,34 @@ def add_to(commands: Commands) -> None:
 
 def table(jobs: Sequence[JobView], now: float, *, wide: bool = False, namespaces: bool = False) -> list[str]:
     """Return the jobs in the columns of ``kubectl get elasticjobs``."""
-    from elastic_operator.views.formatting import columns, duration
-
-    addresses = [_metrics_addresses(job) if wide else "" for job in jobs]
-    runs, metrics = wide and any(job.run.id for job in jobs), any(addresses)
-
-    def row(namespace: str, common: Sequence[str], round: Sequence[str], address: str, run: Sequence[str]) -> list[str]:
-        first = [namespace] if namespaces else []
-        return [*first, *common, *(round if wide else ()), *([address] if metrics else ()), *(run if runs else ())]
-
-    common = ("NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE")
-    rows = [row("NAMESPACE", common, ("ROUND", "WORLD"), "METRICS", ("RUN", "FOLDER"))]
-    for job, address in zip(jobs, addresses, strict=True):
+    rows = []
+    for job in jobs:
         status = job.status
-        common = (
-            job.name,
-            job.state,
-            f"{status.ready_replicas}/{status.desired}",
-            str(job.spec.get("minReplicas", "")),
-            str(job.spec.get("maxReplicas", "")),
-            str(status.restarts),
-            duration(now - job.created) if job.created else "-",
-        )
-        round = (str(status.round), str(status.world_size))
-        rows.append(row(job.namespace, common, round, address or "-", (job.run.id, job.run.directory)))
-    return columns(rows)
+        row = {
+            "NAMESPACE": job.namespace,
+            "NAME": job.name,
+            "STATE": job.state,
+            "READY": f"{status.ready_replicas}/{status.desired}",
+            "MIN": str(job.spec.get("minReplicas", "")),
+            "MAX": str(job.spec.get("maxReplicas", "")),
+            "RESTARTS": str(status.restarts),
+            "AGE": duration(now - job.created) if job.created else "-",
+            "ROUND": str(status.round),
+            "WORLD": str(status.world_size),
+            "METRICS": _metrics_addresses(job) or "-",
+            "RUN": job.run.id,
+            "FOLDER": job.run.directory,
+        }
+        rows.append(row)
+    hidden = set() if namespaces else {"NAMESPACE"}
+    if not wide:
+        hidden |= {"ROUND", "WORLD", "METRICS", "RUN", "FOLDER"}
+    if all(row["METRICS"] == "-" for row in rows):
+        hidden.add("METRICS")
+    if not any(row["RUN"] for row in rows):
+        hidden |= {"RUN", "FOLDER"}
+    titles = [title for title in rows[0] if title not in hidden]
+    return columns([titles, *([row[title] for title in titles] for row in rows)])
 
 
 def _metrics_addresses(job: JobView) -> str:
@@ -101,7 +106,7 @@ def _objects(snapshots: Sequence[Mapping[str, Any]], form: str, *, single: bool)
 
 def _execute(arguments: argparse.Namespace) -> int:
     wide = arguments.output == "wide"
-    with open_client(arguments) as jobs:
+    with contextlib.closing(open_client(arguments)) as jobs:
         snapshots = jobs.snapshots(arguments.name, every_run=arguments.all, pods=wide)
         if arguments.output in ("json", "yaml"):
             sys.stdout.write(_objects(snapshots, arguments.output, single=arguments.name is not None))
@@ -109,8 +114,6 @@ def _execute(arguments: argparse.Namespace) -> int:
         if not snapshots:
             tell(f"no jobs {jobs.place}; start one with `{jobs.start_command}`")
             return 0
-    from elastic_operator.views.job_view import JobView
-
     views = [JobView.of(each) for each in snapshots]
     sys.stdout.write("\n".join(table(views, time.time(), wide=wide, namespaces=arguments.all_namespaces)) + "\n")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         tail=arguments.tail,
         follow=arguments.follow,
     )
-    with open_client(arguments) as jobs:
+    with contextlib.closing(open_client(arguments)) as jobs:
         return 0 if jobs.logs(arguments.name, selector, _write) else 1
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import platform
 import sys
+from importlib import metadata
 from typing import TYPE_CHECKING, Final, NoReturn
 
 if TYPE_CHECKING:
@@ -54,9 +56,10 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    from elastic_operator.cli import delete, demo, describe, get, logs, report, run, scale, suspend, top, version
+    from elastic_operator.cli import control, describe, get, logs, report, run, top
+    from elastic_operator.cli.options import add_command
 
-    whole = _Parser(
+    whole: argparse.ArgumentParser = _Parser(
         prog="elasticjob",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
@@ -64,9 +67,30 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = whole.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (run, get, describe, top, scale, suspend, logs, report, delete, demo, version):
+    for command in (run, get, describe, top, control, logs, report):
         command.add_to(commands)
+    add_command(
+        commands,
+        "version",
+        _version,
+        summary="print the version",
+        description="Print the version of elasticjob, Python and torch.",
+    )
     return whole
+
+
+def _version(_: argparse.Namespace) -> int:
+    sys.stdout.write(f"elasticjob {_installed('elastic-operator')}\n")
+    sys.stdout.write(f"python {platform.python_version()}\n")
+    sys.stdout.write(f"torch {_installed('torch')}\n")
+    return 0
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "is not installed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

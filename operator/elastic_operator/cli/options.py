@@ -6,6 +6,7 @@ Only a flag selects a cluster; a kubeconfig alone does not.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ def is_on_cluster(arguments: argparse.Namespace) -> bool:
 
 
 def open_client(arguments: argparse.Namespace) -> JobClient:
-    """Return the client that a command line selects, a context manager.
+    """Return the client that a command line selects; the caller closes it.
 
     Raises:
         ElasticJobError: the flags contradict each other, or a package is missing.
@@ -73,9 +74,11 @@ def open_client(arguments: argparse.Namespace) -> JobClient:
     all_namespaces = getattr(arguments, "all_namespaces", False)
     if all_namespaces and arguments.name is not None:
         raise BadInput("a job has one namespace: name it with -n instead of -A, or leave out the job's name")
+    if getattr(arguments, "all", False):
+        raise BadInput("--all is about the runs on this machine; -A lists the jobs of all namespaces of a cluster")
     try:
         from elastic_operator.client.cluster import ClusterJobs
-        from elastic_operator.client.user_api import ClusterFlags
+        from elastic_operator.client.user_api import connect
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("kubernetes", "yaml"):
             raise
@@ -83,8 +86,10 @@ def open_client(arguments: argparse.Namespace) -> JobClient:
             f"jobs on a cluster need the Python package {error.name}; install the extra `operator`, in a clone of the "
             "project with `pip install '.[operator]'`"
         ) from None
-    flags = ClusterFlags(kubeconfig=arguments.kubeconfig, context=arguments.context, namespace=arguments.namespace)
-    return ClusterJobs(flags, tell, all_namespaces=all_namespaces)
+    connection = connect(
+        os.environ, kubeconfig=arguments.kubeconfig, context=arguments.context, namespace=arguments.namespace
+    )
+    return ClusterJobs(connection, tell, all_namespaces=all_namespaces)
 
 
 def tell(sentence: str) -> None:

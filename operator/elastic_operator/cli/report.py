@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ def _execute(arguments: argparse.Namespace) -> int:
 
     if arguments.output == "":
         raise BadInput("-o needs the name of a file, or - for the standard output; it is empty")
-    with open_client(arguments) as jobs:
+    with contextlib.closing(open_client(arguments)) as jobs:
         kept, ended = jobs.report(arguments.name)
     report = decode_report(kept)
     data = page(report, ended).encode(errors="replace")

@@ -1,4 +1,4 @@
-"""``elasticjob run``: run one job on this machine."""
+"""``elasticjob run`` and ``elasticjob demo``: run one job on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.cli.options import Commands
 
-_EXAMPLES = """\
+_RUN_EXAMPLES = """\
 examples:
   elasticjob run examples/digits.yaml
   elasticjob run --resume digits-20260102-101500-3fa2 examples/digits.yaml
@@ -21,29 +21,50 @@ examples:
 While the job runs, saving the changed file does what `kubectl apply` would.
 Exit codes: 0 succeeded, 1 failed, 2 bad input, 3 deleted, 130 interrupted.
 """
+_DEMO_EXAMPLES = """\
+examples:
+  elasticjob demo                        with examples/digits.yaml
+  elasticjob demo --plain my-job.yaml    with a job of your own, in plain lines
+
+Exit codes: 0 every step had its effect and the job succeeded, 1 otherwise, 2 bad input, 3 deleted, 130 interrupted.
+"""
 
 
 def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = add_command(
+    """Declare the commands."""
+    run = add_command(
         commands,
         "run",
         _execute,
         summary="run a job on this machine until it has ended",
         description="Run the ElasticJob of a manifest on this machine until it has ended. Ctrl-C ends it.",
-        examples=_EXAMPLES,
+        examples=_RUN_EXAMPLES,
     )
-    parser.add_argument("file", metavar="FILE", help="the manifest, the same that `kubectl apply` takes")
-    parser.add_argument("--resume", metavar="RUN", help="continue an earlier run: its folder and its checkpoints")
-    parser.add_argument(
-        "--plain", action="store_true", help="plain lines and no live view (default without a terminal)"
+    run.add_argument("file", metavar="FILE", help="the manifest, the same that `kubectl apply` takes")
+    run.add_argument("--resume", metavar="RUN", help="continue an earlier run: its folder and its checkpoints")
+    run.set_defaults(demo=False)
+    demo = add_command(
+        commands,
+        "demo",
+        _execute,
+        summary="see a job scaled, killed and recovering",
+        description="Run a job, scale it up, kill a worker, kill an agent and scale it back, until it has succeeded.\n"
+        "At the end a table says what happened and how long each recovery took.",
+        examples=_DEMO_EXAMPLES,
     )
+    demo.add_argument("file", nargs="?", default="examples/digits.yaml", metavar="FILE", help="default: %(default)s")
+    demo.set_defaults(demo=True, resume=None)
+    for parser in (run, demo):
+        parser.add_argument(
+            "--plain", action="store_true", help="plain lines and no live view (default without a terminal)"
+        )
 
 
 def _execute(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
+    from elastic_operator.local.demo import perform
     from elastic_operator.local.run_dir import home_dir
     from elastic_operator.local.runner import RunRequest, run_job
     from elastic_operator.local.view import choose_view
@@ -58,6 +79,12 @@ def _execute(arguments: argparse.Namespace) -> int:
     )
     hints = own_hints(sys.argv[0], os.environ)
     with choose_view(plain=arguments.plain, hints=hints, output=sys.stdout, environ=os.environ) as view:
-        code = asyncio.run(run_job(request, observer=view))
-    view.say_outcome(code)
+        if arguments.demo:
+            performance = asyncio.run(perform(request, view))
+            outcome, code, lines = performance.run, performance.code, performance.lines()
+        else:
+            outcome = code = asyncio.run(run_job(request, observer=view))
+            lines = []
+    view.say_outcome(outcome)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return code

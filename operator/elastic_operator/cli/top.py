@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client, tell
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+    from rich.text import Text
 
     from elastic_operator.cli.options import Commands
     from elastic_operator.client import JobClient, ScrapedJob
     from elastic_operator.views.rates import RateTracker
-    from elastic_operator.views.top import Line, Reading
+    from elastic_operator.views.top import Reading
 
 _INTERVAL: Final = 2.0
 """Seconds between two readings."""
-_REFRESH_RATE: Final = 4
-"""Per second; bounds the time until a resized terminal is redrawn."""
 
 _EXAMPLES = """\
 examples:
@@ -90,39 +90,44 @@ class Screen:
         rates = self._trackers.setdefault((job.namespace, job.name), RateTracker()).update(metrics, now)
         return Reading(job=job, metrics=metrics, rates=rates, now=now, notes=scraped.notes)
 
-    def lines(self, width: int, height: int | None) -> Sequence[Line]:
-        """Return the lines for a terminal."""
-        from elastic_operator.views.formatting import count
-        from elastic_operator.views.top import Piece, job_lines
+    def lines(self) -> list[str]:
+        """Return the lines to print."""
+        from elastic_operator.views.top import job_lines, jobs_table
 
         if self._name is not None:
-            return [
-                line for reading in self.readings for line in job_lines(reading, width=width, height=height, bar=True)
-            ]
-        head, *rest = self.plain() or ["no jobs"]
-        if height is not None and len(rest) >= height > 1:
-            left = len(rest) - max(0, height - 2)
-            rest[height - 2 :] = [f"and {count(left, 'more job')}"]
-        return [(Piece(head, "dim"),), *((Piece(line[:width]),) for line in rest)][:height]
+            return [line for reading in self.readings for line in job_lines(reading)]
+        return jobs_table(self.readings, namespaces=self._namespaces) if self.readings else ["no jobs"]
 
-    def plain(self) -> Sequence[str]:
-        """Return the lines for a file."""
-        from elastic_operator.views.top import job_lines, jobs_table, plain
+    def text(self, width: int) -> Text:
+        """Return the lines in colors, with a bar for where the job's time went."""
+        from rich.text import Text
 
-        if self._name is None:
-            return jobs_table(self.readings, namespaces=self._namespaces) if self.readings else ()
-        return [plain(line) for reading in self.readings for line in job_lines(reading)]
+        from elastic_operator.views.top import STATE_COLORS
+
+        text = Text(no_wrap=True, overflow="ellipsis")
+        states = self.readings[0].states if self._name is not None else {}
+        for line in self.lines():
+            text.append(f"{line}\n", "dim" if line.partition(" ")[0].isupper() else "")
+            if line.startswith("goodput "):
+                ends = [round(end / sum(states.values()) * width) for end in accumulate(states.values())]
+                for state, begin, end in zip(states, [0, *ends], ends, strict=False):
+                    text.append("█" * (end - begin), STATE_COLORS.get(state, "white"))
+                text.append("\n")
+        for state in states:
+            text.highlight_words([f"{state} "], STATE_COLORS.get(state, "white"))
+        text.rstrip()
+        return text
 
 
 def _execute(arguments: argparse.Namespace) -> int:
     console = None if arguments.once else _console()
-    with open_client(arguments) as jobs:
+    with contextlib.closing(open_client(arguments)) as jobs:
         screen = Screen(jobs, arguments.name, namespaces=arguments.all_namespaces)
         screen.read()
         if not screen.readings:
             tell(f"no jobs {jobs.place}; start one with `{jobs.start_command}`")
         elif console is None:
-            sys.stdout.write("".join(f"{line}\n" for line in screen.plain()))
+            sys.stdout.write("".join(f"{line}\n" for line in screen.lines()))
         else:
             _watch(screen, console)
     return 0
@@ -146,25 +151,20 @@ def _watch(screen: Screen, console: Console) -> None:
 
     from elastic_operator.errors import ClusterError
 
-    problem = ""
-
-    def picture(*, final: bool = False) -> RenderableType:
-        height = None if final else console.height - 1
-        text = Text("\n").join(
-            Text.assemble(*line, no_wrap=True, overflow="ellipsis") for line in screen.lines(console.width, height)
-        )
-        text.no_wrap, text.overflow = True, "ellipsis"
-        return text if final or not problem else Text.assemble(text, "\n", (problem, "bold red"))
-
     try:
         # On the terminal's alternate screen, like a pager; the last picture stays on the normal one.
-        with Live(console=console, screen=True, refresh_per_second=_REFRESH_RATE, get_renderable=picture):
-            while not screen.over:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            problem = ""
+            while True:
+                text = screen.text(console.width)
+                live.update(Text.assemble((problem, "bold red"), text) if problem else text, refresh=True)
+                if screen.over:
+                    return
                 time.sleep(_INTERVAL)
                 try:
                     screen.read()
                     problem = ""
                 except ClusterError as error:
-                    problem = str(error)
+                    problem = f"{error}\n"
     finally:
-        console.print(picture(final=True))
+        console.print(screen.text(console.width))

@@ -5,11 +5,10 @@ Every method raises an :class:`~elastic_operator.errors.ElasticJobError` whose m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from elastic_operator.api.spec import Json
     from elastic_operator.views.job_metrics import MetricsPage
@@ -29,7 +28,7 @@ class ScrapedJob(NamedTuple):
 
 
 class JobClient(Protocol):
-    """Access to jobs; a context manager."""
+    """Access to jobs."""
 
     @property
     def place(self) -> str:
@@ -37,14 +36,9 @@ class JobClient(Protocol):
 
     @property
     def start_command(self) -> str:
-        """What to type to start a job there."""
+        """The command that starts a job there."""
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Close all connections."""
 
     def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> Sequence[Json]:

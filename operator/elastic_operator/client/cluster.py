@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import re
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -17,7 +16,7 @@ from elastic_operator.api.json_access import integer, mappings, text
 from elastic_operator.api.report import REPORT_KEY
 from elastic_operator.client import ScrapedJob
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished
-from elastic_operator.client.user_api import connect, readable_errors
+from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES, ApiError
 from elastic_operator.kubernetes.pod_status import pod_of
@@ -29,11 +28,11 @@ from torchelastic.protocol import bracketed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
-    from types import TracebackType
+    from contextlib import AbstractAsyncContextManager
 
     from elastic_operator.api.spec import Json
     from elastic_operator.client import Tell
-    from elastic_operator.client.user_api import ClusterFlags, UserApi
+    from elastic_operator.client.user_api import UserApi
     from elastic_operator.kubernetes.client import Resource
     from elastic_operator.views.job_view import PodView
     from elastic_operator.views.log_selector import LogSelector
@@ -69,7 +68,7 @@ class ClusterJobs:
     """Access to the jobs of one namespace, or of all.
 
     Args:
-        flags: of the command line.
+        connection: to the cluster; opened for the first request.
         all_namespaces: whether to list the jobs of all namespaces.
         tell: gets sentences for the user.
     """
@@ -77,41 +76,33 @@ class ClusterJobs:
     start_command = "kubectl apply -f FILE"
     _api: UserApi
 
-    def __init__(self, flags: ClusterFlags, tell: Tell, *, all_namespaces: bool = False) -> None:
-        self._flags = flags
+    def __init__(
+        self, connection: AbstractAsyncContextManager[UserApi], tell: Tell, *, all_namespaces: bool = False
+    ) -> None:
+        self._connection: AbstractAsyncContextManager[UserApi] | None = connection
         self._tell = tell
         self._all_namespaces = all_namespaces
         self._runner = asyncio.Runner()
         self._stack = contextlib.AsyncExitStack()
-        self._connected = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the connection."""
         with self._runner:
             self._runner.run(self._stack.aclose())
 
     async def _connect(self) -> None:
-        if not self._connected:
-            self._api = await self._stack.enter_async_context(connect(self._flags, os.environ))
-            self._connected = True
+        if self._connection is not None:
+            self._api = await self._stack.enter_async_context(self._connection)
+            self._connection = None
 
     @property
     def place(self) -> str:
         """Where the jobs are."""
         return "in any namespace" if self._all_namespaces else f"in the namespace {self._api.namespace}"
 
-    def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> list[Json]:
-        """Return the snapshots of all jobs, or of one."""
-        if every_run:
-            raise BadInput("--all is about the runs on this machine; -A lists the jobs of all namespaces of a cluster")
-        return self._snapshots(name, pods=pods)
-
     @_blocking
-    async def _snapshots(self, name: str | None, *, pods: bool) -> list[Json]:
+    async def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> list[Json]:  # noqa: ARG002
+        """Return the snapshots of all jobs, or of one."""
         jobs = await self._jobs() if name is None else [await self._job(name)]
         by_job = await self._workers_by_job(name) if pods and jobs else {}
         return [snapshot_of(job, by_job.get(_key(job), ())) for job in jobs]
@@ -156,8 +147,8 @@ class ClusterJobs:
         missing = (
             f"no report of the job {name} is kept, though it is over; was it over before this version was installed?"
             if is_finished(job)
-            else f"the job {name} is still {text(job, 'status', 'state') or 'Pending'}: its report is kept when it has "
-            f"ended, or rests; `elasticjob top {name}` shows how it trains"
+            else f"the job {name} is still {text(job, 'status', 'state') or 'Pending'}: its report is written when it "
+            f"has ended or is suspended; `elasticjob top {name}` shows how it trains"
         )
         with readable_errors(missing):
             kept = await self._api.get(CONFIG_MAPS, self._api.namespace, report_name(name))
@@ -250,18 +241,14 @@ class ClusterJobs:
 
     def _fetch_from(self, namespace: str) -> Fetch:
         async def fetch(pod: PodView) -> str:
+            url = urlsplit(pod.metrics_url or "")
             try:
-                url = urlsplit(pod.metrics_url or "")
-                port = url.port or 0
-            except ValueError as error:
-                raise ClusterError(f"{pod.metrics_url} is no address of an agent ({error})") from None
-            try:
-                page = await self._api.from_pod(namespace, pod.name, port, url.path, most=MAX_PAGE)
+                page = await self._api.from_pod(namespace, pod.name, url.port or 0, url.path, most=MAX_PAGE)
             except ApiError as error:
                 if error.status in (401, 403):
                     raise ScrapeForbidden(
-                        f"what the agents tell may not be read ({error.message}); it takes the right to get "
-                        "pods/proxy, or the pod itself refuses"
+                        f"the agents' metrics cannot be read ({error.message}); grant yourself `get` on pods/proxy, "
+                        "unless the pod itself refuses"
                     ) from None
                 raise ClusterError(f"its agent does not answer ({error.message})") from None
             return page.decode(errors="replace")

@@ -22,7 +22,6 @@ from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import ClusterError, NotFound
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, ApiError
 from elastic_operator.kubernetes.pod_status import ContainerState, container_states, is_over
-from elastic_operator.views.formatting import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable
@@ -50,6 +49,7 @@ class _Log:
         printed_round: of the last line that was considered for printing.
         ended: set when the container has ended.
         stream: the task that follows the log.
+        limit: limits the time of the open stream.
     """
 
     def __init__(self, pod: str) -> None:
@@ -59,10 +59,18 @@ class _Log:
         self.printed_round = 0
         self.ended = asyncio.Event()
         self.stream: asyncio.Task[None] | None = None
+        self.limit: asyncio.Timeout | None = None
 
     def round_of(self, round: int, current: int) -> int:
         """Return a round; an unknown one is the one before the first that the log has."""
         return round or min(self.reader.ranks, default=current + 1) - 1
+
+    def end(self) -> None:
+        """Note that the container has ended."""
+        if not self.ended.is_set():
+            self.ended.set()
+            if self.limit is not None:
+                self.limit.reschedule(asyncio.get_running_loop().time() + _DRAIN_TIMEOUT)
 
 
 class ClusterLogs:
@@ -114,10 +122,10 @@ class ClusterLogs:
     async def _read_all(self, *, following: bool) -> None:
         with readable_errors(f"the namespace {self._namespace} is gone"):
             pods, _ = await self._api.list(PODS, self._namespace, labels=worker_selector(self._name))
-        if (only := self._selector.pod) is not None:
-            names = sorted(_pod_name(pod) for pod in pods)
-            if only not in names:
-                raise NotFound(f"the job {self._name} has no pod {only}; it has {', '.join(names) or 'none'}")
+        names = sorted(map(_pod_name, pods))
+        only = self._selector.pod
+        if only is not None and only not in names:
+            raise NotFound(f"the job {self._name} has no pod {only}; it has {', '.join(names) or 'none'}")
         gate = asyncio.Semaphore(_CONCURRENCY)
         async with _task_group() as group:
             for pod in sorted(pods, key=_pod_name):
@@ -135,8 +143,7 @@ class ClusterLogs:
                     self._keep(log, log.reader.feed(piece))
         except ClusterError as error:
             if not _is_gone(error):
-                self._complete = False
-                self._tell(f"the log of {log.reader.pod} cannot be read: {_reason(error)}")
+                self._report_unreadable(f"the log of {log.reader.pod}", error)
             return
         log.whole = ended
         if ended or not following:
@@ -151,8 +158,7 @@ class ClusterLogs:
                     log.lines.setdefault((round, line.rank), deque(maxlen=self._selector.tail)).append(line)
             elif line.rank == AGENT and only is None and line.round in log.reader.ranks:
                 # A later round has begun: the earlier ones are not printed.
-                for key in [key for key in log.lines if key[0] < line.round]:
-                    del log.lines[key]
+                log.lines = {key: lines for key, lines in log.lines.items() if key[0] >= line.round}
 
     def _selects(self, line: LogLine) -> bool:
         """Whether this line is to be printed if its round is."""
@@ -160,31 +166,29 @@ class ClusterLogs:
             return line.rank == AGENT and self._selector.agents
         return self._selector.rank in (None, line.rank)
 
+    def _report_unreadable(self, what: str, error: ClusterError) -> None:
+        self._complete = False
+        self._tell(f"{what} cannot be read: {error.message if isinstance(error, ApiError) else error}")
+
     def _check_selection(self) -> None:
-        selector, logs = self._selector, self._logs.values()
         if not self._complete:
             return
-        if selector.agents:
-            if not any(log.lines for log in logs):
+        if self._selector.agents:
+            if not any(log.lines for log in self._logs.values()):
                 raise NotFound(f"no agent of the job {self._name} has said anything; see `elasticjob describe`")
             return
         ranks: dict[int, set[int]] = {}
-        for log in logs:
+        for log in self._logs.values():
             for round, started in log.reader.ranks.items():
                 ranks.setdefault(round, set()).update(started)
             for round, rank in log.lines:
                 ranks.setdefault(log.round_of(round, self._round), set()).add(rank)
-        wanted = self._round if selector.round is None else selector.round
         if not ranks:
             raise NotFound(
-                f"there is no output of a worker of the job {self._name}; `elasticjob describe` says how it stands, "
-                "and `elasticjob logs --agent` what its agents say"
+                f"there is no output of a worker of the job {self._name}; `elasticjob describe` shows its state, "
+                "and `elasticjob logs --agent` the logs of its agents"
             )
-        if wanted not in ranks:
-            raise NotFound(f"there is no log of round {wanted}; there are logs of rounds {rank_list(sorted(ranks))}")
-        if selector.rank is not None and selector.rank not in ranks[wanted]:
-            there = rank_list(sorted(ranks[wanted]))
-            raise NotFound(f"there is no rank {selector.rank} in round {wanted}; it has ranks {there}")
+        self._selector.check(ranks, self._round if self._selector.round is None else self._selector.round)
 
     # -- printing
 
@@ -250,7 +254,7 @@ class ClusterLogs:
                     self._follow_pod(uid, pod, group)
                 for uid, log in self._logs.items():
                     if uid not in pods:
-                        log.ended.set()
+                        log.end()
                 self._pods_seen = True
                 self._changed.set()
 
@@ -260,7 +264,7 @@ class ClusterLogs:
             return
         log = self._logs.setdefault(uid, _Log(name))
         if _has_ended(pod):
-            log.ended.set()
+            log.end()
         if log.stream is None and not log.whole:
             log.printed_round = log.reader.round
             log.stream = group.create_task(self._stream(log))
@@ -284,16 +288,15 @@ class ClusterLogs:
             try:
                 await self._resume(log, follow=not last)
                 failures = 0
+                if last:
+                    break
             except ClusterError as error:
                 if _is_gone(error):
                     break
                 failures += 1
                 if last and failures >= _MAX_TRIES:
-                    self._complete = False
-                    self._tell(f"the end of the log of {log.reader.pod} cannot be read: {_reason(error)}")
+                    self._report_unreadable(f"the end of the log of {log.reader.pod}", error)
                     break
-            if last and not failures:
-                break
             if last:
                 await asyncio.sleep(_RETRY_DELAY)
             else:
@@ -306,23 +309,15 @@ class ClusterLogs:
     async def _resume(self, log: _Log, *, follow: bool) -> None:
         """Read a log from where it was read last; when its container has ended, not for long."""
         log.reader.resume()
-        reading = asyncio.ensure_future(self._print_stream(log, follow=follow))
-        ending = asyncio.ensure_future(log.ended.wait())
-        try:
-            await asyncio.wait([reading, ending] if follow else [reading], return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([reading], timeout=_DRAIN_TIMEOUT)
-            if reading.done():
-                reading.result()
-        finally:
-            for task in (reading, ending):
-                task.cancel()
-            await asyncio.gather(reading, ending, return_exceptions=True)
-
-    async def _print_stream(self, log: _Log, *, follow: bool) -> None:
         pieces = self._api.log(self._namespace, log.reader.pod, WORKER, follow=follow, since=log.reader.since)
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                self._print_new(log, log.reader.feed(piece))
+        try:
+            async with asyncio.timeout(None) as log.limit, contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    self._print_new(log, log.reader.feed(piece))
+        except TimeoutError:
+            pass  # its container has ended
+        finally:
+            log.limit = None
 
 
 @contextlib.asynccontextmanager
@@ -353,10 +348,6 @@ def _is_gone(error: ClusterError) -> bool:
         with readable_errors(""):
             raise error
     return isinstance(error, ApiError) and error.status in (400, 404)
-
-
-def _reason(error: ClusterError) -> str:
-    return error.message if isinstance(error, ApiError) else str(error)
 
 
 def _pod_name(pod: Json) -> str:

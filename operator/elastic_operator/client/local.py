@@ -6,23 +6,20 @@ import contextlib
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from elastic_operator.client import ScrapedJob
 from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
 from elastic_operator.local.client import LocalRuns
+from elastic_operator.views.job_view import JobView
+from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
-
-    import aiohttp
 
     from elastic_operator.client import Tell
     from elastic_operator.local.log_files import LogFile
-    from elastic_operator.views.job_metrics import MetricsPage
-    from elastic_operator.views.job_view import JobView, PodView
-    from elastic_operator.views.log_selector import LogSelector
+    from elastic_operator.views.job_view import PodView
 
 
 class LocalJobs:
@@ -39,13 +36,8 @@ class LocalJobs:
         self._tell = tell
         self._runs = LocalRuns()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+    def close(self) -> None:
+        """Do nothing: no connection stays open."""
 
     def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> list[dict[str, Any]]:  # noqa: ARG002
         """Return the snapshots of all jobs, or of one."""
@@ -61,39 +53,29 @@ class LocalJobs:
 
         from elastic_operator.views.scrape import scrape
 
-        job = self._view(name)
-
-        async def fetch() -> tuple[list[MetricsPage], list[str]]:
-            async with _session() as session:
-                return await scrape(_live_pods(job), lambda pod: _fetch(session, pod))
-
-        return ScrapedJob(job, *asyncio.run(fetch()))
+        job = JobView.of(self._runs.get(name))
+        return ScrapedJob(job, *asyncio.run(scrape(_live_pods(job), _fetch)))
 
     def scrape_leaders(self) -> list[ScrapedJob]:
         """Read for each job the metrics of its leader."""
         import asyncio
 
-        from elastic_operator.views.job_view import JobView
         from elastic_operator.views.scrape import scrape_leaders
 
         jobs = [JobView.of(each) for each in self._runs.list()]
-
-        async def fetch() -> list[list[MetricsPage]]:
-            async with _session() as session:
-                return await scrape_leaders([(_live_pods(job), lambda pod: _fetch(session, pod)) for job in jobs])
-
-        return [ScrapedJob(job, pages) for job, pages in zip(jobs, asyncio.run(fetch()), strict=True)]
+        pages = asyncio.run(scrape_leaders([(_live_pods(job), _fetch) for job in jobs]))
+        return [ScrapedJob(*each) for each in zip(jobs, pages, strict=True)]
 
     def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
         """Write a job's logs."""
         from elastic_operator.local.log_files import LogReader, follow
 
-        run = self._view(name).run
+        run = JobView.of(self._runs.get(name)).run
         reader = LogReader(write, label=not selector.single_source, tail=selector.tail)
         if selector.follow and run.alive:
             ended = threading.Event()
             # A daemon, since its blocking read must not keep the command alive.
-            threading.Thread(target=_await_end, args=(self._runs, run.id, ended), daemon=True).start()
+            threading.Thread(target=self._await_end, args=(run.id, ended), daemon=True).start()
             follow(Path(run.logs), selector, reader, ended=ended, tell=self._tell, only=selector.round)
         else:
             reader.read(select_files(Path(run.logs), selector))
@@ -118,10 +100,13 @@ class LocalJobs:
             raise BadInput("--no-wait is for jobs on a cluster; name one with -n or --context, or leave --no-wait out")
         self._runs.delete(name)
 
-    def _view(self, name: str) -> JobView:
-        from elastic_operator.views.job_view import JobView
-
-        return JobView.of(self._runs.get(name))
+    def _await_end(self, run_id: str, ended: threading.Event) -> None:
+        try:
+            with contextlib.suppress(ElasticJobError):  # it has ended already
+                for _ in self._runs.run(run_id).watch():
+                    pass
+        finally:
+            ended.set()
 
 
 def select_files(logs: Path, selector: LogSelector) -> list[LogFile]:
@@ -131,62 +116,39 @@ def select_files(logs: Path, selector: LogSelector) -> list[LogFile]:
         NotFound: there are none; the message says what there is.
     """
     from elastic_operator.local.log_files import log_files
-    from elastic_operator.views.formatting import rank_list
-    from elastic_operator.views.log_selector import LogSelector
 
     everything = log_files(logs, LogSelector(agents=selector.agents))
     there = [file for file in everything if selector.pod in (None, file.pod)]
     if selector.pod is not None and not there:
         pods = sorted({file.pod for file in everything})
         raise NotFound(f"there is no log of pod {selector.pod}; there are logs of {', '.join(pods) or 'none'}")
-    round = max((file.round for file in there), default=0) if selector.round is None else selector.round
-    found = [file for file in there if file.round == round and selector.rank in (None, file.rank)]
-    if found or selector.agents:
-        return found
-    if not there:
+    ranks: dict[int, set[int]] = {}
+    for file in there:
+        ranks.setdefault(file.round, set()).add(file.rank)
+    if not ranks and not selector.agents:
         raise NotFound(f"no worker has started yet; what the agents say is in {logs}/*/agent.log (--agent)")
-    rounds = sorted({file.round for file in there})
-    if round not in rounds:
-        raise NotFound(f"there is no log of round {round}; there are logs of rounds {rank_list(rounds)}")
-    ranks = sorted({file.rank for file in there if file.round == round})
-    raise NotFound(f"there is no rank {selector.rank} in round {round}; it has ranks {rank_list(ranks)}")
+    round = max(ranks, default=0) if selector.round is None else selector.round
+    if not selector.agents:
+        selector.check(ranks, round)
+    return [file for file in there if file.round == round and selector.rank in (None, file.rank)]
 
 
-def _await_end(runs: LocalRuns, run_id: str, ended: threading.Event) -> None:
-    try:
-        with contextlib.suppress(ElasticJobError):  # it has ended already
-            for _ in runs.run(run_id).watch():
-                pass
-    finally:
-        ended.set()
-
-
-def _live_pods(job: JobView) -> Sequence[PodView]:
-    return job.pods if job.run.alive else ()
-
-
-def _session() -> aiohttp.ClientSession:
+async def _fetch(pod: PodView) -> str:
     import aiohttp
 
-    return aiohttp.ClientSession(trust_env=False)  # agents are on loopback: no proxy
-
-
-async def _fetch(session: aiohttp.ClientSession, pod: PodView) -> str:
-    import aiohttp
-
-    from elastic_operator.views.scrape import MAX_PAGE
-
     try:
-        async with session.get(pod.metrics_url or "") as response:
+        async with (
+            aiohttp.ClientSession(trust_env=False) as session,  # agents are on loopback: no proxy
+            session.get(pod.metrics_url or "") as response,
+        ):
             if response.status != 200:
                 raise ClusterError(f"its agent answers with HTTP status {response.status}")
-            data = bytearray()
-            async for piece in response.content.iter_any():
-                data += piece
-                if len(data) > MAX_PAGE:
-                    raise ClusterError("its agent's page of metrics is too large")
-            return data.decode(errors="replace")
+            return (await response.read()).decode(errors="replace")
     except (aiohttp.ClientError, OSError, ValueError) as error:
         number = error.errno if isinstance(error, OSError) else None
         why = os.strerror(number) if number else str(error) or type(error).__name__
         raise ClusterError(f"its agent does not answer ({why})") from None
+
+
+def _live_pods(job: JobView) -> Sequence[PodView]:
+    return job.pods if job.run.alive else ()

@@ -1,7 +1,7 @@
 """The log of one pod, split into lines by rank and round.
 
 An agent forwards the output of its workers, each line with the rank in front, and logs when a round begins and which
-ranks it has started. That is enough to find a rank's output::
+ranks it has started::
 
     10:15:02 [digits-0-x4k2p] round 2: digits-1-bbbbb left; 1 worker goes on
     10:15:02 [digits-0-x4k2p] round 2: started rank 0 of a world of 1
@@ -13,7 +13,6 @@ round (the kubelet drops the oldest part of a long log) have round 0.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -29,18 +28,16 @@ if TYPE_CHECKING:
 AGENT: Final = -1
 """The rank of the agent's own lines."""
 
-_NANOSECONDS: Final = 10**9
 _MAX_RECENT: Final = 256
 """Lines that are remembered to recognize them when the log is read again."""
 _MAX_DISORDER: Final = 1
 """Seconds by which the timestamps of standard output and standard error may be out of order."""
-_TIMESTAMP: Final = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ")
 
 
 class LogLine(NamedTuple):
-    """A line of a pod's log; ``time`` is in nanoseconds since the Unix epoch, ``text`` has no line end."""
+    """A line of a pod's log; ``time`` is in seconds since the Unix epoch, ``text`` has no line end."""
 
-    time: int
+    time: float
     round: int
     rank: int
     text: bytes
@@ -69,57 +66,54 @@ class PodLog:
         self.round = 0
         self.ranks: dict[int, tuple[int, ...]] = {}
         self._partial = b""
-        self._recent: deque[tuple[int, bytes]] = deque(maxlen=_MAX_RECENT)
-        self._known: set[tuple[int, bytes]] = set()
-        self._known_before = 0
+        self._recent: deque[tuple[float, bytes]] = deque(maxlen=_MAX_RECENT)
+        self._known: set[tuple[float, bytes]] = set()
+        self._known_before = 0.0
 
     @property
     def since(self) -> str | None:
         """The time from which to read the log again; None for its beginning."""
-        return rfc3339(self._recent[-1][0] // _NANOSECONDS - _MAX_DISORDER) if self._recent else None
+        return rfc3339(int(self._recent[-1][0]) - _MAX_DISORDER) if self._recent else None
 
     def resume(self) -> None:
         """Prepare for reading the log again from :attr:`since` on: known lines are skipped."""
         self._partial = b""
         self._known = set(self._recent)
-        complete = len(self._recent) < _MAX_RECENT
-        self._known_before = 0 if complete else min(time for time, _ in self._recent)
+        self._known_before = min(self._known)[0] if len(self._recent) == _MAX_RECENT else 0.0
 
     def feed(self, piece: bytes) -> Iterator[LogLine]:
         """Yield the lines that this piece completes."""
         *lines, self._partial = (self._partial + piece).split(b"\n")
         for line in lines:
-            if (read := self._read(line)) is not None:
-                yield read
+            yield from self._read(line)
 
     def rest(self) -> Iterator[LogLine]:
         """Yield the last line, if it has no line end."""
         line, self._partial = self._partial, b""
-        if line and (read := self._read(line)) is not None:
-            yield read
+        if line:
+            yield from self._read(line)
 
-    def _read(self, line: bytes) -> LogLine | None:
-        stamped = time, text = _split_timestamp(line)
+    def _read(self, line: bytes) -> Iterator[LogLine]:
+        time, text = stamped = _split_timestamp(line)
         if time:
             if time < self._known_before or stamped in self._known:
-                return None
+                return
             self._recent.append(stamped)
         if rank := WORKER_LINE.match(text):
-            return LogLine(time, self.round, int(rank["rank"]), text[rank.end() :])
+            yield LogLine(time, self.round, int(rank["rank"]), text[rank.end() :])
+            return
         if round := ROUND_LINE.match(text):
             self.round = max(self.round, int(round["round"]))
             if round["ranks"]:
                 self.ranks[int(round["round"])] = tuple(int(number) for number in round["ranks"].split(b","))
-        return LogLine(time, self.round, AGENT, text)
+        yield LogLine(time, self.round, AGENT, text)
 
 
-def _split_timestamp(line: bytes) -> tuple[int, bytes]:
+def _split_timestamp(line: bytes) -> tuple[float, bytes]:
     """Return a line's time, 0 if it has none, and its text."""
-    stamp = _TIMESTAMP.match(line)
-    if stamp is None:
-        return 0, line
+    stamp, _, text = line.partition(b" ")
     try:
-        second = int(datetime.fromisoformat((stamp[1] + stamp[3]).decode()).timestamp())
+        time = datetime.fromisoformat(stamp.decode())
     except ValueError:
-        return 0, line
-    return second * _NANOSECONDS + int((stamp[2] or b"").ljust(9, b"0")), line[stamp.end() :]
+        return 0.0, line
+    return (0.0, line) if time.tzinfo is None else (time.timestamp(), text)

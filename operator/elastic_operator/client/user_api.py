@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.spec import GROUP
 from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
-from elastic_operator.kubernetes import kubeconfig
+from elastic_operator.kubernetes import kubeconfig as kubeconfigs
 from elastic_operator.kubernetes.client import Api, ApiError
 
 if TYPE_CHECKING:
@@ -30,15 +29,6 @@ _MAX_THROTTLED: Final = 9
 _WATCH_DELAY: Final = 0.2
 _MAX_WATCH_FAILURES: Final = 6
 """Failures of a watch in a row, seconds apart."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterFlags:
-    """Which cluster and namespace the command line names; None for the defaults of the kubeconfig."""
-
-    kubeconfig: str | None = None
-    context: str | None = None
-    namespace: str | None = None
 
 
 class UserApi(Api):
@@ -133,17 +123,23 @@ class UserApi(Api):
 
 
 @contextlib.asynccontextmanager
-async def connect(flags: ClusterFlags, environ: Mapping[str, str]) -> AsyncGenerator[UserApi, None]:
-    """Connect to the cluster that the command line names.
+async def connect(
+    environ: Mapping[str, str],
+    *,
+    kubeconfig: str | None = None,
+    context: str | None = None,
+    namespace: str | None = None,
+) -> AsyncGenerator[UserApi, None]:
+    """Connect to the cluster that the command line names; None stands for the defaults of the kubeconfig.
 
     Raises:
         BadInput: the kubeconfig, context or namespace is invalid.
     """
-    if flags.namespace is not None and not _LABEL.fullmatch(flags.namespace):
-        raise BadInput(f"there can be no namespace {flags.namespace!r}; check what stands after -n")
-    api = await kubeconfig.connection(UserApi, kubeconfig.find(flags.kubeconfig, environ), flags.context)
-    api.namespace = flags.namespace or api.namespace
-    async with kubeconfig.opened(api):
+    if namespace is not None and not _LABEL.fullmatch(namespace):
+        raise BadInput(f"there can be no namespace {namespace!r}; check what stands after -n")
+    api = await kubeconfigs.connection(UserApi, kubeconfigs.find(kubeconfig, environ), context)
+    api.namespace = namespace or api.namespace
+    async with kubeconfigs.opened(api):
         yield api
 
 

@@ -1,7 +1,6 @@
 """Render a report as one HTML page without scripts, which loads nothing.
 
-The template has the text and the charts; this module computes where the charts' shapes are. Horizontal positions are in
-percent, so that text keeps its size at any width.
+The template has the text and the charts. Horizontal positions are in percent, so that text keeps its size at any width.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from elastic_operator.api.report import Report
-    from elastic_operator.reports.facts import Facts, Span
+    from elastic_operator.reports.facts import Facts
 
 STATES: Final[Mapping[str, str]] = {
     RunState.TRAINING: "the workers train",
@@ -40,8 +39,6 @@ STATES: Final[Mapping[str, str]] = {
 
 _SUMMARY: Final = 240
 """Characters of a message that are visible before it is expanded."""
-_TOP, _BASE, _HEIGHT = 26, 166, 190
-"""Top of the bars, bottom of the bars and height of the timeline, in pixels."""
 _PAGE_WIDTH: Final = 880
 """The width in pixels for which labels are chosen."""
 _TICK_STEPS: Final = (
@@ -66,61 +63,25 @@ def page(report: Report, ended: str = "") -> str:
         outcome_class=state if finished else "other",
         message_text="" if state == "Succeeded" else message,
         states=STATES,
-        world=_world(found),
-        pods=_pods(report),
-        charged=f"{sum(not each.free and each.rank is not None for each in found.failures)} charged to the job"
-        if found.failures
-        else "",
         chart=_Chart(found),
     )
 
 
-def _world(found: Facts) -> str:
-    sizes = sorted({span.round.workers for span in found.spans if span.round.workers})
-    return f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0]) if sizes else "-"
-
-
-def _pods(report: Report) -> str:
-    if report.time_breakdown is None:
-        return ""
-    gone = [f"{count} {end.replace('_', ' ')}" for end, count in report.time_breakdown.gone.items() if count]
-    return ", ".join([f"{formatting.count(report.time_breakdown.joined, 'pod')} came", *gone])
-
-
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    """A round in the timeline, or a gap if the round after it is not kept."""
-
-    span: Span
-    x: float
-    width: float
-    parity: str = ""
-    y: float = _TOP
-    label: str = ""
-    lost: float = 0.0
-    lost_width: float = 0.0
-    next_round: int = 0
-
-    @property
-    def height(self) -> float:
-        return _BASE - self.y
-
-
 @dataclass(frozen=True, slots=True)
 class _Chart:
-    """Positions in the timeline and in the time breakdown."""
+    """Positions in the timeline: from the left in percent, from the top in pixels."""
 
     found: Facts
-    top = _TOP
-    base = _BASE
-    height = _HEIGHT
+    top = 26
+    base = 166
+    height = 190
 
     def x(self, time: float) -> float:
         total = self.found.end - self.found.begin
         return min(max((time - self.found.begin) / total * 100, 0.0), 100.0) if total > 0 else 0.0
 
     def y(self, workers: float) -> float:
-        return _BASE - (_BASE - _TOP) * workers / max(self.found.most_workers, 1)
+        return self.base - (self.base - self.top) * workers / max(self.found.most_workers, 1)
 
     @property
     def levels(self) -> list[int]:
@@ -130,7 +91,7 @@ class _Chart:
         return list(range(step, most + 1, step)) or [1]
 
     def ticks(self) -> Iterator[tuple[float, str]]:
-        """The positions and labels of the time axis."""
+        """Yield the positions and labels of the time axis."""
         total = self.found.end - self.found.begin
         step = next((step for step in _TICK_STEPS if total / step <= _MAX_TICKS), math.ceil(total / _MAX_TICKS))
         for number in range(int(total / step) + 1 if step else 1):
@@ -139,44 +100,16 @@ class _Chart:
                 break
             yield at, f"{number * step:g}s" if total < 120 else formatting.clock(number * step)
 
-    def bars(self) -> Iterator[_Bar]:
-        for position, span in enumerate(self.found.spans):
-            round, begin = span.round, self.x(span.round.began)
-            if span.end is None:
-                after = self.found.spans[position + 1].round
-                yield _Bar(span, begin, self.x(after.began) - begin, next_round=after.number)
-            elif round.workers:
-                width, length = self.x(span.end) - begin, span.end - round.began
-                lost = min(span.lost or 0.0, length)
-                yield _Bar(
-                    span,
-                    begin,
-                    width,
-                    parity="even" if position % 2 else "odd",
-                    y=self.y(round.workers),
-                    label=_label(round.number, width / 100 * _PAGE_WIDTH),
-                    lost=lost,
-                    lost_width=width * lost / length if length else 0.0,
-                )
-
-    def shares(self) -> Iterator[tuple[str, float, float, float]]:
-        """Yield each state with its seconds, its position and its width in the time breakdown."""
-        split = self.found.report.time_breakdown
-        total, at = sum(split.seconds.values()) if split else 0.0, 0.0
-        for state in STATES:
-            spent = split.seconds.get(RunState(state), 0.0) if split else 0.0
-            if spent and total:
-                yield state, spent, at, spent / total * 100
-                at += spent / total * 100
+    @staticmethod
+    def label(number: int, width: float) -> str:
+        """Return the label of a round that fits in a width in percent."""
+        pixels = width / 100 * _PAGE_WIDTH
+        return f"round {number}" if pixels > 64 else str(number) if pixels > 8 * len(str(number)) else ""
 
     @staticmethod
     def has_room(width: float) -> bool:
-        """Whether the name of a state fits in this width."""
+        """Return whether the name of a state fits in a width in percent."""
         return width / 100 * _PAGE_WIDTH > 110
-
-
-def _label(number: int, pixels: float) -> str:
-    return f"round {number}" if pixels > 64 else str(number) if pixels > 8 * len(str(number)) else ""
 
 
 @functools.cache

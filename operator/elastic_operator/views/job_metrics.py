@@ -1,4 +1,4 @@
-"""Read the metrics that a job's agents serve, and combine them into the metrics of the job.
+"""Combine the metrics that a job's agents serve into the metrics of the job.
 
 Each agent serves one page; the page of the leader also has the metrics of the whole job. A page may be missing, come
 from another version or hold anything that a program measures: missing values are None.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-import time
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TextIO, cast
 
 from prometheus_client.parser import text_fd_to_metric_families
@@ -21,17 +19,16 @@ from elastic_operator.views import formatting
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from prometheus_client import Metric
+
 TRAINING: Final = "training"
 
-_PARSE_TIMEOUT: Final = 2.0
-"""Seconds of CPU time; the largest page of a real agent takes a fifth of it."""
 _MAX_LINE: Final = 2048
 """The parser's time grows with the square of a line's length; an agent's longest lines have 1200 characters."""
 _IGNORED_SUFFIXES: Final = ("_bucket", "_created")
 _MAX_LABEL: Final = 60
 _MAX_REASON: Final = 100
 _MAX_SECONDS: Final = 1e11
-_MAX_STATES: Final = 16
 _MAX_WHOLE: Final = 2**53
 """The largest whole number that a float represents exactly."""
 _CUSTOM_HELP: Final = " of the group "
@@ -56,105 +53,73 @@ class Tally:
 
 
 class _Sample(NamedTuple):
-    name: str
     labels: Mapping[str, str]
     value: float
 
 
-class _Family(NamedTuple):
-    name: str
-    kind: str
-    help: str
-    samples: Sequence[_Sample]
-
-    def tallies(self, label: str, **only: str) -> dict[str, Tally]:
-        """Return the histograms whose labels include ``only``, by the value of ``label``."""
-        sums: dict[str, float] = {}
-        counts: dict[str, float] = {}
-        for name, labels, value in self.samples:
-            if label in labels and all(labels.get(key) == wanted for key, wanted in only.items()):
-                if name == f"{self.name}_sum":
-                    sums[labels[label]] = value
-                elif name == f"{self.name}_count":
-                    counts[labels[label]] = value
-        return {key: Tally(sums[key], counts[key]) for key in sums.keys() & counts.keys()}
-
-
 class MetricsPage:
-    """The metrics of one agent, parsed from Prometheus' text format within ``timeout`` CPU seconds.
+    """The metrics of one agent, parsed from Prometheus' text format.
+
+    Attributes:
+        pod: name of the agent's pod.
+        custom: the families of the program's own metrics.
 
     Raises:
-        ClusterError: the text is invalid, or parsing takes too long.
+        ClusterError: the text is invalid.
     """
 
-    def __init__(self, pod: str, text: str, *, timeout: float = _PARSE_TIMEOUT) -> None:
+    def __init__(self, pod: str, text: str) -> None:
         self.pod = pod
+        self.custom: list[Metric] = []
+        self._samples: dict[str, list[_Sample]] = {}
+        lines = (
+            line
+            for line in io.StringIO(text)
+            if len(line) <= _MAX_LINE and not line.partition("{")[0].endswith(_IGNORED_SUFFIXES)
+        )
         try:
-            self.families = {family.name: family for family in _parse(text, timeout)}
+            for family in text_fd_to_metric_families(cast("TextIO", lines)):
+                for name, labels, value, *_ in family.samples:
+                    shown = {key: formatting.printed(label)[:_MAX_LABEL] for key, label in labels.items()}
+                    # The parser returns some values as int, and these may be larger than any float.
+                    self._samples.setdefault(name, []).append(_Sample(shown, float(str(value))))
+                if family.documentation.endswith(_CUSTOM_HELP_END) and _CUSTOM_HELP in family.documentation:
+                    self.custom.append(family)
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             reason = formatting.shortened(str(error), _MAX_REASON)
             raise ClusterError(f"what it shows cannot be read as metrics{reason and f' ({reason})'}") from None
 
     @staticmethod
     def is_leader(text: str) -> bool:
-        """Whether a page that is not parsed yet is the leader's."""
+        """Return whether a page that is not parsed yet is the leader's."""
         return "torchelastic_job_seconds_total" in text
-
-    def values(self, name: str) -> Iterator[tuple[Mapping[str, str], float]]:
-        """Yield the finite samples of this name with their labels."""
-        family = self.families.get(name) or self.families.get(name.removesuffix("_total"))
-        for sample in family.samples if family else ():
-            if sample.name == name and math.isfinite(sample.value):
-                yield sample.labels, sample.value
 
     def value(self, name: str) -> float | None:
         """Return the value of this name, the smallest if there are several; None if there is none."""
-        return min((value for _, value in self.values(name)), default=None)
+        values = (sample.value for sample in self._samples.get(name, ()))
+        return min(filter(math.isfinite, values), default=None)
 
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Return the values of this name by the value of a label."""
-        return {labels.get(label, ""): value for labels, value in self.values(name)}
-
-    def durations(self, name: str, label: str, **only: str) -> dict[str, Tally]:
-        """Return the histograms of plausible durations of this name, by the value of a label."""
-        family = self.families.get(name)
-        tallies = family.tallies(label, **only) if family else {}
+    def by_label(self, name: str, label: str, **only: str) -> dict[str, float]:
+        """Return the values of this name whose labels include ``only``, by the value of a label."""
         return {
-            key: tally
-            for key, tally in tallies.items()
-            if _is_duration(tally.total) and _whole(tally.count) == tally.count
+            labels.get(label, ""): value
+            for labels, value in self._samples.get(name, ())
+            if all(labels.get(key) == wanted for key, wanted in only.items())
         }
 
+    def tallies(self, name: str, label: str, **only: str) -> dict[str, Tally]:
+        """Return the histograms of this name whose labels include ``only``, by the value of a label."""
+        sums, counts = (self.by_label(f"{name}_{part}", label, **only) for part in ("sum", "count"))
+        return {key: Tally(sums[key], counts[key]) for key in sums.keys() & counts.keys()}
 
-def _parse(text: str, timeout: float) -> Iterator[_Family]:
-    until = time.thread_time() + timeout
-    printable: dict[str, str] = {}
+    def durations(self, name: str, label: str, **only: str) -> dict[str, Tally]:
+        """Return the histograms of plausible durations, as :meth:`tallies` does."""
+        tallies = self.tallies(name, label, **only).items()
+        return {key: each for key, each in tallies if _is_duration(each.total) and _whole(each.count) == each.count}
 
-    def lines() -> Iterator[str]:
-        for line in io.StringIO(text):
-            if time.thread_time() > until:
-                raise ClusterError("its page of metrics takes too long to read")
-            if len(line) <= _MAX_LINE and not line.partition("{")[0].endswith(_IGNORED_SUFFIXES):
-                yield line
-
-    def label(value: str) -> str:
-        if value not in printable:
-            printable[value] = formatting.printed(value)[:_MAX_LABEL]
-        return printable[value]
-
-    for family in text_fd_to_metric_families(cast("TextIO", lines())):
-        samples = [
-            _Sample(each.name, {key: label(value) for key, value in each.labels.items()}, _float(each.value))
-            for each in family.samples
-        ]
-        yield _Family(family.name, family.type, family.documentation, samples)
-
-
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # the parser returns some values as int
-        return math.inf if value > 0 else -math.inf
+    def samples(self, name: str) -> Sequence[_Sample]:
+        """Return all samples of this name."""
+        return self._samples.get(name, ())
 
 
 def _whole(value: float | None) -> int | None:
@@ -230,7 +195,7 @@ class JobMetrics:
     @classmethod
     def of(cls, pages: Iterable[MetricsPage]) -> JobMetrics:
         """Combine the pages of a job's agents."""
-        # If several agents tell the same, the one in the latest round knows best.
+        # If several agents have the same value, that of the latest round is right.
         known = sorted(pages, key=lambda page: page.value("torchelastic_round") or 0)
         latest = known[-1] if known else MetricsPage("", "")
         leader = max(known, key=lambda page: sum(_job_seconds(page).values()), default=latest)
@@ -261,22 +226,21 @@ def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
 
 def _job_seconds(page: MetricsPage) -> dict[str, float]:
     found = page.by_label("torchelastic_job_seconds_total", "state")
-    return dict(islice(((state, spent) for state, spent in found.items() if _is_duration(spent)), _MAX_STATES))
+    return {state: spent for state, spent in found.items() if _is_duration(spent)}
 
 
 def _recoveries(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
     """Return the recoveries by cause: every node counts each, so take the largest count and the common mean."""
-    counts: dict[str, float] = {}
-    sums: dict[str, Tally] = {}
+    found: dict[str, list[Tally]] = {}
     for page in pages:
         for cause, tally in page.durations("torchelastic_recovery_duration_seconds", "cause").items():
             if tally.count > 0:
-                counts[cause] = max(counts.get(cause, 0.0), tally.count)
-                sums[cause] = sums.get(cause, Tally(0.0, 0.0)) + tally
-    return {
-        cause: Tally(tally.total / tally.count * counts[cause], counts[cause])
-        for cause, tally in islice(sorted(sums.items()), _MAX_STATES)
-    }
+                found.setdefault(cause, []).append(tally)
+    recoveries = {}
+    for cause, tallies in sorted(found.items()):
+        most, total = max(each.count for each in tallies), sum(tallies, Tally(0.0, 0.0))
+        recoveries[cause] = Tally(total.total / total.count * most, most)
+    return recoveries
 
 
 def _ranks(pages: Iterable[MetricsPage]) -> tuple[RankMetrics, ...]:
@@ -286,7 +250,7 @@ def _ranks(pages: Iterable[MetricsPage]) -> tuple[RankMetrics, ...]:
         memory = page.by_label("torchelastic_worker_memory_bytes", "rank")
         checkpoints = page.durations("torchelastic_checkpoint_write_latency_seconds", "rank")
         for rank in filter(_is_rank, steps.keys() | memory.keys() | checkpoints.keys()):
-            # A pod still counts what a rank did there that has moved to another pod.
+            # A pod keeps the counters of a rank that has moved to another pod.
             known = found.get(int(rank))
             if rank in memory or known is None or known.memory is None:
                 found[int(rank)] = RankMetrics(
@@ -303,24 +267,25 @@ def _ranks(pages: Iterable[MetricsPage]) -> tuple[RankMetrics, ...]:
 def _custom(pages: Iterable[MetricsPage]) -> tuple[CustomMetric, ...]:
     found: dict[tuple[str, str, str, bool], dict[int, float | Tally]] = {}
     for page in pages:
-        for family in page.families.values():
-            name, is_custom, group = family.help.removesuffix(_CUSTOM_HELP_END).rpartition(_CUSTOM_HELP)
-            if not is_custom or not family.help.endswith(_CUSTOM_HELP_END):
-                continue
-            values: Iterable[tuple[str, float | Tally]]
-            if family.kind == "histogram":
-                values = family.tallies("rank").items()
-            elif family.kind in ("gauge", "counter"):
-                values = ((sample.labels.get("rank", ""), sample.value) for sample in family.samples)
-            else:
-                continue
-            known = found.setdefault((group, name, family.kind, family.name.endswith("_seconds")), {})
-            known.update({int(rank): value for rank, value in values if _is_rank(rank)})
+        for family in page.custom:
+            name, _, group = family.documentation.removesuffix(_CUSTOM_HELP_END).rpartition(_CUSTOM_HELP)
+            values = dict(_custom_values(page, family))
+            if values:
+                found.setdefault((group, name, family.type, family.name.endswith("_seconds")), {}).update(values)
     return tuple(
         CustomMetric(group=group, name=name, kind=kind, seconds=seconds, values=dict(sorted(values.items())))
         for (group, name, kind, seconds), values in sorted(found.items())
-        if values
     )
+
+
+def _custom_values(page: MetricsPage, family: Metric) -> Iterator[tuple[int, float | Tally]]:
+    values: Iterable[tuple[str, float | Tally]] = ()
+    if family.type == "histogram":
+        values = page.tallies(family.name, "rank").items()
+    elif family.type in ("gauge", "counter"):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        values = [(labels.get("rank", ""), value) for labels, value in page.samples(name)]
+    return ((int(rank), value) for rank, value in values if _is_rank(rank))
 
 
 def _gpus(pages: Iterable[MetricsPage]) -> tuple[GpuMetrics, ...]:

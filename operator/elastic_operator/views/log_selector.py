@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elastic_operator.errors import NotFound
+from elastic_operator.views.formatting import rank_list
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +36,15 @@ class LogSelector:
     def single_source(self) -> bool:
         """Whether all lines come from one rank or agent, so that they need no label."""
         return self.rank is not None or (self.agents and self.pod is not None)
+
+    def check(self, ranks: Mapping[int, set[int]], round: int) -> None:
+        """Check that the selected rank exists in a round; ``ranks`` are those with logs, by round.
+
+        Raises:
+            NotFound: there is no such log; the message says which logs there are.
+        """
+        if round not in ranks:
+            raise NotFound(f"there is no log of round {round}; there are logs of rounds {rank_list(sorted(ranks))}")
+        if self.rank is not None and self.rank not in ranks[round]:
+            there = rank_list(sorted(ranks[round]))
+            raise NotFound(f"there is no rank {self.rank} in round {round}; it has ranks {there}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 STRAGGLER_RATIO: Final = 1.1
 """A rank straggles if its steps take this many times the median of the others."""
-_MAX_ABSENT: Final = 1000
-"""Ranks and causes that are remembered although the latest reading does not have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +30,6 @@ class Rates:
     recoveries: Mapping[str, float]
     counters: Mapping[tuple[str, str], float]
     straggler: int | None
-
-
-_Key = TypeVar("_Key")
 
 
 class _Last(NamedTuple):
@@ -55,20 +50,17 @@ class RateTracker:
 
     def update(self, metrics: JobMetrics, now: float) -> Rates:
         """Take a reading of a job's metrics at a time in seconds."""
-        first = self._time is None
-        steps_now = {
-            (each.pod, each.rank): _updated(self._steps.get((each.pod, each.rank)), each.steps)
-            for each in metrics.ranks
-            if each.steps is not None
-        }
-        # Of several recoveries before the first reading, the duration of the latest is unknown.
-        recoveries_now = {
-            cause: _Last(tally, None) if first and tally.count > 1 else _updated(self._recoveries.get(cause), tally)
-            for cause, tally in metrics.recoveries.items()
-        }
-        self._steps = _limited(self._steps) | steps_now
-        self._recoveries = _limited(self._recoveries) | recoveries_now
-        steps = {rank: last.mean for (_, rank), last in steps_now.items() if last.mean is not None}
+        for cause, tally in metrics.recoveries.items():
+            # Of several recoveries before the first reading, the duration of the latest is unknown.
+            unknown = self._time is None and tally.count > 1
+            self._recoveries[cause] = _Last(tally, None) if unknown else _updated(self._recoveries.get(cause), tally)
+        steps = {}
+        for each in metrics.ranks:
+            if each.steps is not None:
+                key = each.pod, each.rank
+                last = self._steps[key] = _updated(self._steps.get(key), each.steps)
+                if last.mean is not None:
+                    steps[each.rank] = last.mean
         rates = Rates(
             steps=steps,
             recoveries={cause: last.mean for cause, last in self._recoveries.items() if last.mean is not None},
@@ -85,19 +77,13 @@ class RateTracker:
             for each in metrics.custom
             if each.kind == "counter"
         }
-        if self._time is None or now <= self._time:
-            return {}
-        passed = now - self._time
+        passed = now - self._time if self._time is not None else 0.0
         # A counter that became smaller started again, in another pod.
         return {
             key: (value - before[key]) / passed
             for key, value in self._counters.items()
-            if key in before and before[key] <= value
+            if passed > 0 and key in before and before[key] <= value
         }
-
-
-def _limited(known: dict[_Key, _Last]) -> dict[_Key, _Last]:
-    return known if len(known) <= _MAX_ABSENT else {}
 
 
 def _updated(before: _Last | None, now: Tally) -> _Last:

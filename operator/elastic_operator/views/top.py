@@ -1,16 +1,12 @@
-"""The output of ``elasticjob top``: one job in detail, or a table of jobs.
-
-A line is a sequence of pieces, each with its style: the same lines serve a terminal and a file.
-"""
+"""The output of ``elasticjob top``: one job in detail, or a table of jobs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.views import formatting
-from elastic_operator.views.formatting import percent, short_duration
+from elastic_operator.views.formatting import count, percent, short_duration
 from elastic_operator.views.job_metrics import JobMetrics, Tally, goodput
 from elastic_operator.views.job_view import JobView, seconds
 from torchelastic.protocol import RunState
@@ -18,22 +14,10 @@ from torchelastic.protocol import RunState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from elastic_operator.views.job_metrics import CustomMetric, GpuMetrics, RankMetrics
+    from elastic_operator.views.job_metrics import CustomMetric
     from elastic_operator.views.rates import Rates
 
-_Item = TypeVar("_Item")
-
-
-class Piece(NamedTuple):
-    """A part of a line, with its style for rich."""
-
-    text: str
-    style: str = ""
-
-
-Line = tuple[Piece, ...]
-
-_STATE_STYLES: Final[Mapping[str, str]] = {
+STATE_COLORS: Final[Mapping[str, str]] = {
     RunState.TRAINING: "green",
     RunState.RESTORING: "cyan",
     RunState.STARTING: "blue",
@@ -42,16 +26,14 @@ _STATE_STYLES: Final[Mapping[str, str]] = {
     RunState.STOPPING: "red",
     RunState.SUSPENDED: "bright_black",
 }
-_JOB_STYLES: Final = {"Running": "bold green", "Succeeded": "bold green", "Failed": "bold red"}
+"""The states in the order in which they are shown."""
 _SEPARATOR: Final = "   "
-_MAX_RANKS: Final = 64
-_MAX_CUSTOM: Final = 40
-_MAX_NOTES: Final = 16
+_MAX_ROWS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A job at a moment, in seconds since the Unix epoch; ``notes`` say such as which pods do not answer."""
+    """A job at a moment, in seconds since the Unix epoch; ``notes`` are sentences about what is missing."""
 
     job: JobView
     metrics: JobMetrics
@@ -75,6 +57,13 @@ class Reading:
         return kept.seconds | ({RunState.SUSPENDED.value: suspended} if suspended else {}), kept.lost_seconds
 
     @property
+    def states(self) -> dict[str, float]:
+        """The seconds of the states in which the job has spent time, in the order in which they are shown."""
+        spent, _ = self.time_breakdown
+        order = (*STATE_COLORS, *sorted(spent.keys() - STATE_COLORS.keys()))
+        return {str(state): spent[state] for state in order if spent.get(state)}
+
+    @property
     def goodput(self) -> float | None:
         """The ratio of kept training to all time; None if unknown."""
         return goodput(*self.time_breakdown)
@@ -87,36 +76,25 @@ class Reading:
     @property
     def restarts(self) -> tuple[int, int]:
         """Charged and free restarts."""
-        status, told = self.job.status, self.metrics
+        status, metrics = self.job.status, self.metrics
         return (
-            status.restarts if told.restarts is None else told.restarts,
-            status.uncharged_restarts if told.free_restarts is None else told.free_restarts,
+            status.restarts if metrics.restarts is None else metrics.restarts,
+            status.uncharged_restarts if metrics.free_restarts is None else metrics.free_restarts,
         )
 
 
-def job_lines(reading: Reading, *, width: int = 100, height: int | None = None, bar: bool = False) -> list[Line]:
-    """Return all that is shown of one job, for a terminal of this size; ``bar`` draws the time breakdown, too."""
-    room = _MAX_RANKS if height is None else max(1, height // 4)
-    found = [
+def job_lines(reading: Reading) -> list[str]:
+    """Return all that is shown of one job."""
+    notes = [formatting.printed(note.replace("\n", " ")) for note in reading.notes]
+    return [
         *_header(reading),
-        *_time(reading, width if bar else 0),
+        *_time(reading),
         *_recoveries(reading),
-        *_ranks(reading, min(room, _MAX_RANKS)),
-        *_gpus(reading.metrics.gpus, min(room, _MAX_RANKS)),
-        *_custom(reading, min(room, _MAX_CUSTOM)),
+        *_ranks(reading),
+        *_gpus(reading),
+        *_custom(reading),
+        *(["", *_limited(notes, "note")] if notes else []),
     ]
-    notes = [*_notes(reading, min(room, _MAX_NOTES))]
-    if height is None or len(found) + len(notes) <= height:
-        return found + notes
-    notes = notes[: height // 3]
-    kept = found[: max(2, height - len(notes) - 1)]
-    left = len(found) - len(kept)
-    return [*kept, *([(Piece(f"and {formatting.count(left, 'more line')}", "dim"),)] if left else []), *notes][:height]
-
-
-def plain(line: Line) -> str:
-    """Return a line without styles."""
-    return "".join(piece.text for piece in line).rstrip()
 
 
 def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list[str]:
@@ -134,119 +112,90 @@ def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list
                 str(reading.metrics.round or job.status.round or "-"),
                 str(reading.world_size),
                 "-" if reading.goodput is None else percent(reading.goodput),
-                "-" if lost is None else short_duration(lost),
+                _seconds(lost),
                 f"{charged}+{free}" if free else str(charged),
-                short_duration(max(reading.rates.steps.values())) if reading.rates.steps else "-",
+                _seconds(max(reading.rates.steps.values(), default=None)),
                 "-" if job.created is None else formatting.duration(reading.now - job.created),
             ]
         )
     return formatting.columns(rows)
 
 
-def _header(reading: Reading) -> Iterator[Line]:
-    job, told, status = reading.job, reading.metrics, reading.job.status
-    yield (
-        Piece(job.name, "bold"),
-        Piece("  "),
-        Piece(job.state, _JOB_STYLES.get(job.state, "bold yellow")),
-        Piece(f"  {formatting.duration(job.age(reading.now))}", "dim"),
-    )
-    nodes = "" if told.nodes is None else f" on {formatting.count(told.nodes, 'node')}"
-    desired = "" if told.desired_nodes in (None, told.nodes) else f", {told.desired_nodes} wanted"
+def _header(reading: Reading) -> Iterator[str]:
+    job, metrics, status = reading.job, reading.metrics, reading.job.status
+    yield f"{job.name}  {job.state}  {formatting.duration(job.age(reading.now))}"
+    nodes = "" if metrics.nodes is None else f" on {count(metrics.nodes, 'node')}"
+    desired = "" if metrics.desired_nodes in (None, metrics.nodes) else f", {metrics.desired_nodes} wanted"
     size, (charged, free) = reading.world_size, reading.restarts
-    left = "" if told.remaining_restarts is None else f", {told.remaining_restarts} left"
-    yield _facts(
-        ("round", str(told.round or status.round or "-")),
-        ("world size", f"{size}{nodes}{desired}" if size else f"0{desired}"),
-        *([] if job.completed else [("pods ready", f"{status.ready_replicas}/{status.desired}")]),
-        ("restarts", f"{charged} charged, {free} free{left}"),
-    )
+    left = "" if metrics.remaining_restarts is None else f", {metrics.remaining_restarts} left"
+    facts = [
+        f"round {metrics.round or status.round or '-'}",
+        f"world size {size}{nodes if size else ''}{desired}",
+        *([] if job.completed else [f"pods ready {status.ready_replicas}/{status.desired}"]),
+        f"restarts {charged} charged, {free} free{left}",
+    ]
+    yield _SEPARATOR.join(facts)
 
 
-def _facts(*facts: tuple[str, str]) -> Line:
-    pieces: list[Piece] = []
-    for label, value in facts:
-        pieces += [Piece(f"{label} ", "dim"), Piece(value, "bold"), Piece(_SEPARATOR)]
-    return tuple(pieces[:-1])
-
-
-def _time(reading: Reading, width: int) -> Iterator[Line]:
-    spent, lost = reading.time_breakdown
-    total, good = sum(spent.values()), reading.goodput
+def _time(reading: Reading) -> Iterator[str]:
+    states, (_, lost), good = reading.states, reading.time_breakdown, reading.goodput
     if good is None:
         return
-    yield ()
-    yield _facts(("goodput", percent(good)), *([("lost", short_duration(lost))] if lost is not None else []))
-    states = [state for state in (*_STATE_STYLES, *sorted(spent.keys() - _STATE_STYLES.keys())) if spent.get(state)]
-    if width:
-        ends = [round(end / total * width) for end in accumulate(spent[state] for state in states)]
-        yield tuple(
-            Piece("█" * (end - begin), _STATE_STYLES.get(state, "white"))
-            for state, begin, end in zip(states, [0, *ends], ends, strict=False)
-        )
-    line: list[Piece] = []
-    for state in states:
-        mark = [Piece("■ ", _STATE_STYLES.get(state, "white"))] if width else []
-        value = f" {short_duration(spent[state])} ({percent(spent[state] / total)})"
-        entry = [*mark, Piece(state, "dim"), Piece(value)]
-        if width and line and len(plain((*line, *entry))) + len(_SEPARATOR) > width:
-            yield tuple(line)
-            line = []
-        line += [*([Piece(_SEPARATOR)] if line else []), *entry]
-    yield tuple(line)
-
-
-def _recoveries(reading: Reading) -> Iterator[Line]:
-    rows = []
-    for cause, tally in reading.metrics.recoveries.items():
-        last = reading.rates.recoveries.get(cause)
-        mean = "-" if tally.mean is None else short_duration(tally.mean)
-        count = formatting.number(tally.count)
-        rows.append((cause.replace("_", " "), count, mean, "-" if last is None else short_duration(last)))
-    return _table(("RECOVERIES AFTER", "COUNT", "MEAN", "LAST"), rows)
-
-
-def _ranks(reading: Reading, most: int) -> Iterator[Line]:
-    ranks, rates = reading.metrics.ranks, reading.rates
-    shown = list(ranks[:most])
-    straggler = next((each for each in ranks[most:] if each.rank == rates.straggler), None)
-    if straggler is not None:
-        shown[-1] = straggler
-    rows = [_rank(each, rates) for each in shown]
-    return _table(("RANK", "POD", "STEP", "MEMORY", "CHECKPOINTS", ""), rows, _more(ranks, most, "rank"))
-
-
-def _rank(each: RankMetrics, rates: Rates) -> tuple[str, ...]:
-    step, saved = rates.steps.get(each.rank), each.checkpoints
-    return (
-        str(each.rank),
-        each.pod,
-        "-" if step is None else short_duration(step),
-        "-" if each.memory is None else formatting.size(each.memory),
-        "-" if saved is None or saved.mean is None else f"{saved.count:.0f}, {short_duration(saved.mean)} each",
-        "straggles" if each.rank == rates.straggler else "",
+    yield ""
+    yield f"goodput {percent(good)}" + ("" if lost is None else f"{_SEPARATOR}lost {short_duration(lost)}")
+    total = sum(states.values())
+    yield _SEPARATOR.join(
+        f"{state} {short_duration(spent)} ({percent(spent / total)})" for state, spent in states.items()
     )
 
 
-def _gpus(gpus: Sequence[GpuMetrics], most: int) -> Iterator[Line]:
+def _recoveries(reading: Reading) -> list[str]:
+    last = reading.rates.recoveries
+    rows = [
+        (cause.replace("_", " "), formatting.number(tally.count), _seconds(tally.mean), _seconds(last.get(cause)))
+        for cause, tally in reading.metrics.recoveries.items()
+    ]
+    return _table(("RECOVERIES AFTER", "COUNT", "MEAN", "LAST"), rows, "cause")
+
+
+def _ranks(reading: Reading) -> list[str]:
+    rates, ranks = reading.rates, list(reading.metrics.ranks)
+    if len(ranks) > _MAX_ROWS:
+        ranks.sort(key=lambda each: each.rank != rates.straggler)  # the straggler is shown in any case
     rows = []
-    for each in gpus[:most]:
+    for each in ranks:
+        saved = each.checkpoints
+        rows.append(
+            (
+                str(each.rank),
+                each.pod,
+                _seconds(rates.steps.get(each.rank)),
+                "-" if each.memory is None else formatting.size(each.memory),
+                "-" if saved is None or saved.mean is None else f"{saved.count:.0f}, {short_duration(saved.mean)} each",
+                "straggles" if each.rank == rates.straggler else "",
+            )
+        )
+    return _table(("RANK", "POD", "STEP", "MEMORY", "CHECKPOINTS", ""), rows, "rank")
+
+
+def _gpus(reading: Reading) -> list[str]:
+    rows = []
+    for each in reading.metrics.gpus:
         memory = " of ".join(formatting.size(amount) for amount in (each.used, each.total) if amount is not None)
         busy = "-" if each.utilization is None else percent(each.utilization)
         rows.append((each.gpu, each.pod, memory or "-", busy))
-    return _table(("GPU", "POD", "MEMORY", "BUSY"), rows, _more(gpus, most, "GPU"))
+    return _table(("GPU", "POD", "MEMORY", "BUSY"), rows, "GPU")
 
 
-def _custom(reading: Reading, most: int) -> Iterator[Line]:
-    found = reading.metrics.custom
+def _custom(reading: Reading) -> list[str]:
     rows = [
         (
             formatting.printed(f"{each.group} {each.name}")[:60],
             *_custom_value(each, reading.rates.counters.get((each.group, each.name))),
         )
-        for each in found[:most]
+        for each in reading.metrics.custom
     ]
-    return _table(("MEASURED", "VALUE", ""), rows, _more(found, most, "name"))
+    return _table(("MEASURED", "VALUE", ""), rows, "name")
 
 
 def _custom_value(metric: CustomMetric, rate: float | None) -> tuple[str, str]:
@@ -264,26 +213,17 @@ def _custom_value(metric: CustomMetric, rate: float | None) -> tuple[str, str]:
     return written(first), f"{written(min(values))} to {written(max(values))} over the ranks" if differ else ""
 
 
-def _notes(reading: Reading, most: int) -> Iterator[Line]:
-    notes = [formatting.printed(note.replace("\n", " ")) for note in reading.notes]
-    if notes:
-        yield ()
-    for note in notes[:most]:
-        yield (Piece(note, "yellow"),)
-    yield from _more(notes, most, "note")
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else short_duration(value)
 
 
-def _more(items: Sequence[_Item], most: int, thing: str) -> list[Line]:
-    left = len(items) - most
-    return [(Piece(f"and {formatting.count(left, f'more {thing}')}", "dim"),)] if left > 0 else []
+def _limited(lines: Sequence[str], thing: str) -> list[str]:
+    left = len(lines) - _MAX_ROWS
+    return [*lines[:_MAX_ROWS], *([f"and {count(left, f'more {thing}')}"] if left > 0 else [])]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], more: Sequence[Line] = ()) -> Iterator[Line]:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], thing: str) -> list[str]:
     if not rows:
-        return
+        return []
     head, *lines = formatting.columns([header, *rows])
-    yield ()
-    yield (Piece(head, "dim"),)
-    for line in lines:
-        yield (Piece(line),)
-    yield from more
+    return ["", head, *_limited(lines, thing)]
