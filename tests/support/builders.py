@@ -10,6 +10,7 @@ from typing import Any
 from elastic_operator.api.constants import ConditionType, Reason, pod_name
 from elastic_operator.api.spec import ElasticJobSpec, FailureAction, FailurePolicy, FailureRule, PodCondition
 from elastic_operator.api.status import Condition, JobState, JobStatus
+from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, Pod, PodPhase, TerminationCause
 from torchelastic.protocol import (
     FailureRecord,
@@ -36,8 +37,20 @@ def a_job(*, minimum: int = 1, maximum: int = 4, replicas: int | None = 2, gener
         more["failure_policy"] = FailurePolicy(more.pop("failure_rules"))
     spec = ElasticJobSpec(min_replicas=minimum, max_replicas=maximum, replicas=replicas, **more)
     return Job(
-        name=NAME, namespace="default", uid=UID, generation=generation, spec=spec, created=NOW, deleting=deleting
+        name=NAME,
+        namespace="default",
+        uid=UID,
+        generation=generation,
+        spec=spec,
+        created=NOW,
+        deleting=deleting,
+        problem=problem_of(spec),
     )
+
+
+def with_spec(job: Job, spec: ElasticJobSpec, **fields: Any) -> Job:
+    """The same job with another spec, and with these fields."""
+    return replace(job, spec=spec, problem=problem_of(spec), **fields)
 
 
 def with_status(job: Job, **fields: Any) -> Job:

@@ -19,9 +19,9 @@ from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.applied_spec import with_applied_spec
-from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodPhase, TerminationCause
-from elastic_operator.controller.pods import PodEnd, pod_end
-from tests.support.builders import NOW, a_round, failure, says, success
+from elastic_operator.controller.failures import pod_end
+from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodEnd, PodPhase, TerminationCause
+from tests.support.builders import NOW, a_round, failure, says, success, with_spec
 from torchelastic.protocol import ExitCode, OutcomeRecord, OutcomeState, RoundRecord, SizeRecord
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class SimulatedCluster:
     def _write_replicas(self, replicas: int | None) -> None:
         if replicas is not None:
             spec = msgspec.structs.replace(self.job.spec, replicas=replicas)
-            self.job = replace(self.job, spec=spec, generation=self.job.generation + 1)
+            self.job = with_spec(self.job, spec, generation=self.job.generation + 1)
 
     def _write_status(self, job: Job, observed: Observed, todo: Plan) -> None:
         if todo.status is not None:

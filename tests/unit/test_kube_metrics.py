@@ -43,7 +43,7 @@ def counted(job: Job, observed: Observed) -> dict[Cause, int]:
     causes: Counter[Cause] = Counter()
     for _ in range(2):
         todo = plan(job, observed, NOW)
-        causes.update(restarts(job, todo, observed.pods))
+        causes.update(restarts(job, todo))
         if todo.status is not None:
             job = with_status(job, **{name: getattr(todo.status, name) for name in todo.status.__slots__})
     return dict(causes)
@@ -107,7 +107,7 @@ def test_all_of_it_is_shown() -> None:
     metrics.jobs(lambda: [{"status": {"conditions": holds}}, {"status": {"conditions": over}}, {}], lambda: True)
     job = that_trained(a_job())
     world = a_world(running(0), died(1))
-    metrics.status_written(job, plan(job, world, NOW), world.pods, NOW)
+    metrics.status_written(job, plan(job, world, NOW), NOW)
     metrics.waited(0.02)
     shown = metrics.page("")[0].decode()
     for line in (

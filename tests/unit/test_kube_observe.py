@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from elastic_operator.controller.model import Job, Observed, PodPhase
-from elastic_operator.controller.pods import PodEnd, pod_end
+from elastic_operator.controller.failures import pod_end
+from elastic_operator.controller.model import Job, Observed, PodEnd, PodPhase
 from elastic_operator.kubernetes.apply import CreateBackoff, JobRecord
 from elastic_operator.kubernetes.backend import Observer, job_of, remember_deleted, startup_problem
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Api, ApiError

@@ -11,10 +11,9 @@ from msgspec.structs import replace as replaced
 from elastic_operator.api.constants import ConditionType, EventReason, Reason, pod_name
 from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState, LastFailure
-from elastic_operator.controller.completion import EXIT_PERIOD
 from elastic_operator.controller.messages import MESSAGE_LIMIT
 from elastic_operator.controller.model import EtcdState, IncompatibleImage, Plan
-from elastic_operator.controller.plan import plan
+from elastic_operator.controller.plan import EXIT_PERIOD, plan
 from elastic_operator.controller.scaling import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
 from tests.support.builders import (
     NAME,
@@ -959,12 +958,12 @@ def test_deaths_and_leaves_are_told_with_what_follows() -> None:
     made = plan(job, world, NOW)
 
     assert [event.message for event in made.events] == [
-        f"{died(0).name} was killed by SIGKILL; a new pod takes its place",
         f"{going(3).name} was deleted; a new pod takes its place",
+        f"{died(0).name} was killed by SIGKILL; a new pod takes its place",
         f"{died(1).name} gave up on the store: the store cannot be reached; a new pod takes its place in 4 s",
         f"{left(2).name} was asked to leave; a new pod takes its place",
     ]
-    assert [event.warning for event in made.events] == [True, False, True, False]
+    assert [event.warning for event in made.events] == [False, True, True, False]
 
 
 def test_the_last_line_of_what_a_pod_left_is_told() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic_operator.api.spec import CleanPodPolicy, FailureAction, FailurePolicy, GangScheduler, SchedulingSpec
 from elastic_operator.controller.model import Job, PodPhase
 from elastic_operator.controller.plan import plan
-from tests.support.builders import a_job, on_reasons
+from tests.support.builders import a_job, on_reasons, with_spec
 from tests.support.simulated_cluster import SimulatedCluster, is_live
 from torchelastic.protocol import OutcomeState
 
@@ -73,7 +73,7 @@ def settle(cluster: SimulatedCluster) -> None:
 def edit(cluster: SimulatedCluster, spec: ElasticJobSpec) -> None:
     job = cluster.job
     if spec != job.spec:
-        cluster.job = replace(job, spec=spec, generation=job.generation + 1)
+        cluster.job = with_spec(job, spec, generation=job.generation + 1)
         settle(cluster)
 
 

@@ -19,11 +19,10 @@ from elastic_operator.api.spec import (
 )
 from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure
 from elastic_operator.controller.applied_spec import with_applied_spec
-from elastic_operator.controller.completion import EXIT_PERIOD
 from elastic_operator.controller.failures import EXCLUDED_NODES_KEPT
 from elastic_operator.controller.model import EtcdState, Plan
-from elastic_operator.controller.outcome_unknown import PATIENCE
-from elastic_operator.controller.plan import plan
+from elastic_operator.controller.plan import EXIT_PERIOD, plan
+from elastic_operator.controller.snapshot import PATIENCE
 from tests.support.builders import (
     NOW,
     a_failure,
@@ -50,6 +49,7 @@ from tests.support.builders import (
     that_rests,
     that_trained,
     turned_away,
+    with_spec,
     with_spec_applied,
     with_status,
 )
@@ -716,7 +716,7 @@ def test_a_change_of_it_waits_and_that_is_said_once() -> None:
 
 def test_a_change_that_could_not_be_meant_says_so_while_it_waits_and_stops_nothing() -> None:
     before = with_spec_applied(a_job())
-    after = replace(before, spec=a_job(env=({"name": "PET_NNODES", "value": "7"},)).spec)
+    after = with_spec(before, a_job(env=({"name": "PET_NNODES", "value": "7"},)).spec)
     made = plan(after, a_world(running(0)), NOW)
 
     assert [pod.index for pod in made.create] == [1]
@@ -788,7 +788,7 @@ def test_fates_are_told_in_words_and_what_is_not_charged_is_no_failure() -> None
     pods = (out_of_memory(0), evicted(1), preempted(2), lost(3), turned_away(4), running(5))
     made = plan(job, a_world(*pods), NOW)
 
-    assert [(event.reason, event.message) for event in made.events] == [
+    assert {(event.reason, event.message) for event in made.events} == {
         (EventReason.POD_DIED, f"{pods[0].name} ran out of memory; a new pod takes its place"),
         (EventReason.POD_DISRUPTED, f"{pods[2].name} was preempted; a new pod takes its place"),
         (EventReason.POD_DISRUPTED, f"{pods[3].name} was lost with its node node-9; a new pod takes its place"),
@@ -800,7 +800,7 @@ def test_fates_are_told_in_words_and_what_is_not_charged_is_no_failure() -> None
             EventReason.POD_DISRUPTED,
             f"{pods[4].name} was turned away by its node node-7: the resource cpu is short; a new pod takes its place",
         ),
-    ]
+    }
     assert made.status is not None
     assert made.status.pod_failures == 1
     assert made.status.last_failure == LastFailure(

@@ -17,11 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from elastic_operator.api.constants import Reason
 from elastic_operator.api.spec import CleanPodPolicy, FailureAction, GangScheduler, SchedulingSpec
 from elastic_operator.api.status import JobState
-from elastic_operator.controller.completion import EXIT_PERIOD
 from elastic_operator.controller.model import IncompatibleImage, Job, Observed, Plan, Pod, PodPhase, TerminationCause
-from elastic_operator.controller.plan import plan
+from elastic_operator.controller.plan import EXIT_PERIOD, plan
 from elastic_operator.controller.scaling import ENDED_PODS_KEPT, LONGEST_BACK_OFF
-from tests.support.builders import a_job, on_disruption, on_reasons
+from tests.support.builders import a_job, on_disruption, on_reasons, with_spec
 from tests.support.simulated_cluster import (
     NODES,
     ConflictError,
@@ -384,7 +383,7 @@ class AnyLife(RuleBasedStateMachine):
         job = self.cluster.job
         spec = msgspec.structs.replace(job.spec, **fields)
         if spec != job.spec:
-            self.cluster.job = replace(job, spec=spec, generation=job.generation + 1)
+            self.cluster.job = with_spec(job, spec, generation=job.generation + 1)
             self.cluster.look()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 61.0]))

@@ -12,8 +12,8 @@ from elastic_operator.api.spec import ElasticJobSpec, EtcdSpec, FailureAction
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.applied_spec import with_applied_spec
 from elastic_operator.controller.model import EtcdState, IncompatibleImage
-from elastic_operator.controller.outcome_unknown import PATIENCE
 from elastic_operator.controller.plan import plan
+from elastic_operator.controller.snapshot import PATIENCE
 from tests.support.builders import (
     NOW,
     a_job,
@@ -26,6 +26,7 @@ from tests.support.builders import (
     out_of_memory,
     running,
     success,
+    with_spec,
     with_spec_applied,
 )
 
@@ -229,7 +230,7 @@ def test_a_restart_limit_that_a_flag_contradicts_is_said_to_have_no_effect_thoug
     }
     world = a_world(running(0), running(1), round=a_round(running(0), running(1)))
     job = with_spec_applied(replace(a_job(), spec=ElasticJobSpec.of({**archived, "maxRestarts": 100})))
-    edited = replace(job, spec=ElasticJobSpec.of({**archived, "maxRestarts": 50}), generation=2)
+    edited = with_spec(job, ElasticJobSpec.of({**archived, "maxRestarts": 50}), generation=2)
     edited, made = carried_out(edited, world, NOW)
     changes = condition(edited.status, ConditionType.RESTART_REQUIRED)
     assert (changes.status, changes.reason) == (True, Reason.SPEC_CHANGED)

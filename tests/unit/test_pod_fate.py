@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.controller.model import TerminationCause
-from elastic_operator.controller.pods import PodEnd, pod_end
+from elastic_operator.controller.failures import pod_end
+from elastic_operator.controller.model import PodEnd, TerminationCause
 from elastic_operator.kubernetes.pod_status import pod_of
 from tests.support.builders import says
 from torchelastic.protocol import encode_termination_message

@@ -15,18 +15,17 @@ from elastic_operator.api.json_access import listing, mapping
 from elastic_operator.api.spec import AppliedSpec
 from elastic_operator.api.status import JobState
 from elastic_operator.api.template import program_of, user_env, worker_container
-from elastic_operator.api.validation import problem_of
 
 if TYPE_CHECKING:
     from elastic_operator.api.spec import ElasticJobSpec
     from elastic_operator.controller.model import Job, Plan
-    from elastic_operator.controller.pods import PodSets
+    from elastic_operator.controller.snapshot import Snapshot
 
 _OF_WORKER: Final = frozenset({"image", "command", "args", "env", "template"})
 """Fields whose content may stand in the template as well."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SpecInEffect:
     """The spec that applies to a job.
 
@@ -45,36 +44,37 @@ class SpecInEffect:
     later_problem: str | None = None
 
 
-def spec_in_effect(job: Job, pods: PodSets, *, suspended: bool, unknown: bool) -> SpecInEffect:
+def spec_in_effect(snapshot: Snapshot, *, suspended: bool, unknown: bool) -> SpecInEffect:
     """The spec that applies to a job that has not finished.
 
     Args:
-        job: as the user has it now.
-        pods: its pods.
+        snapshot: with the job as the user has it now.
         suspended: whether it is suspended, or resumed before its pods were gone.
         unknown: whether its store, which the applied spec names, has still to be read.
     """
-    applied = job.status.applied_spec
+    job, spec, applied = snapshot.job, snapshot.job.spec, snapshot.job.status.applied_spec
     if suspended:
-        kept = applied if pods.unfinished or unknown else None
-        return SpecInEffect(spec=job.spec.with_applied(kept), applied=kept, problem=problem_of(job.spec))
-    if applied is None or not _is_fixed(job, pods):
-        problem = problem_of(job.spec)
-        return SpecInEffect(spec=job.spec, applied=None if problem else job.spec.applied, problem=problem)
-    spec = job.spec.with_applied(applied)
-    changes = changed_fields(job.spec, applied)
-    problem = problem_of(spec)
-    later = problem_of(job.spec) if changes or problem is None else None
-    return SpecInEffect(spec=spec, applied=applied, changes=changes, problem=problem, later_problem=later)
+        applied = applied if snapshot.unfinished or unknown else None
+        return SpecInEffect(spec=spec.with_applied(applied), applied=applied, problem=job.problem)
+    had_pods = bool(snapshot.gone) or job.status.size_generation > 0
+    is_fixed = bool(snapshot.live) or (had_pods and not is_resumed(job))
+    if applied is None or not is_fixed:
+        return SpecInEffect(spec=spec, applied=None if job.problem else spec.applied, problem=job.problem)
+    # What is applied was valid when it was applied; beside it, only the bounds can be wrong.
+    problem = None if 1 <= spec.min_replicas <= spec.max_replicas else job.problem
+    changes = changed_fields(spec, applied)
+    later = job.problem if changes or problem is None else None
+    return SpecInEffect(spec.with_applied(applied), applied, changes=changes, problem=problem, later_problem=later)
 
 
-def must_stop_first(job: Job, pods: PodSets) -> bool:
+def must_stop_first(snapshot: Snapshot) -> bool:
     """Whether a job was resumed before it came to a stop.
 
     Its former pods and their store go first: new agents would take agents that leave for dead, and the store may have
     still to be read, or not be the one that the spec names now.
     """
-    return is_resumed(job) and not pods.live and not job.status.holds(ConditionType.SUSPENDED)
+    job = snapshot.job
+    return is_resumed(job) and not snapshot.live and not job.status.holds(ConditionType.SUSPENDED)
 
 
 def is_resumed(job: Job) -> bool:
@@ -82,15 +82,14 @@ def is_resumed(job: Job) -> bool:
     return job.status.state is JobState.SUSPENDED and not job.spec.suspend
 
 
-def changed_fields(spec: ElasticJobSpec, applied: AppliedSpec | None) -> tuple[str, ...]:
+def changed_fields(spec: ElasticJobSpec, applied: AppliedSpec) -> tuple[str, ...]:
     """The fields that differ from the applied spec, such as ``spec.args``.
 
     What only moved between the template and the fields beside it is not a change.
     """
-    held = spec.with_applied(applied)
     keys = dict(zip(AppliedSpec.__struct_fields__, AppliedSpec.__struct_encode_fields__, strict=True))
-    differing = {name for name in keys if getattr(held, name) != getattr(spec, name)}
-    if differing & _OF_WORKER and _worker_of(held) == _worker_of(spec):
+    differing = {name for name in keys if getattr(applied, name) != getattr(spec, name)}
+    if differing & _OF_WORKER and _worker_of(applied) == _worker_of(spec):
         differing -= _OF_WORKER
     return tuple(f"spec.{key}" for name, key in keys.items() if name in differing)
 
@@ -106,13 +105,7 @@ def with_applied_spec(job: Job, plan: Plan | None = None) -> Job:
     return job if status.applied_spec is None else replace(job, spec=job.spec.with_applied(status.applied_spec))
 
 
-def _is_fixed(job: Job, pods: PodSets) -> bool:
-    if is_resumed(job):
-        return bool(pods.live)
-    return bool(pods.live or pods.gone) or job.status.size_generation > 0
-
-
-def _worker_of(spec: ElasticJobSpec) -> tuple[object, ...]:
+def _worker_of(spec: AppliedSpec) -> tuple[object, ...]:
     """What the template and the fields beside it say together."""
     own = worker_container(spec)
     beside = {key: value for key, value in own.items() if key not in _OF_WORKER}

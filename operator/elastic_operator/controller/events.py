@@ -10,46 +10,38 @@ from typing import TYPE_CHECKING
 from elastic_operator.api.constants import ConditionType, EventReason, Reason
 from elastic_operator.api.status import JobState
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import JobEvent
-from elastic_operator.controller.pods import PodEnd, pod_end
+from elastic_operator.controller.model import JobEvent, PodEnd
 from torchelastic.protocol import RoundReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import FailureCount
-    from elastic_operator.controller.model import Pod
-    from elastic_operator.controller.pods import Snapshot
-    from elastic_operator.controller.scaling import EmptySlot
+    from elastic_operator.controller.model import EndedPod
+    from elastic_operator.controller.scaling import PlannedPods
+    from elastic_operator.controller.snapshot import Snapshot
 
 
-def events(
-    snapshot: Snapshot, status: JobStatus, count: FailureCount, slots: Sequence[EmptySlot] = (), *, held: bool = False
+def running_events(
+    snapshot: Snapshot, status: JobStatus, count: FailureCount, planned: PlannedPods
 ) -> tuple[JobEvent, ...]:
-    """The events of a job that is neither suspended nor finished.
-
-    Args:
-        snapshot: the input of the plan.
-        status: the new status.
-        count: the pods that ended.
-        slots: those that will be filled.
-        held: whether they wait for the store.
-    """
+    """The events of a job that is neither suspended nor finished, with its new status."""
+    before = snapshot.job.status
     return (
-        *_resumed(snapshot.before),
-        *_pods_ended(count, slots, held=held, now=snapshot.now),
+        *_resumed(before),
+        *_pods_ended(count, planned, snapshot.now),
         *_obstacles(snapshot, status),
         *_new_round(snapshot, status),
-        *_scaled(snapshot.before, status),
+        *_scaled(before, status),
     )
 
 
-def events_of_suspension(before: JobStatus, status: JobStatus, count: FailureCount) -> tuple[JobEvent, ...]:
+def suspension_events(before: JobStatus, status: JobStatus, count: FailureCount) -> tuple[JobEvent, ...]:
     """The events of a suspended job."""
     had_pods = ": its pods are asked to leave" if before.replicas else ""
     suspended = [JobEvent(EventReason.SUSPENDED, f"suspended{had_pods}")] if before.state is not status.state else []
-    return (*_pods_ended(count, (), held=False, now=0.0), *suspended, *_spec_rejected(before, status))
+    return (*_pods_ended(count), *suspended, *_spec_rejected(before, status))
 
 
 def completion_event(status: JobStatus) -> JobEvent:
@@ -67,40 +59,44 @@ def _resumed(before: JobStatus) -> Iterator[JobEvent]:
         yield JobEvent(EventReason.RESUMED, f"resumed{since}")
 
 
-def _pods_ended(count: FailureCount, slots: Sequence[EmptySlot], *, held: bool, now: float) -> Iterator[JobEvent]:
+def _pods_ended(count: FailureCount, planned: PlannedPods | None = None, now: float = 0.0) -> Iterator[JobEvent]:
     successors: dict[str, str] = {}
-    for slot in slots:
+    for slot in planned.slots if planned is not None else ():
         if slot.replaces is not None:
-            when = (
-                " once the store can be read" if held else f" in {slot.due - now:.0f} s" if slot.due >= now + 1 else ""
-            )
+            when = f" in {slot.due - now:.0f} s" if slot.due >= now + 1 else ""
+            when = " once the store can be read" if planned is not None and planned.held else when
             successors[slot.replaces.uid] = f"; a new pod takes its place{when}"
-
-    def event(reason: EventReason, pod: Pod, how: str) -> JobEvent:
-        message = f"{pod.name} {how}{successors.get(pod.uid, '')}"
-        return JobEvent(reason, message, warning=reason is EventReason.POD_DIED)
-
-    for pod in count.charged:
-        yield event(EventReason.POD_DIED, pod, messages.pod_death(pod))
-    for pod in count.ignored:
-        yield event(EventReason.POD_DIED, pod, f"{messages.pod_death(pod)}, which the failure policy ignores")
-    for pod in count.not_counted:
-        if pod.termination_cause is not None:
-            yield event(EventReason.POD_DISRUPTED, pod, messages.pod_disruption(pod))
-        elif pod_end(pod) is PodEnd.DISRUPTED:
-            yield event(EventReason.POD_DIED, pod, messages.pod_death(pod))
-        elif pod.terminating:
-            yield event(EventReason.POD_DELETED, pod, "was deleted")
-        else:
-            yield event(EventReason.POD_LEFT, pod, "was asked to leave")
+    for each in count.ended:
+        if (what := _pod_ended(each)) is not None:
+            reason, how = what
+            message = f"{each.pod.name} {how}{successors.get(each.pod.uid, '')}"
+            yield JobEvent(reason, message, warning=reason is EventReason.POD_DIED)
     for node, pod in count.newly_excluded:
         message = f"later pods keep away from the node {node}, where {pod.name} {messages.pod_death(pod)}"
         yield JobEvent(EventReason.NODE_EXCLUDED, message, warning=True)
 
 
+def _pod_ended(ended: EndedPod) -> tuple[EventReason, str] | None:
+    """What to say of a pod that ended; None for nothing."""
+    pod = ended.pod
+    if ended.charged:
+        return EventReason.POD_DIED, messages.pod_death(pod)
+    if ended.end is PodEnd.FAILED:
+        return EventReason.POD_DIED, f"{messages.pod_death(pod)}, which the failure policy ignores"
+    if ended.end not in (PodEnd.LEFT, PodEnd.DISRUPTED):
+        return None
+    if pod.termination_cause is not None:
+        return EventReason.POD_DISRUPTED, messages.pod_disruption(pod)
+    if ended.end is PodEnd.DISRUPTED:
+        return EventReason.POD_DIED, messages.pod_death(pod)
+    if pod.terminating:
+        return EventReason.POD_DELETED, "was deleted"
+    return EventReason.POD_LEFT, "was asked to leave"
+
+
 def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
     """What prevents pods from being created, or from being created as the spec says."""
-    before, blocked = snapshot.before, snapshot.observed.blocked
+    before, blocked = snapshot.job.status, snapshot.observed.blocked
     yield from _spec_rejected(before, status)
     if (changes := _newly_said(before, status, ConditionType.RESTART_REQUIRED)) is not None:
         yield JobEvent(EventReason.RESTART_REQUIRED, changes)
@@ -108,6 +104,8 @@ def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
         what = "pods cannot" if status.replicas < status.desired else "not all that the job needs can"
         message = f"{what} be made for now: {messages.clause(blocked)}"
         yield JobEvent(EventReason.RESOURCES_BLOCKED, message, warning=True)
+    if (budget := _newly_said(before, status, ConditionType.DISRUPTION_BUDGET_FAILED)) is not None:
+        yield JobEvent(EventReason.RESOURCES_BLOCKED, budget, warning=True)
     unreachable = status.condition(ConditionType.STORE_UNREACHABLE)
     if unreachable is not None and unreachable.status and not before.holds(ConditionType.STORE_UNREACHABLE):
         message = f"the operator cannot use the store: {unreachable.message}"
@@ -133,7 +131,7 @@ def _is_blocked(status: JobStatus) -> bool:
 
 
 def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
-    before, round = snapshot.before, snapshot.observed.round
+    before, round = snapshot.job.status, snapshot.observed.round
     if round is None or round.number <= before.round:
         return
     charged = round.restarts > before.restarts

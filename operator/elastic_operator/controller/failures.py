@@ -1,4 +1,4 @@
-"""Counts failed pods, each exactly once, and says what failed last.
+"""Judges the pods that ended, counts those that failed, each exactly once, and says what failed last.
 
 The failure policy's rules on exit codes apply to workers, and the agents apply them. Its rules on pods apply here, to
 pods that failed and to pods that were disrupted. The status that counts a pod is written before the pod is deleted,
@@ -13,53 +13,90 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import Pod
-from elastic_operator.controller.outcome_unknown import PATIENCE, never_read, store_may_tell
-from elastic_operator.controller.pods import PodEnd, pod_end
-from torchelastic.protocol import FailureRecord, RoundReason, TerminationMessage, shorten
+from elastic_operator.controller.model import EndedPod, Pod, PodEnd, PodPhase, TerminationCause
+from elastic_operator.controller.snapshot import PATIENCE
+from torchelastic.protocol import ExitCode, FailureRecord, RoundReason, TerminationMessage, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elastic_operator.api.spec import FailureRule
-    from elastic_operator.controller.pods import Snapshot
+    from elastic_operator.controller.snapshot import Snapshot
 
 EXCLUDED_NODES_KEPT: Final = 100
 """Nodes that are excluded at most; the oldest are dropped."""
 
 _NAME_LIMIT: Final = 253
+_POD_DEADLINE: Final = "DeadlineExceeded"
+"""Why a kubelet ends a pod whose template has activeDeadlineSeconds."""
+
+_NOT_ITS_FAULT: Final = (TerminationCause.DISRUPTED, TerminationCause.NODE_LOST, TerminationCause.NOT_ADMITTED)
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedPod:
-    """What follows from the end of a pod.
+class FailureCount:
+    """The pods that ended since the last status.
 
     Attributes:
-        pod: the pod.
-        end: what its end means.
-        charged: whether it counts against the backoff limit.
-        rule: the rule of the failure policy that matches; None for none.
-        position: of that rule, from 0.
+        ended: the pods that are counted, in the order in which they ended.
+        pending: pods that would be charged or end the job, unless the store says that the run had ended before.
+        pod_failures: the job's count, these included.
+        last_failure: what failed last, if the job has not finished.
+        excluded_nodes: nodes that later pods keep away from, the new ones included.
+        newly_excluded: the new ones, each with its pod.
+        may_be_fatal: whether the job fails once the pending pods are counted.
+        next_due: when the next pending pod is counted in any case; None if there is none.
     """
 
-    pod: Pod
-    end: PodEnd
-    charged: bool
-    rule: FailureRule | None = None
-    position: int = 0
-
-    @property
-    def fatal(self) -> bool:
-        """Whether the failure policy fails the job."""
-        return self.rule is not None and self.rule.action is FailureAction.FAIL_JOB
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether another pod would end in the same way, which ends the job."""
-        return self.end in (PodEnd.BAD_INPUT, PodEnd.INCOMPATIBLE)
+    ended: tuple[EndedPod, ...]
+    pending: tuple[Pod, ...]
+    pod_failures: int
+    last_failure: LastFailure | None
+    excluded_nodes: tuple[str, ...]
+    newly_excluded: tuple[tuple[str, Pod], ...]
+    may_be_fatal: bool
+    next_due: float | None
 
 
-def judge(pod: Pod, rules: Sequence[FailureRule]) -> JudgedPod:
+def count_failures(snapshot: Snapshot) -> FailureCount:
+    """Judge and count the pods that have not been counted."""
+    spec, status = snapshot.job.spec, snapshot.job.status
+    counted: list[EndedPod] = []
+    pending: list[EndedPod] = []
+    pod_failures = status.pod_failures
+    at_worst = False
+    for pod in sorted(snapshot.gone, key=lambda pod: (pod.ended or 0.0, pod.name)):
+        if pod.uid in status.counted_pod_uids:
+            continue
+        each = judge(pod, spec.failure_rules)
+        hopeless = each.end in (PodEnd.BAD_INPUT, PodEnd.INCOMPATIBLE)
+        # The run may have ended before the pod did.
+        must_wait = pod.phase.ended and snapshot.never_read and snapshot.store_may_tell(pod.ended or 0.0)
+        if (each.charged or hopeless) and must_wait:
+            pending.append(each)
+            at_worst = at_worst or hopeless or is_fatal(each)
+        else:
+            counted.append(each)
+            pod_failures += each.charged
+    excluded: dict[str, Pod] = {}
+    for each in counted:
+        node = each.pod.node
+        if each.rule is not None and each.rule.exclude_node and node and node not in status.excluded_nodes:
+            excluded.setdefault(node, each.pod)
+    over_limit = pod_failures + sum(each.charged for each in pending) > spec.backoff_limit
+    return FailureCount(
+        ended=tuple(counted),
+        pending=tuple(each.pod for each in pending),
+        pod_failures=pod_failures,
+        last_failure=_last_failure(snapshot, counted),
+        excluded_nodes=(*status.excluded_nodes, *excluded)[-EXCLUDED_NODES_KEPT:],
+        newly_excluded=tuple(excluded.items()),
+        may_be_fatal=bool(pending) and (over_limit or at_worst),
+        next_due=min(((each.pod.ended or 0.0) + PATIENCE for each in pending), default=None),
+    )
+
+
+def judge(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
     """What follows from the end of a pod; the first rule that matches applies."""
     end = pod_end(pod)
     has_cause = pod.termination_cause is not None and end is PodEnd.LEFT
@@ -68,90 +105,36 @@ def judge(pod: Pod, rules: Sequence[FailureRule]) -> JudgedPod:
             if rule.pod_reasons & pod.reasons or any(
                 pod.conditions.get(condition.type) == condition.status for condition in rule.pod_conditions
             ):
-                return JudgedPod(pod, end, rule.action is not FailureAction.IGNORE, rule, position)
-    return JudgedPod(pod, end, charged=end is PodEnd.FAILED)
+                return EndedPod(pod, end, rule.action is not FailureAction.IGNORE, rule, position)
+    return EndedPod(pod, end, charged=end is PodEnd.FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class FailureCount:
-    """The pods that ended since the last status.
+def pod_end(pod: Pod) -> PodEnd:
+    """What the end of an ended or terminating pod means.
 
-    Attributes:
-        charged: pods that count against the backoff limit, the last one last.
-        ignored: failed pods that the failure policy ignores.
-        not_counted: pods that left, were deleted, or were disrupted.
-        pod_failures: the job's count, these included.
-        fatal: the first pod for which the failure policy fails the job.
-        excluded_nodes: nodes that later pods keep away from, the new ones included.
-        newly_excluded: the new ones, each with its pod.
-        pending: pods that would be charged or end the job, unless the store says that the run had ended before.
-        may_be_fatal: whether the job fails once they are counted.
+    What an agent says of the run's end counts however its pod ended. Otherwise a deleted pod has not failed.
     """
-
-    charged: tuple[Pod, ...]
-    ignored: tuple[Pod, ...]
-    not_counted: tuple[Pod, ...]
-    pod_failures: int
-    fatal: JudgedPod | None
-    excluded_nodes: tuple[str, ...]
-    newly_excluded: tuple[tuple[str, Pod], ...]
-    pending: tuple[Pod, ...] = ()
-    may_be_fatal: bool = False
-
-    @property
-    def next_due(self) -> float | None:
-        """When the next pending pod is counted in any case; None if there is none."""
-        return min(((pod.ended or 0.0) + PATIENCE for pod in self.pending), default=None)
-
-
-def count_failures(snapshot: Snapshot) -> FailureCount:
-    """Count the pods that have not been counted."""
-    before, spec = snapshot.before, snapshot.spec
-    judged = [judge(pod, spec.failure_rules) for pod in snapshot.pods.gone if pod.uid not in before.counted_pod_uids]
-    pending = [each for each in judged if (each.charged or each.hopeless) and _must_wait(snapshot, each.pod)]
-    waiting = {each.pod.uid for each in pending}
-    counted = [each for each in judged if each.pod.uid not in waiting]
-    by_time = sorted(counted, key=lambda each: (each.pod.ended or 0.0, each.pod.name))
-    charged = tuple(each.pod for each in by_time if each.charged)
-    excluded: dict[str, Pod] = {}
-    for each in by_time:
-        node = each.pod.node
-        if each.rule is not None and each.rule.exclude_node and node and node not in before.excluded_nodes:
-            excluded.setdefault(node, each.pod)
-    pod_failures = before.pod_failures + len(charged)
-    at_worst = pod_failures + sum(each.charged for each in pending)
-    blameless = (PodEnd.LEFT, PodEnd.DISRUPTED)
-    return FailureCount(
-        charged=charged,
-        ignored=tuple(each.pod for each in by_time if each.end is PodEnd.FAILED and not each.charged),
-        not_counted=tuple(each.pod for each in counted if each.end in blameless and not each.charged),
-        pod_failures=pod_failures,
-        fatal=next((each for each in by_time if each.fatal), None),
-        excluded_nodes=(*before.excluded_nodes, *excluded)[-EXCLUDED_NODES_KEPT:],
-        newly_excluded=tuple(excluded.items()),
-        pending=tuple(each.pod for each in pending),
-        may_be_fatal=bool(pending)
-        and (at_worst > spec.backoff_limit or any(each.fatal or each.hopeless for each in pending)),
-    )
+    code = ExitCode.SUCCEEDED if pod.exit_code is None and pod.phase is PodPhase.SUCCEEDED else pod.exit_code
+    if pod.phase.ended and code == ExitCode.SUCCEEDED:
+        return PodEnd.RUN_SUCCEEDED
+    if pod.phase.ended and code == ExitCode.FAILED and isinstance(pod.message, TerminationMessage):
+        return PodEnd.RUN_FAILED
+    # In these two cases the agent was asked to leave because of what its own pod did.
+    over_limit = pod.termination_cause is TerminationCause.OVER_LIMIT or _POD_DEADLINE in pod.reasons
+    if over_limit and not pod.terminating:
+        return PodEnd.FAILED
+    if pod.terminating or code in (ExitCode.LEFT, ExitCode.INTERRUPTED):
+        return PodEnd.LEFT
+    if pod.termination_cause in _NOT_ITS_FAULT or (pod.termination_cause is None and code == ExitCode.STORE):
+        return PodEnd.DISRUPTED
+    if pod.incompatible_image is not None:
+        return PodEnd.INCOMPATIBLE
+    return PodEnd.BAD_INPUT if code == ExitCode.BAD_INPUT else PodEnd.FAILED
 
 
-def last_failure(snapshot: Snapshot, count: FailureCount) -> LastFailure | None:
-    """What failed last in a job that has not finished."""
-    now, round = snapshot.now, snapshot.observed.round
-    failed = list(count.charged[-1:])
-    if not failed:
-        stranded = [
-            pod for pod in count.not_counted if pod.termination_cause is None and pod_end(pod) is PodEnd.DISRUPTED
-        ]
-        failed = sorted(stranded, key=lambda pod: (pod.ended or 0.0, pod.name))[-1:]
-    for pod in failed:
-        return failure_of(f"{pod.name} {messages.pod_death(pod)}", pod, now)
-    if round is not None and round.restarts > snapshot.before.restarts:
-        if round.failure is not None:
-            return failure_of(messages.worker_failure(round.failure), round.failure, now)
-        if round.reason is RoundReason.WORKER_FAILED:  # its leader says no more
-            return failure_of(round.cause, None, now)
-    return snapshot.before.last_failure
+def is_fatal(ended: EndedPod) -> bool:
+    """Whether the failure policy fails the job because of this pod."""
+    return ended.rule is not None and ended.rule.action is FailureAction.FAIL_JOB
 
 
 def failure_of(message: str, culprit: Pod | FailureRecord | None, now: float) -> LastFailure:
@@ -185,6 +168,15 @@ def failure_of(message: str, culprit: Pod | FailureRecord | None, now: float) ->
     )
 
 
-def _must_wait(snapshot: Snapshot, pod: Pod) -> bool:
-    """Whether the run may have ended before the pod did."""
-    return pod.phase.ended and never_read(snapshot.observed) and store_may_tell(snapshot, pod.ended or 0.0)
+def _last_failure(snapshot: Snapshot, ended: Sequence[EndedPod]) -> LastFailure | None:
+    """The last pod that is charged or could not reach the store, or the failure that the round follows."""
+    status, round, now = snapshot.job.status, snapshot.observed.round, snapshot.now
+    stranded = [each for each in ended if each.end is PodEnd.DISRUPTED and each.pod.termination_cause is None]
+    for each in reversed([each for each in ended if each.charged] or stranded):
+        return failure_of(f"{each.pod.name} {messages.pod_death(each.pod)}", each.pod, now)
+    if round is not None and round.restarts > status.restarts:
+        if round.failure is not None:
+            return failure_of(messages.worker_failure(round.failure), round.failure, now)
+        if round.reason is RoundReason.WORKER_FAILED:  # its leader says no more
+            return failure_of(round.cause, None, now)
+    return status.last_failure

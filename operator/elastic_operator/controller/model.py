@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.constants import Reason
     from elastic_operator.api.report import Report
-    from elastic_operator.api.spec import ElasticJobSpec
+    from elastic_operator.api.spec import ElasticJobSpec, FailureRule
     from torchelastic.protocol import (
         HistoryRecord,
         OutcomeRecord,
@@ -122,6 +122,44 @@ class Pod:
     metrics_port: int = 0
 
 
+class PodEnd(enum.Enum):
+    """What the end of a pod means."""
+
+    RUN_SUCCEEDED = enum.auto()
+    """The agent says that the run succeeded."""
+    RUN_FAILED = enum.auto()
+    """The agent says, in a termination message, that the run failed."""
+    BAD_INPUT = enum.auto()
+    """The agent cannot honour its settings; another agent could not either."""
+    INCOMPATIBLE = enum.auto()
+    """The image has no agent, or one that speaks another protocol; another pod would not have one either."""
+    LEFT = enum.auto()
+    """It was deleted, or asked to leave: no failure."""
+    DISRUPTED = enum.auto()
+    """It was evicted, not admitted, lost with its node, or could not reach the store: not its own failure."""
+    FAILED = enum.auto()
+    """It ended by itself before the run did."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPod:
+    """A pod that ended or terminates, and what follows from that.
+
+    Attributes:
+        pod: the pod.
+        end: what its end means.
+        charged: whether it counts against the backoff limit.
+        rule: the rule of the failure policy that matches; None for none.
+        position: of that rule, from 0.
+    """
+
+    pod: Pod
+    end: PodEnd
+    charged: bool
+    rule: FailureRule | None = None
+    position: int = 0
+
+
 class EtcdState(enum.StrEnum):
     """The state of the job's store."""
 
@@ -182,6 +220,8 @@ class Job:
         status: what the operator wrote last.
         created: when it was created.
         deleting: whether its deletion has begun.
+        problem: why no pod can be made of the spec, as :func:`~elastic_operator.api.validation.problem_of` has it; None
+            if one can.
     """
 
     name: str
@@ -192,6 +232,7 @@ class Job:
     status: JobStatus = field(default_factory=JobStatus)
     created: float = 0.0
     deleting: bool = False
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +298,7 @@ class Plan:
         replicas: the number to write into ``spec.replicas``, once, if the user wrote none.
         status: the new status; None if it would not change.
         events: to emit once the status is written.
+        ended: the pods whose end the new status counts.
         etcd: whether the managed etcd should exist.
         min_member: the size of the gang's PodGroup; None for no PodGroup.
         min_available: how many pods the PodDisruptionBudget keeps; None for no budget.
@@ -272,6 +314,7 @@ class Plan:
     replicas: int | None = None
     status: JobStatus | None = None
     events: tuple[JobEvent, ...] = ()
+    ended: tuple[EndedPod, ...] = ()
     etcd: bool = True
     min_member: int | None = None
     min_available: int | None = None

@@ -11,22 +11,26 @@ time, and starts over after :data:`HEALTHY_TIME`. The number and the time of the
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.constants import ConditionType, pod_name
+import msgspec
+
+from elastic_operator.api.constants import ConditionType, Reason, pod_name
 from elastic_operator.api.wire import rfc3339
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import EtcdState, NewPod
-from elastic_operator.controller.pods import PodEnd, pod_end, without
+from elastic_operator.controller.failures import pod_end
+from elastic_operator.controller.model import EtcdState, NewPod, PodEnd, Removal
+from elastic_operator.controller.run_report import breakdown_at_change
+from elastic_operator.controller.snapshot import without
 from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from elastic_operator.api.status import JobStatus
-    from elastic_operator.controller.model import Job, Observed, Pod
-    from elastic_operator.controller.pods import Snapshot
+    from elastic_operator.controller.failures import FailureCount
+    from elastic_operator.controller.model import Job, Pod
+    from elastic_operator.controller.snapshot import Snapshot
     from torchelastic.protocol import TimeBreakdown
 
 LONGEST_BACK_OFF: Final = 60.0
@@ -37,88 +41,6 @@ HEALTHY_TIME: Final = 60.0
 
 ENDED_PODS_KEPT: Final = 3
 """Ended pods that are kept for their logs although they were replaced, per job."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizing:
-    """What follows from the wanted size.
-
-    Attributes:
-        record: what new pods are started with.
-        announce: what to write into the store; None if that is not needed, or not possible now.
-        surplus: pods to delete, as there are too many.
-    """
-
-    record: SizeRecord
-    announce: SizeRecord | None
-    surplus: tuple[Pod, ...]
-
-
-def settle_size(snapshot: Snapshot) -> Sizing:
-    """Compare the size that the agents know with the wanted one."""
-    job, spec, pods, stored = snapshot.job, snapshot.spec, snapshot.pods, snapshot.observed.size
-    known = [pod.size for pod in pods.live + pods.gone if pod.size is not None]
-    if stored is not None:
-        known.append(stored)
-    newest = max((size.generation for size in known), default=0)
-    agreed = bool(known) and all(
-        (size.min, size.max, size.desired) == (spec.min_replicas, spec.max_replicas, spec.desired)
-        for size in known
-        if size.generation == newest
-    )
-    # A size may have been announced to a store that cannot be read now: a new generation exceeds that, too.
-    generation = max(newest if agreed else max(newest + 1, job.generation), job.status.size_generation)
-    stored_generation = stored.generation if stored is not None else 0
-    announced = stored.draining if agreed and stored is not None and stored_generation == newest else ()
-    surplus = _surplus(pods.live, spec.desired, announced)
-    unaware = any(pod.size is None or pod.size.generation < generation for pod in pods.live)
-    tell = unaware and snapshot.observed.store_read and stored_generation < generation
-
-    def size(draining: tuple[str, ...] = ()) -> SizeRecord:
-        return SizeRecord(
-            generation=generation,
-            min=spec.min_replicas,
-            max=spec.max_replicas,
-            desired=spec.desired,
-            draining=draining,
-        )
-
-    draining = tuple(sorted(pod.name for pod in surplus))
-    return Sizing(size(), size(draining) if tell else None, surplus)
-
-
-def etcd_comes_first(observed: Observed) -> bool:
-    """Whether the pod of the job's etcd cannot be created, for example because of a quota that workers would use up."""
-    return observed.etcd_blocked and observed.etcd is not EtcdState.READY
-
-
-def yield_to_etcd(snapshot: Snapshot, staying: Sequence[Pod]) -> tuple[Pod, ...]:
-    """The pods above the minimum that make room for the etcd pod, highest index first.
-
-    Only before the job has ever trained: no pod is of use without the store then.
-    """
-    if snapshot.before.started is not None or not etcd_comes_first(snapshot.observed):
-        return ()
-    by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
-    return tuple(by_use[: max(len(staying) - snapshot.spec.min_replicas, 0)])
-
-
-def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str]) -> tuple[Pod, ...]:
-    """The pods to delete.
-
-    First those that are announced as draining, as no round includes them; then the younger one of two with the same
-    index, which two operators at once may have created; then pods that are not ready, then the highest indices.
-    """
-    surplus = [pod for pod in live if pod.name in announced]
-    by_index: dict[int, Pod] = {}
-    others = (pod for pod in live if pod.name not in announced)
-    for pod in sorted(others, key=lambda pod: (not pod.ready, pod.created, pod.uid)):
-        if pod.index in by_index:
-            surplus.append(pod)
-        else:
-            by_index[pod.index] = pod
-    staying = sorted(by_index.values(), key=lambda pod: (pod.ready, -pod.index))
-    return (*surplus, *staying[: max(len(staying) - max(desired, 0), 0)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,99 +70,80 @@ class EmptySlot:
         return f"was deleted {often} before it ran" if self.replaces.terminating else f"was asked to leave {often}"
 
 
-def find_empty_slots(
-    staying: Sequence[Pod], desired: int, last: Mapping[int, Pod], now: float, *, grown: int = 0
-) -> tuple[EmptySlot, ...]:
-    """As many of the lowest empty indices as pods are missing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPods:
+    """The pods that the job will have once the plan is carried out.
 
-    Args:
-        staying: the live pods, of any index.
-        desired: how many pods there should be.
-        last: by index, its last pod.
-        now: seconds since the Unix epoch.
-        grown: by how many pods the job grows now; deleted pods of these indices were not wanted.
+    Attributes:
+        staying: live pods that stay.
+        gone: pods that have ended, terminate, or are deleted now; without those whose failure is pending.
+        time_breakdown: where the job's time went, up to its last resumption.
+        invalid: what is wrong with the spec, in a word and in a sentence; None for nothing.
+        created: pods that are created now.
+        remove: pods that are deleted now.
+        slots: the indices to fill, now or later.
+        held: whether no pod is created because it is unknown whether the run has ended.
+        size: what new pods are started with; None if none can be created.
+        announce: the size to write into the store; None if that is not needed, or not possible now.
     """
-    taken = {pod.index for pod in staying}
-    missing = max(desired - len(staying), 0)
-    empty = itertools.islice((index for index in itertools.count() if index not in taken), missing)
-    return tuple(
-        _empty_slot(index, last.get(index), now, wanted=position < missing - grown)
-        for position, index in enumerate(empty)
-    )
+
+    staying: tuple[Pod, ...]
+    gone: tuple[Pod, ...]
+    time_breakdown: TimeBreakdown | None
+    invalid: tuple[Reason, str] | None
+    created: tuple[NewPod, ...] = ()
+    remove: tuple[Removal, ...] = ()
+    slots: tuple[EmptySlot, ...] = ()
+    held: bool = False
+    size: SizeRecord | None = None
+    announce: SizeRecord | None = None
 
 
-def fill(
-    snapshot: Snapshot,
-    slots: Iterable[EmptySlot],
-    size: SizeRecord,
-    *,
-    resume: ResumeRecord | None,
-    excluded: tuple[str, ...],
-) -> tuple[NewPod, ...]:
-    """The pods for these slots.
-
-    Args:
-        snapshot: the input of the plan.
-        slots: the slots that are due.
-        size: what the pods are started with.
-        resume: what their agents know of the run.
-        excluded: nodes that they keep away from.
-    """
-    job, stored = snapshot.job, snapshot.observed.size
-    taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())
-    # After a suspension names differ, as the last round may still name the former pods.
-    active = snapshot.now if job.status.active is None else job.status.active
-    first = rfc3339(active) if was_suspended(job.status) else ""
-    return tuple(
-        NewPod(
-            name=_free_name(job, slot, first, taken),
-            index=slot.index,
-            size=size,
-            failures=slot.failures,
-            failed=slot.failed,
-            resume=resume,
-            excluded=excluded,
-        )
-        for slot in slots
-    )
-
-
-def resume_record(status: JobStatus, breakdown: TimeBreakdown | None, *, remembered: bool) -> ResumeRecord | None:
-    """What new agents have to know of the run so far, as their store may be a new one.
-
-    Args:
-        status: of the job.
-        breakdown: where its time went.
-        remembered: whether live pods know the run, and can write it to a store that lost it.
-    """
-    if remembered and not was_suspended(status):
-        return None
-    known = ResumeRecord(
-        round=status.round,
-        restarts=status.restarts,
-        uncharged_restarts=status.uncharged_restarts,
+def plan_pods(snapshot: Snapshot, count: FailureCount) -> PlannedPods:
+    """Bring the job to its size: tell the agents, delete surplus pods, fill empty indices."""
+    job, observed, now = snapshot.job, snapshot.observed, snapshot.now
+    size, announce, surplus = _settle_size(snapshot)
+    staying = without(snapshot.live, surplus)
+    etcd_waits = observed.etcd_blocked and observed.etcd is not EtcdState.READY
+    yielding: tuple[Pod, ...] = ()
+    if etcd_waits and job.status.started is None:  # before it has trained, no pod is of use without the store
+        by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
+        yielding = tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
+        staying = without(staying, yielding)
+    slots = _empty_slots(snapshot, staying, surplus + yielding)
+    obsolete = without(_obsolete(snapshot.ended, slots), count.pending)
+    rejected = observed.rejected is not None
+    held = (snapshot.outcome_unknown or count.may_be_fatal) and not rejected
+    fillable = () if rejected or etcd_waits else slots
+    was_suspended = job.status.condition(ConditionType.SUSPENDED) is not None
+    breakdown = job.status.time_breakdown
+    if was_suspended and job.status.active is None:
+        breakdown = breakdown_at_change(job, observed, now)
+    # Live pods know the run, and can write it to a store that lost it.
+    resume = None if staying and not was_suspended else _resume_record(job, breakdown)
+    new_pod = NewPod(name="", index=0, size=size, resume=resume, excluded=count.excluded_nodes)
+    due = () if held else [slot for slot in fillable if slot.due <= now]
+    return PlannedPods(
+        staying=staying,
+        gone=without(snapshot.gone, count.pending) + surplus + yielding,
         time_breakdown=breakdown,
+        invalid=_rejection(snapshot, slots),
+        created=_fill(snapshot, due, new_pod) if due else (),
+        remove=(
+            *removals(surplus, f"{size.desired} are wanted"),
+            *removals(yielding, "the job's etcd needs its room first"),
+            *removals(obsolete, "it has ended and is not needed any more"),
+        ),
+        slots=fillable,
+        held=held,
+        size=size,
+        announce=announce,
     )
-    return known if known != ResumeRecord() else None
 
 
-def was_suspended(status: JobStatus) -> bool:
-    """Whether the job has ever been suspended."""
-    return status.condition(ConditionType.SUSPENDED) is not None
-
-
-def pods_to_delete(ended: Sequence[Pod], slots: Sequence[EmptySlot]) -> tuple[Pod, ...]:
-    """Ended pods that need not be kept any longer.
-
-    The last pod of an empty index is kept, as its successor's name and back-off derive from it. A replaced pod with a
-    running sidecar is not kept for its log.
-    """
-    needed = [slot.replaces for slot in slots if slot.replaces is not None]
-    replaced = without(ended, needed)
-    finished = [pod for pod in replaced if not pod.sidecars_running]
-    finished.sort(key=lambda pod: (pod.ended or 0.0, pod.created, pod.name), reverse=True)
-    kept = max(ENDED_PODS_KEPT - (len(ended) - len(replaced)), 0)
-    return (*(pod for pod in replaced if pod.sidecars_running), *finished[kept:])
+def removals(pods: Iterable[Pod], reason: str) -> tuple[Removal, ...]:
+    """The deletions of these pods."""
+    return tuple(Removal(name=pod.name, uid=pod.uid, reason=reason) for pod in pods)
 
 
 def back_off(failures: int) -> float:
@@ -248,9 +151,81 @@ def back_off(failures: int) -> float:
     return 0.0 if failures <= 1 else min(2.0 ** min(failures - 2, 16), LONGEST_BACK_OFF)
 
 
-def _empty_slot(index: int, last: Pod | None, now: float, *, wanted: bool) -> EmptySlot:
-    if last is None:
-        return EmptySlot(index)
+def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tuple[Pod, ...]]:
+    """Compare the size that the agents know with the wanted one.
+
+    Returns:
+        What new pods are started with; what to write into the store, if anything; and the pods to delete.
+    """
+    job, spec, stored = snapshot.job, snapshot.job.spec, snapshot.observed.size
+    known = [pod.size for pod in snapshot.live + snapshot.gone if pod.size is not None]
+    if stored is not None:
+        known.append(stored)
+    newest = max((size.generation for size in known), default=0)
+    size = SizeRecord(generation=newest, min=spec.min_replicas, max=spec.max_replicas, desired=spec.desired)
+    agreed = bool(known) and all(
+        (each.min, each.max, each.desired) == (size.min, size.max, size.desired)
+        for each in known
+        if each.generation == newest
+    )
+    # A size may have been announced to a store that cannot be read now: a new generation exceeds that, too.
+    generation = max(newest if agreed else max(newest + 1, job.generation), job.status.size_generation)
+    size = msgspec.structs.replace(size, generation=generation)
+    announced = stored.draining if agreed and stored is not None and stored.generation == newest else ()
+    surplus = _surplus(snapshot.live, spec.desired, announced)
+    unaware = any(pod.size is None or pod.size.generation < generation for pod in snapshot.live)
+    if not unaware or not snapshot.observed.store_read or (stored is not None and stored.generation >= generation):
+        return size, None, surplus
+    draining = tuple(sorted(pod.name for pod in surplus))
+    return size, msgspec.structs.replace(size, draining=draining), surplus
+
+
+def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str]) -> tuple[Pod, ...]:
+    """The pods to delete.
+
+    First those that are announced as draining, as no round includes them; then the younger one of two with the same
+    index, which two operators at once may have created; then pods that are not ready, then the highest indices.
+    """
+    surplus = [pod for pod in live if pod.name in announced]
+    by_index: dict[int, Pod] = {}
+    for pod in sorted(live, key=lambda pod: (not pod.ready, pod.created, pod.uid)):
+        if pod.name in announced:
+            continue
+        if pod.index in by_index:
+            surplus.append(pod)
+        else:
+            by_index[pod.index] = pod
+    staying = sorted(by_index.values(), key=lambda pod: (pod.ready, -pod.index))
+    return (*surplus, *staying[: max(len(staying) - max(desired, 0), 0)])
+
+
+def _empty_slots(snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod]) -> tuple[EmptySlot, ...]:
+    """As many of the lowest empty indices as pods are missing.
+
+    Args:
+        snapshot: the input of the plan.
+        staying: the live pods that stay, of any index.
+        deleted: live pods that are about to be deleted.
+    """
+    job, desired = snapshot.job, snapshot.job.spec.desired
+    by_index: dict[int, list[Pod]] = {}
+    for pod in (*snapshot.gone, *(replace(pod, terminating=True) for pod in deleted)):
+        by_index.setdefault(pod.index, []).append(pod)
+    taken = {pod.index for pod in staying}
+    missing = max(desired - len(staying), 0)
+    # Deleted pods of the indices by which the job grows now were not wanted.
+    grown = max(desired - job.status.desired, 0)
+    slots = []
+    for index in itertools.islice((index for index in itertools.count() if index not in taken), missing):
+        if (pods := by_index.get(index)) is None:
+            slots.append(EmptySlot(index))
+        else:
+            slots.append(_slot_of(_last(job, pods), snapshot.now, wanted=len(slots) < missing - grown))
+    return tuple(slots)
+
+
+def _slot_of(last: Pod, now: float, *, wanted: bool) -> EmptySlot:
+    """The slot of an index with this last pod."""
     began, ended = (_by_our_clock(time, last, now) for time in (last.started, last.ended))
     healthy_since = began if last.failed is None else min(began, last.failed + back_off(last.failures))
     was_healthy = (now if last.ended is None else ended) - healthy_since >= HEALTHY_TIME
@@ -258,12 +233,21 @@ def _empty_slot(index: int, last: Pod | None, now: float, *, wanted: bool) -> Em
     has_run = last.started is not None or last.exit_code is not None
     gave_way = has_run and (last.terminating or last.termination_cause is not None)
     if _left(last) and (gave_way or not wanted):
-        return EmptySlot(index, before, last.failed if before else None, replaces=last)
+        return EmptySlot(last.index, before, last.failed if before else None, replaces=last)
     failures = before + 1
     failed = began if last.ended is None else ended
     if failed > now:  # this clock is wrong
-        return EmptySlot(index, failures, now, now, last)
-    return EmptySlot(index, failures, failed, failed + back_off(failures), last)
+        return EmptySlot(last.index, failures, now, now, last)
+    return EmptySlot(last.index, failures, failed, failed + back_off(failures), last)
+
+
+def _last(job: Job, pods: list[Pod]) -> Pod:
+    """The newest pod of one index: by creation time and, as times are coarse, by which pod replaced which."""
+    by_name = {pod.name: pod for pod in pods}
+    last = max(pods, key=lambda pod: (pod.created, pod.uid))
+    while (successor := by_name.pop(pod_name(job.name, job.uid, last.index, last.uid), None)) is not None:
+        last = successor
+    return last
 
 
 def _by_our_clock(time: float | None, pod: Pod, now: float) -> float:
@@ -279,8 +263,58 @@ def _left(pod: Pod) -> bool:
     return not pod.phase.ended or pod.exit_code in asked_to
 
 
-def _free_name(job: Job, slot: EmptySlot, first: str, taken: Collection[str]) -> str:
-    name = pod_name(job.name, job.uid, slot.index, slot.replaces.uid if slot.replaces is not None else first)
-    while name in taken:
-        name = pod_name(job.name, job.uid, slot.index, name)
-    return name
+def _obsolete(ended: Sequence[Pod], slots: Sequence[EmptySlot]) -> tuple[Pod, ...]:
+    """Ended pods that need not be kept any longer.
+
+    The last pod of an empty index is kept, as its successor's name and back-off derive from it. A replaced pod with a
+    running sidecar is not kept for its log.
+    """
+    replaced = without(ended, [slot.replaces for slot in slots if slot.replaces is not None])
+    finished = [pod for pod in replaced if not pod.sidecars_running]
+    finished.sort(key=lambda pod: (pod.ended or 0.0, pod.created, pod.name), reverse=True)
+    kept = max(ENDED_PODS_KEPT - (len(ended) - len(replaced)), 0)
+    return (*(pod for pod in replaced if pod.sidecars_running), *finished[kept:])
+
+
+def _resume_record(job: Job, breakdown: TimeBreakdown | None) -> ResumeRecord | None:
+    """What new agents have to know of the run so far, as their store may be a new one; None for nothing."""
+    status = job.status
+    known = ResumeRecord(
+        round=status.round,
+        restarts=status.restarts,
+        uncharged_restarts=status.uncharged_restarts,
+        time_breakdown=breakdown,
+    )
+    return known if known != ResumeRecord() else None
+
+
+def _fill(snapshot: Snapshot, slots: Iterable[EmptySlot], new_pod: NewPod) -> tuple[NewPod, ...]:
+    """The pods for these slots, each with a name that no other pod has."""
+    job, stored = snapshot.job, snapshot.observed.size
+    taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())
+    # After a suspension names differ, as the last round may still name the former pods.
+    active = snapshot.now if job.status.active is None else job.status.active
+    first = "" if job.status.condition(ConditionType.SUSPENDED) is None else rfc3339(active)
+    created = []
+    for slot in slots:
+        name = pod_name(job.name, job.uid, slot.index, first if slot.replaces is None else slot.replaces.uid)
+        while name in taken:
+            name = pod_name(job.name, job.uid, slot.index, name)
+        created.append(replace(new_pod, name=name, index=slot.index, failures=slot.failures, failed=slot.failed))
+    return tuple(created)
+
+
+def _rejection(snapshot: Snapshot, slots: Sequence[EmptySlot]) -> tuple[Reason, str] | None:
+    """That the cluster rejects the pods of this spec.
+
+    It is remembered until a pod was accepted, or is not created for another reason: an operator that has just started
+    tries once more, which is no news.
+    """
+    job, observed = snapshot.job, snapshot.observed
+    if observed.rejected is not None:
+        return Reason.REFUSED, messages.clause(observed.rejected)
+    known = job.status.condition(ConditionType.INVALID)
+    same_spec = job.status.observed_generation == job.generation
+    if slots and observed.blocked is None and same_spec and known is not None and known.status:
+        return (Reason.REFUSED, known.message) if known.reason == Reason.REFUSED else None
+    return None

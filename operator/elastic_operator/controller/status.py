@@ -5,16 +5,15 @@ They hold once the plan is carried out, so that carrying it out changes nothing 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import ConditionType, Reason, hostname
 from elastic_operator.api.status import Condition, JobState
 from elastic_operator.api.wire import rfc3339
 from elastic_operator.controller import messages
-from elastic_operator.controller.failures import failure_of, last_failure
-from elastic_operator.controller.pods import without
 from elastic_operator.controller.run_report import breakdown_at_change, breakdown_at_suspension, is_suspended
+from elastic_operator.controller.snapshot import without
 from torchelastic.protocol import shorten
 
 if TYPE_CHECKING:
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
     from elastic_operator.controller.applied_spec import SpecInEffect
     from elastic_operator.controller.completion import Completion
     from elastic_operator.controller.failures import FailureCount
-    from elastic_operator.controller.model import NewPod, Observed, Pod
-    from elastic_operator.controller.pods import Snapshot
-    from elastic_operator.controller.scaling import EmptySlot
-    from torchelastic.protocol import RoundRecord, TimeBreakdown
+    from elastic_operator.controller.model import Observed, Pod
+    from elastic_operator.controller.scaling import PlannedPods
+    from elastic_operator.controller.snapshot import Snapshot
+    from torchelastic.protocol import RoundRecord
 
 Value = tuple[bool, Reason, str]
 """Of a condition: whether it holds, the reason, and the message."""
@@ -39,66 +38,32 @@ _UNKNOWN: Final = "whether the run has ended is not known while the store cannot
 _HELD: Final = "no pod is started until it can be read"
 
 
-@dataclass(frozen=True, slots=True)
-class InvalidSpec:
-    """Why the spec cannot be honoured: in a word, and in a sentence."""
-
-    reason: Reason
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedPods:
-    """The pods that the job will have once the plan is carried out.
-
-    Attributes:
-        staying: live pods that stay.
-        gone: pods that have ended, terminate, or are deleted now; without those whose failure is pending.
-        created: pods that are created now.
-        backing_off: indices that stay empty for a while, as their pods failed.
-        held: whether no pod is created because it is unknown whether the run has ended.
-        rejected: whether no pod is created because the cluster would reject it.
-        invalid: what is wrong with the spec; None for nothing.
-        size_generation: of the size that the agents are told.
-        writes_replicas: whether the plan changes the spec, and so raises its generation.
-        time_breakdown: where the job's time went, up to its last resumption.
-    """
-
-    staying: tuple[Pod, ...]
-    gone: tuple[Pod, ...]
-    time_breakdown: TimeBreakdown | None
-    created: tuple[NewPod, ...] = ()
-    backing_off: tuple[EmptySlot, ...] = ()
-    held: bool = False
-    rejected: bool = False
-    invalid: InvalidSpec | None = None
-    size_generation: int = 0
-    writes_replicas: bool = False
-
-
 def running_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, planned: PlannedPods) -> JobStatus:
     """The status of a job that is neither suspended nor finished."""
-    job, before, observed, round = snapshot.job, snapshot.before, snapshot.observed, snapshot.observed.round
+    job, before, observed, round = snapshot.job, snapshot.job.status, snapshot.observed, snapshot.observed.round
+    size_generation = before.size_generation
     # The first pods know the size once they exist; later ones when they are about to be created.
-    told = bool(planned.staying or planned.gone or (before.size_generation and planned.created))
-    ready = sum(pod.ready for pod in planned.staying)
-    started = before.started
+    if planned.staying or planned.gone or (size_generation and planned.created):
+        size_generation = max(size_generation, planned.size.generation if planned.size is not None else 0, 1)
+    ready = len([pod for pod in planned.staying if pod.ready])
     enough = ready >= job.spec.min_replicas
     # If the store is forbidden to the operator, enough ready pods are all that it can know of.
     unheard = observed.store_forbidden and enough
+    started = before.started
     if started is None and ((round is not None and round.members) or unheard):
         started = snapshot.now
-    world_size = _world_size(round, planned.staying) if round is not None else before.world_size
+    world_size = before.world_size if round is None else _world_size(round, planned.staying)
     trains = started is not None and enough and (world_size > 0 or unheard)
-    can_have_pods = planned.invalid is None or planned.invalid.reason is Reason.REFUSED
+    can_have_pods = planned.invalid is None or planned.invalid[0] is Reason.REFUSED
+    writes_replicas = planned.size is not None and job.spec.replicas is None
     status = replace(
         _counted(snapshot, count, planned.gone),
         state=JobState.RUNNING if trains else JobState.PENDING if started is None else JobState.WAITING,
-        observed_generation=job.generation + (1 if planned.writes_replicas else 0),
+        observed_generation=job.generation + (1 if writes_replicas else 0),
         replicas=len(planned.staying) + (len(planned.created) if observed.blocked is None else 0),
         ready_replicas=ready,
         world_size=world_size if ready else 0,
-        size_generation=max(before.size_generation, planned.size_generation, 1) if told else before.size_generation,
+        size_generation=size_generation,
         started=started,
         active=snapshot.now if before.active is None and can_have_pods else before.active,
         applied_spec=effect.applied,
@@ -116,10 +81,12 @@ def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffe
         effect: the spec in effect.
         unread: whether its store has to be read before it may be deleted.
     """
-    job, before, pods = snapshot.job, snapshot.before, snapshot.pods
-    stopping = bool(pods.unfinished)
-    gone = without(pods.gone + pods.live, count.pending)
-    stops_now = not (stopping or unread or is_suspended(before))
+    job, before = snapshot.job, snapshot.job.status
+    stopping = bool(snapshot.unfinished)
+    gone = without(snapshot.gone + snapshot.live, count.pending)
+    breakdown = before.time_breakdown
+    if not (stopping or unread or is_suspended(before)):
+        breakdown = breakdown_at_suspension(job, snapshot.observed, snapshot.now)
     return replace(
         _counted(snapshot, count, gone),
         state=JobState.SUSPENDED,
@@ -131,23 +98,23 @@ def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffe
         active=None,
         size_generation=max(before.size_generation, 1 if gone else 0) if stopping or unread else 0,
         applied_spec=effect.applied,
-        time_breakdown=(
-            breakdown_at_suspension(job, snapshot.observed, snapshot.now) if stops_now else before.time_breakdown
-        ),
+        time_breakdown=breakdown,
         conditions=_suspended_conditions(snapshot, effect.problem, stopping=stopping, unread=unread),
     )
 
 
 def finished_status(snapshot: Snapshot, count: FailureCount, completion: Completion) -> JobStatus:
     """The status of a job that has just finished; the clean-up sets the number of its pods."""
-    before, round, now = snapshot.before, snapshot.observed.round, snapshot.now
-    counted = _counted(snapshot, count if completion.counts_pods else replace(count, charged=()), ())
+    before, round, now = snapshot.job.status, snapshot.observed.round, snapshot.now
+    counted = _counted(snapshot, count, ())
+    failure = completion.failure
+    if failure is None and not any(each.charged for each in count.ended):
+        failure = count.last_failure
     trained = completion.round > 0 or (round is not None and bool(round.members))
-    failure = failure_of(completion.message, completion.culprit, now)
     return replace(
         counted,
         state=completion.state,
-        desired=before.desired or snapshot.spec.desired,
+        desired=before.desired or snapshot.job.spec.desired,
         round=max(counted.round, completion.round),
         world_size=(round.world_size if round is not None else 0) or before.world_size,
         restarts=max(counted.restarts, completion.restarts),
@@ -155,7 +122,7 @@ def finished_status(snapshot: Snapshot, count: FailureCount, completion: Complet
         started=now if before.started is None and trained else before.started,
         completed=now,
         time_breakdown=breakdown_at_change(snapshot.job, snapshot.observed, now),
-        last_failure=counted.last_failure if completion.state is JobState.SUCCEEDED else failure,
+        last_failure=failure or before.last_failure,
         conditions=_finished_conditions(before, completion, now),
     )
 
@@ -176,16 +143,16 @@ def unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod] 
 
 def _counted(snapshot: Snapshot, count: FailureCount, gone: Iterable[Pod]) -> JobStatus:
     """The status with its counters, none of which ever decreases."""
-    before, round = snapshot.before, snapshot.observed.round
+    before, round = snapshot.job.status, snapshot.observed.round
     return replace(
         before,
-        desired=snapshot.spec.desired,
+        desired=snapshot.job.spec.desired,
         round=max(before.round, round.number if round is not None else 0),
         restarts=max(before.restarts, round.restarts if round is not None else 0),
         uncharged_restarts=max(before.uncharged_restarts, round.uncharged_restarts if round is not None else 0),
         pod_failures=count.pod_failures,
-        counted_pod_uids=frozenset(pod.uid for pod in gone),
-        last_failure=last_failure(snapshot, count),
+        counted_pod_uids=frozenset([pod.uid for pod in gone]),
+        last_failure=count.last_failure,
         excluded_nodes=count.excluded_nodes,
     )
 
@@ -207,15 +174,12 @@ def _running_conditions(
         ConditionType.WAITING: waiting,
         ConditionType.DEGRADED: _degraded(observed, status, missing),
     }
-    budget_ok = Reason.BUDGET_CREATED if snapshot.spec.disruption_budget else Reason.NOT_REQUESTED
+    budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
     unreachable = Reason.NOT_ALLOWED if observed.store_forbidden else Reason.UNREACHABLE
     invalid = planned.invalid
     # These are set once they are true, and kept from then on.
     rare: dict[str, tuple[Value | None, Reason]] = {
-        ConditionType.INVALID: (
-            None if invalid is None else (True, invalid.reason, invalid.message),
-            Reason.SPEC_VALID,
-        ),
+        ConditionType.INVALID: (None if invalid is None else (True, *invalid), Reason.SPEC_VALID),
         ConditionType.SUSPENDED: (None, Reason.RESUMED),
         ConditionType.RESTART_REQUIRED: (_restart_required(effect), Reason.SPEC_IN_EFFECT),
         ConditionType.STORE_UNREACHABLE: (_quoted(observed.store_error, unreachable), Reason.REACHABLE),
@@ -228,18 +192,19 @@ def _running_conditions(
             budget_ok,
         ),
     }
+    known = {condition.type for condition in snapshot.job.status.conditions}
     for kind, (value, reason_if_false) in rare.items():
         if value is not None:
             values[kind] = value
-        elif snapshot.before.condition(kind) is not None:
+        elif kind in known:
             values[kind] = (False, reason_if_false, "")
-    return _with_times(snapshot.before, values, snapshot.now)
+    return _with_times(snapshot.job.status, values, snapshot.now)
 
 
 def _suspended_conditions(
     snapshot: Snapshot, problem: str | None, *, stopping: bool, unread: bool
 ) -> tuple[Condition, ...]:
-    before = snapshot.before
+    before = snapshot.job.status
     no: Value = (False, Reason.SUSPENDED, "")
     if stopping:
         suspended: Value = (False, Reason.STOPPING, "the pods are on their way out")
@@ -269,7 +234,7 @@ def _suspended_conditions(
 
 def _finished_conditions(before: JobStatus, completion: Completion, now: float) -> tuple[Condition, ...]:
     no: Value = (False, completion.reason, "")
-    yes: Value = (True, completion.reason, completion.message)
+    yes: Value = (True, completion.reason, completion.failure.message if completion.failure is not None else "")
     succeeded = completion.state is JobState.SUCCEEDED
     values: dict[str, Value] = {
         ConditionType.RUNNING: no,
@@ -284,7 +249,7 @@ def _finished_conditions(before: JobStatus, completion: Completion, now: float) 
 
 
 def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missing: str) -> Value:
-    minimum, observed = snapshot.spec.min_replicas, snapshot.observed
+    minimum, observed = snapshot.job.spec.min_replicas, snapshot.observed
     if status.ready_replicas >= minimum:
         return (False, Reason.ENOUGH_PODS, "")
     if planned.held:
@@ -354,14 +319,15 @@ def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
         parts.append(f"not all that the job needs can be made for now: {messages.clause(blocked)}")
     waits = [
         f"{hostname(snapshot.job.name, slot.index)} {slot.history} and is started again at {rfc3339(slot.due)}"
-        for slot in planned.backing_off
+        for slot in planned.slots
+        if slot.due > snapshot.now
     ]
     parts.append(messages.listed(waits))
     if planned.held:
         parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
-    if planned.invalid is not None and planned.invalid.reason is Reason.SPEC_INVALID:
-        parts.append(f"no pod is made of this spec: {messages.clause(planned.invalid.message)}")
-    if planned.rejected:
+    if planned.invalid is not None and planned.invalid[0] is Reason.SPEC_INVALID:
+        parts.append(f"no pod is made of this spec: {messages.clause(planned.invalid[1])}")
+    if planned.size is not None and snapshot.observed.rejected is not None:
         parts.append("no more pods are made of this spec, which the cluster refuses")
     return messages.clauses(*parts)
 
@@ -381,10 +347,16 @@ def _not_ready(starting: Iterable[tuple[int, str, str]]) -> list[str]:
 
 def _with_times(before: JobStatus, values: dict[str, Value], now: float) -> tuple[Condition, ...]:
     """The conditions, each with the time since which it has its status."""
-    conditions = []
-    for kind, (holds, reason, message) in values.items():
-        earlier = before.condition(kind)
-        since = earlier.since if earlier is not None and earlier.status == holds else now
-        shown = shorten(message, messages.MESSAGE_LIMIT)
-        conditions.append(Condition(type=kind, status=holds, reason=reason, message=shown, since=since))
-    return tuple(conditions)
+    since = {(condition.type, condition.status): condition.since for condition in before.conditions}
+    return tuple(
+        [
+            Condition(
+                type=kind,
+                status=holds,
+                reason=reason,
+                message=shorten(message, messages.MESSAGE_LIMIT) if message else "",
+                since=since.get((kind, holds), now),
+            )
+            for kind, (holds, reason, message) in values.items()
+        ]
+    )

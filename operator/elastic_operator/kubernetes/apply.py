@@ -226,7 +226,7 @@ class Applier:
         reports: RunReportStore,
         events: EventRecorder,
         settings: PodSettings,
-        status_written: Callable[[Job, Plan, JobRecord], None] = lambda _job, _plan, _record: None,
+        status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None,
         patience: float = 5.0,
     ) -> None:
         self._store = store
@@ -261,7 +261,7 @@ class Applier:
                 if not isinstance(error, ApiError) or error.transient:
                     self._tell(body, plan)  # it may have been written, and then the next plan has no events
                 raise
-            self._status_written(job, plan, record)
+            self._status_written(job, plan)
         self._tell(body, plan)
         try:
             await self._apply_objects(with_applied_spec(job, plan), plan, record)
@@ -411,7 +411,6 @@ class Applier:
         known = record.pdb_error
         if known is None or messages.clause(known) != messages.clause(why):  # the status has it as a clause
             _log.warning("%s: %s", record.key, why)
-            self._events.event(record.body, JobEvent(EventReason.RESOURCES_BLOCKED, why, warning=True))
         if known != why:
             record.pdb_error = why
             record.requeue_after(0.0)  # for another plan

@@ -13,6 +13,7 @@ from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType, EventRe
 from elastic_operator.api.json_access import integer, mapping, text
 from elastic_operator.api.spec import MANAGER, ElasticJobSpec
 from elastic_operator.api.status import Condition, JobState, status_from_json
+from elastic_operator.api.validation import problem_of
 from elastic_operator.controller import messages
 from elastic_operator.controller.applied_spec import with_applied_spec
 from elastic_operator.controller.model import EtcdState, Job, JobEvent, Observed, PodPhase
@@ -216,6 +217,7 @@ def job_of(body: Json) -> Job:
         status=status_from_json(body.get("status")),
         created=seconds(metadata.get("creationTimestamp")) or 0.0,
         deleting=bool(metadata.get("deletionTimestamp")),
+        problem=problem_of(decoded),
     )
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job, Plan
-    from elastic_operator.kubernetes.apply import JobRecord
     from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.main import Address, OperatorSettings
 
@@ -213,9 +212,8 @@ class Manager:
                 self._reconciler = self._backend = None
                 self._queue.clear()
 
-    def _status_written(self, job: Job, plan: Plan, record: JobRecord) -> None:
-        pods = [*self._store.pods(job.namespace, job.uid), *(each.pod for each in record.deleted.values())]
-        self._metrics.status_written(job, plan, pods, time.time())
+    def _status_written(self, job: Job, plan: Plan) -> None:
+        self._metrics.status_written(job, plan, time.time())
 
     def _jobs(self) -> Iterator[Json]:
         return (body for key in self._store.keys if (body := self._store.job(key)) is not None)

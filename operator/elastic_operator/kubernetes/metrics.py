@@ -16,8 +16,7 @@ from elastic_operator.api.json_access import integer, mapping, mappings, text
 from elastic_operator.api.legacy import modern
 from elastic_operator.api.spec import MANAGER
 from elastic_operator.api.status import JobState
-from elastic_operator.controller.model import TerminationCause
-from elastic_operator.controller.pods import PodEnd, pod_end
+from elastic_operator.controller.model import PodEnd, TerminationCause
 from elastic_operator.kubernetes.client import PODS
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.spec import Json
     from elastic_operator.api.status import JobStatus
-    from elastic_operator.controller.model import Job, Plan, Pod
+    from elastic_operator.controller.model import Job, Plan
     from elastic_operator.kubernetes.client import Resource
 
 
@@ -55,13 +54,12 @@ _BY_TERMINATION: Final[Mapping[TerminationCause | None, Cause]] = {
 }
 
 
-def restarts(job: Job, plan: Plan, pods: Iterable[Pod]) -> Mapping[Cause, int]:
+def restarts(job: Job, plan: Plan) -> Mapping[Cause, int]:
     """Count the restarts that a written status accounts for.
 
     Args:
         job: with the status that it had before.
         plan: with the new status.
-        pods: all that exist, or existed just now.
     """
     if plan.status is None:
         return {}
@@ -72,9 +70,9 @@ def restarts(job: Job, plan: Plan, pods: Iterable[Pod]) -> Mapping[Cause, int]:
             Cause.FREE: after.uncharged_restarts - before.uncharged_restarts,
         }
     )
-    counted = after.counted_pod_uids - before.counted_pod_uids
-    removed = {removal.uid for removal in plan.remove}
-    found.update(_cause(pod) for pod in pods if pod.uid in counted and (pod.phase.ended or pod.uid not in removed))
+    for ended in plan.ended:
+        cause = Cause.POD_LEFT if ended.end is PodEnd.LEFT else Cause.POD_DIED
+        found[_BY_TERMINATION.get(ended.pod.termination_cause, cause)] += 1
     return +found
 
 
@@ -94,12 +92,6 @@ def seconds_to_running(job: Job, status: JobStatus, now: float) -> float | None:
     was_suspended = any(each.type == ConditionType.SUSPENDED for each in status.conditions)
     since = status.active if was_suspended and status.active is not None else job.created
     return max(now - since, 0.0)
-
-
-def _cause(pod: Pod) -> Cause:
-    if (cause := _BY_TERMINATION.get(pod.termination_cause)) is not None:
-        return cause
-    return Cause.POD_LEFT if pod_end(pod) is PodEnd.LEFT else Cause.POD_DIED
 
 
 _CONDITIONS: Final = tuple(map(str, ConditionType))
@@ -270,18 +262,17 @@ class OperatorMetrics:
         if resource == PODS:
             self._pods.inc()
 
-    def status_written(self, job: Job, plan: Plan, pods: Iterable[Pod], now: float) -> None:
+    def status_written(self, job: Job, plan: Plan, now: float) -> None:
         """Count what a written status accounts for.
 
         Args:
             job: with the status that it had before.
             plan: with the new status.
-            pods: all of its pods that exist, or existed just now.
             now: seconds since the Unix epoch.
         """
         if plan.status is None:
             return
-        for cause, count in restarts(job, plan, pods).items():
+        for cause, count in restarts(job, plan).items():
             self._restarts.labels(cause.value).inc(count)
         seconds = seconds_to_running(job, plan.status, now)
         if seconds is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_operator.api.spec import ElasticJobSpec
 from elastic_operator.api.status import JobStatus
+from elastic_operator.api.validation import problem_of
 from elastic_operator.api.validation_error import in_words
 from elastic_operator.api.wire import rfc3339
 from elastic_operator.controller.model import Job
@@ -60,6 +61,7 @@ class LiveJob:
             status=self.status,
             created=self._created,
             deleting=self._deleting,
+            problem=problem_of(self._spec),
         )
 
     def patch(self, fields: Json) -> bool:
