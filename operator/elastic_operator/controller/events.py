@@ -100,12 +100,12 @@ def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
     yield from _spec_rejected(before, status)
     if (changes := _newly_said(before, status, ConditionType.RESTART_REQUIRED)) is not None:
         yield JobEvent(EventReason.RESTART_REQUIRED, changes)
+    if (budget := _newly_said(before, status, ConditionType.DISRUPTION_BUDGET_FAILED)) is not None:
+        yield JobEvent(EventReason.RESOURCES_BLOCKED, budget, warning=True)
     if blocked is not None and _is_blocked(status) and not _is_blocked(before):
         what = "pods cannot" if status.replicas < status.desired else "not all that the job needs can"
         message = f"{what} be made for now: {messages.clause(blocked)}"
         yield JobEvent(EventReason.RESOURCES_BLOCKED, message, warning=True)
-    if (budget := _newly_said(before, status, ConditionType.DISRUPTION_BUDGET_FAILED)) is not None:
-        yield JobEvent(EventReason.RESOURCES_BLOCKED, budget, warning=True)
     unreachable = status.condition(ConditionType.STORE_UNREACHABLE)
     if unreachable is not None and unreachable.status and not before.holds(ConditionType.STORE_UNREACHABLE):
         message = f"the operator cannot use the store: {unreachable.message}"
