@@ -125,7 +125,10 @@ async def test_the_root_cause_is_found_on_one_node_too_however_late_its_worker_e
         since = len(agent.lines)
         workers[0].tell(BROKEN_COLLECTIVE)
         await agent.said(r"rank 0 on one .*Connection closed by peer", since=since)
+        agent.kill(signal.SIGSTOP)  # so that a slow machine does not use up the second in which the cause has to come
         workers[1].tell("raise ValueError('what broke it')")
+        await workers[1].gone()
+        agent.kill(signal.SIGCONT)
         assert await agent.code() == 1
     assert "rank 1 on one: ValueError: what broke it (order.py:1); no restart is left" in agent.lines[-1]
 
