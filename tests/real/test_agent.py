@@ -73,7 +73,7 @@ async def test_a_killed_worker_restarts_the_round_on_all_nodes_and_is_named(
         assert [await a.code(), await b.code()] == [0, 0]
 
 
-async def test_when_an_agent_is_killed_its_workers_die_with_it_and_the_others_go_on(
+async def test_the_workers_of_a_killed_agent_die_with_it_and_the_others_continue(
     line: list[str], program: Path, stop: Path
 ) -> None:
     nodes = [*line, "--nnodes=1:2", "--rdzv-conf=lease=60"]
@@ -90,9 +90,7 @@ async def test_when_an_agent_is_killed_its_workers_die_with_it_and_the_others_go
         assert await b.code() == 0
 
 
-async def test_an_agent_that_is_asked_to_go_says_so_and_the_others_go_on(
-    line: list[str], program: Path, stop: Path
-) -> None:
+async def test_a_stopping_agent_says_so_and_the_others_continue(line: list[str], program: Path, stop: Path) -> None:
     nodes = [*line, "--nnodes=1:2"]
     async with (
         AgentProcess(*nodes, "--node-name=one", program, stop) as a,
@@ -108,7 +106,7 @@ async def test_an_agent_that_is_asked_to_go_says_so_and_the_others_go_on(
         assert await b.code() == 0
 
 
-async def test_a_third_node_is_taken_in_while_the_run_goes_on(line: list[str], program: Path, stop: Path) -> None:
+async def test_a_third_node_joins_a_running_run(line: list[str], program: Path, stop: Path) -> None:
     nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=1,lease=1"]
     async with AgentProcess(*nodes, program, stop) as a:
         await a.trains(world=1)
@@ -118,7 +116,7 @@ async def test_a_third_node_is_taken_in_while_the_run_goes_on(line: list[str], p
             assert [await a.code(), await b.code()] == [0, 0]
 
 
-async def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it(
+async def test_training_continues_while_etcd_is_down_and_changes_follow_after_it(
     own_etcd: EtcdServer, program: Path, stop: Path
 ) -> None:
     nodes = [
@@ -140,7 +138,7 @@ async def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it(
     assert "round 3" not in a.output
 
 
-async def test_a_program_that_fails_at_once_again_and_again_fails_the_run_with_its_own_exception(
+async def test_a_program_that_keeps_failing_at_start_fails_the_run_with_its_own_exception(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "broken.py"
@@ -156,7 +154,7 @@ async def test_a_program_that_fails_at_once_again_and_again_fails_the_run_with_i
     assert "ValueError: the data are broken" in message["failure"]["message"]
 
 
-async def test_the_restart_budget_is_the_runs_own(line: list[str], tmp_path: Path) -> None:
+async def test_the_restart_budget_belongs_to_the_run(line: list[str], tmp_path: Path) -> None:
     program = tmp_path / "broken.py"
     program.write_text("import sys; sys.exit(7)\n")
     nodes = [*line, "--nnodes=2", "--max-restarts=1"]
@@ -168,9 +166,7 @@ async def test_the_restart_budget_is_the_runs_own(line: list[str], tmp_path: Pat
         assert "round 3" not in agent.output
 
 
-async def test_a_finished_runs_id_does_not_block_the_next_run_of_that_id(
-    line: list[str], program: Path, stop: Path
-) -> None:
+async def test_the_id_of_a_finished_run_does_not_block_the_next_run(line: list[str], program: Path, stop: Path) -> None:
     stop.touch()
     for _ in range(2):
         async with AgentProcess(*line, "--nnodes=1:1", program, stop) as agent:
@@ -179,7 +175,7 @@ async def test_a_finished_runs_id_does_not_block_the_next_run_of_that_id(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-async def test_a_signal_before_etcd_is_there_ends_the_agent_at_once(
+async def test_a_signal_before_etcd_is_available_ends_the_agent_at_once(
     program: Path, stop: Path, number: signal.Signals, code: int
 ) -> None:
     async with AgentProcess("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--nnodes=2", program, stop) as agent:
@@ -188,7 +184,7 @@ async def test_a_signal_before_etcd_is_there_ends_the_agent_at_once(
         assert await agent.code() == code
 
 
-async def test_an_etcd_that_never_comes_fails_with_a_sentence(program: Path, stop: Path) -> None:
+async def test_an_etcd_that_never_starts_fails_with_one_sentence(program: Path, stop: Path) -> None:
     async with AgentProcess(
         "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--nnodes=2", "--rdzv-conf=join_timeout=1", program, stop
     ) as agent:
@@ -197,14 +193,14 @@ async def test_an_etcd_that_never_comes_fails_with_a_sentence(program: Path, sto
     assert "Traceback" not in agent.output
 
 
-async def test_bad_input_is_answered_with_one_sentence(tmp_path: Path) -> None:
+async def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     async with AgentProcess("--standalone", tmp_path / "missing.py") as agent:
         assert await agent.code() == 2
     assert len(agent.lines) == 1
     assert "missing.py" in agent.lines[0]
 
 
-async def test_a_folder_for_logs_that_cannot_be_made_is_told_before_the_node_joins(program: Path, stop: Path) -> None:
+async def test_a_log_folder_that_cannot_be_created_is_reported_before_the_node_joins(program: Path, stop: Path) -> None:
     folder = stop.with_name("x" * 300)
     async with AgentProcess("--standalone", f"--log-dir={folder}", program, stop) as agent:
         assert await agent.code() == 2
@@ -212,7 +208,7 @@ async def test_a_folder_for_logs_that_cannot_be_made_is_told_before_the_node_joi
     assert line.endswith(f"output cannot be written below {folder}: File name too long. Choose another --log-dir.")
 
 
-async def test_an_exit_code_that_is_declared_final_ends_the_run_at_once(line: list[str], tmp_path: Path) -> None:
+async def test_a_non_retryable_exit_code_ends_the_run_at_once(line: list[str], tmp_path: Path) -> None:
     program = tmp_path / "final.py"
     program.write_text("import os, sys, time\ntime.sleep(600) if os.environ['RANK'] == '0' else sys.exit(64)\n")
     nodes = [*line, "--nnodes=2", "--final-exit-codes=3,64"]
@@ -262,9 +258,7 @@ main()
 
 @pytest.mark.parametrize("source", [RAISED, RECORDED], ids=["raised", "recorded"])
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_an_exception_that_says_that_trying_again_is_no_use_ends_the_run(
-    tmp_path: Path, source: str, method: str
-) -> None:
+async def test_a_non_retryable_exception_ends_the_run(tmp_path: Path, source: str, method: str) -> None:
     program = tmp_path / "final.py"
     program.write_text(source)
     log = tmp_path / "last-words"
@@ -275,7 +269,7 @@ async def test_an_exception_that_says_that_trying_again_is_no_use_ends_the_run(
     assert json.loads(log.read_text())["failure"]["non_retryable"] is True
 
 
-async def test_such_an_exception_that_is_caught_and_followed_by_another_one_is_none(tmp_path: Path) -> None:
+async def test_a_caught_non_retryable_exception_does_not_count(tmp_path: Path) -> None:
     program = tmp_path / "caught.py"
     program.write_text(
         f"{FINAL}\ntry:\n    raise NoSuchDataSet('a')\nexcept NoSuchDataSet:\n    raise OSError('b') from None\n"
@@ -319,7 +313,7 @@ async def _asked_with(environment: str) -> str:
     return (await process.communicate())[0].decode().strip()
 
 
-async def test_an_round_stands_for_its_own_workers_until_it_ends(tmp_path: Path) -> None:
+async def test_a_round_is_current_for_its_workers_until_it_ends(tmp_path: Path) -> None:
     program = tmp_path / "stands.py"
     program.write_text(STANDS)
     async with AgentProcess("--standalone", program, tmp_path, env={"TMPDIR": str(tmp_path)}) as agent:
@@ -342,9 +336,7 @@ async def test_an_round_stands_for_its_own_workers_until_it_ends(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("seconds", "cleaned"), [("60", True), ("0", False)])
-async def test_workers_of_an_round_that_failed_have_the_time_to_stop_that_was_given(
-    tmp_path: Path, seconds: str, cleaned: bool
-) -> None:
+async def test_workers_of_a_failed_round_have_the_stop_timeout(tmp_path: Path, seconds: str, cleaned: bool) -> None:
     program = tmp_path / "stopping.py"
     program.write_text(
         """
@@ -375,7 +367,7 @@ time.sleep(600)
     assert (tmp_path / "cleaned").exists() is cleaned
 
 
-async def test_a_deep_folder_for_temporary_files_is_no_hindrance(tmp_path: Path) -> None:
+async def test_a_long_temporary_directory_path_works(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100) / ("y" * 100)
     deep.mkdir(parents=True)
     program = tmp_path / "asking.py"
@@ -400,7 +392,7 @@ print("gloo", os.environ.get("GLOO_SOCKET_IFNAME", "chooses"), "nccl", os.enviro
 """
 
 
-async def test_gloo_and_nccl_use_the_interface_of_the_address_that_was_chosen(tmp_path: Path) -> None:
+async def test_gloo_and_nccl_use_the_interface_of_the_chosen_address(tmp_path: Path) -> None:
     program = tmp_path / "network.py"
     program.write_text(NETWORK)
     address = own_address(["no-such-host.invalid:1"])

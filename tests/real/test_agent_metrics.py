@@ -68,7 +68,7 @@ async def killed(measured: Measured, round: int) -> None:
     os.kill(int((await measured.agent.said(rf"round {round} pid (\d+)"))[1]), signal.SIGKILL)
 
 
-async def test_what_the_agent_does_is_measured_under_torchelastics_names(tmp_path: Path) -> None:
+async def test_agent_operations_are_measured_under_torchelastic_names(tmp_path: Path) -> None:
     measured = Measured(tmp_path, SAYS_ITS_ROUND, "--nproc-per-node=2", env={Env.JOB: "team/digits"})
     async with measured.agent:
         first = await measured.until(lambda page: ("initialize_workers", "success") in operations(page))
@@ -89,21 +89,21 @@ async def test_what_the_agent_does_is_measured_under_torchelastics_names(tmp_pat
     assert second.value("torchelastic_recovery_duration_seconds_count", cause="worker_failed") == 1
 
 
-async def test_an_agent_that_serves_on_any_free_port_says_on_which(tmp_path: Path) -> None:
+async def test_an_agent_on_any_free_metrics_port_prints_the_port(tmp_path: Path) -> None:
     program = script(tmp_path, "sys.stdin.read()")
     async with AgentProcess("--standalone", "--metrics-port=0", "--local-addr=127.0.0.1", program) as agent:
         port = int((await agent.said(r"^[0-9:]{8} \[[^]]+\] serving /metrics on port (\d+)$"))[1])
         assert "elasticjob=" in await scraped_text(port)
 
 
-async def test_on_a_port_that_was_given_nothing_is_said_of_it(tmp_path: Path) -> None:
+async def test_a_given_metrics_port_is_not_printed(tmp_path: Path) -> None:
     measured = Measured(tmp_path, SAYS_ITS_ROUND)
     async with measured.agent:
         await measured.after("round 1 pid")
         assert "serving /metrics" not in measured.agent.output
 
 
-async def test_the_handler_of_a_program_that_runs_an_agent_is_told_what_is_documented(tmp_path: Path) -> None:
+async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) -> None:
     source = """
         from torchelastic import LocalElasticAgent, WorkerSpec, metrics
 
@@ -130,7 +130,7 @@ async def test_the_handler_of_a_program_that_runs_an_agent_is_told_what_is_docum
     assert not any("store" in name for name in names)
 
 
-async def test_the_page_is_well_formed_in_both_formats_and_keeps_to_prometheus_conventions(tmp_path: Path) -> None:
+async def test_the_metrics_page_is_valid_in_both_formats_and_follows_prometheus_conventions(tmp_path: Path) -> None:
     measured = Measured(tmp_path, MEASURES + SAYS_ITS_ROUND, "--nproc-per-node=2")
     async with measured.agent:
         await measured.after("round 1 pid", count=2)
@@ -150,7 +150,7 @@ async def test_the_page_is_well_formed_in_both_formats_and_keeps_to_prometheus_c
         assert len(told) == len(set(told)) == len(pages[0].types)
 
 
-async def test_memory_is_shown_of_each_worker_with_what_it_has_started_and_of_the_agent(tmp_path: Path) -> None:
+async def test_memory_is_shown_for_each_worker_with_its_children_and_for_the_agent(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -174,9 +174,7 @@ async def test_memory_is_shown_of_each_worker_with_what_it_has_started_and_of_th
 
 
 @pytest.mark.parametrize("kind", etcd_kinds.parameters(etcd_kinds.V3[1], etcd_kinds.V2[0]))
-async def test_an_agent_without_its_store_and_with_failing_workers_still_answers(
-    tmp_path: Path, kind: EtcdKind
-) -> None:
+async def test_an_agent_without_store_and_with_failing_workers_serves_metrics(tmp_path: Path, kind: EtcdKind) -> None:
     async with kind.server(tmp_path) as server:
         flags = (f"--rdzv-backend=etcd-v{kind.api}", "--rdzv-id=digits", "--nnodes=1")
         measured = Measured(tmp_path, SAYS_ITS_ROUND, *flags, endpoint=server.endpoint)
@@ -208,7 +206,7 @@ async def test_an_agent_without_its_store_and_with_failing_workers_still_answers
             assert requests(after, "failure")["keep_alive"] >= 1
 
 
-async def test_training_goes_on_while_pages_are_asked_for_and_cannot_be_answered(tmp_path: Path) -> None:
+async def test_training_continues_while_slow_scrapes_are_pending(tmp_path: Path) -> None:
     steps = tmp_path / "steps"
     measured = Measured(
         tmp_path,
@@ -244,7 +242,7 @@ async def test_training_goes_on_while_pages_are_asked_for_and_cannot_be_answered
         await asyncio.gather(*asked)
 
 
-async def test_the_page_is_there_while_the_run_waits_for_nodes(tmp_path: Path) -> None:
+async def test_the_metrics_page_is_served_while_the_run_waits_for_nodes(tmp_path: Path) -> None:
     async with etcd_kinds.V3[1].server(tmp_path) as server:
         measured = Measured(tmp_path, "", "--rdzv-id=digits", "--nnodes=2", endpoint=server.endpoint)
         async with measured.agent as agent:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 
-async def test_agents_train_on_v2_lose_one_of_them_and_its_etcd_and_succeed(tmp_path: Path) -> None:
+async def test_agents_on_etcd_v2_survive_losing_a_node_and_etcd_and_succeed(tmp_path: Path) -> None:
     program, stop = tmp_path / "meeting.py", tmp_path / "stop"
     program.write_text(MEETING)
     async with etcd_kinds.V2[0].server(tmp_path) as server:
@@ -47,7 +47,7 @@ async def test_agents_train_on_v2_lose_one_of_them_and_its_etcd_and_succeed(tmp_
         assert "round 4" not in b.output
 
 
-async def test_an_etcd_without_v2_is_refused_with_what_to_do(tmp_path: Path) -> None:
+async def test_an_etcd_without_v2_is_refused_with_advice(tmp_path: Path) -> None:
     program = tmp_path / "meeting.py"
     program.write_text(MEETING)
     async with etcd_kinds.V3[1].server(tmp_path) as server:

@@ -42,7 +42,7 @@ async def standing(stage: Stage, number: int) -> RoundRecord:
     )
 
 
-async def test_exit_codes_and_signals_that_are_declared_free_are_charged_to_nobody_and_final_ones_end_the_run(
+async def test_uncharged_exits_cost_no_restart_and_non_retryable_exits_end_the_run(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nproc-per-node=2", "--max-restarts=0", "--free-exit-codes=70-79,137", "--final-exit-codes=3", PATIENT)
@@ -61,7 +61,7 @@ async def test_exit_codes_and_signals_that_are_declared_free_are_charged_to_nobo
         assert "rank 0 on one: exit code 3; this failure is declared final" in agent.lines[-1]
 
 
-async def test_agents_listen_within_their_range_of_ports_only_and_say_so_where_it_is_used_up(
+async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_exhausted(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     ports = free_range(16)
@@ -94,7 +94,7 @@ async def test_agents_listen_within_their_range_of_ports_only_and_say_so_where_i
             assert f"No port of --port-range {ports} is free on this node: give it a wider range" in late.lines[-1]
 
 
-async def test_a_run_that_was_suspended_goes_on_with_its_next_round_and_with_what_was_charged(
+async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_restarts(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     known = encode(ResumeRecord(round=7, restarts=2, uncharged_restarts=5)).decode()
@@ -116,7 +116,7 @@ async def test_a_run_that_was_suspended_goes_on_with_its_next_round_and_with_wha
         assert "the fourth (order.py:1); no restart is left of the 3 that it may have" in one.lines[-1]
 
 
-async def test_what_was_known_of_a_run_and_cannot_be_read_is_bad_input(tmp_path: Path) -> None:
+async def test_unreadable_earlier_state_of_a_run_is_bad_input(tmp_path: Path) -> None:
     last_words = tmp_path / "last-words"
     env = {"TORCHELASTIC_RESUME": '{"round":"seven"}', "TORCHELASTIC_TERMINATION_LOG": str(last_words)}
     async with AgentProcess("--standalone", __file__, env=env) as agent:

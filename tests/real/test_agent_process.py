@@ -39,7 +39,7 @@ os.posix_spawn = telling
 """
 
 
-async def test_the_import_of_torch_waits_for_no_other(tmp_path: Path) -> None:
+async def test_the_import_of_torch_waits_for_no_other_import(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WATCHED_SPAWN)
     (program := tmp_path / "program.py").touch()
     env = {"PYTHONPATH": str(tmp_path)}
@@ -48,7 +48,7 @@ async def test_the_import_of_torch_waits_for_no_other(tmp_path: Path) -> None:
     assert "imported before torch: []" in agent.lines
 
 
-async def test_an_agent_that_is_all_but_gone_has_said_its_last_words_and_keeps_its_exit_code(tmp_path: Path) -> None:
+async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_code(tmp_path: Path) -> None:
     program, last_words = tmp_path / "program.py", tmp_path / "last-words"
     program.write_text(
         f"""if True:
@@ -82,7 +82,7 @@ async def test_an_agent_that_is_all_but_gone_has_said_its_last_words_and_keeps_i
             await agent.communicate()
 
 
-async def test_an_agent_that_is_started_with_closed_streams_mixes_up_nothing(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_an_agent_with_closed_standard_streams_works(tmp_path: Path, etcd: EtcdServer) -> None:
     program = tmp_path / "program.py"
     program.write_text("for number in range(10_000): print('line', number)\n")
     flags = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
@@ -91,7 +91,7 @@ async def test_an_agent_that_is_started_with_closed_streams_mixes_up_nothing(tmp
         assert await agent.code() == 0
 
 
-async def test_an_agent_that_is_asked_to_go_does_not_give_its_workers_the_time_of_a_failed_round_first(
+async def test_a_stopping_agent_gives_its_workers_no_round_failure_grace(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "stubborn.py"
@@ -118,7 +118,7 @@ async def test_an_agent_that_is_asked_to_go_does_not_give_its_workers_the_time_o
         assert await agent.code() == 143
 
 
-async def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
+async def test_a_low_open_file_limit_is_named(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").touch()
     within = ("sh", "-c", 'ulimit -n 120; exec "$@"', "sh")
     async with AgentProcess("--standalone", "--nproc-per-node=32", program, within=within) as agent:

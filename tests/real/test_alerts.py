@@ -414,7 +414,7 @@ def annotations(story: Story) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("story", [pytest.param(story, id=f"{story.alert}: {story.name}") for story in STORIES])
-def test_an_alert_fires_when_it_should_and_at_no_other_time(story: Story, tmp_path: Path) -> None:
+def test_an_alert_fires_only_when_it_should(story: Story, tmp_path: Path) -> None:
     expected = {
         "exp_labels": {"severity": str(ALERTS[story.alert].severity), **story.about},
         "exp_annotations": annotations(story),
@@ -435,14 +435,14 @@ def test_an_alert_fires_when_it_should_and_at_no_other_time(story: Story, tmp_pa
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_every_alert_fires_in_one_story_and_is_quiet_in_two() -> None:
+def test_every_alert_fires_in_one_scenario_and_stays_quiet_in_two() -> None:
     for name in ALERTS:
         mine = [story for story in STORIES if story.alert == name]
         assert any(story.fires for story in mine), name
         assert sum(not story.fires for story in mine) >= 1, name
 
 
-def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
+def test_no_alert_fires_for_healthy_jobs(tmp_path: Path) -> None:
     checks = [
         {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []} for name in ALERTS for minute in (20, 60, 120)
     ]
@@ -457,7 +457,7 @@ def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_promtool_has_nothing_to_complain_about() -> None:
+def test_promtool_accepts_rules_and_dashboards() -> None:
     run = promtool("check", "rules", "--lint-fatal", RULES)
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"{len(ALERTS)} rules found" in run.stdout

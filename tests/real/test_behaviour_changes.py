@@ -46,9 +46,7 @@ HEEDS_NOTHING = """
 """
 
 
-async def test_before_a_job_is_made_smaller_all_that_asked_for_it_have_time_to_save(
-    tmp_path: Path, etcd: EtcdServer
-) -> None:
+async def test_workers_that_asked_for_it_save_before_a_scale_down(tmp_path: Path, etcd: EtcdServer) -> None:
     env = {Env.SIZE: encode(SizeRecord(min=1, max=2, desired=2)).decode()}
     async with (
         Stage(tmp_path, etcd) as stage,
@@ -74,9 +72,7 @@ async def test_before_a_job_is_made_smaller_all_that_asked_for_it_have_time_to_s
         assert [await one.code(), await two.code()] == [0, 0]
 
 
-async def test_workers_of_a_node_that_leaves_have_the_grace_to_end_by_themselves(
-    tmp_path: Path, etcd: EtcdServer
-) -> None:
+async def test_workers_of_a_leaving_node_have_the_grace_period(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--nnodes=1:2", NO_TIMERS, "--stop-grace=60")
     saved = tmp_path / "saved"
     async with (
@@ -96,9 +92,7 @@ async def test_workers_of_a_node_that_leaves_have_the_grace_to_end_by_themselves
         assert await agents[staying.node].code() == 0
 
 
-async def test_workers_of_a_node_that_is_taken_away_have_the_grace_before_it_is_told_to_go(
-    tmp_path: Path, etcd: EtcdServer
-) -> None:
+async def test_workers_have_the_grace_period_before_a_removed_node_leaves(tmp_path: Path, etcd: EtcdServer) -> None:
     """Who changes the size writes it first, and only then tells the agents that go."""
     env = {Env.SIZE: encode(SizeRecord(min=1, max=2, desired=2)).decode()}
     flags = (NO_TIMERS, "--stop-grace=60")
@@ -124,7 +118,7 @@ async def test_workers_of_a_node_that_is_taken_away_have_the_grace_before_it_is_
 
 
 @pytest.mark.parametrize(("grace", "signals"), [("0.5", 1), ("600", 2)])
-async def test_what_does_not_heed_it_is_killed_when_the_grace_is_over_or_at_a_second_signal(
+async def test_workers_that_ignore_a_stop_are_killed_after_the_grace_period_or_at_a_second_signal(
     tmp_path: Path, grace: str, signals: int
 ) -> None:
     async with (
@@ -141,9 +135,7 @@ async def test_what_does_not_heed_it_is_killed_when_the_grace_is_over_or_at_a_se
         await worker.gone()
 
 
-async def test_nodes_beyond_the_maximum_wait_where_no_size_is_wanted_and_take_over_at_once(
-    tmp_path: Path, etcd: EtcdServer
-) -> None:
+async def test_spare_nodes_beyond_the_maximum_take_over_at_once(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--nnodes=1:2", NO_TIMERS)
     async with (
         Stage(tmp_path, etcd) as stage,

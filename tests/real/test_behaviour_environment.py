@@ -41,7 +41,7 @@ def equal_on_all(workers: Sequence[Puppet]) -> dict[str, str]:
     return dict(values)
 
 
-async def test_the_environment_is_the_documented_one_and_equal_on_all_ranks_where_it_comes_from_the_round(
+async def test_the_environment_is_documented_and_round_variables_are_equal_on_all_ranks(
     tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -98,7 +98,7 @@ print("met at", *(os.environ[name] for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNA
 """
 
 
-async def test_the_address_of_a_node_has_gloo_and_nccl_use_its_interface_unless_the_user_said_which(
+async def test_gloo_and_nccl_use_the_interface_of_the_node_address_unless_the_user_sets_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -116,7 +116,7 @@ async def test_the_address_of_a_node_has_gloo_and_nccl_use_its_interface_unless_
         assert [await agent.code(), await other.code()] == [0, 0]
 
 
-async def test_nodes_of_one_place_have_neighbouring_ranks(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_nodes_of_one_topology_domain_have_neighbouring_ranks(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--nnodes=3", "--rdzv-conf=last_call_timeout=3600")
     async with Stage(tmp_path, etcd) as stage, stage.agent("left-1", *flags, "--place=left") as left:
         # They come one after the other, so that they would have another order without their places.

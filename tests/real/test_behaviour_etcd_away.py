@@ -58,7 +58,7 @@ def words(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
     return [line for agent in agents for line in agent.lines if part in line]
 
 
-async def test_training_never_stops_for_etcd_and_agents_neither_hammer_it_nor_complain_all_the_time(
+async def test_training_continues_without_etcd_with_few_retries_and_messages(
     tmp_path: Path, own_etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=1:3", f"--rdzv-conf=last_call_timeout=1,lease={LEASE:g}")
@@ -128,7 +128,7 @@ async def fortress(tmp_path: Path) -> AsyncIterator[tuple[EtcdServer, str]]:
         yield server, f"--rdzv-conf={tls},username=alice,password="
 
 
-async def test_several_servers_certificates_a_user_and_a_password_are_given_on_the_command_line(
+async def test_several_servers_certificates_a_user_and_a_password_come_from_the_command_line(
     tmp_path: Path, fortress: tuple[EtcdServer, str]
 ) -> None:
     server, conf = fortress

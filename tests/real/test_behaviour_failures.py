@@ -78,7 +78,7 @@ def skewed(tmp_path: Path) -> dict[str, dict[str, str]]:
     return made
 
 
-async def test_the_root_cause_goes_by_class_and_then_by_the_stores_order_whatever_the_clocks_say(
+async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
     tmp_path: Path, etcd: EtcdServer, skewed: dict[str, dict[str, str]]
 ) -> None:
     flags = ("--nnodes=3", "--max-restarts=1", PATIENT)
@@ -113,7 +113,7 @@ async def test_the_root_cause_goes_by_class_and_then_by_the_stores_order_whateve
             assert f"on {second}: ValueError: what broke it (order.py:1)" in agent.lines[-1]
 
 
-async def test_the_root_cause_is_found_on_one_node_too_however_late_its_worker_ends(tmp_path: Path) -> None:
+async def test_a_late_root_cause_is_found_on_one_node(tmp_path: Path) -> None:
     async with (
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", "--nproc-per-node=2", "--max-restarts=1", PATIENT) as agent,
@@ -137,7 +137,7 @@ def rank_of(round: RoundRecord, node: str) -> int:
     return [member.node.rpartition(".")[0] for member in round.members].index(node)
 
 
-async def test_a_failure_is_told_with_its_reason_in_the_log_the_store_and_the_last_words(
+async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_the_termination_message(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     last_words = tmp_path / "termination-log"
@@ -185,7 +185,7 @@ async def test_a_failure_is_told_with_its_reason_in_the_log_the_store_and_the_la
     assert "no restart is left of the 4 that it may have" in words.message
 
 
-async def test_a_worker_that_is_killed_for_memory_is_named_as_that(tmp_path: Path) -> None:
+async def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
     with memory_limit(600) as within:
         async with (
             Stage(tmp_path, None) as stage,

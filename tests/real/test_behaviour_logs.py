@@ -50,7 +50,7 @@ open(f"{{sys.argv[1]}}/up.{{rank}}", "w").close()
 """
 
 
-async def test_no_line_is_torn_by_other_writers_or_by_a_reader_that_reads_late(tmp_path: Path) -> None:
+async def test_lines_are_intact_with_many_writers_and_a_slow_reader(tmp_path: Path) -> None:
     program = tmp_path / "talkative.py"
     program.write_text(TALKATIVE)
     agent = await asyncio.create_subprocess_exec(
@@ -99,7 +99,7 @@ async def test_no_line_is_torn_by_other_writers_or_by_a_reader_that_reads_late(t
     assert [line for line in own if b"rank 1 on one" in line and b"exit code 7" in line]
 
 
-async def test_files_are_neither_deleted_nor_overwritten_by_a_restart_nor_by_the_next_run(tmp_path: Path) -> None:
+async def test_log_files_survive_restarts_and_the_next_run(tmp_path: Path) -> None:
     program = tmp_path / "failing.py"
     program.write_text(
         """if True:

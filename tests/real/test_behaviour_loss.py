@@ -60,7 +60,7 @@ def nodes_of(workers: Sequence[Puppet]) -> list[str]:
     return [worker.node for worker in workers]
 
 
-async def test_cut_links_and_ended_leases_are_no_loss_and_the_leaders_own_death_costs_no_more_than_anothers(
+async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_costs_no_more(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=1:3", PATIENT)
@@ -106,7 +106,7 @@ async def test_cut_links_and_ended_leases_are_no_loss_and_the_leaders_own_death_
             assert [await d.code(), await agents[last.node].code()] == [0, 0]
 
 
-async def test_silence_together_with_the_end_of_the_lease_is_a_loss_and_who_comes_back_stops_its_workers_first(
+async def test_a_silent_node_with_an_expired_lease_is_lost_and_stops_its_workers_when_it_returns(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=3600,lease=1")

@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.usefixtures("each_torch")
-async def test_timers_and_events_and_errors_are_those_of_torch(tmp_path: Path) -> None:
+async def test_timers_events_and_errors_are_those_of_torch(tmp_path: Path) -> None:
     program = tmp_path / "uses_them.py"
     program.write_text(USES_THEM)
     async with AgentProcess("--standalone", program) as agent:

@@ -68,9 +68,7 @@ async def ends_with(agent: AgentProcess, workers: list[Puppet], death: signal.Si
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSEGV])
-async def test_no_worker_and_nothing_that_it_has_started_outlives_the_agent(
-    tmp_path: Path, death: signal.Signals
-) -> None:
+async def test_workers_and_their_processes_end_with_the_agent(tmp_path: Path, death: signal.Signals) -> None:
     async with (
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
@@ -79,7 +77,7 @@ async def test_no_worker_and_nothing_that_it_has_started_outlives_the_agent(
         assert await agent.process.wait() == -death
 
 
-async def test_nothing_outlives_an_agent_that_is_killed_for_memory(tmp_path: Path) -> None:
+async def test_an_agent_killed_for_memory_leaves_no_process(tmp_path: Path) -> None:
     with memory_limit(600) as within:
         async with (
             Stage(tmp_path, None) as stage,
@@ -94,7 +92,7 @@ async def test_nothing_outlives_an_agent_that_is_killed_for_memory(tmp_path: Pat
             await asyncio.gather(*(until_gone(pid) for pid in {*pids, worker.pid}))
 
 
-async def test_a_restart_leaves_nothing_of_the_workers_before(tmp_path: Path) -> None:
+async def test_a_restart_leaves_nothing_of_the_earlier_workers(tmp_path: Path) -> None:
     async with (
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
@@ -109,7 +107,7 @@ async def test_a_restart_leaves_nothing_of_the_workers_before(tmp_path: Path) ->
         assert await agent.code() == 0
 
 
-async def test_as_the_first_process_of_a_container_the_agent_reaps_orphans_and_leaves_on_sigterm(
+async def test_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigterm(
     tmp_path: Path,
 ) -> None:
     async with (

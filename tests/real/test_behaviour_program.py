@@ -41,7 +41,7 @@ for step in range(1_000_000):
 """
 
 
-async def test_the_program_of_the_page_trains_and_saves(tmp_path: Path) -> None:
+async def test_the_documented_program_trains_and_saves(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{WHOLE}\nprint('saved at step', torch.load(CHECKPOINT)['step'])\n")
     flags = ("--standalone", "--nproc-per-node=2", "--heartbeat-timeout=60")
     async with AgentProcess(*flags, "train.py", cwd=tmp_path) as agent:

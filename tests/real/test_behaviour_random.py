@@ -34,7 +34,7 @@ sys.exit(os.environ["TORCHELASTIC_ROUND"] == "1")
 """
 
 
-async def test_random_numbers_differ_between_ranks_and_rounds_but_what_was_drawn_before_the_fork_does_not(
+async def test_random_numbers_differ_between_ranks_and_rounds_except_those_drawn_before_the_fork(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "preloaded.py").write_text(PRELOADED)

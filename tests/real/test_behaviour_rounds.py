@@ -31,9 +31,7 @@ async def can_start_workers(agent: AgentProcess) -> None:
     await eventually(lambda: any(title.startswith(b"torchelastic: spare") for title in titles()))
 
 
-async def test_numbers_never_fall_and_the_budget_stays_spent_whatever_is_left_of_agents_and_data(
-    tmp_path: Path, own_etcd: EtcdServer
-) -> None:
+async def test_counters_never_fall_and_spent_restarts_stay_spent(tmp_path: Path, own_etcd: EtcdServer) -> None:
     async with (
         Stage(tmp_path, own_etcd) as stage,
         stage.agent("a", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as a,
@@ -74,7 +72,7 @@ async def test_numbers_never_fall_and_the_budget_stays_spent_whatever_is_left_of
         assert stage.rounds == {1, 2, 3, 4, 5}
 
 
-async def test_a_run_that_ends_while_etcd_is_away_and_loses_its_data_has_ended_all_the_same(
+async def test_a_run_that_ends_during_an_etcd_outage_with_data_loss_has_ended(
     tmp_path: Path, own_etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=2", CONF)

@@ -26,7 +26,7 @@ def wanted(number: int | None, *, generation: int = 0) -> SizeRecord:
     return SizeRecord(min=1, max=3, desired=number, generation=generation)
 
 
-async def test_a_spare_takes_over_at_once_ranks_stay_and_the_size_changes_by_a_key_all_for_free(
+async def test_a_spare_replaces_a_node_at_once_with_stable_ranks_and_no_charge(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     env = {Env.SIZE: encode(wanted(2)).decode()}
@@ -68,7 +68,7 @@ async def test_a_spare_takes_over_at_once_ranks_stay_and_the_size_changes_by_a_k
         await writing.close()
 
 
-async def test_below_the_minimum_all_wait_and_say_for_whom_and_go_on_when_they_are_enough(
+async def test_a_run_below_the_minimum_waits_says_so_and_continues_when_nodes_join(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=2", NO_TIMERS)
@@ -87,7 +87,7 @@ async def test_below_the_minimum_all_wait_and_say_for_whom_and_go_on_when_they_a
             assert [await one.code(), await three.code()] == [0, 0]
 
 
-async def test_too_few_fail_with_the_sentence_that_says_who_is_there(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_too_few_nodes_fail_with_a_sentence_that_names_the_present_ones(tmp_path: Path, etcd: EtcdServer) -> None:
     async with (
         Stage(tmp_path, etcd) as stage,
         stage.agent("one", "--nnodes=2:3", "--rdzv-conf=join_timeout=0.5") as agent,
@@ -98,7 +98,7 @@ async def test_too_few_fail_with_the_sentence_that_says_who_is_there(tmp_path: P
     )
 
 
-async def test_those_that_arrive_together_join_in_one_change(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_nodes_that_arrive_together_join_in_one_change(tmp_path: Path, etcd: EtcdServer) -> None:
     conf = "--rdzv-conf=last_call_timeout=0,join_debounce=2,lease=1"
     async with Stage(tmp_path, etcd) as stage, stage.agent("one", "--nnodes=1:4", conf) as one:
         await stage.round(1, world=1)

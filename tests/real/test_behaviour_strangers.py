@@ -24,9 +24,7 @@ def warnings(agent: AgentProcess, key: str) -> int:
     return sum(f"ignoring {key}:" in line or f"ignoring the node {key}:" in line for line in agent.lines)
 
 
-async def test_records_that_nobody_can_read_are_told_of_once_and_end_neither_agents_nor_their_round(
-    tmp_path: Path, etcd: EtcdServer
-) -> None:
+async def test_unreadable_records_are_reported_once_and_end_nothing(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--nnodes=2", "--rdzv-conf=lease=60,crash_loop_limit=100")
     async with Stage(tmp_path, etcd) as stage, stage.agent("a", *flags) as a, stage.agent("b", *flags) as b:
         workers = await stage.round(1, world=2)

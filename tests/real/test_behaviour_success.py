@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 
-async def test_who_ends_early_is_no_failure_newcomers_wait_then_and_a_failure_after_it_restarts_all(
-    tmp_path: Path, etcd: EtcdServer
-) -> None:
+async def test_an_early_finish_is_no_failure_and_a_later_failure_restarts_all(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--rdzv-conf=last_call_timeout=3600,lease=60",)
     two, three = (
         {Env.SIZE: size, Env.UNIQUE_RUN: "1"} for size in ('{"min":1,"max":2}', '{"generation":1,"min":1,"max":3}')
@@ -67,7 +65,7 @@ async def meeting(etcd: EtcdServer) -> AsyncIterator[Meeting]:
         yield made
 
 
-async def test_where_an_id_may_be_used_again_the_end_stands_while_a_node_lives_and_the_next_one_begins_a_new_run(
+async def test_a_reusable_id_keeps_its_outcome_while_a_node_lives_and_then_starts_a_new_run(
     meeting: Meeting,
 ) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.real
 ROOT = Path(__file__).parents[2]
 
 
-async def test_a_short_run_measures_all_that_it_speaks_of() -> None:
+async def test_a_short_benchmark_reports_every_measurement() -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.metrics", "--json", "--repeat=1", "--steps=20", "--limit=120"),
         cwd=ROOT,

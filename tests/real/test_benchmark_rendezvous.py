@@ -19,7 +19,7 @@ SLACK = 1.0
 """Requests per node that may come and go: who tries for the lead, and whether two changes become one."""
 
 
-async def test_the_requests_of_a_change_do_not_grow_with_the_nodes_for_each_of_them() -> None:
+async def test_the_requests_of_a_change_do_not_grow_with_the_square_of_the_nodes() -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.rendezvous", "--json", f"--nodes={FEW},{MORE}", f"--peer-nodes={FEW}"),
         *("--repeat=1", f"--etcd={find_etcd()}"),

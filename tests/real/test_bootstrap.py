@@ -29,7 +29,7 @@ def install(environment: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_installation_that_failed_is_told_and_begun_anew_and_never_taken_for_a_whole_one(tmp_path: Path) -> None:
+def test_a_failed_installation_is_reported_and_repeated(tmp_path: Path) -> None:
     environment = tmp_path / "an environment"
     first = install(environment)
     assert first.returncode == 1, first.stdout
@@ -45,7 +45,7 @@ def test_an_installation_that_failed_is_told_and_begun_anew_and_never_taken_for_
     assert not (environment / "left behind").exists()
 
 
-def test_the_environment_sees_the_torch_of_the_python_below(tmp_path: Path) -> None:
+def test_the_environment_has_the_torch_of_the_base_python(tmp_path: Path) -> None:
     install(tmp_path / "venv")  # what pip would have added is not needed for this
     found = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", "-c", "import importlib.metadata as m; print(m.version('torch'))"],

@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-async def test_a_second_terminal_sees_the_job_scales_it_and_deletes_it(home: Path, tmp_path: Path) -> None:
+async def test_a_second_terminal_shows_scales_and_deletes_the_job(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, "digits")) as run:
         before = await run.trains(2)
         _, listed, _ = await answer(home, "get")
@@ -57,7 +57,7 @@ async def test_a_second_terminal_sees_the_job_scales_it_and_deletes_it(home: Pat
     assert listed.splitlines()[1].split()[:2] == ["digits", "Deleted"]
 
 
-async def test_a_rank_is_followed_from_round_to_round_to_the_end_of_the_job(home: Path, tmp_path: Path) -> None:
+async def test_logs_follow_a_rank_across_rounds_to_the_end_of_the_job(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, "digits")) as run:
         await run.trains(2)
         async with typed(home, "logs", "digits", "--rank", "0", "-f") as following, asyncio.timeout(LIMIT):
@@ -77,7 +77,7 @@ async def test_a_rank_is_followed_from_round_to_round_to_the_end_of_the_job(home
     assert "round 1" in (await answer(home, "logs", "digits", "--agent"))[1]
 
 
-async def test_the_live_view_gives_way_to_the_outcome(home: Path, tmp_path: Path) -> None:
+async def test_the_live_view_is_replaced_by_the_outcome(home: Path, tmp_path: Path) -> None:
     async with Terminal(home, "run", str(manifest(tmp_path, "digits"))) as terminal:
         await terminal.shows("rank 0 of 2")
         assert SECOND_SCREEN in terminal.screen
@@ -91,7 +91,7 @@ async def test_the_live_view_gives_way_to_the_outcome(home: Path, tmp_path: Path
         assert "checkpoints" in rest
 
 
-async def test_ctrl_c_ends_the_live_view_and_says_where_everything_is(home: Path, tmp_path: Path) -> None:
+async def test_ctrl_c_ends_the_live_view_and_prints_where_everything_is(home: Path, tmp_path: Path) -> None:
     async with Terminal(home, "run", str(manifest(tmp_path, "digits"))) as terminal:
         await terminal.shows("rank 0 of 2")
         os.kill(terminal.process.pid, signal.SIGINT)
@@ -104,7 +104,7 @@ async def test_ctrl_c_ends_the_live_view_and_says_where_everything_is(home: Path
     assert processes_of(home) == {}
 
 
-async def test_bad_input_is_told_on_the_screen_that_stays(home: Path, tmp_path: Path) -> None:
+async def test_bad_input_is_shown_on_the_live_screen(home: Path, tmp_path: Path) -> None:
     async with Terminal(home, "run", str(manifest(tmp_path, "digits", minReplicas=9))) as terminal:
         assert await terminal.exit_code() == 2
         await terminal.shows("elasticjob: ")
@@ -135,7 +135,7 @@ def story(folder: Path, **spec: object) -> Path:
     return manifest(folder, "digits", command=["env", sys.executable, str(folder / "story.py"), str(seen)], **spec)
 
 
-async def test_the_demo_plays_every_act_and_says_how_long_each_took(home: Path, tmp_path: Path) -> None:
+async def test_the_demo_runs_every_step_and_prints_its_duration(home: Path, tmp_path: Path) -> None:
     code, out, err = await answer(home, "demo", "--plain", str(story(tmp_path)))
     assert (code, err) == (0, ""), out
     acts = ["start with 2 pods", "scale to 3", "kill -9 a worker", "kill -9 an agent", "scale back to 2", "success"]
@@ -149,7 +149,7 @@ async def test_the_demo_plays_every_act_and_says_how_long_each_took(home: Path, 
     assert processes_of(home) == {}
 
 
-async def test_an_act_that_fails_fails_the_demo_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
+async def test_a_failing_step_fails_the_demo_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
     silent = manifest(tmp_path, "digits", command=["sh", "-c", 'test "$WORLD_SIZE" = 2 && echo hi && sleep 1'])
     code, out, _ = await answer(home, "demo", "--plain", str(silent))
     assert code == 1
@@ -158,7 +158,7 @@ async def test_an_act_that_fails_fails_the_demo_and_leaves_nothing(home: Path, t
     assert processes_of(home) == {}
 
 
-async def test_a_job_on_which_an_act_fails_is_ended(home: Path, tmp_path: Path) -> None:
+async def test_a_demo_job_ends_when_a_step_fails(home: Path, tmp_path: Path) -> None:
     left = tmp_path / "left"
     left.mkdir()
     hidden = f"""\
@@ -181,7 +181,7 @@ sleep 600
     assert processes_of(home) == {}
 
 
-async def test_a_job_that_cannot_grow_is_no_job_for_the_demo(home: Path, tmp_path: Path) -> None:
+async def test_the_demo_refuses_a_job_that_cannot_grow(home: Path, tmp_path: Path) -> None:
     code, out, err = await answer(
         home, "demo", str(manifest(tmp_path, "digits", maxReplicas=2, replicas=2, minReplicas=2))
     )

@@ -43,7 +43,7 @@ def example(heading: str, number: int = 0) -> str:
         ("A launcher of your own", "rank 0 returned: hello there"),
     ],
 )
-async def test_an_example_for_one_node_prints_what_it_says(tmp_path: Path, heading: str, said: str) -> None:
+async def test_a_single_node_example_prints_what_its_text_promises(tmp_path: Path, heading: str, said: str) -> None:
     path = tmp_path / "example.py"
     path.write_text(example(heading))
     async with Launcher(path) as launcher:
@@ -51,7 +51,7 @@ async def test_an_example_for_one_node_prints_what_it_says(tmp_path: Path, headi
     assert re.search(said, launcher.output), launcher.output
 
 
-async def test_the_example_for_several_nodes_trains_on_both(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_the_multi_node_example_trains_on_two_nodes(tmp_path: Path, etcd: EtcdServer) -> None:
     path = tmp_path / "example.py"
     path.write_text(example("One call", 1))
     run_id = str(uuid.uuid4())
@@ -60,7 +60,7 @@ async def test_the_example_for_several_nodes_trains_on_both(tmp_path: Path, etcd
     assert {a.lines[-1], b.lines[-1]} == {"{0: 0}", "{1: 1}"}
 
 
-async def test_the_command_line_for_torchrun_works_as_it_stands(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_the_torchrun_command_line_works(tmp_path: Path, etcd: EtcdServer) -> None:
     [line] = re.findall(r"^```sh\n(torchrun .*)\n```$", PAGE, re.MULTILINE)
     (tmp_path / "train.py").write_text(MEETING)
     stop = tmp_path / "stop"
@@ -73,7 +73,7 @@ async def test_the_command_line_for_torchrun_works_as_it_stands(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("number", "ranks", "said"), [(0, 1, "trained"), (1, 2, "written")])
-async def test_an_example_that_says_how_far_it_is_does_so_and_is_the_same_program_without_an_agent(
+async def test_an_example_reports_progress_and_runs_unchanged_without_an_agent(
     tmp_path: Path, number: int, ranks: int, said: str
 ) -> None:
     path, port = tmp_path / "train.py", free_range(1).first

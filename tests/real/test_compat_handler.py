@@ -128,14 +128,14 @@ def agent(etcd: EtcdServer, run_id: str) -> Iterator[Callable[..., PretendAgent]
         yield make
 
 
-def test_agents_that_come_one_after_the_other_end_up_together(agent: Callable[..., PretendAgent]) -> None:
+def test_agents_that_start_one_after_another_end_up_in_one_round(agent: Callable[..., PretendAgent]) -> None:
     agents = [agent(name, last_call_timeout=0, join_debounce=0) for name in "abcd"]
     for each in agents:
         each.met(*"abcd")
     assert {each.worlds[-1][0] for each in agents} == {agents[0].worlds[-1][0]}
 
 
-def test_a_failure_brings_all_together_again_and_counts_for_nobody(agent: Callable[..., PretendAgent]) -> None:
+def test_a_failure_regroups_all_workers_and_is_not_charged(agent: Callable[..., PretendAgent]) -> None:
     agents = {name: agent(name, least=3, most=3) for name in "abc"}
     for failing in "abcabc":
         seen = {name: each.met(*"abc") for name, each in agents.items()}
@@ -145,7 +145,7 @@ def test_a_failure_brings_all_together_again_and_counts_for_nobody(agent: Callab
     assert all(len(each.worlds) == 7 for each in agents.values())
 
 
-def test_when_all_fail_at_once_they_meet_once_more(agent: Callable[..., PretendAgent]) -> None:
+def test_workers_that_all_fail_at_once_meet_again(agent: Callable[..., PretendAgent]) -> None:
     agents = [agent(name, least=2, most=2) for name in "ab"]
     seen = [each.met(*"ab") for each in agents]
     for each in agents:
@@ -158,9 +158,7 @@ def test_when_all_fail_at_once_they_meet_once_more(agent: Callable[..., PretendA
 # A connection that was accepted when its server closed, and not yet served, is left to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_when_nobody_waits_in_an_round_that_is_over(
-    agent: Callable[..., PretendAgent], seed: int
-) -> None:
+def test_no_node_waits_in_a_finished_round_in_any_scenario(agent: Callable[..., PretendAgent], seed: int) -> None:
     dice = random.Random(seed)
     there = [agent(f"{number}", last_call_timeout=0, join_debounce=0) for number in range(2)]
     for number in range(2, 25):
@@ -180,7 +178,7 @@ def test_whatever_happens_when_nobody_waits_in_an_round_that_is_over(
         assert each.error is None
 
 
-async def test_the_run_has_succeeded_when_all_have(
+async def test_a_run_succeeds_when_all_workers_have(
     agent: Callable[..., PretendAgent], etcd: EtcdServer, run_id: str
 ) -> None:
     agents = [agent(name, least=2, most=2) for name in "ab"]
@@ -204,7 +202,7 @@ async def test_the_run_has_succeeded_when_all_have(
     assert not [entry.key for entry in listing.entries if entry.key.startswith(RunKeys.of(run_id).nodes)]
 
 
-def test_an_agent_that_fails_leaves_and_closes_the_run_for_nobody(agent: Callable[..., PretendAgent]) -> None:
+def test_an_agent_with_an_internal_error_leaves_without_ending_the_run(agent: Callable[..., PretendAgent]) -> None:
     a, b = agent("a", most=2), agent("b", most=2)
     a.met(*"ab")
     b.met(*"ab")
@@ -222,14 +220,14 @@ def test_an_agent_that_fails_leaves_and_closes_the_run_for_nobody(agent: Callabl
     c.met(*"bc")
 
 
-def test_too_few_agents_wait_for_as_long_as_they_were_told(agent: Callable[..., PretendAgent]) -> None:
+def test_too_few_agents_wait_for_the_configured_time(agent: Callable[..., PretendAgent]) -> None:
     a = agent("a", least=2, most=2, timeout=0.3)
     a.ended()
     assert isinstance(a.error, RendezvousTimeoutError)
     assert "no more nodes came within 0.3 s: 1 node" in str(a.error)
 
 
-async def test_an_etcd_that_is_away_disturbs_nobody_and_what_happened_meanwhile_is_made_up_for(
+async def test_an_etcd_outage_disturbs_no_pod_and_its_events_are_caught_up(
     own_etcd: EtcdServer,
 ) -> None:
     parameters = RendezvousParameters(

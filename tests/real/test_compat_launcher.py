@@ -75,7 +75,7 @@ GUIDE = """
 
 
 @pytest.mark.usefixtures("each_torch")
-async def test_a_launcher_as_the_customisation_guide_shows_it(tmp_path: Path) -> None:
+async def test_a_launcher_from_the_torch_customization_guide_runs(tmp_path: Path) -> None:
     output = await output_of(script(tmp_path, GUIDE))
     assert "worker 0 return value is: hello from hello from 0" in output
     assert "all are: {0: 'hello from hello from 0', 1: 'hello from hello from 1'}, state SUCCEEDED" in output
@@ -128,7 +128,7 @@ BACKENDS = ["torchelastic", "c10d", "static"]
 
 
 @pytest.mark.parametrize("configs", BACKENDS, indirect=True)
-async def test_two_nodes_meet_on_any_rendezvous_and_return_what_their_workers_return(
+async def test_two_nodes_meet_on_any_rendezvous_and_return_worker_results(
     tmp_path: Path, stop: Path, configs: tuple[str, str]
 ) -> None:
     path = script(tmp_path, LAUNCH)
@@ -141,7 +141,7 @@ async def test_two_nodes_meet_on_any_rendezvous_and_return_what_their_workers_re
 
 
 @pytest.mark.parametrize("configs", BACKENDS, indirect=True)
-async def test_a_killed_worker_restarts_those_of_both_nodes_which_agree_on_round_and_count(
+async def test_a_killed_worker_restarts_both_nodes_in_the_same_round_and_count(
     tmp_path: Path, stop: Path, configs: tuple[str, str]
 ) -> None:
     path = script(tmp_path, LAUNCH)
@@ -155,7 +155,7 @@ async def test_a_killed_worker_restarts_those_of_both_nodes_which_agree_on_round
 
 
 @pytest.mark.parametrize("backend", ["torchelastic", "c10d"])
-async def test_a_node_that_comes_later_is_taken_in(tmp_path: Path, stop: Path, etcd: EtcdServer, backend: str) -> None:
+async def test_a_late_node_joins(tmp_path: Path, stop: Path, etcd: EtcdServer, backend: str) -> None:
     endpoint = etcd.endpoint if backend == "torchelastic" else f"127.0.0.1:{free_ports(1)[0]}"
     waits = {"last_call_timeout": 1}
     both = config(min_nodes=1, rdzv_backend=backend, rdzv_endpoint=endpoint, rdzv_configs=waits)
@@ -194,7 +194,7 @@ FAILING = """
 
 
 @pytest.mark.usefixtures("each_torch")
-async def test_a_run_that_fails_raises_torchs_exception_with_the_root_cause_after_all_restarts(tmp_path: Path) -> None:
+async def test_a_failed_run_raises_torchs_exception_with_the_root_cause_after_all_restarts(tmp_path: Path) -> None:
     folder, told = tmp_path / "ran", tmp_path / "error.json"
     folder.mkdir()
     path = script(tmp_path, FAILING)
@@ -206,7 +206,7 @@ async def test_a_run_that_fails_raises_torchs_exception_with_the_root_cause_afte
     assert "ValueError: the data are broken" in told.read_text()
 
 
-async def test_whatever_python_can_make_is_carried_to_the_workers_and_back(tmp_path: Path) -> None:
+async def test_picklable_objects_travel_to_the_workers_and_back(tmp_path: Path) -> None:
     output = await output_of(
         script(
             tmp_path,
@@ -242,7 +242,7 @@ async def test_whatever_python_can_make_is_carried_to_the_workers_and_back(tmp_p
     assert said == ["closure 42", "method True", "class True", "enum True", "large 100000000", "exit None"]
 
 
-async def test_what_stands_in_the_program_can_be_saved_and_handed_to_processes_of_a_worker(tmp_path: Path) -> None:
+async def test_objects_of_the_program_can_be_pickled_and_sent_to_child_processes_of_a_worker(tmp_path: Path) -> None:
     output = await output_of(
         script(
             tmp_path,
@@ -276,7 +276,7 @@ async def test_what_stands_in_the_program_can_be_saved_and_handed_to_processes_o
     assert output.splitlines()[-1] == "True 12"
 
 
-async def test_a_program_that_launches_workers_wherever_it_is_imported_is_told_so(tmp_path: Path) -> None:
+async def test_a_program_that_launches_workers_on_import_gets_an_error(tmp_path: Path) -> None:
     output = await output_of(
         script(
             tmp_path,
@@ -298,7 +298,7 @@ async def test_a_program_that_launches_workers_wherever_it_is_imported_is_told_s
     assert output.splitlines()[-1] == "{0: 1}"
 
 
-async def test_a_command_is_run_as_well_as_a_function(tmp_path: Path) -> None:
+async def test_a_command_runs_like_a_function(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os, sys; print('ran', sys.argv[1:], os.environ['RANK']); sys.exit(int(sys.argv[1]))")
     output = await output_of(
@@ -354,7 +354,7 @@ async def test_an_agent_runs_in_any_thread_and_beside_a_running_event_loop(tmp_p
     assert "| Another agent runs in this process" in output
 
 
-async def test_the_programs_own_signal_handlers_and_children_are_respected(tmp_path: Path, stop: Path) -> None:
+async def test_the_programs_own_signal_handlers_and_children_are_kept(tmp_path: Path, stop: Path) -> None:
     path = script(
         tmp_path,
         LIBRARY
@@ -401,7 +401,7 @@ async def test_workers_die_with_a_program_that_is_killed(tmp_path: Path, stop: P
             assert await launcher.code() == -number
 
 
-async def test_what_cannot_be_is_said_in_a_sentence(tmp_path: Path) -> None:
+async def test_unsupported_use_is_refused_in_one_sentence(tmp_path: Path) -> None:
     output = await output_of(
         script(
             tmp_path,
@@ -514,7 +514,7 @@ ON_OWN_HANDLER = """
         ),
     ],
 )
-async def test_on_a_handler_of_the_programs_own_failures_are_printed_and_an_agent_can_be_stopped(
+async def test_a_custom_handler_prints_failures_and_its_agent_can_be_stopped(
     tmp_path: Path, scenario: str, said: str
 ) -> None:
     output = await output_of(script(tmp_path, ON_OWN_HANDLER), tmp_path / "marker", scenario)

@@ -47,7 +47,7 @@ async def test_two_nodes_train_lose_a_worker_and_succeed(tmp_path: Path, etcd: E
 
 
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_a_recorded_exception_is_the_runs_last_word(tmp_path: Path, method: str) -> None:
+async def test_a_recorded_exception_is_the_last_message_of_the_run(tmp_path: Path, method: str) -> None:
     program = tmp_path / "recorded.py"
     program.write_text(RECORDED)
     async with AgentProcess("--standalone", f"--start-method={method}", "--max-restarts=0", program) as agent:

@@ -69,7 +69,7 @@ async def test_two_agents_train_and_succeed(line: list[str], program: Path, stop
     assert ranks == {f"rank {rank} is done" for rank in range(4)}
 
 
-async def test_the_id_of_a_run_that_is_over_can_be_used_again(line: list[str], program: Path, stop: Path) -> None:
+async def test_a_finished_runs_id_can_be_reused(line: list[str], program: Path, stop: Path) -> None:
     stop.touch()
     for _ in range(2):
         async with Torchrun(*line, "--nnodes=1", program, stop) as agent:
@@ -78,7 +78,7 @@ async def test_the_id_of_a_run_that_is_over_can_be_used_again(line: list[str], p
 
 
 @pytest.mark.usefixtures("each_torch")
-async def test_after_a_worker_was_killed_both_agents_restart_theirs_in_one_new_round(
+async def test_a_killed_worker_restarts_both_agents_in_one_new_round(
     line: list[str], program: Path, stop: Path
 ) -> None:
     async with (
@@ -96,7 +96,7 @@ async def test_after_a_worker_was_killed_both_agents_restart_theirs_in_one_new_r
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("going", [0, 1])
-async def test_when_an_agent_goes_the_other_one_goes_on_with_whoever_is_there(
+async def test_the_remaining_agent_continues_when_the_other_leaves(
     line: list[str], program: Path, stop: Path, number: signal.Signals, going: int
 ) -> None:
     nodes = [*line, "--nnodes=1:2"]
@@ -113,7 +113,7 @@ async def test_when_an_agent_goes_the_other_one_goes_on_with_whoever_is_there(
         assert await gone.code() != 0
 
 
-async def test_a_third_agent_is_taken_in_while_two_train(line: list[str], program: Path, stop: Path) -> None:
+async def test_a_third_agent_joins_while_two_train(line: list[str], program: Path, stop: Path) -> None:
     nodes = [*line, "--nnodes=2:3", "--rdzv-conf=last_call_timeout=0.5,lease=2"]
     async with Torchrun(*nodes, program, stop) as a, Torchrun(*nodes, program, stop) as b:
         await asyncio.gather(a.trains(world=2), b.trains(world=2))
@@ -123,7 +123,7 @@ async def test_a_third_agent_is_taken_in_while_two_train(line: list[str], progra
             assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
 
 
-async def test_agents_that_come_and_go_at_once_leave_nobody_waiting_in_an_round_that_is_over(
+async def test_agents_that_join_and_leave_at_once_leave_no_agent_waiting_in_a_finished_round(
     line: list[str], program: Path, stop: Path
 ) -> None:
     nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=0,lease=2"]
@@ -142,7 +142,7 @@ async def test_agents_that_come_and_go_at_once_leave_nobody_waiting_in_an_round_
                 assert [await agent.code() for agent in (a, b, d)] == [0, 0, 0]
 
 
-async def test_too_few_agents_give_up_after_the_time_that_torchs_own_word_sets(
+async def test_too_few_agents_give_up_after_torchs_last_call_timeout(
     line: list[str], program: Path, stop: Path
 ) -> None:
     async with Torchrun(*line, "--nnodes=2", "--rdzv-conf=timeout=1", program, stop) as agent:
@@ -150,7 +150,7 @@ async def test_too_few_agents_give_up_after_the_time_that_torchs_own_word_sets(
     assert "RendezvousTimeoutError: no more nodes came within 1 s: 1 node" in agent.output
 
 
-async def test_what_cannot_be_honoured_is_said_with_what_to_change(line: list[str], program: Path, stop: Path) -> None:
+async def test_unsupported_options_are_refused_with_advice(line: list[str], program: Path, stop: Path) -> None:
     async with Torchrun(*line, "--nnodes=2", "--rdzv-conf=lesae=5", program, stop) as agent:
         assert await agent.code() == 1
     assert 'there is no key "lesae"; did you mean lease?' in agent.output

@@ -91,21 +91,21 @@ class TestFaultsOfEtcdV3(EtcdFaults):
 # What a network and a server can do
 
 
-async def test_a_server_that_can_be_used_is_connected_to(etcd: EtcdServer, prefix: str) -> None:
+async def test_a_usable_server_is_connected_to(etcd: EtcdServer, prefix: str) -> None:
     store = await connect(etcd.settings)
     await store.put(prefix + "a", b"")
     assert await store.get(prefix + "a") is not None
     await store.close()
 
 
-async def test_where_nobody_listens_the_error_names_the_place_and_the_reason() -> None:
+async def test_an_unreachable_server_error_names_the_address_and_the_reason() -> None:
     with pytest.raises(StoreUnavailable, match=r"^etcd at 127\.0\.0\.1:1 does not answer: connection refused$"):
         await connect(StoreSettings(endpoints=("127.0.0.1:1",)))
     with pytest.raises(StoreUnavailable, match=r"none of the etcd servers 127\.0\.0\.1:1, 127\.0\.0\.1:2 answers"):
         await connect(StoreSettings(endpoints=("127.0.0.1:1", "127.0.0.1:2")))
 
 
-async def test_a_name_that_does_not_exist_is_told_as_such() -> None:
+async def test_an_unknown_host_name_is_reported() -> None:
     with pytest.raises(StoreUnavailable, match=r"^etcd at etcd\.invalid:2379 cannot be found"):
         await connect(StoreSettings(endpoints=("etcd.invalid:2379",)))
 
@@ -126,7 +126,7 @@ async def test_a_name_that_does_not_exist_is_told_as_such() -> None:
     ],
     ids=["not found", "redirect", "a page", "other json", "odd version", "old version", "no http"],
 )
-async def test_a_server_that_is_no_usable_etcd_is_refused_in_a_sentence(
+async def test_a_server_that_is_not_a_usable_etcd_is_refused_in_one_sentence(
     answer: Callable[[str], bytes], sentence: str
 ) -> None:
     async with answering(answer) as endpoint:
@@ -135,7 +135,7 @@ async def test_a_server_that_is_no_usable_etcd_is_refused_in_a_sentence(
         assert endpoint in str(refused.value)
 
 
-async def test_a_server_that_is_overloaded_may_be_asked_again() -> None:
+async def test_an_overloaded_server_may_be_retried() -> None:
     async with answering(http("503 Service Unavailable", "upstream is down")) as endpoint:
         with pytest.raises(StoreUnavailable, match="status 503: 'upstream is down'"):
             await connect(StoreSettings(endpoints=(endpoint,)))
@@ -148,7 +148,7 @@ async def test_an_etcd_without_its_gateway_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["", "host", "host:port", "host:1/path", "user@host:1", ":2379", "a..b:2379"])
-async def test_what_is_no_address_is_told_before_anything_is_asked(endpoint: str) -> None:
+async def test_an_invalid_address_is_reported_before_any_request(endpoint: str) -> None:
     with pytest.raises(SettingsError, match="is not the address of an etcd server"):
         EtcdV3Store(StoreSettings(endpoints=(endpoint,)))
 
@@ -156,7 +156,7 @@ async def test_what_is_no_address_is_told_before_anything_is_asked(endpoint: str
 # Watches that break
 
 
-async def test_what_only_the_stream_has_lost_is_told_when_the_watch_is_made_anew(
+async def test_lost_watch_events_are_delivered_when_the_watch_restarts(
     etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_v3, "QUIET_CHECKS", 3)
@@ -195,7 +195,7 @@ async def guarded_etcd(own_etcd: EtcdServer) -> EtcdServer:
     return own_etcd
 
 
-async def test_a_user_works_below_the_prefix_that_is_theirs(guarded_etcd: EtcdServer) -> None:
+async def test_a_user_is_confined_to_the_permitted_prefix(guarded_etcd: EtcdServer) -> None:
     settings = dataclasses.replace(guarded_etcd.settings, username="alice", password="s3cret")
     store = await connect(settings)
     lease = await store.grant(60)
@@ -228,7 +228,7 @@ async def test_wrong_or_missing_credentials_are_refused_and_never_shown(guarded_
     assert "hunter2" not in f"{refused.value!r} {refused.value.__context__!r} {settings!r}"
 
 
-async def test_a_token_that_is_no_longer_good_is_renewed(guarded_etcd: EtcdServer) -> None:
+async def test_an_expired_token_is_renewed(guarded_etcd: EtcdServer) -> None:
     async with opened(guarded_etcd.settings, username="alice", password="s3cret") as store:
         revision = await store.put("/alice/a", b"")
         await guarded_etcd.kill()  # it keeps its tokens in memory
@@ -267,21 +267,19 @@ async def test_tls_works_with_the_right_authority(
     await store.close()
 
 
-async def test_a_certificate_that_nobody_vouches_for_is_refused(tls_etcd: EtcdServer) -> None:
+async def test_a_certificate_without_a_trusted_authority_is_refused(tls_etcd: EtcdServer) -> None:
     with pytest.raises(StoreRefused, match=r"certificate of etcd at .* cannot be trusted"):
         await connect(tls_etcd.settings)
 
 
-async def test_the_wrong_protocol_is_told_as_such(tls_etcd: EtcdServer, etcd: EtcdServer) -> None:
+async def test_a_wrong_protocol_is_reported(tls_etcd: EtcdServer, etcd: EtcdServer) -> None:
     with pytest.raises(StoreRefused, match="speaks https only"):
         await connect(dataclasses.replace(tls_etcd.settings, protocol="http"))
     with pytest.raises(StoreRefused, match="speaks http only"):
         await connect(dataclasses.replace(etcd.settings, protocol="https"))
 
 
-async def test_a_server_that_wants_to_know_its_clients_is_shown_a_certificate(
-    tmp_path: Path, certificates: Certificates
-) -> None:
+async def test_a_server_that_requires_client_certificates_gets_one(tmp_path: Path, certificates: Certificates) -> None:
     async with EtcdServer(tmp_path, protocol="https", args=certificates.etcd_flags_for_clients) as server:
         stranger = dataclasses.replace(server.settings, ca_cert=certificates.authority)
         with pytest.raises(StoreRefused, match="no TLS connection"):
@@ -292,7 +290,7 @@ async def test_a_server_that_wants_to_know_its_clients_is_shown_a_certificate(
         await (await connect(known)).close()
 
 
-async def test_unusable_certificates_are_told_before_anything_is_asked(tmp_path: Path) -> None:
+async def test_unusable_certificates_are_reported_before_any_request(tmp_path: Path) -> None:
     settings = StoreSettings(endpoints=("127.0.0.1:1",), protocol="https")
     absent, nonsense = str(tmp_path / "absent.pem"), tmp_path / "nonsense.pem"
     nonsense.write_text("nonsense")

@@ -119,16 +119,14 @@ class TestFaultsOfEtcdV2(EtcdFaults):
 # Which API is spoken
 
 
-async def test_v3_is_preferred_where_both_are_served_and_v2_is_taken_where_it_is_asked_for(etcd: EtcdServer) -> None:
+async def test_v3_is_preferred_if_both_apis_are_served_and_v2_can_be_requested(etcd: EtcdServer) -> None:
     for version, kind in ((None, EtcdV3Store), (3, EtcdV3Store), (2, EtcdV2Store)):
         store = await connect(dataclasses.replace(etcd.settings, version=version))
         await store.close()
         assert isinstance(store, kind)
 
 
-async def test_a_server_that_has_v2_alone_is_used_with_it_and_that_is_said_to_who_wants_to_know(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_v2_only_server_is_used_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "torchelastic")
     async with V2.server(tmp_path, args=["--enable-grpc-gateway=false"]) as server:
         store = await connect(dataclasses.replace(server.settings, version=None))
@@ -143,7 +141,7 @@ async def test_a_server_that_has_v2_alone_is_used_with_it_and_that_is_said_to_wh
     ]
 
 
-async def test_a_server_that_has_neither_is_refused_in_one_sentence(tmp_path: Path) -> None:
+async def test_a_server_with_neither_api_is_refused_in_one_sentence(tmp_path: Path) -> None:
     async with etcd_kinds.V3[1].server(tmp_path, args=["--enable-grpc-gateway=false"]) as server:
         with pytest.raises(StoreRefused, match=r"JSON gateway: start it with .*; nor does it serve the API v2$"):
             await connect(server.settings)
@@ -151,7 +149,7 @@ async def test_a_server_that_has_neither_is_refused_in_one_sentence(tmp_path: Pa
             await connect(dataclasses.replace(server.settings, version=2))
 
 
-async def test_without_python_etcd_its_lack_is_named(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_python_etcd_is_named(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("torchelastic.store.etcd_v2")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "etcd", None)
@@ -162,7 +160,7 @@ async def test_without_python_etcd_its_lack_is_named(etcd: EtcdServer, monkeypat
 # What a network and a server can do
 
 
-async def test_where_nobody_listens_the_error_names_the_place_and_the_reason() -> None:
+async def test_an_unreachable_server_error_names_the_address_and_the_reason() -> None:
     settings = StoreSettings(endpoints=("127.0.0.1:1",), version=2)
     with pytest.raises(StoreUnavailable, match=r"^etcd at 127\.0\.0\.1:1 does not answer: connection refused$"):
         await connect(settings)
@@ -187,7 +185,7 @@ async def test_where_nobody_listens_the_error_names_the_place_and_the_reason() -
     ],
     ids=["not found", "redirect", "a page", "other json", "a refusal", "no http"],
 )
-async def test_a_server_that_is_no_usable_etcd_is_refused_in_a_sentence(
+async def test_a_server_that_is_not_a_usable_etcd_is_refused_in_one_sentence(
     answer: Callable[[str], bytes], sentence: str
 ) -> None:
     async with answering(answer) as endpoint:
@@ -206,20 +204,20 @@ async def test_a_server_that_is_no_usable_etcd_is_refused_in_a_sentence(
     ],
     ids=["overloaded", "no leader", "hangs up", "half an answer"],
 )
-async def test_a_server_that_cannot_answer_now_may_be_asked_again(answer: Callable[[str], bytes]) -> None:
+async def test_a_temporarily_unavailable_server_may_be_retried(answer: Callable[[str], bytes]) -> None:
     async with answering(answer) as endpoint:
         with pytest.raises(StoreUnavailable, match=endpoint):
             await connect(StoreSettings(endpoints=(endpoint,), version=2))
 
 
-async def test_a_key_with_odd_fields_harms_nobody() -> None:
+async def test_a_key_with_invalid_fields_is_harmless() -> None:
     node = '{"action": "get", "node": {"key": ["a"], "value": 7, "modifiedIndex": "x", "createdIndex": null}}'
     async with answering(http("200 OK", node)) as endpoint, opened(StoreSettings(endpoints=(endpoint,))) as store:
         with pytest.raises(StoreRefused, match="does not answer as etcd's API v2 does"):
             await store.get("/a")
 
 
-async def test_what_others_have_put_below_the_prefix_is_passed_over(etcd: EtcdServer, prefix: str) -> None:
+async def test_foreign_keys_below_the_prefix_are_ignored(etcd: EtcdServer, prefix: str) -> None:
     async with opened(etcd.settings) as store, aiohttp.ClientSession() as session:
         async with contextlib.aclosing(store.watch(prefix, 0)) as watch:
             await confirmed(watch)
@@ -230,7 +228,7 @@ async def test_what_others_have_put_below_the_prefix_is_passed_over(etcd: EtcdSe
         assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "a"]
 
 
-async def test_a_folder_in_the_place_of_a_key_is_told_in_a_sentence(etcd: EtcdServer, prefix: str) -> None:
+async def test_a_directory_in_place_of_a_key_is_reported_in_one_sentence(etcd: EtcdServer, prefix: str) -> None:
     async with opened(etcd.settings) as store, aiohttp.ClientSession() as session:
         async with session.put(f"{etcd.url}/v2/keys{prefix}a~?dir=true") as response:
             assert response.status == 201
@@ -238,7 +236,7 @@ async def test_a_folder_in_the_place_of_a_key_is_told_in_a_sentence(etcd: EtcdSe
             await store.put(prefix + "a", b"")
 
 
-async def test_names_of_servers_are_taken_as_they_are_written(etcd: EtcdServer, prefix: str) -> None:
+async def test_server_names_are_used_as_written(etcd: EtcdServer, prefix: str) -> None:
     endpoint = etcd.endpoint.replace("127.0.0.1", "LocalHost")
     async with (
         opened(etcd.settings, endpoints=(endpoint,)) as store,
@@ -249,7 +247,7 @@ async def test_names_of_servers_are_taken_as_they_are_written(etcd: EtcdServer, 
         assert len(await seen(watch, 1)) == 1
 
 
-async def test_a_folder_that_somebody_removes_has_its_watchers_list_again(etcd: EtcdServer, prefix: str) -> None:
+async def test_watchers_of_a_removed_directory_list_again(etcd: EtcdServer, prefix: str) -> None:
     async with opened(etcd.settings) as store, aiohttp.ClientSession() as session:
         await store.put(prefix + "n/a", b"")
         async with contextlib.aclosing(store.watch(prefix + "n/", 0)) as watch:
@@ -260,7 +258,7 @@ async def test_a_folder_that_somebody_removes_has_its_watchers_list_again(etcd: 
                 await ended(watch)
 
 
-async def test_the_end_of_a_run_leaves_no_empty_folder(own_etcd: EtcdServer) -> None:
+async def test_a_finished_run_leaves_no_empty_directory(own_etcd: EtcdServer) -> None:
     async with opened(own_etcd.settings) as store, aiohttp.ClientSession() as session:
         lasting, lease = RunLease(store, "run"), await store.grant(60)
         await lasting.put("/torchelastic/run/c/round", b"")
@@ -273,7 +271,7 @@ async def test_the_end_of_a_run_leaves_no_empty_folder(own_etcd: EtcdServer) -> 
             assert "nodes" not in (await response.json())["node"]
 
 
-async def test_who_no_longer_waits_holds_nobody_up(own_etcd: EtcdServer, prefix: str) -> None:
+async def test_a_cancelled_waiter_blocks_nothing(own_etcd: EtcdServer, prefix: str) -> None:
     async with opened(own_etcd.settings, request_timeout=3600.0) as store, asyncio.timeout(HANGS):
         await store.put(prefix + "a", b"")
         with own_etcd.paused():
@@ -285,7 +283,7 @@ async def test_who_no_longer_waits_holds_nobody_up(own_etcd: EtcdServer, prefix:
         assert await store.get(prefix + "a") is not None
 
 
-async def test_python_etcd_says_nothing_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+async def test_python_etcd_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with opened(StoreSettings(endpoints=("127.0.0.1:1",))) as store:
         for _ in range(3):
@@ -297,7 +295,7 @@ async def test_python_etcd_says_nothing_by_itself(caplog: pytest.LogCaptureFixtu
 # Watches that break
 
 
-async def test_a_quiet_watch_outlives_more_changes_elsewhere_than_etcd_keeps(etcd: EtcdServer, prefix: str) -> None:
+async def test_a_quiet_watch_survives_more_unrelated_changes_than_etcd_keeps(etcd: EtcdServer, prefix: str) -> None:
     async with (
         opened(etcd.settings, silence_limit=0.2) as store,
         contextlib.aclosing(store.watch(prefix, 0)) as watch,
@@ -335,7 +333,7 @@ async def guarded_etcd(own_etcd: EtcdServer) -> EtcdServer:
     return own_etcd
 
 
-async def test_a_user_works_below_the_prefix_that_is_theirs(guarded_etcd: EtcdServer) -> None:
+async def test_a_user_is_confined_to_the_permitted_prefix(guarded_etcd: EtcdServer) -> None:
     store = await connect(dataclasses.replace(guarded_etcd.settings, username="alice", password="s3cret"))
     lease = await store.grant(60)
     revision = await store.put("/torchelastic/run/a", b"", lease=lease)
@@ -394,7 +392,7 @@ async def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
             await connect(dataclasses.replace(server.settings, protocol="http"))
 
 
-async def test_the_wrong_protocol_and_unusable_files_are_told_as_such(etcd: EtcdServer, tmp_path: Path) -> None:
+async def test_a_wrong_protocol_and_unusable_files_are_reported(etcd: EtcdServer, tmp_path: Path) -> None:
     with pytest.raises(StoreRefused, match="speaks http only"):
         await connect(dataclasses.replace(etcd.settings, protocol="https"))
     with pytest.raises(SettingsError, match=r"the CA certificate .*absent\.pem"):

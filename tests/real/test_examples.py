@@ -76,7 +76,7 @@ def digits() -> Any:
     return module
 
 
-def test_the_composed_agent_meets_through_etcd_and_its_workers_know_each_other(etcd: EtcdServer) -> None:
+def test_composed_agents_meet_through_etcd_and_their_workers_connect(etcd: EtcdServer) -> None:
     services = yaml.safe_load((EXAMPLES / "multi_container" / "docker-compose.yml").read_text())["services"]
     command = services["agent"]["command"]
     assert command == "--nnode=1 --nproc_per_node=2 --rdzv_endpoint=etcd-server /workspace/your_app.py"
@@ -101,7 +101,7 @@ def test_the_composed_agent_meets_through_etcd_and_its_workers_know_each_other(e
         assert given["TORCHELASTIC_MAX_RESTARTS"] == "100"
 
 
-def test_the_lines_in_the_readme_of_hello_can_be_honoured() -> None:
+def test_the_readme_commands_of_the_hello_example_work() -> None:
     readme = (EXAMPLES / "hello" / "README.md").read_text()
     lines = re.findall(r"^    torchelastic-run (.*)$", readme, flags=re.MULTILINE)
     assert len(lines) == 2
@@ -111,7 +111,7 @@ def test_the_lines_in_the_readme_of_hello_can_be_honoured() -> None:
 
 
 @pytest.mark.parametrize("name", ["digits", "hello"])
-def test_a_manifest_names_a_program_that_is_found_from_its_folder(name: str) -> None:
+def test_a_manifest_finds_its_program_relative_to_its_folder(name: str) -> None:
     job = load_checked(EXAMPLES / f"{name}.yaml")
     assert job.name == name
     assert job.spec.image == "elastic-agent:dev"
@@ -128,7 +128,7 @@ def test_digits_learns_to_read() -> None:
     assert float(accuracy) >= 0.95
 
 
-def test_digits_killed_and_resumed_on_other_nodes_comes_to_the_same_network(etcd: EtcdServer, tmp_path: Path) -> None:
+def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, tmp_path: Path) -> None:
     program = (EXAMPLES / "digits.py", "--epochs=2", "--checkpoint-every=0")
     undisturbed, first, second = tmp_path / "undisturbed", tmp_path / "first", tmp_path / "second"
     with started(sys.executable, *program, TORCHELASTIC_CHECKPOINT_DIR=undisturbed) as process:
@@ -171,7 +171,7 @@ def test_the_newest_checkpoint_on_a_shared_volume_is_found_in_another_pods_folde
 
 
 @pytest.mark.parametrize("batch", [4, 10, 23])
-def test_the_sampler_loses_and_repeats_nothing_when_the_number_of_ranks_changes(digits: Any, batch: int) -> None:
+def test_the_sampler_loses_and_repeats_nothing_when_the_world_size_changes(digits: Any, batch: int) -> None:
     samples, rounds = 10, 6
     dealt: list[int] = []
     changes = [(0, 1), (1, 3), (4, 2), (5, 5), (9, 1)]  # from which step on, how many ranks

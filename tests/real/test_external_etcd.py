@@ -90,7 +90,7 @@ def data(**files: str) -> dict[str, str]:
     return {name.replace("_", "."): base64.b64encode(Path(path).read_bytes()).decode() for name, path in files.items()}
 
 
-async def test_an_etcd_that_asks_who_its_clients_are_is_reached_with_what_the_secret_says_by_then(
+async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(
     tls_etcd: EtcdServer, files: Certificates, secrets: EtcdSecrets, secret: dict[str, Any], run_id: str
 ) -> None:
     watcher = Watcher(secrets)
@@ -103,7 +103,7 @@ async def test_an_etcd_that_asks_who_its_clients_are_is_reached_with_what_the_se
         await watcher.readable(run_id)
 
 
-async def test_an_etcd_behind_tls_that_is_not_trusted_or_does_not_trust_is_told_in_words(
+async def test_an_untrusted_etcd_tls_connection_is_reported(
     tls_etcd: EtcdServer, tmp_path: Path, secrets: EtcdSecrets, secret: dict[str, Any], files: Certificates, run_id: str
 ) -> None:
     watcher = Watcher(secrets)
@@ -119,7 +119,7 @@ async def test_an_etcd_behind_tls_that_is_not_trusted_or_does_not_trust_is_told_
         assert tls_etcd.endpoint in await watcher.error(run_id)
 
 
-async def test_what_is_no_etcd_and_what_is_not_there_are_told_apart(own_etcd: EtcdServer, run_id: str) -> None:
+async def test_a_non_etcd_server_and_a_missing_server_get_different_messages(own_etcd: EtcdServer, run_id: str) -> None:
     async def answer(_: web.BaseRequest) -> web.StreamResponse:
         return web.json_response({"etcdserver": "2.2.1"}, status=404)
 

@@ -58,7 +58,7 @@ async def process_of(agent: int, title: str) -> int:
     return pid
 
 
-async def test_a_run_goes_on_in_its_round_when_the_fork_server_dies(tmp_path: Path) -> None:
+async def test_a_run_stays_in_its_round_when_the_fork_server_dies(tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     [program] = script(tmp_path, MEETING).argv
     async with AgentProcess("--nproc-per-node", "2", program, stop) as agent:
@@ -74,7 +74,7 @@ async def test_a_run_goes_on_in_its_round_when_the_fork_server_dies(tmp_path: Pa
         assert await agent.code() == ExitCode.SUCCEEDED
 
 
-async def test_a_fork_server_that_dies_when_all_is_calm_is_replaced_at_once(
+async def test_an_idle_fork_server_that_dies_is_replaced_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fork_server, "MIN_UPTIME", 0.0)
@@ -89,7 +89,7 @@ async def test_a_fork_server_that_dies_when_all_is_calm_is_replaced_at_once(
     assert "The fork server died" in caplog.text
 
 
-async def test_a_fork_server_that_dies_while_it_forks_keeps_nobody_waiting(
+async def test_a_fork_server_that_dies_while_forking_blocks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "MIN_UPTIME", 0.0)
@@ -115,7 +115,7 @@ async def test_a_fork_server_that_dies_while_it_forks_keeps_nobody_waiting(
         assert [(await exit_of(group)).message for _ in range(5)] == [""] * 5
 
 
-async def test_a_machine_that_allows_no_new_fork_server_for_a_while_fails_that_start_alone(
+async def test_a_machine_that_refuses_a_new_fork_server_fails_only_that_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> int:
@@ -156,7 +156,7 @@ def ended_before_they_begin(monkeypatch: pytest.MonkeyPatch, count: int) -> Iter
     assert left == 0
 
 
-async def test_a_store_whose_process_dies_before_it_begins_is_served_by_another_one(
+async def test_a_store_process_that_dies_before_its_start_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
@@ -169,9 +169,7 @@ async def test_a_store_whose_process_dies_before_it_begins_is_served_by_another_
         assert not store.ended.done()
 
 
-async def test_a_store_none_of_whose_processes_lives_to_begin_fails_that_start_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_that_cannot_start_fails_only_that_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
         await workers.ready()
         with (
@@ -183,7 +181,7 @@ async def test_a_store_none_of_whose_processes_lives_to_begin_fails_that_start_a
         assert not store.ended.done()
 
 
-async def test_an_agent_whose_spare_process_dies_while_it_becomes_the_store_goes_on() -> None:
+async def test_an_agent_replaces_a_spare_process_that_dies_while_becoming_the_store() -> None:
     async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
         store = await process_of(agent.pid, "store of the round")
         spare = await process_of(agent.pid, "spare process")
@@ -199,7 +197,7 @@ async def test_an_agent_whose_spare_process_dies_while_it_becomes_the_store_goes
         assert not [line for line in agent.lines if "round 3" in line or "Traceback" in line]
 
 
-async def test_a_store_that_is_killed_for_memory_is_named_as_that(tmp_path: Path) -> None:
+async def test_a_store_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
     log = tmp_path / "termination"
     with memory_limit(600) as within:
         async with (
@@ -227,7 +225,7 @@ async def test_a_store_that_is_killed_for_memory_is_named_as_that(tmp_path: Path
     assert (words.failure.kind, words.failure.message) == (FailureKind.PROGRAM, died)
 
 
-async def test_a_fork_server_that_has_not_the_memory_to_import_torch_is_told_as_that(tmp_path: Path) -> None:
+async def test_a_fork_server_without_memory_to_import_torch_is_reported_as_such(tmp_path: Path) -> None:
     log = tmp_path / "termination"
     [program] = script(tmp_path, "").argv
     with memory_limit(60) as within:
@@ -243,7 +241,7 @@ START_METHODS = [("fork-server", True), ("forkserver", True), ("fork", True), ("
 
 
 @pytest.mark.parametrize(("name", "forked"), START_METHODS)
-async def test_start_methods_have_the_names_that_people_know(name: str, forked: bool, tmp_path: Path) -> None:
+async def test_start_methods_have_their_common_names(name: str, forked: bool, tmp_path: Path) -> None:
     [program] = script(tmp_path, "import sys; print('forked:', 'torch' in sys.modules)").argv
     async with AgentProcess("--start-method", name, program) as agent:
         assert await agent.code() == ExitCode.SUCCEEDED

@@ -44,7 +44,7 @@ STUCK = """
 
 
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_a_worker_that_hangs_fails_with_the_place_where_it_hangs(tmp_path: Path, method: str) -> None:
+async def test_a_hanging_worker_fails_with_the_place_where_it_hangs(tmp_path: Path, method: str) -> None:
     program = program_of(tmp_path, STUCK)
     log = tmp_path / "last-words"
     async with AgentProcess(*ONCE, f"--start-method={method}", f"--termination-log={log}", program) as agent:
@@ -56,7 +56,7 @@ async def test_a_worker_that_hangs_fails_with_the_place_where_it_hangs(tmp_path:
     assert "[rank 0] Fatal Python error: Aborted" in agent.output
 
 
-async def test_a_worker_that_is_stopped_is_called_that(tmp_path: Path) -> None:
+async def test_a_stopped_process_is_reported_as_stopped(tmp_path: Path) -> None:
     program = program_of(
         tmp_path,
         """
@@ -98,7 +98,7 @@ async def test_heartbeats_keep_a_worker_alive_from_any_of_its_threads(tmp_path: 
     assert "all is well" in agent.output
 
 
-async def test_a_program_that_is_not_python_touches_a_file(tmp_path: Path) -> None:
+async def test_a_non_python_program_sends_heartbeats_by_touching_a_file(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(
         'for step in 1 2 3 4 5 6 7 8 9 10 11 12; do touch "$TORCHELASTIC_HEARTBEAT_FILE"; sleep 0.5; done\n'
@@ -110,7 +110,7 @@ async def test_a_program_that_is_not_python_touches_a_file(tmp_path: Path) -> No
     assert agent.lines[-1].endswith(": no heartbeat for 4 s; it may not restart")
 
 
-async def test_a_worker_that_never_says_anything_hangs_too_and_one_that_ignores_its_end_is_killed(
+async def test_a_worker_that_never_sends_a_heartbeat_hangs_and_is_killed_if_it_ignores_signals(
     tmp_path: Path,
 ) -> None:
     program = program_of(
@@ -121,7 +121,7 @@ async def test_a_worker_that_never_says_anything_hangs_too_and_one_that_ignores_
     assert "no heartbeat for 1 s" in agent.lines[-1]
 
 
-async def test_what_a_worker_forks_does_not_answer_for_it(tmp_path: Path) -> None:
+async def test_a_child_of_a_worker_does_not_send_its_heartbeats(tmp_path: Path) -> None:
     program = program_of(
         tmp_path,
         """
@@ -148,7 +148,7 @@ async def test_what_a_worker_forks_does_not_answer_for_it(tmp_path: Path) -> Non
     assert "no heartbeat for 5 s; it was in <module> (program.py:" in agent.lines[-1]
 
 
-async def test_who_keeps_the_others_waiting_is_named_and_not_who_waits(tmp_path: Path) -> None:
+async def test_the_hanging_rank_is_named_and_not_the_waiting_ranks(tmp_path: Path) -> None:
     program = program_of(
         tmp_path,
         """
@@ -173,7 +173,7 @@ async def test_who_keeps_the_others_waiting_is_named_and_not_who_waits(tmp_path:
     assert "no heartbeat for 10 s; it was in stuck (program.py:8)" in agent.lines[-1]
 
 
-async def test_nothing_is_left_of_an_agent_that_is_killed(tmp_path: Path) -> None:
+async def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
     program = program_of(
         tmp_path,
         "import os, time; print('file', os.environ['TORCHELASTIC_HEARTBEAT_FILE'], flush=True); time.sleep(300)",

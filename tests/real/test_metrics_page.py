@@ -31,7 +31,7 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("source", "shown"), SHOWN)
-async def test_an_example_is_shown_as_it_stands_there(tmp_path: Path, source: str, shown: list[str]) -> None:
+async def test_an_example_is_documented_verbatim(tmp_path: Path, source: str, shown: list[str]) -> None:
     program, port = tmp_path / "train.py", free_range(1).first
     program.write_text(f"{source}\nprint('measured', flush=True)\nimport signal\nsignal.pause()\n")
     flags = (
@@ -58,7 +58,7 @@ def test_there_is_an_example_of_each_kind() -> None:
     ("heading", "said"),
     [("The API", r"^\[my_app\] loss=0\.5$"), ("In any program", r"^http://127\.0\.0\.1:\d+/metrics$")],
 )
-def test_an_example_without_an_agent_prints_what_it_says(heading: str, said: str) -> None:
+def test_an_example_without_an_agent_prints_what_its_text_promises(heading: str, said: str) -> None:
     source = re.split(r"^```\w*\n", PAGE.split(f"\n## {heading}\n")[1], flags=re.MULTILINE)[1]
     ended = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
     assert re.search(said, ended.stdout.strip())

@@ -134,17 +134,13 @@ def asked(page: Page) -> list[Any]:
 
 
 @pytest.mark.parametrize(("panel", "query"), asked(JOB_PAGE))
-async def test_every_picture_of_a_job_has_data_of_the_right_unit_and_size(
-    story: Story, panel: Panel, query: Query
-) -> None:
+async def test_every_job_panel_has_data_of_the_right_unit_and_size(story: Story, panel: Panel, query: Query) -> None:
     answer = await story.answer(query.expr)
     assert not list(complaints(answer, unit_of(panel, query), age=story.age)), query.expr
 
 
 @pytest.mark.parametrize(("panel", "query"), asked(FLEET_PAGE))
-async def test_every_picture_of_the_fleet_has_data_of_the_right_unit_and_size(
-    story: Story, panel: Panel, query: Query
-) -> None:
+async def test_every_fleet_panel_has_data_of_the_right_unit_and_size(story: Story, panel: Panel, query: Query) -> None:
     # All namespaces.
     answer = await story.answer(query.expr, job_namespace=".*")
     assert not list(complaints(answer, unit_of(panel, query), age=story.age)), query.expr
@@ -159,7 +155,7 @@ def the_query(title: str, legend: str = "", page: Page = JOB_PAGE) -> str:
     return found[0]
 
 
-async def test_members_rounds_and_restarts_are_those_of_the_job(story: Story) -> None:
+async def test_member_round_and_restart_metrics_match_the_job(story: Story) -> None:
     status = story.snapshot["status"]
     for title, legend, value in (
         ("Workers", "", 3),
@@ -203,7 +199,7 @@ async def test_the_states_add_up_to_the_wall_time(story: Story) -> None:
     )
 
 
-async def test_what_happened_is_marked(story: Story) -> None:
+async def test_events_are_marked(story: Story) -> None:
     marked = {}
     for mark in MARKS:
         expr = filled_in(mark.query.expr, story.values)
@@ -216,7 +212,7 @@ async def test_what_happened_is_marked(story: Story) -> None:
     assert len(marked["New round"]) >= 2
 
 
-async def test_recoveries_are_counted_by_what_had_happened(story: Story) -> None:
+async def test_recoveries_are_counted_by_cause(story: Story) -> None:
     counted = labels(await story.answer(the_query("Recoveries")), "cause")
     assert counted["worker_failed"] == 3 * KILLS
     assert sum(counted.values()) >= 3 * KILLS + 2
@@ -224,7 +220,7 @@ async def test_recoveries_are_counted_by_what_had_happened(story: Story) -> None
     assert slowest.keys() == counted.keys()
 
 
-async def test_steps_and_checkpoints_take_as_long_as_the_program_makes_them(story: Story) -> None:
+async def test_steps_and_checkpoints_take_their_real_time(story: Story) -> None:
     by_rank = labels(await story.answer(the_query("Step time by rank")), "rank")
     assert by_rank.keys() == {"0", "1", "2"}
     assert all(0.1 <= seconds < 5 for seconds in by_rank.values())
@@ -238,7 +234,7 @@ async def test_steps_and_checkpoints_take_as_long_as_the_program_makes_them(stor
     assert batches == pytest.approx(dict.fromkeys("012", 0.005))
 
 
-async def test_the_programs_own_metrics_can_be_chosen_by_their_group(story: Story) -> None:
+async def test_program_metrics_can_be_selected_by_group(story: Story) -> None:
     for group in ("", "my_app"):
         for variable in JOB_PAGE.variables:
             if variable.name in ("gauge", "counter", "histogram"):
@@ -252,7 +248,7 @@ async def test_the_programs_own_metrics_can_be_chosen_by_their_group(story: Stor
     assert not await story.prometheus.series(filled_in(selector, story.values | {"group": "other"}))
 
 
-async def test_no_alert_is_about_a_job_that_trains(story: Story) -> None:
+async def test_no_alert_covers_a_healthy_job(story: Story) -> None:
     firing = await story.prometheus.firing()
     assert firing == {}
     asked_for = names_in(alert.expr for alert in JOBS)
@@ -262,7 +258,7 @@ async def test_no_alert_is_about_a_job_that_trains(story: Story) -> None:
         assert await story.prometheus.query(name), name
 
 
-async def test_promtool_has_nothing_to_say_against_the_page_of_an_agent(story: Story) -> None:
+async def test_promtool_accepts_the_metrics_page_of_an_agent(story: Story) -> None:
     assert len(story.pages) == 3
     for page in story.pages:
         run = promtool("check", "metrics", stdin=page)

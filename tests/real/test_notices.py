@@ -133,9 +133,7 @@ def before(agent: AgentProcess, first: str, then: str) -> bool:
     return numbers[0] < numbers[1]
 
 
-async def test_when_a_node_joins_the_workers_save_before_the_round_changes(
-    run: Run, program: Path, tmp_path: Path
-) -> None:
+async def test_workers_save_before_the_round_changes_when_a_node_joins(run: Run, program: Path, tmp_path: Path) -> None:
     async with run.node("--node-name=one", "--stop-timeout=60", program, tmp_path, "300") as a:
         await run.trains(a)
         async with run.node("--node-name=two", program, tmp_path, "300") as b:
@@ -149,9 +147,7 @@ async def test_when_a_node_joins_the_workers_save_before_the_round_changes(
     assert a.output.count("has saved") == 1
 
 
-async def test_the_round_changes_without_an_answer_when_the_time_is_over(
-    run: Run, program: Path, tmp_path: Path
-) -> None:
+async def test_the_round_changes_without_an_answer_when_the_time_is_up(run: Run, program: Path, tmp_path: Path) -> None:
     async with run.node("--notice=1", program, tmp_path, "300") as a:
         await run.trains(a)
         async with run.node("--notice=1", program, tmp_path, "300") as b:
@@ -162,7 +158,7 @@ async def test_the_round_changes_without_an_answer_when_the_time_is_over(
     assert "has saved" not in a.output
 
 
-async def test_a_callback_answers_by_its_return_or_its_exception(run: Run, tmp_path: Path) -> None:
+async def test_a_callback_returns_a_value_or_raises(run: Run, tmp_path: Path) -> None:
     program = tmp_path / "called.py"
     program.write_text(CALLED)
     async with run.node(program, tmp_path) as a:
@@ -178,7 +174,7 @@ async def test_a_callback_answers_by_its_return_or_its_exception(run: Run, tmp_p
     assert "OSError: the disk is full" in a.output
 
 
-async def test_a_change_that_is_called_off_is_taken_back(run: Run, program: Path, tmp_path: Path) -> None:
+async def test_a_cancelled_change_is_withdrawn(run: Run, program: Path, tmp_path: Path) -> None:
     async with run.node(program, tmp_path, "300") as a:
         await run.trains(a)
         async with run.node(program, tmp_path, "300") as b:
@@ -191,7 +187,7 @@ async def test_a_change_that_is_called_off_is_taken_back(run: Run, program: Path
     assert "round 2" not in a.output
 
 
-async def test_a_failure_meanwhile_ends_the_round_at_once(run: Run, program: Path, tmp_path: Path) -> None:
+async def test_a_failure_while_waiting_ends_the_round_at_once(run: Run, program: Path, tmp_path: Path) -> None:
     async with (
         run.node("--nnodes=2:3", program, tmp_path, "300") as a,
         run.node("--nnodes=2:3", program, tmp_path, "300") as b,
@@ -206,7 +202,7 @@ async def test_a_failure_meanwhile_ends_the_round_at_once(run: Run, program: Pat
             assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
 
 
-async def test_when_a_node_leaves_all_workers_save_first_its_own_included(
+async def test_all_workers_save_before_the_round_changes_when_a_node_leaves(
     run: Run, program: Path, tmp_path: Path
 ) -> None:
     async with (
@@ -231,7 +227,7 @@ async def test_when_a_node_leaves_all_workers_save_first_its_own_included(
         assert await a.code() == 0
 
 
-async def test_a_node_that_leaves_lets_the_others_save_where_its_own_workers_need_not(
+async def test_a_leaving_node_lets_the_others_save_even_if_its_own_workers_do_not(
     run: Run, program: Path, tmp_path: Path
 ) -> None:
     async with run.node(program, tmp_path, "300", "0") as a:
@@ -271,7 +267,7 @@ async def test_a_second_signal_ends_a_node_at_once(run: Run, program: Path, tmp_
         assert await a.code() == 0
 
 
-async def test_nodes_that_all_leave_at_once_go_when_their_workers_have_saved(
+async def test_nodes_that_all_leave_at_once_wait_until_their_workers_have_saved(
     run: Run, program: Path, tmp_path: Path
 ) -> None:
     async with (
@@ -290,9 +286,7 @@ async def test_nodes_that_all_leave_at_once_go_when_their_workers_have_saved(
 
 
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_a_node_that_is_alone_leaves_when_its_workers_have_saved(
-    program: Path, tmp_path: Path, method: str
-) -> None:
+async def test_a_single_node_leaves_after_its_workers_have_saved(program: Path, tmp_path: Path, method: str) -> None:
     nodes = ["--standalone", f"--start-method={method}", "--notice=600"]
     async with AgentProcess(*nodes, program, tmp_path, "300") as a:
         worker = await a.trains(world=1)
@@ -304,7 +298,7 @@ async def test_a_node_that_is_alone_leaves_when_its_workers_have_saved(
     assert before(a, "rank 0 has saved", "rank 0 goes")
 
 
-async def test_without_the_store_a_node_leaves_when_its_own_workers_have_saved(
+async def test_a_node_leaves_without_the_store_when_its_workers_have_saved(
     own_etcd: EtcdServer, program: Path, tmp_path: Path
 ) -> None:
     nodes = [f"--rdzv-endpoint={own_etcd.endpoint}", "--rdzv-id=outage", "--local-addr=127.0.0.1", "--nnodes=2"]

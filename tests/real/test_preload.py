@@ -57,7 +57,7 @@ async def test_a_module_beside_the_program_is_imported_once_for_all_workers(tmp_
         assert (tmp_path / f"logs/round_1/rank_{rank}/output.log").read_text() == "True False yes 1\n"
 
 
-async def test_a_module_beside_the_working_directory_is_found_for_a_program_that_is_a_module(
+async def test_a_module_in_the_working_directory_is_found_for_a_module_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
@@ -67,14 +67,14 @@ async def test_a_module_beside_the_working_directory_is_found_for_a_program_that
     assert await output_of(program, tmp_path / "logs") == "True False yes 1\n"
 
 
-async def test_what_a_module_sets_in_the_environment_gives_way_to_what_the_worker_has(tmp_path: Path) -> None:
+async def test_a_modules_environment_changes_do_not_override_the_workers_variables(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
     printed = await output_of(program, tmp_path / "logs", {"SET_BY_THE_MODEL": "the worker's"})
     assert "the worker's" in printed
 
 
-async def test_what_a_module_prints_while_it_is_imported_is_printed_once(
+async def test_the_output_of_an_import_is_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
@@ -107,7 +107,7 @@ async def test_a_module_that_would_break_the_workers_is_refused_by_name(source: 
     assert said in sentence
 
 
-async def test_a_pool_of_threads_that_takes_care_of_forks_is_no_reason(tmp_path: Path) -> None:
+async def test_a_fork_safe_thread_pool_does_not_prevent_forking(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import numpy\nnumpy.ones((999, 999)) @ numpy.ones((999, 999))")
     program = script(tmp_path, "import model; print(model.numpy.ones((999, 999)).sum())", preload=["model"])
     assert await output_of(program, tmp_path / "logs", {}) == "998001.0\n"
@@ -122,18 +122,18 @@ async def test_an_agent_refuses_such_a_module_before_it_joins(tmp_path: Path) ->
     assert line.startswith("torchelastic-run: --preload model: it cannot be imported: ModuleNotFoundError")
 
 
-async def test_a_module_that_ends_the_fork_server_is_told(tmp_path: Path) -> None:
+async def test_a_module_that_ends_the_fork_server_is_reported(tmp_path: Path) -> None:
     said = await refusal(tmp_path, "import os; os._exit(3)")
     assert "the fork server dies repeatedly while it imports torch, json, model" in said
 
 
-async def test_what_is_executed_preloads_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_executed_programs_preload_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     program = script(tmp_path, "print('here')", preload=["nowhere"], start_method=StartMethod.EXEC)
     assert await output_of(program, tmp_path / "logs") == "here\n"
     assert "--preload has no effect" in caplog.text
 
 
-async def test_a_fork_server_that_is_killed_while_it_imports_is_started_again(tmp_path: Path) -> None:
+async def test_a_fork_server_killed_during_imports_is_restarted(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
     async with Workers(program, LogSettings(tmp_path / "logs")) as workers:
@@ -161,7 +161,7 @@ print(there)
 """
 
 
-async def test_what_torch_imports_when_a_program_trains_is_there_for_later_workers(tmp_path: Path) -> None:
+async def test_modules_that_torch_imports_for_training_are_preloaded_for_later_workers(tmp_path: Path) -> None:
     async with Workers(script(tmp_path, TRAINS), LogSettings(tmp_path / "logs")) as workers:
         printed = []
         async with asyncio.timeout(LIMIT):
@@ -186,7 +186,7 @@ print(torch._dynamo.config.suppress_errors)
 """
 
 
-async def test_what_a_program_sets_for_such_an_import_is_honoured_in_every_round(tmp_path: Path) -> None:
+async def test_variables_that_a_program_sets_for_such_an_import_apply_in_every_round(tmp_path: Path) -> None:
     async with Workers(script(tmp_path, SETS_WHAT_TORCH_READS), LogSettings(tmp_path / "logs")) as workers:
         for round in (1, 2):
             group = await workers.start(round, [WorkerStart(0, 0, {})])

@@ -29,7 +29,7 @@ WAYS = {
 
 @pytest.mark.parametrize("method", StartMethod)
 @pytest.mark.parametrize("statement", WAYS.values(), ids=WAYS)
-async def test_a_program_has_what_it_sets_before_it_imports_torch(
+async def test_a_program_sees_variables_that_it_sets_before_importing_torch(
     statement: str, method: StartMethod, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = f"import os, sys\n{statement}\nimport torch\nprint(torch.get_num_threads())"

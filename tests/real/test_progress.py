@@ -111,7 +111,7 @@ def run(etcd: EtcdServer, tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_what_was_told_before_a_sigkill_is_there_with_the_failure(run: Run, method: str) -> None:
+async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run, method: str) -> None:
     source = """
         time.sleep(0.05)  # restoring
         torchelastic.step()
@@ -133,7 +133,7 @@ async def test_what_was_told_before_a_sigkill_is_there_with_the_failure(run: Run
         assert anew.last_checkpoint_at == 0
 
 
-async def test_a_checkpoint_soon_after_another_one_is_told_of_while_the_program_does_something_else(run: Run) -> None:
+async def test_frequent_checkpoints_are_reported_in_the_background(run: Run) -> None:
     source = """
         for _ in range(5):
             time.sleep(0.01)
@@ -148,7 +148,7 @@ async def test_a_checkpoint_soon_after_another_one_is_told_of_while_the_program_
         assert len({record.last_checkpoint_at for record in told.records} - {0}) == 2
 
 
-async def test_a_program_that_ends_says_all_that_it_has_to_say(run: Run) -> None:
+async def test_all_output_of_an_ending_program_is_forwarded(run: Run) -> None:
     source = """
         for _ in range(2):
             with torchelastic.checkpoint():
@@ -163,7 +163,7 @@ async def test_a_program_that_ends_says_all_that_it_has_to_say(run: Run) -> None
         assert (await told.until(lambda record: record.failure)).last_checkpoint_at == pytest.approx(began, abs=0.02)
 
 
-async def test_rank_0_speaks_for_the_run_wherever_it_is(run: Run) -> None:
+async def test_rank_0_reports_run_metrics_on_any_node(run: Run) -> None:
     source = """
         torchelastic.step()
         with torchelastic.checkpoint():
@@ -184,7 +184,7 @@ async def test_rank_0_speaks_for_the_run_wherever_it_is(run: Run) -> None:
         assert {record.name for record in told.records if record.first_step_at or record.last_checkpoint_at} == {first}
 
 
-async def test_what_a_worker_starts_does_not_speak_for_it_but_what_it_executes_does(run: Run) -> None:
+async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_can(run: Run) -> None:
     source = """
         def train():
             torchelastic.step()
@@ -215,7 +215,7 @@ async def test_what_a_worker_starts_does_not_speak_for_it_but_what_it_executes_d
         assert (await told.until(lambda record: record.last_checkpoint_at)).first_step_at == stepped
 
 
-async def test_a_program_that_a_shell_script_starts_speaks(run: Run, tmp_path: Path) -> None:
+async def test_a_program_started_by_a_shell_script_can_report(run: Run, tmp_path: Path) -> None:
     source = """
         torchelastic.step()
         with torchelastic.checkpoint():
@@ -229,7 +229,7 @@ async def test_a_program_that_a_shell_script_starts_speaks(run: Run, tmp_path: P
         assert 0 < record.first_step_at <= record.last_checkpoint_at
 
 
-async def test_calls_without_a_pause_are_measured_and_the_store_hears_little_of_them(run: Run) -> None:
+async def test_frequent_steps_are_measured_with_few_store_writes(run: Run) -> None:
     port = free_range(1).first
     source = """
         began = time.monotonic()
@@ -253,7 +253,7 @@ async def test_calls_without_a_pause_are_measured_and_the_store_hears_little_of_
     assert 2 <= len(written) <= took + 4
 
 
-async def test_signal_handlers_and_threads_that_save_hold_nobody_up(run: Run) -> None:
+async def test_signal_handlers_and_saving_threads_block_nothing(run: Run) -> None:
     source = """
         handled = 0
 
@@ -294,7 +294,7 @@ async def test_signal_handlers_and_threads_that_save_hold_nobody_up(run: Run) ->
         await told.until(lambda record: record.last_checkpoint_at >= float(said[2]) - 0.001)
 
 
-async def test_an_agent_that_is_stopped_holds_no_training_up(run: Run) -> None:
+async def test_a_paused_agent_does_not_block_training(run: Run) -> None:
     source = """
         os.kill(os.getppid(), signal.SIGSTOP)
         for _ in range(1000):
@@ -312,7 +312,7 @@ async def test_an_agent_that_is_stopped_holds_no_training_up(run: Run) -> None:
         )
 
 
-def test_without_an_agent_a_program_is_as_it_would_be_without_the_calls(tmp_path: Path) -> None:
+def test_a_program_runs_unchanged_without_an_agent(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     calls = """
         for _ in range(1000):

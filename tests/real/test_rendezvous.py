@@ -52,7 +52,7 @@ async def meeting(own_etcd: EtcdServer, run_id: str) -> AsyncIterator[Meeting]:
         yield made
 
 
-async def test_the_wanted_nodes_meet_and_all_are_told_the_same(meeting: Meeting) -> None:
+async def test_the_wanted_nodes_meet_and_get_the_same_round(meeting: Meeting) -> None:
     nodes = [await meeting.node(name, wanted=3) for name in "abc"]
     round = await all_with(*nodes)
     assert round.number == 1
@@ -60,7 +60,7 @@ async def test_the_wanted_nodes_meet_and_all_are_told_the_same(meeting: Meeting)
     assert len({record for node in nodes for record in node.rounds}) == 1
 
 
-async def test_one_that_leaves_is_done_without_at_once_and_a_newcomer_is_taken_in(meeting: Meeting) -> None:
+async def test_a_leaving_node_is_removed_at_once_and_a_new_node_joins(meeting: Meeting) -> None:
     a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
     first = await all_with(a, b, c)
     leaving = next(node for node in (a, b, c) if node.inner.node == first.nodes[0])
@@ -74,7 +74,7 @@ async def test_one_that_leaves_is_done_without_at_once_and_a_newcomer_is_taken_i
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-async def test_one_that_dies_without_a_word_is_noticed_long_before_its_lease_ends(
+async def test_a_dead_node_is_noticed_long_before_its_lease_expires(
     own_etcd: EtcdServer, run_id: str, rank: int
 ) -> None:
     async def reach() -> Store:
@@ -102,7 +102,7 @@ async def test_a_failed_worker_costs_one_restart_of_the_whole_run(meeting: Meeti
     assert (a.rounds[-1].restarts, a.rounds[-1].cause) == (1, "rank 1 on b: ValueError: bad")
 
 
-async def test_what_is_said_of_a_past_round_is_not_taken_for_the_present_one(meeting: Meeting) -> None:
+async def test_reports_of_a_past_round_are_ignored(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     past = await all_with(a, b)
     await b.inner.leave()
@@ -115,7 +115,7 @@ async def test_what_is_said_of_a_past_round_is_not_taken_for_the_present_one(mee
     assert a.outcome.round == present.number
 
 
-async def test_when_all_are_done_everybody_learns_of_the_success(meeting: Meeting) -> None:
+async def test_all_nodes_see_the_success_when_all_are_done(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     await all_with(a, b)
     for node in (a, b):
@@ -127,7 +127,7 @@ async def test_when_all_are_done_everybody_learns_of_the_success(meeting: Meetin
 
 
 @pytest.mark.parametrize("unique", [True, False])
-async def test_a_late_node_learns_the_outcome_where_the_id_is_unique_and_begins_a_new_run_elsewhere(
+async def test_a_late_node_sees_the_outcome_of_a_unique_id_and_otherwise_starts_a_new_run(
     meeting: Meeting, unique: bool
 ) -> None:
     a = await meeting.node("a", wanted=1, unique_run=unique)
@@ -145,7 +145,7 @@ async def test_a_late_node_learns_the_outcome_where_the_id_is_unique_and_begins_
         assert round.number == 1
 
 
-async def test_the_outcome_stands_while_a_node_of_that_run_lives_and_those_who_only_learn_of_it_do_not_count(
+async def test_the_outcome_stays_while_a_node_of_the_run_lives(
     meeting: Meeting,
 ) -> None:
     a = await meeting.node("a", wanted=1)
@@ -162,7 +162,7 @@ async def test_the_outcome_stands_while_a_node_of_that_run_lives_and_those_who_o
     assert [record.nodes for record in late.rounds] == [a.rounds[-1].nodes]
 
 
-async def test_a_spare_takes_the_place_of_a_leader_that_died_in_the_same_change(meeting: Meeting) -> None:
+async def test_a_spare_replaces_a_dead_leader_in_the_same_change(meeting: Meeting) -> None:
     a, b, c = [await meeting.node(name, wanted=2, join_debounce=5.0) for name in "abc"]
     first = await a.until_with("a", "b")
     await c.until(lambda node: bool(node.rounds))
@@ -173,7 +173,7 @@ async def test_a_spare_takes_the_place_of_a_leader_that_died_in_the_same_change(
     assert (await all_with(b, c)).number == 2
 
 
-async def test_before_a_member_is_done_without_workers_that_asked_save_and_the_next_round_waits_for_them(
+async def test_workers_that_asked_for_it_save_before_a_member_is_removed(
     meeting: Meeting,
 ) -> None:
     a, b, c = [await meeting.node(name) for name in "abc"]
@@ -195,7 +195,7 @@ async def test_before_a_member_is_done_without_workers_that_asked_save_and_the_n
     assert [record.number for record in staying.rounds] == [1, 2]
 
 
-async def test_a_leader_that_leaves_is_given_the_notice_by_the_next_one(meeting: Meeting) -> None:
+async def test_a_leaving_leaders_notice_is_delivered_by_the_next_leader(meeting: Meeting) -> None:
     a, b, c = [await meeting.node(name) for name in "abc"]
     round = await all_with(a, b, c)
     leader = next(node for node in (a, b, c) if node.inner._leader is not None)
@@ -208,7 +208,7 @@ async def test_a_leader_that_leaves_is_given_the_notice_by_the_next_one(meeting:
     assert (await all_with(*others)).cause == f"{leader.name} left"
 
 
-async def test_a_notice_of_a_join_is_taken_back_when_nobody_joins_after_all_and_the_next_has_another_serial(
+async def test_a_join_notice_is_withdrawn_if_no_node_joins_and_the_next_has_a_new_serial(
     meeting: Meeting,
 ) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
@@ -228,7 +228,7 @@ async def test_a_notice_of_a_join_is_taken_back_when_nobody_joins_after_all_and_
     assert (await all_with(a, b, d)).number == 2
 
 
-async def test_what_was_asked_for_in_one_round_is_not_asked_in_the_next_and_time_runs_out(meeting: Meeting) -> None:
+async def test_a_request_of_one_round_does_not_carry_over_and_expires(meeting: Meeting) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
     await all_with(a, b)
     await a.says(notice=0.2)
@@ -240,7 +240,7 @@ async def test_what_was_asked_for_in_one_round_is_not_asked_in_the_next_and_time
     assert a.notices == []
 
 
-async def test_a_death_ends_the_waiting_for_those_who_save(meeting: Meeting) -> None:
+async def test_a_death_ends_the_wait_for_checkpoints(meeting: Meeting) -> None:
     a, b, c = [await meeting.node(name) for name in "abc"]
     await all_with(a, b, c)
     await a.says(notice=600.0)
@@ -250,7 +250,7 @@ async def test_a_death_ends_the_waiting_for_those_who_save(meeting: Meeting) -> 
     assert (await all_with(a)).cause == "c died and b left"
 
 
-async def test_where_all_leave_they_are_told_when_the_last_of_them_has_saved(meeting: Meeting) -> None:
+async def test_nodes_that_all_leave_are_released_when_the_last_has_saved(meeting: Meeting) -> None:
     nodes = [await meeting.node(name) for name in "abc"]
     round = await all_with(*nodes)
     for node in nodes:
@@ -270,9 +270,7 @@ async def test_where_all_leave_they_are_told_when_the_last_of_them_has_saved(mee
 
 
 @pytest.mark.parametrize("loses_data", [False, True])
-async def test_a_notice_survives_whatever_happens_to_etcd(
-    own_etcd: EtcdServer, meeting: Meeting, loses_data: bool
-) -> None:
+async def test_a_notice_survives_every_etcd_fault(own_etcd: EtcdServer, meeting: Meeting, loses_data: bool) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
     round = await all_with(a, b)
     await a.says(notice=600.0)
@@ -289,7 +287,7 @@ async def test_a_notice_survives_whatever_happens_to_etcd(
     assert (after.number, after.nodes[:2]) == (2, round.nodes)
 
 
-async def test_neighbours_have_neighbouring_ranks(meeting: Meeting) -> None:
+async def test_neighbouring_nodes_have_neighbouring_ranks(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2, place=place) for name, place in (("a", "x"), ("b", "y"))]
     first = await all_with(a, b)
     c = await meeting.node("c", place="x")
@@ -302,7 +300,7 @@ async def test_neighbours_have_neighbouring_ranks(meeting: Meeting) -> None:
     assert abs(ranks["a"] - ranks["c"]) == 1
 
 
-async def test_a_failure_that_is_declared_final_ends_the_run_for_all_whatever_is_left_of_the_budget(
+async def test_a_non_retryable_failure_ends_the_run_despite_remaining_restarts(
     meeting: Meeting,
 ) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
@@ -334,7 +332,7 @@ async def test_a_failure_that_is_declared_final_ends_the_run_for_all_whatever_is
         assert [record.number for record in node.rounds] == [1]
 
 
-async def test_an_round_stands_until_another_one_is_committed_or_the_run_has_ended(meeting: Meeting) -> None:
+async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_ended(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     first = await all_with(a, b)
     assert await a.inner.is_current(first.number)
@@ -351,7 +349,7 @@ async def test_an_round_stands_until_another_one_is_committed_or_the_run_has_end
     await store.close()
 
 
-async def test_an_round_stands_while_etcd_is_away_as_long_as_its_peers_are_reached(
+async def test_a_round_stays_current_without_etcd_while_its_peers_are_connected(
     own_etcd: EtcdServer, meeting: Meeting
 ) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
@@ -364,7 +362,7 @@ async def test_an_round_stands_while_etcd_is_away_as_long_as_its_peers_are_reach
     await own_etcd.start()
 
 
-async def test_no_round_stands_any_more_when_the_run_has_ended(meeting: Meeting) -> None:
+async def test_no_round_is_current_after_the_run_has_ended(meeting: Meeting) -> None:
     a = await meeting.node("a", wanted=1)
     round = await all_with(a)
     a.inner.report(round.number, phase=NodePhase.DONE)
@@ -372,7 +370,7 @@ async def test_no_round_stands_any_more_when_the_run_has_ended(meeting: Meeting)
     assert not await a.inner.is_current(round.number)
 
 
-async def test_a_node_that_is_done_before_the_others_can_leave_and_the_run_still_succeeds(meeting: Meeting) -> None:
+async def test_a_node_that_finishes_early_can_leave_and_the_run_succeeds(meeting: Meeting) -> None:
     a, b = [await meeting.node(name, wanted=2) for name in "ab"]
     round = await all_with(a, b)
     for node in (a, b):
@@ -388,7 +386,7 @@ async def test_a_node_that_is_done_before_the_others_can_leave_and_the_run_still
     assert staying.outcome.state is OutcomeState.SUCCEEDED
 
 
-async def test_the_size_in_the_store_decides_and_a_spare_takes_over(
+async def test_the_wanted_size_in_the_store_decides_and_a_spare_takes_over(
     own_etcd: EtcdServer, meeting: Meeting, run_id: str
 ) -> None:
     a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
@@ -403,7 +401,7 @@ async def test_the_size_in_the_store_decides_and_a_spare_takes_over(
     assert (await c.until_with("c")).cause == "b died"
 
 
-async def test_nobody_notices_that_etcd_was_killed_and_changes_go_on_after_it(
+async def test_training_continues_when_etcd_is_killed_and_changes_resume_after_it(
     own_etcd: EtcdServer, meeting: Meeting
 ) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
@@ -417,7 +415,7 @@ async def test_nobody_notices_that_etcd_was_killed_and_changes_go_on_after_it(
     assert [record.number for record in a.rounds] == [1, 2]
 
 
-async def test_an_etcd_that_comes_back_empty_is_filled_again(own_etcd: EtcdServer, meeting: Meeting) -> None:
+async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: EtcdServer, meeting: Meeting) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
     first = await all_with(a, b)
     await own_etcd.kill()
@@ -430,7 +428,7 @@ async def test_an_etcd_that_comes_back_empty_is_filled_again(own_etcd: EtcdServe
     assert [record.number for record in a.rounds] == [1, 2]
 
 
-async def test_a_pause_of_etcd_that_ends_all_leases_is_no_loss(own_etcd: EtcdServer, meeting: Meeting) -> None:
+async def test_an_etcd_pause_that_expires_all_leases_is_not_a_loss(own_etcd: EtcdServer, meeting: Meeting) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
     first = await all_with(a, b)
     own_etcd.pause()
@@ -454,7 +452,7 @@ async def time_goes_by(store: Store, seconds: float) -> None:
         await seen(watch, 1)
 
 
-async def test_the_keys_of_a_run_stay_while_an_agent_or_the_operator_lives_and_go_when_all_have_abandoned_it(
+async def test_run_keys_stay_while_an_agent_or_the_operator_lives_and_are_removed_after_both_left(
     own_etcd: EtcdServer, run_id: str
 ) -> None:
     async def reach() -> Store:
@@ -487,7 +485,7 @@ async def test_the_keys_of_a_run_stay_while_an_agent_or_the_operator_lives_and_g
     await store.close()
 
 
-async def test_a_run_whose_lease_was_lost_goes_on_and_its_nodes_keep_their_own_leases(
+async def test_a_run_with_a_lost_lease_continues_and_its_nodes_keep_their_leases(
     own_etcd: EtcdServer, meeting: Meeting, run_id: str
 ) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
@@ -504,7 +502,7 @@ async def test_a_run_whose_lease_was_lost_goes_on_and_its_nodes_keep_their_own_l
     await store.close()
 
 
-async def test_records_that_are_nonsense_are_ignored(own_etcd: EtcdServer, meeting: Meeting, run_id: str) -> None:
+async def test_invalid_records_are_ignored(own_etcd: EtcdServer, meeting: Meeting, run_id: str) -> None:
     store = await connect(StoreSettings(endpoints=(own_etcd.endpoint,)))
     keys = RunKeys.of(run_id)
     for key in (keys.node("evil.0"), keys.size, f"{keys.control}unknown"):

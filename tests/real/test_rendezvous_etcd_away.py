@@ -66,7 +66,7 @@ def numbers(node: TestNode) -> list[int]:
     return [round.number for round in node.rounds]
 
 
-async def test_a_slow_etcd_delays_changes_and_ends_nothing(meeting: Meeting, line: TcpProxy) -> None:
+async def test_a_slow_etcd_delays_changes_only(meeting: Meeting, line: TcpProxy) -> None:
     a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
     first = await all_with(a, b, c)
     line.delay = 0.3 / 5 * LEASE  # as 0.3 s are to the lease that is the default
@@ -81,7 +81,7 @@ async def test_a_slow_etcd_delays_changes_and_ends_nothing(meeting: Meeting, lin
     assert not any(node.partitioned for node in (*left, d))
 
 
-async def test_a_dead_etcd_is_looked_for_calmly_and_complained_of_once(
+async def test_an_unreachable_etcd_is_retried_with_backoff_and_reported_once(
     meeting: Meeting, line: TcpProxy, any_etcd: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "torchelastic")
@@ -107,9 +107,7 @@ async def test_a_dead_etcd_is_looked_for_calmly_and_complained_of_once(
     assert not b.partitioned
 
 
-async def test_another_etcd_in_the_place_of_the_one_before_is_filled_with_what_the_nodes_know(
-    meeting: Meeting, any_etcd: EtcdServer
-) -> None:
+async def test_a_replacement_etcd_is_filled_by_the_nodes(meeting: Meeting, any_etcd: EtcdServer) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
     first = await all_with(a, b)
     await any_etcd.kill()
@@ -141,7 +139,7 @@ async def somebody_else(port: int) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
-async def test_whatever_answers_in_the_place_of_etcd_while_it_is_away_ends_nothing(
+async def test_any_server_in_the_place_of_etcd_ends_nothing_during_an_outage(
     meeting: Meeting, any_etcd: EtcdServer
 ) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
@@ -157,7 +155,7 @@ async def test_whatever_answers_in_the_place_of_etcd_while_it_is_away_ends_nothi
     assert not any(node.partitioned or node.inner.failed.done() for node in (a, b, c))
 
 
-async def test_silence_of_etcd_is_noticed_and_outlived(meeting: Meeting, line: TcpProxy) -> None:
+async def test_a_silent_etcd_is_noticed_and_survived(meeting: Meeting, line: TcpProxy) -> None:
     a, b = [await meeting.node(name) for name in "ab"]
     first = await all_with(a, b)
     line.fall_silent()
@@ -171,7 +169,7 @@ async def test_silence_of_etcd_is_noticed_and_outlived(meeting: Meeting, line: T
     assert not b.partitioned
 
 
-async def test_a_node_whose_line_alone_falls_silent_stays_in_the_round(meeting: Meeting, any_etcd: EtcdServer) -> None:
+async def test_a_node_with_only_a_silent_connection_stays_in_the_round(meeting: Meeting, any_etcd: EtcdServer) -> None:
     async with contextlib.AsyncExitStack() as lines:
 
         async def own_line() -> TcpProxy:

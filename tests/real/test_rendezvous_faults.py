@@ -49,7 +49,7 @@ def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds())
-async def test_any_script_of_faults_keeps_the_promises_of_the_rendezvous(any_etcd: EtcdServer, seed: int) -> None:
+async def test_random_fault_scripts_keep_the_rendezvous_guarantees(any_etcd: EtcdServer, seed: int) -> None:
     played: list[str] = []
     async with Play(any_etcd, f"faults-{uuid.uuid4()}") as play:
         for part in script(seed, ROUNDS):

@@ -36,7 +36,7 @@ def written(folder: Path, shown: Report) -> Path:
 
 @pytest.mark.parametrize("shown", [report, failed, long])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-async def test_it_opens_without_a_complaint_and_asks_for_nothing(
+async def test_the_page_opens_without_errors_and_requests_nothing(
     browser: Browser, tmp_path: Path, shown: Callable[[], Report], *, dark: bool
 ) -> None:
     for width in (360, 1000, 1600):
@@ -54,7 +54,7 @@ async def test_it_opens_without_a_complaint_and_asks_for_nothing(
 
 @pytest.mark.parametrize("word", ["y" * 3000, "y" * 150], ids=["told in short", "told at once"])
 @pytest.mark.parametrize("width", [360, 1000])
-async def test_however_long_the_words_are_the_page_is_not_wider_than_the_window(
+async def test_long_texts_do_not_make_the_page_wider_than_the_window(
     browser: Browser, tmp_path: Path, word: str, width: int
 ) -> None:
     shown = failed(message=f"rank 0 on digits-0-aaaaa failed: ValueError: {word}", name="d" * 52)
@@ -65,7 +65,7 @@ async def test_however_long_the_words_are_the_page_is_not_wider_than_the_window(
     assert overflow <= 0
 
 
-async def test_bars_are_as_wide_as_what_they_stand_for(browser: Browser, tmp_path: Path) -> None:
+async def test_bars_are_as_wide_as_their_durations(browser: Browser, tmp_path: Path) -> None:
     look = await Look.at(browser, written(tmp_path, failed()))
     [(left, whole)] = await look.boxes("svg.plot")
     bars = await look.boxes(".plot rect.round")
@@ -82,7 +82,7 @@ async def test_bars_are_as_wide_as_what_they_stand_for(browser: Browser, tmp_pat
     assert [(x + width / 2 - left) / whole * 100 for x, width in marks] == pytest.approx([45, 65, 100], abs=0.2)
 
 
-async def test_labels_stand_within_their_bars(browser: Browser, tmp_path: Path) -> None:
+async def test_labels_stay_inside_their_bars(browser: Browser, tmp_path: Path) -> None:
     for width in (500, 1000):
         look = await Look.at(browser, written(tmp_path, failed()), width=width)
         boxes = zip(await look.boxes(".plot .label"), await look.boxes(".plot .round"), strict=True)
@@ -91,7 +91,7 @@ async def test_labels_stand_within_their_bars(browser: Browser, tmp_path: Path) 
             assert left + wide <= bar_left + bar_wide + 1
 
 
-async def test_what_is_to_be_read_is_seen(browser: Browser, tmp_path: Path) -> None:
+async def test_texts_that_should_be_read_are_visible(browser: Browser, tmp_path: Path) -> None:
     look = await Look.at(browser, written(tmp_path, failed()))
     text = await look.page.inner_text("body")
     for said in (
@@ -110,7 +110,7 @@ async def test_what_is_to_be_read_is_seen(browser: Browser, tmp_path: Path) -> N
     assert look.complaints == []
 
 
-async def test_a_failure_in_the_timeline_leads_to_its_line_in_the_table(browser: Browser, tmp_path: Path) -> None:
+async def test_a_failure_in_the_timeline_links_to_its_table_row(browser: Browser, tmp_path: Path) -> None:
     look = await Look.at(browser, written(tmp_path, long()))
     await look.page.click(".plot a.failure:nth-of-type(20) path")
     assert look.page.url.endswith("#failure-20")
@@ -121,7 +121,7 @@ async def test_a_failure_in_the_timeline_leads_to_its_line_in_the_table(browser:
     assert 0 <= top < 800
 
 
-async def test_on_paper_it_is_light_and_whole(browser: Browser, tmp_path: Path) -> None:
+async def test_the_printed_page_is_light_and_complete(browser: Browser, tmp_path: Path) -> None:
     look = await Look.at(browser, written(tmp_path, failed()), dark=True)
     assert await look.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
     await look.page.emulate_media(media="print")

@@ -62,13 +62,13 @@ def left_of(scratch: Path) -> list[str]:
     return found
 
 
-def test_after_each_of_some_random_faults_all_agents_train_together_and_nothing_is_left_over(scratch: Path) -> None:
+def test_random_faults_leave_all_agents_training_together_and_nothing_behind(scratch: Path) -> None:
     document = measured(scratch, command("soak", "--json", f"--faults={len(KINDS)}", "--agents=4", "--seed=26"))
     assert document["passed"]
     assert sum(len(each["ours"]["samples"]) for each in document["measurements"]) == len(document["history"])
 
 
-def test_a_seed_chooses_the_same_faults_again_and_another_one_others() -> None:
+def test_a_seed_selects_the_faults() -> None:
     assert plan(1, 200, 4, 2.0) == plan(1, 200, 4, 2.0) != plan(2, 200, 4, 2.0)
     strikes = plan(1, 200, 4, 2.0)
     assert sum(len(strike) for strike in strikes) == 200
@@ -78,7 +78,7 @@ def test_a_seed_chooses_the_same_faults_again_and_another_one_others() -> None:
         assert len(slots) == len(set(slots))
 
 
-def test_recovery_is_measured_beside_torchrun_with_every_repetition_told(scratch: Path) -> None:
+def test_recovery_is_measured_next_to_torchrun_with_every_repetition(scratch: Path) -> None:
     document = measured(
         scratch,
         command("recovery", "--json", "--repeat=1", "--settle=0", "--limit=30", "--only=start", "--only=worker"),
@@ -93,7 +93,7 @@ def test_recovery_is_measured_beside_torchrun_with_every_repetition_told(scratch
         assert "torch.distributed.run" in each["details"]["commands"]["torchrun"]
 
 
-def test_memory_is_counted_by_the_kind_of_process_beside_torchrun(scratch: Path) -> None:
+def test_memory_is_counted_by_process_kind_next_to_torchrun(scratch: Path) -> None:
     document = measured(scratch, command("memory", "--json", "--repeat=1", "--settle=0"))
     [total] = document["measurements"]
     assert total["ratio"] > 1
@@ -105,7 +105,7 @@ def test_memory_is_counted_by_the_kind_of_process_beside_torchrun(scratch: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_benchmark_that_is_interrupted_leaves_nothing(scratch: Path, number: signal.Signals) -> None:
+def test_an_interrupted_benchmark_leaves_nothing_behind(scratch: Path, number: signal.Signals) -> None:
     argv = command("soak", "--faults=100", "--agents=2")
     with subprocess.Popen(argv, cwd=ROOT, env=environment(scratch), stderr=subprocess.PIPE, text=True) as benchmark:
         assert benchmark.stderr is not None

@@ -115,7 +115,7 @@ def test_the_operator_reads_an_endpoint_as_the_agents_do(
     assert store_at(written) == StoreSettings(endpoints=endpoints, protocol=protocol)
 
 
-async def test_what_is_told_of_the_past_is_read_and_nobody_is_woken_for_it(etcd: EtcdServer, run_id: str) -> None:
+async def test_reports_about_the_past_are_read_and_wake_no_node(etcd: EtcdServer, run_id: str) -> None:
     keys = RunKeys.of(run_id)
     split = TimeBreakdown(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, joined=2)
     history = HistoryRecord(created=1_700_000_000.0, rounds=(PastRound(number=1, began=1_700_000_000.0, nodes=2),))
@@ -137,7 +137,7 @@ async def test_what_is_told_of_the_past_is_read_and_nobody_is_woken_for_it(etcd:
         assert (mirror.time_breakdown, mirror.history) == (None, None)
 
 
-async def test_a_store_is_followed_wherever_and_however_its_place_is_written(etcd: EtcdServer, run_id: str) -> None:
+async def test_the_operator_reads_a_store_at_every_form_of_endpoint(etcd: EtcdServer, run_id: str) -> None:
     written = "etcd:99999"
     watched = Watched(run_id)
     async with watched.follows(lambda: store_at(written)) as mirror:
@@ -147,9 +147,7 @@ async def test_a_store_is_followed_wherever_and_however_its_place_is_written(etc
         await watched.until(lambda: mirror.readable)
 
 
-async def test_of_a_programs_progress_nobody_is_woken_but_of_all_else_that_a_node_says(
-    etcd: EtcdServer, run_id: str
-) -> None:
+async def test_progress_wakes_no_peer_but_every_other_change_does(etcd: EtcdServer, run_id: str) -> None:
     keys = RunKeys.of(run_id)
     record = NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)
     watched = Watched(run_id)
@@ -167,7 +165,7 @@ async def test_of_a_programs_progress_nobody_is_woken_but_of_all_else_that_a_nod
         assert watched.changes == before + 1
 
 
-async def test_a_run_is_forgotten_whole_though_its_lease_is_lost(etcd: EtcdServer, run_id: str) -> None:
+async def test_the_keys_of_a_run_are_removed_even_if_its_lease_is_lost(etcd: EtcdServer, run_id: str) -> None:
     watched, keys = Watched(run_id), RunKeys.of(run_id)
     async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
         await watched.until(lambda: mirror.readable)
@@ -178,9 +176,7 @@ async def test_a_run_is_forgotten_whole_though_its_lease_is_lost(etcd: EtcdServe
         assert (await store.list(keys.root)).entries == ()
 
 
-async def test_a_store_that_goes_away_while_a_run_is_forgotten_is_said_to_be_away(
-    own_etcd: EtcdServer, run_id: str
-) -> None:
+async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, run_id: str) -> None:
     watched = Watched(run_id)
     async with watched.follows(lambda: own_etcd.settings) as mirror:
         await mirror.forget_run()  # before it was ever reached, there is nothing to forget
@@ -193,7 +189,7 @@ async def test_a_store_that_goes_away_while_a_run_is_forgotten_is_said_to_be_awa
             await asyncio.wait_for(forgetting, PATIENCE)
 
 
-async def test_names_are_kept_of_nodes_in_use_and_of_the_last_ones(etcd: EtcdServer, run_id: str) -> None:
+async def test_series_are_kept_for_current_and_recent_nodes(etcd: EtcdServer, run_id: str) -> None:
     watched, keys = Watched(run_id, remembered=3), RunKeys.of(run_id)
     member = Member(node="first.1", address="10.0.0.1", workers=1)
     async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
@@ -210,7 +206,7 @@ async def test_names_are_kept_of_nodes_in_use_and_of_the_last_ones(etcd: EtcdSer
         assert {"first.1", "n27.1", "n28.1", "n29.1", "last.1"} <= mirror.names.keys()
 
 
-async def test_of_a_store_that_stays_away_the_job_is_told(own_etcd: EtcdServer, run_id: str) -> None:
+async def test_a_lasting_store_outage_is_reported_on_the_job(own_etcd: EtcdServer, run_id: str) -> None:
     woken = asyncio.Event()
     await own_etcd.kill()
     async with asyncio.timeout(PATIENCE), JobStores(lambda _: woken.set(), patience=0.0) as stores:
@@ -224,7 +220,7 @@ async def test_of_a_store_that_stays_away_the_job_is_told(own_etcd: EtcdServer, 
         assert stores.error(run_id) is None
 
 
-async def test_a_defect_where_a_run_is_left_is_logged_and_ends_nothing_else(
+async def test_an_internal_error_while_leaving_is_logged_and_does_not_stop_other_steps(
     run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = asyncio.Event()
@@ -246,7 +242,7 @@ async def test_a_defect_where_a_run_is_left_is_logged_and_ends_nothing_else(
     assert "an unexpected error while its keys were removed" in caplog.text
 
 
-async def test_a_store_that_hangs_costs_one_wait_and_gets_the_last_size_when_it_answers(
+async def test_a_hanging_store_costs_one_wait_and_receives_the_last_size_when_it_answers(
     etcd: EtcdServer, run_id: str
 ) -> None:
     woken = asyncio.Event()
@@ -271,7 +267,7 @@ async def test_a_store_that_hangs_costs_one_wait_and_gets_the_last_size_when_it_
         assert await stores.write_size(run_id, SizeRecord(min=1, max=8, desired=1, generation=203))
 
 
-async def test_a_store_that_is_not_there_is_not_waited_for(run_id: str) -> None:
+async def test_a_missing_store_is_not_waited_for(run_id: str) -> None:
     async with JobStores(lambda _: None) as stores:
         assert not await stores.write_size(run_id, SIZE)
         stores.follow(run_id, "team/digits", "127.0.0.1:1", lasts=True, up=True)

@@ -140,7 +140,7 @@ def seconds_on(page: Page) -> dict[str, float]:
     return {dict(labels)["state"]: value for (_, labels), value in shown.items()}
 
 
-async def test_the_split_adds_up_to_the_wall_time_though_workers_and_leaders_are_killed(
+async def test_the_time_breakdown_adds_up_though_workers_and_leaders_are_killed(
     own_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     run = Run(own_etcd, tmp_path)
@@ -185,7 +185,7 @@ async def test_the_split_adds_up_to_the_wall_time_though_workers_and_leaders_are
     assert [past.workers for past in history.rounds][-2:] == [2, 1]
 
 
-async def test_a_store_that_comes_back_empty_is_given_the_split_back_and_a_new_leader_goes_on_with_it(
+async def test_a_store_that_lost_its_data_gets_the_time_breakdown_back_and_a_new_leader_continues_it(
     own_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     run = Run(own_etcd, tmp_path)
@@ -218,7 +218,7 @@ async def test_a_store_that_comes_back_empty_is_given_the_split_back_and_a_new_l
         assert split.seconds[RunState.WAITING] < BEFORE + 20
 
 
-async def test_a_run_whose_nodes_were_all_killed_waits_until_others_come(own_etcd: EtcdServer, tmp_path: Path) -> None:
+async def test_a_run_without_living_nodes_waits_for_others(own_etcd: EtcdServer, tmp_path: Path) -> None:
     run = Run(own_etcd, tmp_path, before=0.0)
     store = await connect(own_etcd.settings)
     async with run.node("a", "1") as a:
@@ -245,9 +245,7 @@ async def test_a_run_whose_nodes_were_all_killed_waits_until_others_come(own_etc
     assert history.rounds[0].ended <= killed_at, "it is known only up to the last word"
 
 
-async def test_what_a_leader_was_told_is_known_though_its_machine_vanishes_without_a_word(
-    own_etcd: EtcdServer, tmp_path: Path
-) -> None:
+async def test_a_vanished_leaders_knowledge_is_kept(own_etcd: EtcdServer, tmp_path: Path) -> None:
     run = Run(own_etcd, tmp_path, before=0.0)
     store = await connect(own_etcd.settings)
     async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
@@ -279,7 +277,7 @@ async def test_what_a_leader_was_told_is_known_though_its_machine_vanishes_witho
     await store.close()
 
 
-async def test_agents_that_all_leave_write_down_what_they_knew(own_etcd: EtcdServer, tmp_path: Path) -> None:
+async def test_agents_that_all_leave_record_what_they_knew(own_etcd: EtcdServer, tmp_path: Path) -> None:
     run = Run(own_etcd, tmp_path, before=0.0)
     store = await connect(own_etcd.settings)
     async with run.node("a", "2") as a, run.node("b", "2") as b:
@@ -298,7 +296,7 @@ async def test_agents_that_all_leave_write_down_what_they_knew(own_etcd: EtcdSer
     assert split.lost > 0
 
 
-async def test_what_is_saved_on_the_way_out_is_not_lost(own_etcd: EtcdServer, tmp_path: Path) -> None:
+async def test_values_of_the_last_moments_are_not_lost(own_etcd: EtcdServer, tmp_path: Path) -> None:
     run = Run(own_etcd, tmp_path, before=0.0)
     store = await connect(own_etcd.settings)
     async with run.node("a", "1", "--save-at-the-end") as a:
@@ -313,7 +311,7 @@ async def test_what_is_saved_on_the_way_out_is_not_lost(own_etcd: EtcdServer, tm
     assert split.lost < split.until - left_at, "what was trained before it was asked to go is in a checkpoint"
 
 
-async def test_a_resumed_run_shows_what_was_counted_before_while_it_waits_for_its_first_round(
+async def test_a_resumed_run_shows_earlier_counts_while_it_waits_for_its_first_round(
     own_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     run = Run(own_etcd, tmp_path)
@@ -332,7 +330,7 @@ async def test_a_resumed_run_shows_what_was_counted_before_while_it_waits_for_it
         assert seconds_on(page)["training"] == 90
 
 
-async def test_an_agent_that_does_not_lead_shows_no_totals_of_the_run(own_etcd: EtcdServer, tmp_path: Path) -> None:
+async def test_a_non_leading_agent_shows_no_run_totals(own_etcd: EtcdServer, tmp_path: Path) -> None:
     run = Run(own_etcd, tmp_path, before=0.0)
     async with run.node("a", "2") as a, run.node("b", "2") as b:
         await a.trains(world=2)

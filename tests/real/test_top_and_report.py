@@ -80,7 +80,7 @@ async def top_shows(home: Path, words: str) -> list[str]:
     return printed.splitlines()
 
 
-async def test_a_job_is_watched_hurt_and_reported(home: Path, tmp_path: Path, program: list[str]) -> None:
+async def test_a_demo_job_is_watched_killed_and_reported(home: Path, tmp_path: Path, program: list[str]) -> None:
     page = tmp_path / "page.html"
     async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
         await run.until(stepped(2, 1))
@@ -129,7 +129,7 @@ async def test_a_job_is_watched_hurt_and_reported(home: Path, tmp_path: Path, pr
     assert took - 3 < accounted <= took, "all of it, but what it took to take the pods down"
 
 
-async def test_on_a_terminal_a_job_is_watched_to_its_end(home: Path, tmp_path: Path, program: list[str]) -> None:
+async def test_a_job_is_watched_to_its_end_on_a_terminal(home: Path, tmp_path: Path, program: list[str]) -> None:
     async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
         await run.until(stepped(2, 1))
         async with Terminal(home, "top", "digits") as terminal:
@@ -146,9 +146,7 @@ async def test_on_a_terminal_a_job_is_watched_to_its_end(home: Path, tmp_path: P
         assert await run.exit_code() == 0
 
 
-async def test_ctrl_c_ends_the_watching_and_leaves_the_job_alone(
-    home: Path, tmp_path: Path, program: list[str]
-) -> None:
+async def test_ctrl_c_ends_watching_and_leaves_the_job_running(home: Path, tmp_path: Path, program: list[str]) -> None:
     async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
         await run.trains(2)
         for words, shown in ((["digits"], "world size"), ([], "GOODPUT")):

@@ -49,13 +49,13 @@ torchs.put_metric("loss", 1, "my_app")
     ],
     ids=["ours first", "torch's first", "torch's launcher between"],
 )
-def test_what_torch_emits_arrives_whatever_is_configured_there(program: str) -> None:
+def test_torch_metrics_arrive_with_any_configuration(program: str) -> None:
     lines = said(program)
     assert [line for line in lines if line.startswith("ours")] == [f"ours: my_app loss {value}" for value in (3, 2, 1)]
     assert [line.rpartition("]")[2] for line in lines if not line.startswith("ours")] == [": loss=1"]
 
 
-def test_our_metrics_do_not_import_torch_and_the_module_is_as_it_would_be_without_them() -> None:
+def test_the_metrics_module_does_not_import_torch() -> None:
     program = """
         import sys
         if sys.argv[1:]:
@@ -74,7 +74,7 @@ def test_our_metrics_do_not_import_torch_and_the_module_is_as_it_would_be_withou
     assert runs[0] == runs[1]
 
 
-def test_torchs_agent_measures_its_run_into_our_series() -> None:
+def test_torchs_agent_records_its_metrics_in_our_series() -> None:
     lines = said(
         """
         from prometheus_client import generate_latest
@@ -96,7 +96,7 @@ def test_torchs_agent_measures_its_run_into_our_series() -> None:
     assert 'torchelastic_operation_duration_seconds_count{operation="rendezvous"} 1.0' in lines
 
 
-def test_tensors_and_arrays_are_numbers_as_long_as_they_are_one() -> None:
+def test_tensors_and_arrays_with_one_element_are_numbers() -> None:
     lines = said(
         """
         import logging

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 
-def test_a_watchdog_whose_agent_died_while_it_started_still_removes_what_it_was_told_of(tmp_path: Path) -> None:
+def test_a_watchdog_removes_memory_even_if_its_agent_died_during_its_start(tmp_path: Path) -> None:
     folder = tmp_path / "a name\nof two lines"
     folder.mkdir()
     (folder / "file").touch()

@@ -54,12 +54,12 @@ async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> l
     return ends
 
 
-async def test_both_streams_go_to_one_file_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+async def test_both_streams_go_to_one_file_in_order(tmp_path: Path) -> None:
     await run(LogSettings(tmp_path / "logs"), tmp_path, BOTH_STREAMS)
     assert (tmp_path / "logs/round_1/rank_0/output.log").read_text() == "one\ntwo\nthree\nfour\nfive"
 
 
-async def test_a_file_of_a_run_before_is_continued(tmp_path: Path) -> None:
+async def test_a_log_file_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
     logs = LogSettings(tmp_path / "logs")
     [first] = await run(logs, tmp_path, "raise ValueError('first')")
     [second] = await run(logs, tmp_path, "raise ValueError('second')")
@@ -68,7 +68,7 @@ async def test_a_file_of_a_run_before_is_continued(tmp_path: Path) -> None:
     assert re.findall(r"^ValueError: (\w+)$", text, re.MULTILINE) == ["first", "second"]
 
 
-async def test_without_a_folder_each_line_goes_to_the_agents_streams_with_its_rank(
+async def test_output_goes_to_the_agents_streams_with_its_rank_if_there_is_no_log_folder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await run(LogSettings(), tmp_path, BOTH_STREAMS)
@@ -112,18 +112,18 @@ async def test_a_hundred_thousand_lines_of_two_workers_reach_the_agents_streams(
     assert len(lines) == 2 * LINES
 
 
-async def test_a_failure_without_an_exception_is_told_with_the_end_of_the_output(tmp_path: Path) -> None:
+async def test_a_failure_without_an_exception_is_reported_with_the_end_of_the_output(tmp_path: Path) -> None:
     [end] = await run(LogSettings(), tmp_path, "import os; os.write(2, b'no space left\\n'); os._exit(4)")
     assert (end.exit_code, end.message) == (4, "exit code 4; it last printed: no space left")
 
 
-async def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+async def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match=r"below .*/file: it is not a folder. Choose another --log-dir"):
         await run(LogSettings(tmp_path / "file"), tmp_path, "")
 
 
-async def test_a_reader_that_does_not_read_stops_output_but_not_the_agent() -> None:
+async def test_a_stalled_reader_stops_output_but_not_the_agent() -> None:
     reading, writing = os.pipe()
     console = Console()
     line = b"x" * 1000 + b"\n"
@@ -152,7 +152,7 @@ async def test_a_reader_that_does_not_read_stops_output_but_not_the_agent() -> N
     os.close(writing)
 
 
-async def test_output_that_nobody_can_read_any_more_is_dropped() -> None:
+async def test_output_without_a_reader_is_dropped() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     console = Console()
@@ -163,7 +163,7 @@ async def test_output_that_nobody_can_read_any_more_is_dropped() -> None:
     os.close(writing)
 
 
-async def test_what_a_worker_printed_last_is_passed_on_though_the_reader_is_far_behind() -> None:
+async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> None:
     reading, writing = os.pipe()
     console = Console()
     pipe = LogPipe(prefix=b"[rank 0] ", console=console, descriptor=writing, file=None)
@@ -193,7 +193,7 @@ async def test_what_a_worker_printed_last_is_passed_on_though_the_reader_is_far_
     os.close(reading)
 
 
-async def test_a_full_disk_costs_the_file_and_not_the_console(
+async def test_a_full_disk_loses_the_log_file_but_not_the_console(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "logs/round_1/rank_0"

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_each_workers_values_are_shown_with_its_rank_and_no_line_of_set_up(tmp_path: Path, method: str) -> None:
+async def test_worker_values_carry_the_rank_and_no_setup_line_appears(tmp_path: Path, method: str) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -57,7 +57,7 @@ async def test_each_workers_values_are_shown_with_its_rank_and_no_line_of_set_up
     assert "[my_app]: train.loss=1.25" in measured.agent.output
 
 
-async def test_what_a_program_measures_through_torch_is_shown_too(tmp_path: Path) -> None:
+async def test_torch_metrics_of_a_program_appear(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -80,7 +80,7 @@ async def test_what_a_program_measures_through_torch_is_shown_too(tmp_path: Path
     assert "[my_app]: loss=3" in measured.agent.output
 
 
-async def test_counts_survive_a_sigkill_and_go_on_with_the_successor_and_gauges_do_not(tmp_path: Path) -> None:
+async def test_counters_survive_a_sigkill_and_gauges_do_not(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -112,7 +112,7 @@ async def test_counts_survive_a_sigkill_and_go_on_with_the_successor_and_gauges_
         assert after.value("torchelastic_metrics_dropped_total", reason="negative", rank=rank) == 1
 
 
-async def test_a_worker_that_has_succeeded_leaves_its_counts_while_the_others_go_on(tmp_path: Path) -> None:
+async def test_a_finished_worker_leaves_its_counters_while_others_continue(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -137,7 +137,7 @@ async def test_a_worker_that_has_succeeded_leaves_its_counts_while_the_others_go
     assert page.value("my_app_loss", rank="0") == 1
 
 
-async def test_what_a_worker_starts_does_not_write_into_its_memory(tmp_path: Path) -> None:
+async def test_a_child_of_a_worker_does_not_write_into_its_metrics(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -219,7 +219,7 @@ async def test_a_hundred_thousand_values_from_several_threads_and_a_signal_handl
     assert page.value("my_app_size_sum", rank="0") == 500_000
 
 
-async def test_a_loop_that_makes_new_names_meets_a_limit_and_is_told_once(tmp_path: Path) -> None:
+async def test_a_loop_that_creates_metric_names_hits_a_limit_that_is_reported_once(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -236,7 +236,7 @@ async def test_a_loop_that_makes_new_names_meets_a_limit_and_is_told_once(tmp_pa
     assert sum("1000 different names already" in line for line in measured.agent.lines) == 1
 
 
-async def test_programs_that_a_shell_script_starts_one_after_the_other_are_one_worker(tmp_path: Path) -> None:
+async def test_programs_started_in_sequence_by_a_shell_script_are_one_worker(tmp_path: Path) -> None:
     script = tmp_path / "program.sh"
     script.write_text(
         dedent(
@@ -260,7 +260,7 @@ async def test_programs_that_a_shell_script_starts_one_after_the_other_are_one_w
     }
 
 
-async def test_a_worker_that_is_stopped_is_scraped_as_any_other(tmp_path: Path) -> None:
+async def test_a_stopped_worker_is_scraped_like_any_other(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -275,7 +275,7 @@ async def test_a_worker_that_is_stopped_is_scraped_as_any_other(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_nothing_is_left_of_the_memory_when_the_agent_has_ended(tmp_path: Path, number: signal.Signals) -> None:
+async def test_an_ended_agent_leaves_no_shared_memory(tmp_path: Path, number: signal.Signals) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -295,7 +295,7 @@ async def test_nothing_is_left_of_the_memory_when_the_agent_has_ended(tmp_path: 
     [("open(path, 'w').close()", 0), ("os.unlink(path), os.makedirs(path + '/folder')", 1)],
     ids=["truncated", "a folder in its place"],
 )
-async def test_whatever_a_worker_does_to_its_memory_the_others_are_shown_and_the_next_round_trains(
+async def test_a_worker_that_corrupts_its_metrics_harms_no_other_and_the_next_round_trains(
     tmp_path: Path, change: str, left: int
 ) -> None:
     measured = Measured(
@@ -325,7 +325,7 @@ async def test_whatever_a_worker_does_to_its_memory_the_others_are_shown_and_the
     assert not any("cannot be shown" in line or "cannot be read" in line for line in agent.lines)
 
 
-async def test_without_metrics_there_is_no_memory_and_values_are_dropped(tmp_path: Path) -> None:
+async def test_values_are_dropped_without_metrics(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import os\nfrom torchelastic import metrics\nmetrics.put_metric('loss', 1)\n"
@@ -337,7 +337,7 @@ async def test_without_metrics_there_is_no_memory_and_values_are_dropped(tmp_pat
     assert "[rank 0] memory: None" in agent.lines
 
 
-async def test_a_local_job_shows_what_its_workers_measure_and_counts_go_on_when_it_is_scaled(tmp_path: Path) -> None:
+async def test_a_local_job_shows_worker_metrics_and_keeps_counters_when_scaled(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(
         dedent(
             """

@@ -63,7 +63,7 @@ def unusual_settings() -> Iterator[None]:
     ],
     ids=lambda program: f"{program.kind}-{program.argv[0].rpartition('/')[2]}-{program.start_method}",
 )
-async def test_a_program_sees_what_it_sees_when_started_by_hand(
+async def test_a_program_runs_as_in_a_plain_interpreter(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "code"
@@ -85,7 +85,7 @@ async def test_a_program_sees_what_it_sees_when_started_by_hand(
 
 
 @pytest.mark.parametrize("where", ["code", "code.pyz"])
-async def test_a_program_in_a_folder_or_an_archive_sees_what_it_sees_when_started_by_hand(
+async def test_a_program_in_a_folder_or_an_archive_runs_as_in_a_plain_interpreter(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "code"
@@ -114,7 +114,7 @@ async def test_a_program_in_a_folder_or_an_archive_sees_what_it_sees_when_starte
     ],
     ids=lambda value: value.argv[0] if isinstance(value, Program) else "",
 )
-async def test_a_program_that_cannot_run_is_a_worker_that_ends_with_a_sentence(
+async def test_a_program_that_cannot_run_ends_the_worker_with_one_sentence(
     program: Program, exit_code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,7 +129,7 @@ async def test_a_program_that_cannot_run_is_a_worker_that_ends_with_a_sentence(
         assert printed == by_hand(hand_command(program), {}).stdout
 
 
-async def test_the_end_of_a_program_is_that_of_any_interpreter(tmp_path: Path) -> None:
+async def test_a_program_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "end.py"
     script.write_text(
         """
@@ -155,7 +155,7 @@ print("end of the program")
     assert printed == by_hand(hand_command(program), {"PYTHONUNBUFFERED": "1"}).stdout
 
 
-async def test_a_worker_whose_interpreter_would_have_started_otherwise_is_executed(tmp_path: Path) -> None:
+async def test_a_worker_with_another_interpreter_start_is_executed(tmp_path: Path) -> None:
     script = tmp_path / "hash.py"
     script.write_text("print(hash('elastic'))")
     program = Program(ProgramKind.SCRIPT, (str(script),))
@@ -166,7 +166,7 @@ async def test_a_worker_whose_interpreter_would_have_started_otherwise_is_execut
 @pytest.mark.parametrize(
     ("name", "hidden"), [("torchgen.py", True), ("torchgen/__init__.py", True), ("torchgen/x", False)]
 )
-async def test_a_worker_that_has_a_module_of_its_own_in_the_place_of_one_that_torch_imports_is_executed(
+async def test_a_worker_with_a_module_that_shadows_a_torch_import_is_executed(
     name: str, hidden: bool, tmp_path: Path
 ) -> None:
     source = "import sys; print('torch' in sys.modules); import torchgen; print(torchgen.__file__)"
@@ -178,13 +178,13 @@ async def test_a_worker_that_has_a_module_of_its_own_in_the_place_of_one_that_to
     assert place == by_hand(hand_command(program), {}).stdout.splitlines()[1]
 
 
-async def test_a_worker_whose_interpreter_has_flags_of_its_own_is_executed(tmp_path: Path) -> None:
+async def test_a_worker_with_interpreter_flags_is_executed(tmp_path: Path) -> None:
     path = script(tmp_path, "import sys; print(sys.flags.dev_mode, sys._xoptions, 'torch' in sys.modules)").argv[0]
     program = program_of_command(["python", "-X", "dev", path])
     assert await output_of(program, tmp_path / "logs") == "True {'dev': True} False\n"
 
 
-async def test_a_worker_whose_libraries_would_be_loaded_otherwise_is_executed_and_no_other(
+async def test_only_a_worker_with_other_library_paths_is_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -204,12 +204,12 @@ print(random.random(), numpy.random.rand(), torch.rand(1).item())
 """
 
 
-async def test_a_program_that_seeds_its_random_numbers_gets_those_that_it_gets_by_hand(tmp_path: Path) -> None:
+async def test_a_seeded_program_draws_the_same_numbers_as_in_a_plain_interpreter(tmp_path: Path) -> None:
     program = script(tmp_path, RANDOM)
     assert await output_of(program, tmp_path / "logs") == by_hand(hand_command(program), {}).stdout
 
 
-async def test_each_worker_computes_on_one_thread_where_there_are_several(tmp_path: Path) -> None:
+async def test_each_worker_computes_on_one_thread_if_a_node_has_several(tmp_path: Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text("import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())")
     program = Program(ProgramKind.SCRIPT, (str(script),))

@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-async def test_a_data_loader_has_workers_of_its_own(method: str, tmp_path: Path) -> None:
+async def test_a_data_loader_starts_its_own_workers(method: str, tmp_path: Path) -> None:
     program = script(tmp_path, LOADER, method)
     assert await output_of(program, tmp_path / "logs") == "[0, 1, 4, 9, 16, 25, 36, 49] [0, 1]\n"
 
@@ -61,7 +61,7 @@ if __name__ == "__main__":
 """
 
 
-async def test_a_function_is_compiled_and_in_processes_of_their_own_where_there_are_many(tmp_path: Path) -> None:
+async def test_a_function_is_compiled_in_process_and_in_compile_workers(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     assert await output_of(script(tmp_path, COMPILES), tmp_path / "logs", env) == "True\nTrue\n"
 
@@ -97,9 +97,7 @@ async def test_coverage_runs_a_program(tmp_path: Path, monkeypatch: pytest.Monke
     assert measured(data) == "9"
 
 
-async def test_coverage_measures_a_worker_as_a_process_that_another_one_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_coverage_measures_a_worker_as_a_subprocess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     data = tmp_path / "measured"
     settings = tmp_path / "coveragerc"
@@ -109,7 +107,7 @@ async def test_coverage_measures_a_worker_as_a_process_that_another_one_starts(
     assert measured(data) == "9"
 
 
-async def test_the_profiler_of_python_runs_a_program(tmp_path: Path) -> None:
+async def test_cprofile_runs_a_program(tmp_path: Path) -> None:
     path = script(tmp_path, TRAINS).argv[0]
     found = tmp_path / "found"
     program = Program(ProgramKind.MODULE, ("cProfile", "-o", str(found), path))
@@ -132,7 +130,7 @@ profiler.export_chrome_trace(sys.argv[1])
 """
 
 
-async def test_the_profiler_of_torch_sees_what_a_worker_computes(tmp_path: Path) -> None:
+async def test_the_torch_profiler_sees_what_a_worker_computes(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     printed = await output_of(script(tmp_path, PROFILES, str(trace)), tmp_path / "logs")
     assert printed.splitlines()[-1] == "True True"
@@ -150,7 +148,7 @@ crash()
 """
 
 
-async def test_a_fault_handler_shows_where_a_worker_crashes(tmp_path: Path) -> None:
+async def test_faulthandler_shows_where_a_worker_crashes(tmp_path: Path) -> None:
     program = script(tmp_path, CRASHES)
     end, printed = await run(program, tmp_path / "logs")
     hand = by_hand(hand_command(program), {}).stdout
@@ -174,7 +172,7 @@ stuck()
 """
 
 
-async def test_a_fault_handler_shows_where_a_worker_is(tmp_path: Path) -> None:
+async def test_faulthandler_shows_where_a_worker_is(tmp_path: Path) -> None:
     end, printed = await run(script(tmp_path, STUCK), tmp_path / "logs")
     assert end.exit_code == 1
     assert 'program.py", line 7 in stuck' in printed  # when it was asked by the signal

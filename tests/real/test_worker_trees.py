@@ -86,7 +86,7 @@ def driver(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproces
         process.kill()
 
 
-async def test_a_stop_ends_all_that_the_workers_have_started(tmp_path: Path) -> None:
+async def test_a_stop_ends_everything_that_the_workers_started(tmp_path: Path) -> None:
     async with Crew(tmp_path) as crew:
         group = await crew.start(FAMILY, 2)
         pids = [pid for rank in (0, 1) for pid in await family(crew.here, rank)]
@@ -95,7 +95,7 @@ async def test_a_stop_ends_all_that_the_workers_have_started(tmp_path: Path) -> 
         assert not [pid for pid in [*pids, *group.pids.values()] if read_process(pid)]
 
 
-async def test_what_a_worker_leaves_behind_ends_while_the_others_go_on(tmp_path: Path) -> None:
+async def test_processes_that_a_worker_leaves_end_while_others_continue(tmp_path: Path) -> None:
     async with Crew(tmp_path) as crew:
         group = await crew.start(FAMILY, 2)
         zero, one = await family(crew.here, 0), await family(crew.here, 1)
@@ -106,7 +106,7 @@ async def test_what_a_worker_leaves_behind_ends_while_the_others_go_on(tmp_path:
         assert all(map(lives, [*one, group.pids[1]]))
 
 
-async def test_a_worker_that_succeeds_takes_its_family_with_it(tmp_path: Path) -> None:
+async def test_a_successful_worker_ends_with_all_its_processes(tmp_path: Path) -> None:
     async with Crew(tmp_path) as crew:
         group = await crew.start(FAMILY, THEN="leave")
         pids = await family(crew.here, 0)
@@ -115,7 +115,7 @@ async def test_a_worker_that_succeeds_takes_its_family_with_it(tmp_path: Path) -
         assert not [pid for pid in pids if read_process(pid)]
 
 
-async def test_nothing_outlives_an_agent_that_is_killed(driver: subprocess.Popen[str], tmp_path: Path) -> None:
+async def test_a_killed_agent_leaves_no_process(driver: subprocess.Popen[str], tmp_path: Path) -> None:
     facts = json.loads(await told(tmp_path / "pids"))
     pids = [pid for rank in (0, 1) for pid in await family(tmp_path, rank)]
     helpers = [entry.pid for entry in read_table().values() if entry.parent == driver.pid]
@@ -125,7 +125,7 @@ async def test_nothing_outlives_an_agent_that_is_killed(driver: subprocess.Popen
         await gone(pid)
 
 
-async def test_nothing_outlives_an_agent_that_is_killed_with_its_fork_server(
+async def test_an_agent_killed_with_its_fork_server_leaves_no_process(
     driver: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     facts = json.loads(await told(tmp_path / "pids"))
@@ -136,7 +136,7 @@ async def test_nothing_outlives_an_agent_that_is_killed_with_its_fork_server(
         await gone(pid)
 
 
-async def test_the_guard_is_started_again_however_soon_it_dies(driver: subprocess.Popen[str], tmp_path: Path) -> None:
+async def test_the_watchdog_is_restarted_however_soon_it_dies(driver: subprocess.Popen[str], tmp_path: Path) -> None:
     await told(tmp_path / "pids")
 
     def guards() -> set[int]:
@@ -164,7 +164,7 @@ async def test_the_guard_is_started_again_however_soon_it_dies(driver: subproces
             await gone(pid)
 
 
-async def test_orphans_are_reaped_by_an_agent_that_is_alone(driver: subprocess.Popen[str], tmp_path: Path) -> None:
+async def test_orphans_are_reaped_by_a_single_agent(driver: subprocess.Popen[str], tmp_path: Path) -> None:
     await told(tmp_path / "pids")
     orphan = (await family(tmp_path, 0))[3]
     entry = read_process(orphan)
@@ -175,7 +175,7 @@ async def test_orphans_are_reaped_by_an_agent_that_is_alone(driver: subprocess.P
 
 
 @pytest.mark.parametrize("driver", [{"THEN": "desert"}], indirect=True)
-async def test_an_agent_that_is_alone_stops_what_has_shed_every_mark(
+async def test_a_single_agent_stops_processes_that_hide_from_their_parent(
     driver: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     await told(tmp_path / "pids")
@@ -201,9 +201,7 @@ async def test_other_children_of_the_process_are_left_alone(tmp_path: Path) -> N
         assert mine.wait() == -signal.SIGKILL
 
 
-async def test_commands_are_ended_with_all_that_they_have_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_commands_end_with_all_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(ProgramKind.COMMAND, ("sh", "-c", "sleep 600 & echo $! > child.part; mv child.part child; wait"))
     monkeypatch.chdir(tmp_path)
     async with Workers(program, LogSettings(tmp_path / "logs")) as workers:
@@ -214,7 +212,7 @@ async def test_commands_are_ended_with_all_that_they_have_started(
         await gone(child)
 
 
-async def test_nothing_is_left_when_the_workers_are_closed(tmp_path: Path) -> None:
+async def test_closed_workers_leave_nothing(tmp_path: Path) -> None:
     before = {entry.pid for entry in read_table().values() if entry.parent == os.getpid()}
     descriptors = len([*Path("/proc/self/fd").iterdir()])
     async with Crew(tmp_path) as crew:

@@ -51,7 +51,7 @@ async def crew(shared: Crew) -> AsyncIterator[Crew]:
     await shared.clear()
 
 
-async def test_two_workers_meet_in_the_store_that_is_served_beside_them(crew: Crew) -> None:
+async def test_two_workers_meet_in_the_served_store(crew: Crew) -> None:
     group = await crew.start_with_store(f"{ALL_REDUCE}\nprint('total', total.item())")
     ends = [await exit_of(group), await exit_of(group)]
     assert [end.exit_code for end in ends] == [0, 0]
@@ -88,7 +88,7 @@ async def test_a_convolutional_network_trains_with_threads_and_data_loader_worke
     assert "trained 2" in crew.log(0)
 
 
-async def test_a_worker_that_is_killed_is_told_with_its_signal(crew: Crew) -> None:
+async def test_a_killed_worker_is_reported_with_its_signal(crew: Crew) -> None:
     group = await crew.start(FOREVER, 2)
     await crew.told("up.1")
     os.kill(group.pids[1], signal.SIGKILL)
@@ -99,7 +99,7 @@ async def test_a_worker_that_is_killed_is_told_with_its_signal(crew: Crew) -> No
     assert group.running == {0}
 
 
-async def test_workers_that_die_at_once_are_each_told_once(crew: Crew) -> None:
+async def test_workers_that_die_at_once_are_each_reported_once(crew: Crew) -> None:
     group = await crew.start("import os; os._exit(int(os.environ['RANK']) + 10)", 8)
     ends = [await exit_of(group) for _ in range(8)]
     assert sorted(end.exit_code for end in ends) == list(range(10, 18))
@@ -107,7 +107,7 @@ async def test_workers_that_die_at_once_are_each_told_once(crew: Crew) -> None:
         await group.next_exit()
 
 
-async def test_waiting_for_an_end_can_be_given_up_without_losing_it(crew: Crew) -> None:
+async def test_a_wait_for_an_exit_can_be_cancelled_without_losing_the_exit(crew: Crew) -> None:
     group = await crew.start(FOREVER)
     waiting = asyncio.ensure_future(group.next_exit())
     await crew.told("up.0")
@@ -128,12 +128,12 @@ async def test_waiting_for_an_end_can_be_given_up_without_losing_it(crew: Crew) 
         ("import os; os.abort()", -6, "killed by SIGABRT"),
     ],
 )
-async def test_how_a_program_ends_is_what_is_told(crew: Crew, source: str, exit_code: int, message: str) -> None:
+async def test_the_reported_exit_is_the_programs_exit(crew: Crew, source: str, exit_code: int, message: str) -> None:
     end = await crew.end_of(source)
     assert (end.exit_code, end.message) == (exit_code, message)
 
 
-async def test_an_exception_is_told_with_its_place_and_printed_as_by_hand(crew: Crew) -> None:
+async def test_an_exception_is_reported_with_its_place_and_printed_as_in_a_plain_interpreter(crew: Crew) -> None:
     end = await crew.end_of(
         """
         def train():
@@ -149,7 +149,7 @@ async def test_an_exception_is_told_with_its_place_and_printed_as_by_hand(crew: 
     assert "torchelastic" not in crew.log()
 
 
-async def test_an_exception_that_record_has_told_is_kept(crew: Crew) -> None:
+async def test_an_exception_recorded_by_torch_is_kept(crew: Crew) -> None:
     end = await crew.end_of(
         """
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -164,7 +164,7 @@ async def test_an_exception_that_record_has_told_is_kept(crew: Crew) -> None:
     assert end.message == "KeyError: 'no such layer' (program.py:6)"
 
 
-async def test_a_collective_that_breaks_is_no_failure_of_the_program(crew: Crew) -> None:
+async def test_a_broken_collective_is_not_a_program_failure(crew: Crew) -> None:
     group = await crew.start_with_store(
         f"""
 {ALL_REDUCE}
@@ -184,7 +184,7 @@ dist.all_reduce(total)
     assert "program.py:" in second.message
 
 
-async def test_an_interrupt_ends_a_worker_as_it_ends_a_program(crew: Crew) -> None:
+async def test_an_interrupt_ends_a_worker_like_a_plain_program(crew: Crew) -> None:
     group = await crew.start(FOREVER)
     await crew.told("up.0")
     os.kill(group.pids[0], signal.SIGINT)
@@ -193,7 +193,7 @@ async def test_an_interrupt_ends_a_worker_as_it_ends_a_program(crew: Crew) -> No
     assert "KeyboardInterrupt" in crew.log()
 
 
-async def test_a_stop_with_grace_lets_a_handler_finish(crew: Crew) -> None:
+async def test_a_stop_with_a_grace_period_lets_a_handler_finish(crew: Crew) -> None:
     group = await crew.start(
         f"""
 {TELL}
@@ -214,7 +214,7 @@ while True:
         await group.next_exit()
 
 
-async def test_a_stop_kills_what_does_not_heed_it_when_the_grace_is_over(crew: Crew) -> None:
+async def test_a_stop_kills_processes_that_ignore_it_after_the_grace_period(crew: Crew) -> None:
     deaf = f"import signal; signal.signal(signal.SIGTERM, lambda *_: tell('asked'))\n{FOREVER}"
     group = await crew.start(f"{TELL}\n{deaf}")
     await crew.told("up.0")
@@ -224,7 +224,7 @@ async def test_a_stop_kills_what_does_not_heed_it_when_the_grace_is_over(crew: C
     assert group.running == frozenset()
 
 
-async def test_a_second_stop_cuts_the_grace_of_the_first_short(crew: Crew) -> None:
+async def test_a_second_stop_cuts_the_grace_period_short(crew: Crew) -> None:
     group = await crew.start(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FOREVER}")
     await crew.told("up.0")
     patient = asyncio.ensure_future(group.stop(600))
@@ -234,7 +234,7 @@ async def test_a_second_stop_cuts_the_grace_of_the_first_short(crew: Crew) -> No
     assert not lives(group.pids[0])
 
 
-async def test_ends_before_a_stop_can_still_be_read_after_it(crew: Crew) -> None:
+async def test_earlier_exits_can_be_read_after_a_stop(crew: Crew) -> None:
     group = await crew.start(
         "import os, signal; os._exit(7) if os.environ['RANK'] == '0' else [signal.pause() for _ in iter(int, 1)]", 2
     )
@@ -245,7 +245,7 @@ async def test_ends_before_a_stop_can_still_be_read_after_it(crew: Crew) -> None
         await group.next_exit()
 
 
-async def test_workers_go_on_when_the_fork_server_dies_and_the_next_ones_start(crew: Crew) -> None:
+async def test_workers_continue_when_the_fork_server_dies_and_the_next_ones_start(crew: Crew) -> None:
     group = await crew.start(FOREVER, 2)
     await crew.told("up.0")
     await crew.told("up.1")
@@ -263,7 +263,7 @@ async def test_workers_go_on_when_the_fork_server_dies_and_the_next_ones_start(c
     assert crew.workers.fork_server_pid not in {None, server}
 
 
-async def test_a_store_that_dies_is_told(crew: Crew) -> None:
+async def test_a_dead_store_process_is_reported(crew: Crew) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = await crew.workers.serve_store(listener)
