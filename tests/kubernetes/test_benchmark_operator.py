@@ -17,7 +17,7 @@ TINY = (
 )
 
 
-async def test_every_figure_of_the_operator_is_measured_and_told() -> None:
+async def test_every_operator_metric_is_measured_and_documented() -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.operator", "--json", *TINY),
         cwd=Path(__file__).parents[2],

@@ -207,20 +207,20 @@ def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [found for found in objects if found["kind"] == kind]
 
 
-async def test_helm_has_nothing_to_complain_about(helm: Helm) -> None:
+async def test_helm_lint_accepts_the_chart(helm: Helm) -> None:
     told = await helm("lint", "--strict", str(CHART))
     assert "0 chart(s) failed" in told.stdout
     assert "WARNING" not in told.stdout
 
 
-async def test_a_cluster_that_is_too_old_is_refused(helm: Helm) -> None:
+async def test_a_cluster_version_below_the_minimum_is_refused(helm: Helm) -> None:
     told = await helm("template", str(CHART), "--kube-version=1.29.9", check=False)
     assert told.returncode != 0
     assert "requires kubeVersion: >=1.30.0-0" in told.stderr
     assert await rendered(helm, "--kube-version=1.30.0-gke.1")
 
 
-async def test_the_definition_is_the_one_in_crds_also_in_a_packaged_chart(helm: Helm, tmp_path: Path) -> None:
+async def test_the_packaged_chart_contains_the_crd(helm: Helm, tmp_path: Path) -> None:
     source = yaml.safe_load((ROOT / "crds" / "elasticjob.yaml").read_text())
     await helm("package", str(CHART), "--destination", str(tmp_path))
     for chart in (CHART, *tmp_path.glob("*.tgz")):
@@ -231,7 +231,7 @@ async def test_the_definition_is_the_one_in_crds_also_in_a_packaged_chart(helm: 
         assert definition["metadata"] == source["metadata"]
 
 
-async def test_a_chart_whose_link_was_lost_says_so(helm: Helm, own_chart: Path) -> None:
+async def test_a_chart_without_its_crd_link_is_reported(helm: Helm, own_chart: Path) -> None:
     (own_chart / "crd" / "elasticjob.yaml").write_text("../../crds/elasticjob.yaml")  # as on a system without links
     told = await helm("template", str(own_chart), "--kube-version=1.30.0", check=False)
     assert told.returncode != 0
@@ -250,7 +250,7 @@ async def test_a_chart_whose_link_was_lost_says_so(helm: Helm, own_chart: Path) 
         ("serviceAccount.create=false", "serviceAccount.name must say which one the operator runs as"),
     ],
 )
-async def test_values_that_make_no_sense_are_refused_in_words(helm: Helm, setting: str, words: str) -> None:
+async def test_invalid_values_are_refused_in_one_sentence(helm: Helm, setting: str, words: str) -> None:
     told = await helm("install", RELEASE, str(CHART), f"--set={setting}", check=False)
     assert told.returncode != 0
     assert re.search(words, told.stderr)
@@ -268,7 +268,7 @@ def paths(values: dict[str, Any], *parents: str) -> list[tuple[str, ...]]:
     return found
 
 
-async def test_a_default_that_a_null_would_take_away_is_missed_in_words(helm: Helm, tmp_path: Path) -> None:
+async def test_a_default_removed_by_null_is_reported(helm: Helm, tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     words = ("template", str(CHART), "--kube-version=1.30.0", f"--values={file}")
     required = {*paths(yaml.safe_load((CHART / "values.yaml").read_text()))} - {("runAsUser",)}
@@ -289,7 +289,7 @@ async def test_a_default_that_a_null_would_take_away_is_missed_in_words(helm: He
         ("replicas=2,affinity.podAffinity.preferredDuringSchedulingIgnoredDuringExecution=[]", False),
     ],
 )
-async def test_copies_would_rather_run_on_different_nodes(helm: Helm, setting: str, apart: bool) -> None:
+async def test_operator_replicas_prefer_different_nodes(helm: Helm, setting: str, apart: bool) -> None:
     [deployment] = of_kind(await rendered(helm, f"--set-json={setting}"), "Deployment")
     affinity = deployment["spec"]["template"]["spec"].get("affinity", {})
     assert ("podAntiAffinity" in affinity) == apart
@@ -303,7 +303,7 @@ async def test_copies_would_rather_run_on_different_nodes(helm: Helm, setting: s
         await helm.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(deployment))
 
 
-async def test_every_value_is_where_it_belongs(helm: Helm) -> None:
+async def test_every_chart_value_takes_effect(helm: Helm) -> None:
     words = (
         "image.repository=registry.example.org/operator,image.tag=1.2,image.pullPolicy=Always,imagePullSecrets[0].name=key,"
         "replicas=2,etcd.image=etcd:1,agent.metricsPort=9999,logging.level=debug,logging.format=json,"
@@ -346,7 +346,7 @@ async def test_every_value_is_where_it_belongs(helm: Helm) -> None:
     assert not deployment["spec"]["template"]["spec"]["securityContext"].keys() & {"runAsUser", "runAsGroup"}
 
 
-async def test_a_prometheus_that_goes_by_annotations_finds_the_operator(helm: Helm) -> None:
+async def test_a_prometheus_with_annotation_discovery_finds_the_operator(helm: Helm) -> None:
     async def told(*words: str) -> dict[str, str]:
         [deployment] = of_kind(await rendered(helm, *words), "Deployment")
         annotations: dict[str, str] = deployment["spec"]["template"]["metadata"].get("annotations", {})
@@ -360,15 +360,13 @@ async def test_a_prometheus_that_goes_by_annotations_finds_the_operator(helm: He
     assert await told("--set=monitoring.annotations=false") == {}
 
 
-async def test_nothing_is_asked_of_a_cluster_without_prometheus_and_grafana(helm: Helm) -> None:
+async def test_the_chart_requires_neither_prometheus_nor_grafana(helm: Helm) -> None:
     kinds = {found["kind"] for found in await rendered(helm)}
     assert not kinds & {"PodMonitor", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Service"}
 
 
 @pytest.mark.parametrize("namespaces", [[], ["one", "two"]], ids=["in all namespaces", "in some"])
-async def test_prometheus_operator_is_told_to_scrape_the_agents_and_the_operator(
-    helm: Helm, namespaces: list[str]
-) -> None:
+async def test_prometheus_operator_scrapes_the_agents_and_the_operator(helm: Helm, namespaces: list[str]) -> None:
     words = "monitoring.monitors.enabled=true,monitoring.monitors.interval=15s,monitoring.monitors.labels.release=mine"
     where = [f"--set=namespaces={{{','.join(namespaces)}}}"] if namespaces else []
     objects = await rendered(helm, f"--set={words}", *where)
@@ -393,9 +391,7 @@ async def test_prometheus_operator_is_told_to_scrape_the_agents_and_the_operator
 
 
 @pytest.mark.prometheus
-async def test_prometheus_operator_finds_each_agent_once_at_the_port_that_its_pod_notes(
-    helm: Helm, tmp_path: Path
-) -> None:
+async def test_prometheus_operator_finds_each_agent_once_at_its_annotated_port(helm: Helm, tmp_path: Path) -> None:
     [agents] = of_kind(await rendered(helm, "--set=monitoring.monitors.enabled=true"), "PodMonitor")
     [endpoint] = agents["spec"]["podMetricsEndpoints"]
     own_words = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
@@ -404,7 +400,7 @@ async def test_prometheus_operator_finds_each_agent_once_at_the_port_that_its_po
 
 
 @pytest.mark.prometheus
-async def test_prometheus_set_up_as_documented_finds_each_agent_and_the_operator_once(tmp_path: Path) -> None:
+async def test_a_prometheus_configured_as_documented_finds_each_agent_and_the_operator_once(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "monitoring.md").read_text()
     [documented] = re.findall(r"```yaml\n(scrape_configs:.*?)```", text, re.DOTALL)
     [job] = yaml.safe_load(documented)["scrape_configs"]
@@ -413,7 +409,7 @@ async def test_prometheus_set_up_as_documented_finds_each_agent_and_the_operator
     assert found == ["10.0.0.1:9464", "10.0.0.9:8080", "[fd00::1]:40123"]
 
 
-async def test_no_service_has_a_longer_name_than_may_be(helm: Helm) -> None:
+async def test_service_names_stay_within_the_limit(helm: Helm) -> None:
     release = "team-a" * 8 + "-long"
     words = ("template", release, str(CHART), "--kube-version=1.30.0", "--set=monitoring.monitors.enabled=true")
     objects = [found for found in yaml.safe_load_all((await helm(*words)).stdout) if found]
@@ -422,7 +418,7 @@ async def test_no_service_has_a_longer_name_than_may_be(helm: Helm) -> None:
     assert service["metadata"]["name"].endswith("-metrics")
 
 
-async def test_the_alerts_of_the_chart_are_those_of_the_file_and_link_to_pages_of_yours(helm: Helm) -> None:
+async def test_the_charts_alerts_match_the_file_and_link_to_the_given_runbooks(helm: Helm) -> None:
     words = "--set=monitoring.rules.enabled=true,monitoring.rules.labels.release=mine"
     plain = yaml.safe_load((CHART / "alerts" / "elasticjobs.yaml").read_text())
     [rule] = of_kind(await rendered(helm, words), "PrometheusRule")
@@ -437,7 +433,7 @@ async def test_the_alerts_of_the_chart_are_those_of_the_file_and_link_to_pages_o
     assert rule["spec"] == plain
 
 
-async def test_dashboards_come_where_the_sidecar_of_grafana_looks(helm: Helm, tmp_path: Path) -> None:
+async def test_dashboards_are_created_where_the_grafana_sidecar_looks(helm: Helm, tmp_path: Path) -> None:
     words = "--set=monitoring.dashboards.enabled=true,monitoring.dashboards.annotations.grafana_folder=Training"
     await helm("package", str(CHART), "--destination", str(tmp_path))
     for chart in (CHART, *tmp_path.glob("*.tgz")):
@@ -458,7 +454,9 @@ async def test_dashboards_come_where_the_sidecar_of_grafana_looks(helm: Helm, tm
     assert found["metadata"]["labels"]["show"] == "on"
 
 
-async def test_a_release_image_is_called_as_the_version_and_a_clones_dev(helm: Helm, own_chart: Path) -> None:
+async def test_a_release_image_is_tagged_with_the_version_and_a_clones_image_with_dev(
+    helm: Helm, own_chart: Path
+) -> None:
     about = own_chart / "Chart.yaml"
     for version, tag in (("0.1.0.dev0", "dev"), ("0.1.0rc1", "0.1.0rc1"), ("0.1.0", "0.1.0")):
         about.write_text(re.sub(r"appVersion: .*", f"appVersion: {version}", about.read_text()))
@@ -467,7 +465,7 @@ async def test_a_release_image_is_called_as_the_version_and_a_clones_dev(helm: H
         assert container["image"] == f"elastic-operator:{tag}"
 
 
-async def test_names_that_yaml_takes_for_something_else_stay_names(helm: Helm) -> None:
+async def test_names_that_look_like_other_yaml_types_stay_names(helm: Helm) -> None:
     words = ("--kube-version=1.30.0", "--namespace=1234", "--set-string=namespaces={5678,on}")
     text = (await helm("template", "y", str(CHART), *words, "--set-string=serviceAccount.name=90")).stdout
     objects = [found for found in yaml.safe_load_all(text) if found]
@@ -480,7 +478,7 @@ async def test_names_that_yaml_takes_for_something_else_stay_names(helm: Helm) -
         assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "90", "namespace": "1234"}]
 
 
-async def test_from_install_to_uninstall_and_again(helm: Helm) -> None:
+async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     told = (await helm("install", RELEASE, str(CHART))).stdout
     assert "kubectl apply -f examples/digits.yaml" in told
     assert "kind load docker-image elastic-operator:dev elastic-agent:dev" in told
@@ -516,7 +514,7 @@ async def test_from_install_to_uninstall_and_again(helm: Helm) -> None:
     assert (await helm.get("elasticjob/digits"))["spec"]["replicas"] == 2
 
 
-async def test_an_upgrade_brings_the_new_definition(helm: Helm, own_chart: Path) -> None:
+async def test_an_upgrade_brings_the_new_crd(helm: Helm, own_chart: Path) -> None:
     await helm("install", RELEASE, str(CHART))
     file = own_chart / "crd" / "elasticjob.yaml"
     file.write_text(file.read_text().replace("shortNames: [ej]", "shortNames: [ej, elastic]"))
@@ -528,7 +526,7 @@ async def test_an_upgrade_brings_the_new_definition(helm: Helm, own_chart: Path)
     assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
 
 
-async def test_the_definition_and_all_jobs_go_with_the_release_if_that_is_wanted(helm: Helm) -> None:
+async def test_the_crd_and_all_jobs_are_removed_with_the_release_if_requested(helm: Helm) -> None:
     await helm("install", RELEASE, str(CHART))
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
     await helm.kubectl("apply", "-f", str(ROOT / "examples" / "digits.yaml"))
@@ -537,7 +535,7 @@ async def test_the_definition_and_all_jobs_go_with_the_release_if_that_is_wanted
     assert (await helm.kubectl("get", "crd", "-o", "name")).stdout == ""
 
 
-async def test_a_definition_that_somebody_else_applied_is_left_to_them(helm: Helm) -> None:
+async def test_a_crd_applied_by_others_is_left_to_them(helm: Helm) -> None:
     await helm.kubectl("apply", "-f", str(ROOT / "crds"))
     await helm("install", RELEASE, str(CHART), "--set=crds.install=false")
     await helm("uninstall", RELEASE)
@@ -575,13 +573,13 @@ def lease_rights() -> set[Right]:
     return {(group, "leases", "create", ""), *((group, "leases", verb, RELEASE) for verb in ("get", "update"))}
 
 
-async def test_the_operator_may_do_what_it_does_in_all_namespaces(helm: Helm) -> None:
+async def test_the_operator_has_its_permissions_in_all_namespaces(helm: Helm) -> None:
     await helm("install", RELEASE, str(CHART))
     assert await helm.rights(of=RELEASE, namespace="default") == jobs_rights()
     assert await helm.rights(of=RELEASE, namespace=helm.namespace) == jobs_rights() | lease_rights()
 
 
-async def test_the_operator_may_do_what_it_does_in_the_namespaces_that_are_named_alone(helm: Helm) -> None:
+async def test_the_operator_has_its_permissions_in_the_listed_namespaces_only(helm: Helm) -> None:
     async with helm.cluster.namespace() as one, helm.cluster.namespace() as other:
         await helm("install", RELEASE, str(CHART), f"--set=namespaces={{{one},{other}}}")
         assert await helm.rights(of=RELEASE, namespace=one) == jobs_rights()
@@ -593,7 +591,7 @@ async def test_the_operator_may_do_what_it_does_in_the_namespaces_that_are_named
         assert f"kubectl -n {one} apply -f examples/digits.yaml" in told
 
 
-async def test_it_may_read_secrets_in_the_namespaces_that_are_named_for_that_alone(helm: Helm) -> None:
+async def test_secrets_are_readable_only_in_the_listed_namespaces(helm: Helm) -> None:
     async with helm.cluster.namespace() as one:
         await helm("install", RELEASE, str(CHART), f"--set=etcd.secretNamespaces={{{one}}}")
         assert await helm.rights(of=RELEASE, namespace=one) == jobs_rights() | {("", "secrets", "get", "")}
@@ -623,7 +621,7 @@ async def running_operator(helm: Helm, log: Path) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("everywhere", [True, False], ids=["in all namespaces", "in one"])
-async def test_these_rights_are_all_that_the_operator_needs_and_none_is_too_many(
+async def test_the_operators_permissions_are_sufficient_and_all_used(
     helm: Helm, etcd: EtcdServer, tmp_path: Path, everywhere: bool
 ) -> None:
     where = [] if everywhere else [f"--set=namespaces={{{helm.namespace}}}"]
@@ -799,12 +797,12 @@ async def change(helm: Helm, name: str, **spec: Any) -> None:
     await helm.kubectl("patch", f"elasticjob/{name}", "--type=merge", f"--patch={json.dumps({'spec': spec})}")
 
 
-async def test_without_its_roles_the_operator_may_nothing(helm: Helm) -> None:
+async def test_the_operator_has_no_permissions_without_its_roles(helm: Helm) -> None:
     await helm("install", RELEASE, str(CHART), "--set=rbac.create=false,leaderElection=false")
     assert await helm.rights(of=RELEASE, namespace=helm.namespace) == set()
 
 
-async def test_who_may_view_or_edit_a_namespace_may_do_so_with_its_jobs(helm: Helm) -> None:
+async def test_namespace_viewers_and_editors_have_the_same_access_to_jobs(helm: Helm) -> None:
     await helm("install", RELEASE, str(CHART))
     for role, sign in (("view", "elasticjobs"), ("edit", "elasticjobs/scale"), ("admin", "elasticjobs/scale")):
         # The cluster adds them in its own time.
@@ -821,7 +819,7 @@ async def test_who_may_view_or_edit_a_namespace_may_do_so_with_its_jobs(helm: He
         assert ("elasticjobs/status", "update") not in rights
 
 
-async def test_the_network_policies_of_the_documentation_are_ones(helm: Helm) -> None:
+async def test_the_documented_network_policies_are_valid(helm: Helm) -> None:
     text = (ROOT / "docs" / "cluster.md").read_text()
     [policies] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     told = await helm.kubectl("apply", "--dry-run=server", "-f", "-", stdin=policies)

@@ -107,7 +107,7 @@ async def team(cluster_with_crd: Cluster, namespace: str) -> AsyncIterator[Team]
         yield Team(cluster_with_crd, api, namespace)
 
 
-async def test_jobs_are_listed_as_kubectl_lists_them(team: Team) -> None:
+async def test_get_lists_jobs_as_kubectl_does(team: Team) -> None:
     assert (await team.elasticjob("get")).stderr.startswith(f"elasticjob: no jobs in the namespace {team.namespace};")
     await team.make_job()
     await team.say("digits")
@@ -125,7 +125,7 @@ async def test_jobs_are_listed_as_kubectl_lists_them(team: Team) -> None:
     assert everywhere[0].split()[0] == "NAMESPACE"
 
 
-async def test_an_object_is_the_one_that_kubectl_gives(team: Team) -> None:
+async def test_get_prints_the_object_that_kubectl_prints(team: Team) -> None:
     await team.make_job()
     ours = json.loads((await team.elasticjob("get", "digits", "-o", "json")).stdout)
     theirs = await team.cluster.kubectl("get", "elasticjob/digits", "-n", team.namespace, "-o", "json")
@@ -134,7 +134,7 @@ async def test_an_object_is_the_one_that_kubectl_gives(team: Team) -> None:
     assert (listed["kind"], listed["items"]) == ("List", [ours])
 
 
-async def test_a_job_is_described_with_its_pods_and_what_was_told_of_it(team: Team) -> None:
+async def test_describe_shows_a_job_its_pods_and_its_events(team: Team) -> None:
     job = await team.make_job()
     await team.say("digits")
     await team.make_pod(job, "digits-0-aaaaa", {"running": {}})
@@ -163,7 +163,7 @@ async def test_a_job_is_described_with_its_pods_and_what_was_told_of_it(team: Te
     assert lines[-1].split(maxsplit=3)[2:] == ["Started", "training started with 2 pods"]
 
 
-async def test_scaling_is_the_api_servers_own_scaling_and_its_refusal_is_told(team: Team) -> None:
+async def test_a_refused_scaling_by_the_api_server_is_reported(team: Team) -> None:
     await team.make_job()
     assert (await team.elasticjob("scale", "digits", "--replicas", "2")).stdout == "elasticjob digits scaled to 2\n"
     assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["replicas"] == 2
@@ -173,14 +173,14 @@ async def test_scaling_is_the_api_servers_own_scaling_and_its_refusal_is_told(te
     assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["replicas"] == 2
 
 
-async def test_a_job_rests_and_goes_on_as_somebody_types_it(team: Team) -> None:
+async def test_a_job_is_suspended_and_resumed_by_command(team: Team) -> None:
     await team.make_job()
     for command, said, rests in (("suspend", "suspended", True), ("resume", "resumed", False)):
         assert (await team.elasticjob(command, "digits")).stdout == f"elasticjob digits {said}\n"
         assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["suspend"] is rests
 
 
-async def test_deleting_comes_back_when_the_job_and_all_its_pods_are_gone(team: Team) -> None:
+async def test_delete_returns_when_the_job_and_its_pods_are_gone(team: Team) -> None:
     # It may take half a minute: only now and then the garbage collector looks which kinds of objects there are.
     job = await team.make_job()
     await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
@@ -198,7 +198,7 @@ async def test_deleting_comes_back_when_the_job_and_all_its_pods_are_gone(team: 
         assert (await team.api.list(kind, team.namespace))[0] == []
 
 
-async def test_deleting_does_not_wait_where_it_is_told_so_nor_for_pods_of_a_namesake(team: Team) -> None:
+async def test_delete_waits_neither_if_told_so_nor_for_pods_of_a_new_job_of_that_name(team: Team) -> None:
     job = await team.make_job()
     await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
     await team.elasticjob("delete", "digits", "--no-wait")
@@ -208,7 +208,7 @@ async def test_deleting_does_not_wait_where_it_is_told_so_nor_for_pods_of_a_name
     await team.let_go("digits-0-aaaaa")
 
 
-async def test_whoever_may_not_is_told_so_in_a_sentence(team: Team) -> None:
+async def test_missing_permissions_get_one_sentence(team: Team) -> None:
     await team.make_job()
     await team.cluster.kubectl("create", "serviceaccount", "ada", "-n", team.namespace)
     kubeconfig = await team.cluster.kubeconfig_for(team.namespace, "ada")
@@ -230,7 +230,7 @@ async def test_whoever_may_not_is_told_so_in_a_sentence(team: Team) -> None:
     )
 
 
-async def test_a_job_or_context_that_is_not_there_gets_a_sentence(team: Team, tmp_path: Path) -> None:
+async def test_a_missing_job_or_context_gets_one_sentence(team: Team, tmp_path: Path) -> None:
     for words in (["get", "x"], ["delete", "x"]):
         said = await team.refused(*words, code=1)
         assert said.startswith(f"there is no job x in the namespace {team.namespace}; ")
@@ -238,7 +238,7 @@ async def test_a_job_or_context_that_is_not_there_gets_a_sentence(team: Team, tm
     assert "there is no kubeconfig" in await team.refused("get", "--kubeconfig", str(tmp_path / "none"), code=2)
 
 
-async def test_a_jobs_figures_are_asked_for_through_the_api_server(team: Team) -> None:
+async def test_job_metrics_are_read_through_the_api_server(team: Team) -> None:
     # No API server leads to an address of its own machine: that is what it says of each agent here.
     job = await team.make_job()
     await team.say("digits")
@@ -256,7 +256,7 @@ async def test_a_jobs_figures_are_asked_for_through_the_api_server(team: Team) -
     assert [team.namespace, "digits"] in [line.split()[:2] for line in everywhere]
 
 
-async def test_whoever_may_not_ask_the_agents_is_told_which_right_it_takes(team: Team) -> None:
+async def test_a_missing_permission_for_agent_metrics_is_named(team: Team) -> None:
     job = await team.make_job()
     await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, ip="127.0.0.1", metrics_port=9464)
     await team.cluster.kubectl("create", "serviceaccount", "bob", "-n", team.namespace)
@@ -275,7 +275,7 @@ async def test_whoever_may_not_ask_the_agents_is_told_which_right_it_takes(team:
     assert said.startswith("you may not do this on this cluster: configmaps")
 
 
-async def test_a_report_is_made_of_what_is_kept_with_the_job(team: Team, tmp_path: Path) -> None:
+async def test_a_report_is_made_from_the_data_kept_with_the_job(team: Team, tmp_path: Path) -> None:
     job = await team.make_job()
     await team.say("digits")
     assert (await team.refused("report", "digits", code=1)).startswith("the job digits is still Running: ")
@@ -289,7 +289,7 @@ async def test_a_report_is_made_of_what_is_kept_with_the_job(team: Team, tmp_pat
     assert (await team.elasticjob("report", "digits", "-o", "-")).stdout == page(report())
 
 
-async def test_logs_of_a_job_without_a_started_pod_point_to_what_is_known(team: Team) -> None:
+async def test_logs_of_a_job_without_a_started_pod_explain_why(team: Team) -> None:
     await team.make_job()
     assert "`elasticjob describe` says how it stands" in await team.refused("logs", "digits", code=1)
 

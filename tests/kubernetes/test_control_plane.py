@@ -48,7 +48,7 @@ def listening_addresses(pid: int) -> set[str]:
     return {socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else one for one in served}
 
 
-async def test_objects_are_kept_owned_and_collected(control_plane: Cluster, namespace: str) -> None:
+async def test_objects_are_applied_owned_and_garbage_collected(control_plane: Cluster, namespace: str) -> None:
     at = f"--namespace={namespace}"
     await control_plane.kubectl("create", "deployment", "web", "--image=none", "--replicas=2", at)
     await control_plane.kubectl("rollout", "status", "deployment/web", "--timeout=1s", at, check=False)
@@ -59,7 +59,7 @@ async def test_objects_are_kept_owned_and_collected(control_plane: Cluster, name
     assert (await control_plane.kubectl("get", "pods", "--output=name", at)).stdout == ""
 
 
-async def test_a_service_account_may_only_do_what_it_was_given(control_plane: Cluster, namespace: str) -> None:
+async def test_a_service_account_has_only_the_granted_permissions(control_plane: Cluster, namespace: str) -> None:
     at = f"--namespace={namespace}"
     await control_plane.kubectl("create", "role", "reader", "--verb=get,list", "--resource=pods", at)
     await control_plane.kubectl(
@@ -72,7 +72,7 @@ async def test_a_service_account_may_only_do_what_it_was_given(control_plane: Cl
     assert "Forbidden" in refused.stderr
 
 
-async def test_the_files_of_the_user_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_users_files_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, folder = tmp_path / "home", tmp_path / "plane"
     (home / ".kube").mkdir(parents=True)
     folder.mkdir()
@@ -91,7 +91,7 @@ async def test_the_files_of_the_user_are_left_alone(tmp_path: Path, monkeypatch:
     assert users.read_text() == "not even YAML: ["
 
 
-async def test_it_serves_this_machine_alone_and_killing_the_tests_ends_all_of_it(tmp_path: Path) -> None:
+async def test_the_control_plane_listens_on_loopback_only_and_ends_with_the_tests(tmp_path: Path) -> None:
     tests = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVE, tmp_path, cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE, start_new_session=True
     )
@@ -107,7 +107,7 @@ async def test_it_serves_this_machine_alone_and_killing_the_tests_ends_all_of_it
     assert await gone(pids, within=10)
 
 
-async def test_a_part_that_falls_down_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+async def test_a_failed_node_part_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     async with ControlPlane(tmp_path) as control_plane:
         daemon = control_plane.daemons["kube-apiserver"]
         os.kill(daemon.pid, signal.SIGKILL)
@@ -116,7 +116,7 @@ async def test_a_part_that_falls_down_is_named_with_the_end_of_its_log(tmp_path:
             await control_plane.kubectl("get", "namespaces")
 
 
-async def test_a_cluster_of_the_users_is_used_below_a_namespace_of_the_tests_own(tmp_path: Path) -> None:
+async def test_a_users_cluster_is_used_only_within_the_tests_own_namespaces(tmp_path: Path) -> None:
     folder, users = tmp_path / "plane", tmp_path / "users"
     folder.mkdir()
     users.mkdir()

@@ -77,7 +77,7 @@ of:
         assert answer.body["spec"] == crd.apply_defaults(new)["spec"], different
 
 
-def test_each_field_is_judged_the_same_at_each_of_its_bounds(server: ElasticJobs) -> None:
+def test_each_field_is_judged_the_same_at_its_bounds(server: ElasticJobs) -> None:
     verdicts = []
     for spec in any_job.edges(crd.schema()["properties"]["spec"]):
         manifest = {**job("edgy"), "spec": spec}
@@ -88,7 +88,7 @@ def test_each_field_is_judged_the_same_at_each_of_its_bounds(server: ElasticJobs
     assert verdicts.count(False) > 100
 
 
-def test_metadata_are_judged_the_same(server: ElasticJobs) -> None:
+def test_metadata_is_judged_the_same(server: ElasticJobs) -> None:
     verdicts = set()
     for metadata in any_job.odd_metadata():
         manifest = {**job("odd"), "metadata": metadata}
@@ -98,7 +98,7 @@ def test_metadata_are_judged_the_same(server: ElasticJobs) -> None:
     assert verdicts == {True, False}
 
 
-def test_any_job_that_is_created_is_judged_the_same(server: ElasticJobs) -> None:
+def test_any_new_job_is_judged_the_same(server: ElasticJobs) -> None:
     verdicts = set()
 
     @examples(500)
@@ -128,7 +128,7 @@ def changed(manifest: dict[str, Any], change: dict[str, int | None]) -> dict[str
     return {**new, "spec": {key: value for key, value in spec.items() if value is not None}}
 
 
-def test_changes_of_the_size_are_judged_the_same(server: ElasticJobs) -> None:
+def test_size_changes_are_judged_the_same(server: ElasticJobs) -> None:
     verdicts: list[bool] = []
 
     @examples(150)
@@ -158,7 +158,7 @@ HOW_IT_STANDS: list[dict[str, Any]] = [
 """That a job may have no pods yet, have them, or have had them."""
 
 
-def test_each_field_changes_as_the_same_rule_lets_it(server: ElasticJobs) -> None:
+def test_each_field_changes_under_the_same_rule(server: ElasticJobs) -> None:
     verdicts = []
     for status in HOW_IT_STANDS:
         for right in (any_job.FULL, any_job.FORMER_FULL):
@@ -250,7 +250,7 @@ STATUSES = st.builds(
 )
 
 
-def test_every_status_that_the_operator_may_write_is_accepted(server: ElasticJobs) -> None:
+def test_every_possible_status_is_accepted(server: ElasticJobs) -> None:
     created = server.create(job("spoken-of")).body
 
     @examples(300)

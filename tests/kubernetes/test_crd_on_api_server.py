@@ -82,7 +82,7 @@ def job(name: str, **spec: Any) -> dict[str, Any]:
 # The definition
 
 
-async def test_the_definition_is_taken_without_a_warning(cluster_with_crd: Cluster) -> None:
+async def test_the_crd_is_accepted_without_a_warning(cluster_with_crd: Cluster) -> None:
     again = await cluster_with_crd.kubectl("replace", "--dry-run=server", f"--filename={DEFINITION}")
     assert again.stderr == ""
     found = json.loads((await cluster_with_crd.kubectl("get", f"--filename={DEFINITION}", "--output=json")).stdout)
@@ -95,7 +95,7 @@ async def test_the_definition_is_taken_without_a_warning(cluster_with_crd: Clust
 # Sizes
 
 
-async def test_a_job_is_scaled_within_its_bounds_and_refused_beyond_them_with_a_sentence(kubectl: User) -> None:
+async def test_a_job_is_scaled_within_its_bounds_and_refused_beyond_them(kubectl: User) -> None:
     await kubectl.apply(job("scaled", minReplicas=2, maxReplicas=4, replicas=2))
     await kubectl("scale", "elasticjob/scaled", "--replicas=4")
     assert (await kubectl.get("scaled"))["spec"]["replicas"] == 4
@@ -104,7 +104,7 @@ async def test_a_job_is_scaled_within_its_bounds_and_refused_beyond_them_with_a_
     assert (await kubectl.get("scaled"))["spec"]["replicas"] == 4
 
 
-async def test_a_job_without_a_number_can_be_scaled_and_then_has_one(kubectl: User) -> None:
+async def test_a_job_without_replicas_can_be_scaled_and_then_has_them(kubectl: User) -> None:
     await kubectl.apply(job("numberless"))
     assert "replicas" not in (await kubectl.get("numberless"))["spec"]
     assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/numberless", "--replicas=4")
@@ -114,7 +114,7 @@ async def test_a_job_without_a_number_can_be_scaled_and_then_has_one(kubectl: Us
     assert (await kubectl.get("numberless"))["spec"]["replicas"] == 2
 
 
-async def test_the_maximum_can_be_lowered_below_a_number_that_is_not_touched(kubectl: User) -> None:
+async def test_the_maximum_can_be_lowered_below_unset_replicas(kubectl: User) -> None:
     await kubectl.apply(job("lowered", maxReplicas=5))
     await kubectl("scale", "elasticjob/lowered", "--replicas=5")
     await kubectl.apply(job("lowered", maxReplicas=3))
@@ -137,7 +137,7 @@ async def test_an_autoscaler_finds_the_worker_pods(kubectl: User, space: str) ->
 # The store
 
 
-async def test_a_job_keeps_to_the_etcd_in_which_its_pods_meet(kubectl: User) -> None:
+async def test_a_job_keeps_the_etcd_in_which_its_pods_meet(kubectl: User) -> None:
     stays = "spec.etcd.endpoint: Forbidden: cannot be set, changed or removed while the job runs"
     await kubectl.apply(job("named-etcd", etcd={"endpoint": "c:1"}))
     await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}))  # nobody has met there yet
@@ -157,7 +157,7 @@ async def test_a_job_keeps_to_the_etcd_in_which_its_pods_meet(kubectl: User) -> 
 # A job's life
 
 
-async def test_what_pods_are_made_from_changes_only_while_the_job_is_suspended(kubectl: User) -> None:
+async def test_pod_settings_change_only_while_the_job_is_suspended(kubectl: User) -> None:
     before = {"nprocPerNode": 2, "schedulingPolicy": {"gang": "Volcano"}, "rendezvous": {"leaseSeconds": 5}}
     rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [*range(1, 256)]}}] * 20
     changes: list[dict[str, Any]] = [
@@ -190,7 +190,7 @@ async def test_what_pods_are_made_from_changes_only_while_the_job_is_suspended(k
     assert (await kubectl.get("pinned"))["spec"]["failurePolicy"]["rules"][19]["excludeNode"] is False
 
 
-async def test_who_looks_after_a_job_is_said_once(kubectl: User) -> None:
+async def test_the_managing_controller_is_reported_once(kubectl: User) -> None:
     await kubectl.apply(job("ours"))
     wrong = yaml.safe_dump(job("ours", managedBy="kueue.x-k8s.io/multikueue", suspend=True))
     refusal = " ".join((await kubectl.refusal("apply", "--filename=-", stdin=wrong)).split())
@@ -198,7 +198,7 @@ async def test_who_looks_after_a_job_is_said_once(kubectl: User) -> None:
     await kubectl.apply(job("ours", managedBy="elastic.pytorch.org/elastic-operator"))
 
 
-async def test_what_is_said_of_a_jobs_end_may_change_while_it_runs(kubectl: User) -> None:
+async def test_end_of_job_settings_may_change_while_the_job_runs(kubectl: User) -> None:
     await kubectl.apply(job("mortal"))
     await kubectl.say("mortal", {"replicas": 3, "startTime": "2026-01-01T00:00:00Z"})
     changes = {
@@ -219,7 +219,7 @@ async def test_what_is_said_of_a_jobs_end_may_change_while_it_runs(kubectl: User
 
 
 @pytest.mark.parametrize("name", ["1digits", "my.digits", "a" * 46])
-async def test_a_name_from_which_no_host_can_be_named_is_refused(kubectl: User, name: str) -> None:
+async def test_a_name_unfit_for_host_names_is_refused(kubectl: User, name: str) -> None:
     refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(job(name)))
     assert "metadata.name: Invalid value: must begin with a small letter" in refusal
     assert "at most 45 characters" in refusal
@@ -232,7 +232,7 @@ async def test_a_name_of_45_characters_is_accepted(kubectl: User) -> None:
 # What kubectl shows
 
 
-async def test_a_job_explains_its_fields(kubectl: User) -> None:
+async def test_kubectl_explain_describes_a_job(kubectl: User) -> None:
     explained = await kubectl("explain", "elasticjob.spec")
     assert explained.stderr == ""
     fields = crd.schema()["properties"]["spec"]["properties"]
@@ -267,12 +267,12 @@ async def test_a_job_explains_its_fields(kubectl: User) -> None:
         ("rdzvEndpoint", "the same as etcd.endpoint"),
     ],
 )
-async def test_a_field_is_explained(kubectl: User, field: str, words: str) -> None:
+async def test_kubectl_explain_describes_a_field(kubectl: User, field: str, words: str) -> None:
     explained = " ".join((await kubectl("explain", f"elasticjob.spec.{field}")).stdout.split())
     assert words in explained
 
 
-async def test_a_list_of_jobs_tells_where_they_stand(kubectl: User) -> None:
+async def test_get_shows_the_state_of_jobs(kubectl: User) -> None:
     await kubectl.apply(job("listed", minReplicas=2, maxReplicas=8))
     await kubectl.say("listed", {"state": "Running", "readyDesired": "3/4", "restarts": 5})
     header, row = (await kubectl("get", "ej", "listed")).stdout.splitlines()
@@ -280,7 +280,7 @@ async def test_a_list_of_jobs_tells_where_they_stand(kubectl: User) -> None:
     assert row.split()[:-1] == ["listed", "Running", "3/4", "2", "8", "5"]
 
 
-async def test_the_end_of_a_job_can_be_waited_for(kubectl: User) -> None:
+async def test_kubectl_wait_sees_the_end_of_a_job(kubectl: User) -> None:
     await kubectl.apply(job("awaited"))
     ended = {
         "status": "True",
@@ -304,7 +304,7 @@ async def test_a_user_cannot_write_the_status_with_the_job(kubectl: User) -> Non
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-async def test_an_example_is_accepted_as_it_stands(kubectl: User, path: Path) -> None:
+async def test_an_example_is_accepted_unchanged(kubectl: User, path: Path) -> None:
     applied = await kubectl("apply", "--validate=strict", f"--filename={path}")
     assert (applied.stdout.endswith(" created\n"), applied.stderr) == (True, "")
     again = await kubectl("apply", "--validate=strict", f"--filename={path}")
@@ -313,14 +313,14 @@ async def test_an_example_is_accepted_as_it_stands(kubectl: User, path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["archived.yaml", "everything.yaml"])
-async def test_a_manifest_with_much_in_it_is_accepted_under_strict_validation(kubectl: User, name: str) -> None:
+async def test_a_large_manifest_is_accepted_under_strict_validation(kubectl: User, name: str) -> None:
     manifest = yaml.safe_load((MANIFESTS / name).read_text())
     del manifest["metadata"]["namespace"]
     applied = await kubectl("apply", "--validate=strict", "--filename=-", stdin=yaml.safe_dump(manifest))
     assert (applied.stdout.endswith(" created\n"), applied.stderr) == (True, "")
 
 
-async def test_a_job_of_the_first_controller_follows_its_file_until_its_number_is_written(kubectl: User) -> None:
+async def test_an_archived_job_follows_its_file_until_its_replicas_are_set(kubectl: User) -> None:
     manifest = yaml.safe_load((MANIFESTS / "archived.yaml").read_text())
     manifest["metadata"] = {"name": "former"}
     worker = manifest["spec"]["replicaSpecs"]["Worker"]
@@ -334,7 +334,7 @@ async def test_a_job_of_the_first_controller_follows_its_file_until_its_number_i
     assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/former", "--replicas=5")
 
 
-async def test_a_large_template_can_be_applied_again_and_again(kubectl: User) -> None:
+async def test_a_large_template_can_be_applied_repeatedly(kubectl: User) -> None:
     environment = [{"name": f"V{number}", "value": "x" * 1000} for number in range(200)]
     template = {"spec": {"containers": [{"name": "worker", "env": environment}]}}
     for restarts in (1, 2):
@@ -342,13 +342,13 @@ async def test_a_large_template_can_be_applied_again_and_again(kubectl: User) ->
     assert (await kubectl.get("large"))["spec"]["template"] == template
 
 
-async def test_a_misspelt_field_is_refused_and_the_inside_of_the_template_is_not_looked_at(kubectl: User) -> None:
+async def test_a_misspelt_field_is_refused_and_the_template_is_not_checked(kubectl: User) -> None:
     refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(job("misspelt", maxReplica=3)))
     assert 'unknown field "spec.maxReplica"' in refusal
     await kubectl.apply(job("misspelt", template={"spec": {"container": []}}))
 
 
-async def test_what_the_api_server_refuses_elasticjob_refuses_with_the_same_sentence(kubectl: User) -> None:
+async def test_elasticjob_refuses_what_the_api_server_refuses_with_the_same_sentence(kubectl: User) -> None:
     wrong = job("twice", minReplicas=4)
     refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(wrong))
     [problem] = crd.validate(wrong)

@@ -65,7 +65,7 @@ async def serves(user: User, name: str, count: int) -> dict[str, Json]:
 # The program
 
 
-async def test_an_exception_of_the_program_is_told_with_its_rank_its_pod_and_its_words(user: User) -> None:
+async def test_a_program_exception_is_reported_with_rank_pod_and_message(user: User) -> None:
     program = f"""
 import os
 if os.environ["RANK"] == "3":
@@ -83,7 +83,7 @@ if os.environ["RANK"] == "3":
     assert status["state"] == "Failed"
 
 
-async def test_exit_codes_count_as_the_failure_policy_says(user: User) -> None:
+async def test_exit_codes_are_charged_as_the_failure_policy_says(user: User) -> None:
     program = """
 import os, pathlib, sys
 tries = pathlib.Path(os.environ["TORCHELASTIC_CHECKPOINT_DIR"])
@@ -103,7 +103,7 @@ sys.exit(9 if number < 2 else 7)
     assert status["unchargedRestarts"] >= 2
 
 
-async def test_a_program_that_needs_more_memory_than_it_may_have_is_told_so_and_charged(user: User) -> None:
+async def test_a_program_over_its_memory_limit_is_reported_and_charged(user: User) -> None:
     program = "hoard = [bytearray(b'x' * 2**20) for _ in range(4096)]"
     limits = {"resources": {"limits": {"memory": "1500Mi"}}}
     await user.apply(a_job("hoards", program, worker=limits, replicas=1, maxRestarts=0))
@@ -116,7 +116,7 @@ async def test_a_program_that_needs_more_memory_than_it_may_have_is_told_so_and_
 # The pod
 
 
-async def test_a_pod_that_is_evicted_or_deleted_is_replaced_and_nobody_is_charged(user: User) -> None:
+async def test_an_evicted_or_deleted_pod_is_replaced_without_a_charge(user: User) -> None:
     await user.apply(a_job("evicted", replicas=2))
     first = await serves(user, "evicted", 2)
     victim = min(first)
@@ -136,7 +136,7 @@ async def test_a_pod_that_is_evicted_or_deleted_is_replaced_and_nobody_is_charge
     assert max(first) in told
 
 
-async def test_a_pod_that_writes_more_than_it_may_is_evicted_and_charged(user: User) -> None:
+async def test_a_pod_over_its_storage_limit_is_evicted_and_charged(user: User) -> None:
     program = f"open('/scratch/file', 'wb').write(b'x' * 64 * 2**20)\n{WAITS}"
     await user.apply(
         a_job(
@@ -153,7 +153,7 @@ async def test_a_pod_that_writes_more_than_it_may_is_evicted_and_charged(user: U
     assert 'Usage of EmptyDir volume "scratch" exceeds the limit' in said(status, "Failed")
 
 
-async def test_a_node_on_which_a_pod_failed_as_a_rule_says_gets_no_pod_of_the_job_any_more(user: User) -> None:
+async def test_a_node_excluded_by_the_failure_policy_gets_no_more_pods_of_the_job(user: User) -> None:
     program = f"open('/scratch/file', 'wb').write(b'x' * 64 * 2**20)\n{WAITS}"
     rule = {"action": "Ignore", "onPodReasons": ["Evicted"], "excludeNode": True}
     await user.apply(
@@ -173,7 +173,7 @@ async def test_a_node_on_which_a_pod_failed_as_a_rule_says_gets_no_pod_of_the_jo
     assert NODE in await user.events("shuns")
 
 
-async def test_a_pod_that_is_disrupted_ends_the_job_where_a_rule_says_so(user: User) -> None:
+async def test_a_disrupted_pod_fails_the_job_if_a_rule_says_so(user: User) -> None:
     rule = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
     await user.apply(a_job("delicate", replicas=2, cleanPodPolicy="All", failurePolicy={"rules": [rule]}))
     victim = min(await serves(user, "delicate", 2))
@@ -185,7 +185,7 @@ async def test_a_pod_that_is_disrupted_ends_the_job_where_a_rule_says_so(user: U
     assert await user.delete("delicate") == []
 
 
-async def test_an_image_that_is_not_there_is_waited_for_in_words_and_nobody_is_charged(user: User) -> None:
+async def test_a_missing_image_is_reported_without_a_charge(user: User) -> None:
     late = f"localhost/late:{uuid.uuid4().hex}"
     await user.apply({**a_job("late", replicas=1), "spec": {**a_job("late", replicas=1)["spec"], "image": late}})
     await user.sees("late", lambda status: f"the image {late} cannot be pulled" in said(status, "Waiting"))
@@ -195,7 +195,7 @@ async def test_an_image_that_is_not_there_is_waited_for_in_words_and_nobody_is_c
         assert await user.delete("late") == []
 
 
-async def test_a_volume_whose_secret_is_not_there_is_waited_for_in_words_and_nobody_is_charged(user: User) -> None:
+async def test_a_volume_with_a_missing_secret_is_reported_without_a_charge(user: User) -> None:
     keyed = a_job(
         "keyed",
         pod={"volumes": [{"name": "key", "secret": {"secretName": "late-key"}}]},
@@ -211,7 +211,7 @@ async def test_a_volume_whose_secret_is_not_there_is_waited_for_in_words_and_nob
     assert nobody_is_charged(status)
 
 
-async def test_an_etcd_whose_image_is_not_there_is_told_too(user: User) -> None:
+async def test_an_etcd_with_a_missing_image_is_reported(user: User) -> None:
     await user.apply(a_job("storeless", etcd={"image": "localhost/no-etcd:1"}, replicas=1))
     await user.sees(
         "storeless",
@@ -221,12 +221,12 @@ async def test_an_etcd_whose_image_is_not_there_is_told_too(user: User) -> None:
     )
 
 
-async def test_a_pod_for_which_there_is_no_room_is_told_in_the_schedulers_words(user: User) -> None:
+async def test_an_unschedulable_pod_is_reported_in_the_schedulers_words(user: User) -> None:
     await user.apply(a_job("large", worker={"resources": {"requests": {"cpu": "1000"}}}, replicas=1))
     await user.sees("large", lambda status: "no node takes it: 0/1 nodes are available" in said(status, "Waiting"))
 
 
-async def test_a_pod_that_its_node_turns_away_is_made_anew_in_no_hurry_and_nobody_is_charged(user: User) -> None:
+async def test_a_pod_rejected_by_its_node_is_created_again_with_backoff_and_without_a_charge(user: User) -> None:
     await user.apply(
         a_job("forced", pod={"nodeName": NODE}, worker={"resources": {"requests": {"cpu": "1000"}}}, replicas=1)
     )
@@ -238,7 +238,7 @@ async def test_a_pod_that_its_node_turns_away_is_made_anew_in_no_hurry_and_nobod
 # The node
 
 
-async def test_a_drained_node_is_left_and_taken_again_and_nobody_is_charged(user: User) -> None:
+async def test_a_drained_node_loses_its_pods_without_a_charge(user: User) -> None:
     await user.apply(a_job("drained", replicas=2))
     before = await serves(user, "drained", 2)
     workers = "--pod-selector=elastic.pytorch.org/job=drained,elastic.pytorch.org/role=worker"
@@ -297,7 +297,7 @@ def now(*, micro: bool = False) -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ" if micro else "%Y-%m-%dT%H:%M:%SZ")
 
 
-async def test_of_a_node_that_falls_silent_the_pods_are_given_up_and_nobody_is_charged(user: User) -> None:
+async def test_pods_of_a_silent_node_are_replaced_without_a_charge(user: User) -> None:
     await user.apply(a_job("silent", replicas=1, nodeLossSeconds=1))
     (lost,) = await serves(user, "silent", 1)
     async with another_node(user.node):

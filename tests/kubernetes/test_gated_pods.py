@@ -59,7 +59,7 @@ def says_the_gate(status: Json) -> bool:
     return holds(status, "Waiting") and GATE in conditions(status)["Waiting"]["message"]
 
 
-async def test_pods_wait_behind_their_gate_and_one_that_is_sent_away_is_replaced_and_charged_to_nobody(
+async def test_gated_pods_wait_and_a_rejected_one_is_replaced_without_a_charge(
     place: Place,
 ) -> None:
     await place.apply(template=GATED, replicas=2, backoffLimit=0)
@@ -79,7 +79,7 @@ async def test_pods_wait_behind_their_gate_and_one_that_is_sent_away_is_replaced
     await place.job(lambda status: not says_the_gate(status))
 
 
-async def test_pods_that_are_deleted_again_and_again_before_they_ran_are_replaced_later_each_time(place: Place) -> None:
+async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(place: Place) -> None:
     await place.apply(template=GATED, replicas=2)
     await place.pods(2)
     made: list[Json] = []
@@ -97,7 +97,7 @@ async def test_pods_that_are_deleted_again_and_again_before_they_ran_are_replace
     await place.job(lambda status: "was deleted 5 times in a row before it ran" in str(status))
 
 
-async def test_a_suspended_job_comes_to_rest_though_pods_without_a_node_are_held(place: Place) -> None:
+async def test_a_suspended_job_finishes_suspending_though_pods_without_a_node_have_finalizers(place: Place) -> None:
     await place.apply(template=GATED, replicas=2)
     first, second = await place.pods(2)
     await hold(place, first, HELD)

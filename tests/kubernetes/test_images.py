@@ -89,18 +89,18 @@ async def test_the_agent_image_runs_the_agent(node: Node, namespace: str) -> Non
 
 
 @pytest.mark.parametrize("image", ["operator", "agent"])
-async def test_an_image_belongs_to_a_user_who_is_nobody_in_particular(node: Node, namespace: str, image: str) -> None:
+async def test_an_image_runs_as_an_unprivileged_user(node: Node, namespace: str, image: str) -> None:
     assert await outcome(node, namespace, image, command=["id", "-u"]) == (0, "65532\n")
 
 
 @pytest.mark.parametrize("image", ["operator", "agent"])
-async def test_an_image_runs_as_a_user_whom_it_does_not_know(node: Node, namespace: str, image: str) -> None:
+async def test_an_image_runs_as_an_unknown_user(node: Node, namespace: str, image: str) -> None:
     code, said = await outcome(node, namespace, image, user=31415, args=["--help"])
     assert code == 0, said
 
 
 @pytest.mark.parametrize("image", ["operator", "agent"])
-async def test_all_of_the_project_is_compiled_in_an_image(node: Node, namespace: str, image: str) -> None:
+async def test_every_project_module_is_compiled_in_an_image(node: Node, namespace: str, image: str) -> None:
     code, said = await outcome(node, namespace, image, command=["python3", "-c", NOT_COMPILED])
     assert code == 0, said
     number, *left_out = said.split()
@@ -120,7 +120,7 @@ async def test_the_agent_image_has_what_the_examples_need_and_nothing_of_kuberne
     assert (code, said.split()) == (0, ["torchelastic", "torch", "sklearn"])
 
 
-async def test_the_operator_image_carries_the_definition_of_a_job(node: Node, namespace: str) -> None:
+async def test_the_operator_image_contains_the_crd(node: Node, namespace: str) -> None:
     program = (
         "import importlib.resources as r; print(r.files('elastic_operator').joinpath('elasticjob.yaml').read_text())"
     )
@@ -129,14 +129,14 @@ async def test_the_operator_image_carries_the_definition_of_a_job(node: Node, na
     assert said.rstrip() == (images.image_build.ROOT / "crds" / "elasticjob.yaml").read_text().rstrip()
 
 
-async def test_the_examples_lie_in_the_agent_images_working_directory(node: Node, namespace: str) -> None:
+async def test_the_agent_image_has_the_examples_in_its_working_directory(node: Node, namespace: str) -> None:
     code, said = await outcome(node, namespace, "agent", command=["sh", "-c", "pwd; ls"])
     folder, *files = said.split()
     assert (code, folder) == (0, "/workspace/examples")
     assert {"digits.py", "digits.yaml"} <= set(files)
 
 
-async def test_an_example_trains_where_only_tmp_can_be_written(node: Node, namespace: str) -> None:
+async def test_an_example_trains_with_only_tmp_writable(node: Node, namespace: str) -> None:
     program = ["digits.py", "--epochs", "1", "--checkpoint-dir", "/tmp/checkpoints"]
     code, said = await outcome(
         node, namespace, "agent", args=["--standalone", "--nproc-per-node", "2", *program], seconds=180
@@ -145,9 +145,7 @@ async def test_an_example_trains_where_only_tmp_can_be_written(node: Node, names
 
 
 @pytest.mark.parametrize("image", ["operator", "agent"])
-async def test_an_image_does_not_tell_how_the_machine_that_built_it_reaches_packages(
-    node: Node, namespace: str, image: str
-) -> None:
+async def test_an_image_contains_no_build_machine_settings(node: Node, namespace: str, image: str) -> None:
     # The first of these is Debian's own: it shows that the search finds what is there.
     names = " -o ".join(f"-name '{name}'" for name in ("70debconf", "*this-machine*", "authorities.pem", "pip.conf"))
     command = ["sh", "-c", f"find / -xdev {names} 2> /dev/null; true"]

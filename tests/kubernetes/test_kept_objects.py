@@ -76,7 +76,7 @@ def message_of(job: Json, kind: str) -> str:
         ("Volcano", VOLCANO_GROUPS, "volcano"),
     ],
 )
-async def test_a_gang_waits_for_the_kind_of_its_group_and_follows_the_job_from_then_on(
+async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the_job(
     place: Place, operator: OperatorProcess, etcd: EtcdServer, gang: str, resource: Resource, scheduler: str
 ) -> None:
     store = {"endpoint": etcd.endpoint}
@@ -116,7 +116,7 @@ async def test_a_gang_waits_for_the_kind_of_its_group_and_follows_the_job_from_t
         await place.pods(3)
 
 
-async def test_a_group_of_that_name_that_is_somebody_elses_is_left_alone_and_told(
+async def test_a_foreign_pod_group_is_left_alone_and_reported(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     async with installed(place.cluster, VOLCANO_GROUPS):
@@ -129,7 +129,7 @@ async def test_a_group_of_that_name_that_is_somebody_elses_is_left_alone_and_tol
         assert now["metadata"]["resourceVersion"] == theirs["metadata"]["resourceVersion"]
 
 
-async def test_a_disruption_budget_keeps_the_minimum_as_long_as_it_is_asked_for_and_of_use(
+async def test_a_disruption_budget_keeps_the_minimum_while_it_is_requested_and_useful(
     place: Place, operator: OperatorProcess
 ) -> None:
     await place.apply(minReplicas=2, disruptionBudget=True)
@@ -162,14 +162,14 @@ async def evict(place: Place, pod: str) -> None:
     await place.api.create(replace(PODS, plural=f"pods/{pod}/eviction"), place.namespace, body)
 
 
-async def test_a_disruption_budget_that_somebody_removes_is_made_anew(place: Place, operator: OperatorProcess) -> None:
+async def test_a_removed_disruption_budget_is_created_again(place: Place, operator: OperatorProcess) -> None:
     await place.apply(disruptionBudget=True)
     budgets = await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found)
     await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
     await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found and not uids(found) & uids(budgets))
 
 
-async def test_a_disruption_budget_that_is_somebody_elses_is_told_and_keeps_no_pod_from_being_made(
+async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(
     place: Place, operator: OperatorProcess
 ) -> None:
     await place.kubectl("create", "poddisruptionbudget", "digits-workers", "--selector=app=x", "--min-available=1")
@@ -185,7 +185,7 @@ async def test_a_disruption_budget_that_is_somebody_elses_is_told_and_keeps_no_p
     )
 
 
-async def test_a_finished_job_goes_with_all_that_belongs_to_it_when_its_time_is_over(
+async def test_a_finished_job_and_its_objects_are_removed_after_their_time_to_live(
     place: Place, operator: OperatorProcess
 ) -> None:
     await place.apply(disruptionBudget=True, ttlSecondsAfterFinished=1, replicas=1)
@@ -197,9 +197,7 @@ async def test_a_finished_job_goes_with_all_that_belongs_to_it_when_its_time_is_
         await place.until(resource, lambda found: not found)
 
 
-async def test_a_job_that_is_somebody_elses_to_look_after_is_left_alone(
-    place: Place, operator: OperatorProcess
-) -> None:
+async def test_a_job_managed_by_another_controller_is_left_alone(place: Place, operator: OperatorProcess) -> None:
     await place.apply("theirs", managedBy="kueue.x-k8s.io/multikueue")
     await place.apply()
     await place.pods(3)

@@ -115,14 +115,14 @@ def asked(page: Page) -> list[Any]:
 
 
 @pytest.mark.parametrize(("panel", "query"), [*asked(FLEET_PAGE), *asked(JOB_PAGE)])
-async def test_every_picture_that_needs_an_operator_has_data_of_the_right_unit_and_size(
+async def test_every_operator_panel_has_data_of_the_right_unit_and_size(
     watched: Watched, panel: Panel, query: Query
 ) -> None:
     answer = await watched.answer(query.expr, "trains")
     assert not list(complaints(answer, unit_of(panel, query), age=600)), query.expr
 
 
-async def test_the_pictures_show_the_jobs_as_they_are(watched: Watched) -> None:
+async def test_the_dashboards_show_the_jobs(watched: Watched) -> None:
     async def one(page: Page, title: str, legend: str = "", job: str = "trains") -> float:
         found = {(panel.title, query.legend): query.expr for panel, query in queries(page)}
         [sample] = await watched.answer(found[title, legend], job)
@@ -144,7 +144,7 @@ async def test_the_pictures_show_the_jobs_as_they_are(watched: Watched) -> None:
     assert by_cause == {"worker_failed": 0, "free": 0, "pod_failed": 1}
 
 
-async def test_alerts_are_about_the_job_that_is_concerned(watched: Watched) -> None:
+async def test_alerts_name_the_job_concerned(watched: Watched) -> None:
     async def about(name: str) -> set[str]:
         return {sample.labels["elasticjob"] for sample in await watched.prometheus.query(ALERTS[name].expr)}
 
@@ -157,14 +157,14 @@ async def test_alerts_are_about_the_job_that_is_concerned(watched: Watched) -> N
         assert await watched.prometheus.query(ALERTS[name].expr) == []
 
 
-async def test_promtool_has_nothing_to_say_against_the_page_of_the_operator(watched: Watched) -> None:
+async def test_promtool_accepts_the_metrics_page_of_the_operator(watched: Watched) -> None:
     status, page = await watched.operator.get("/metrics")
     assert status == 200
     run = promtool("check", "metrics", stdin=page)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-async def test_an_operator_that_may_list_nothing_is_told_of(cluster_with_crd: Cluster, tmp_path: Path) -> None:
+async def test_an_operator_without_list_permission_raises_an_alert(cluster_with_crd: Cluster, tmp_path: Path) -> None:
     async with cluster_with_crd.namespace() as namespace, Prometheus(tmp_path / "prometheus") as prometheus:
         await cluster_with_crd.kubectl("create", "serviceaccount", "nobody", f"--namespace={namespace}")
         kubeconfig = await cluster_with_crd.kubeconfig_for(namespace, "nobody")
@@ -177,7 +177,7 @@ async def test_an_operator_that_may_list_nothing_is_told_of(cluster_with_crd: Cl
             assert (await operator.get("/readyz"))[0] == 503
 
 
-async def test_an_operator_that_is_gone_is_told_of(watched: Watched) -> None:
+async def test_a_missing_operator_raises_an_alert(watched: Watched) -> None:
     assert await watched.operator.stop() == 0
     began = time.monotonic()
     down = ALERTS["ElasticOperatorDown"].expr

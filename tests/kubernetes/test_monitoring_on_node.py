@@ -97,7 +97,7 @@ async def where_annotations_say(node: Node) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_job_that_is_scaled_and_loses_a_worker_is_seen_in_every_picture(user: User, tmp_path: Path) -> None:
+async def test_every_panel_shows_a_job_that_is_scaled_and_loses_a_worker(user: User, tmp_path: Path) -> None:
     command = ["python3", "-c", PROGRAM, "/tmp"]
     # The operator has looked at no job in the last seconds, but in the last minute.
     values = {"job_namespace": user.namespace, "elasticjob": "measured", **OWN, "__rate_interval": "1m"}
@@ -151,9 +151,7 @@ async def test_a_job_that_is_scaled_and_loses_a_worker_is_seen_in_every_picture(
     assert await user.delete("measured") == []
 
 
-async def test_agents_on_their_hosts_network_are_found_on_the_ports_that_they_have_found(
-    user: User, tmp_path: Path
-) -> None:
+async def test_agents_on_host_network_are_found_on_their_actual_ports(user: User, tmp_path: Path) -> None:
     """Several of them on one node; no port of any of them stands in the pod's spec."""
     enforced = "pod-security.kubernetes.io/enforce"
     await user.kubectl("label", "namespace", user.namespace, f"{enforced}=privileged", "--overwrite")

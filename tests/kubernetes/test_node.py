@@ -76,14 +76,14 @@ async def namespace(node: Node) -> AsyncIterator[str]:
         yield name
 
 
-async def test_commands_and_logs_of_a_restricted_pod(node: Node, namespace: str) -> None:
+async def test_a_restricted_pod_supports_exec_and_logs(node: Node, namespace: str) -> None:
     said = await node.kubectl("exec", f"--namespace={namespace}", "store", "--", "etcd", "--version")
     assert "etcd Version" in said.stdout
     assert "ready to serve client requests" in (await node.kubectl("logs", f"--namespace={namespace}", "store")).stdout
     assert list(node.folder.glob(f"pods/{namespace}_store_*/main/0.log"))
 
 
-async def test_a_pod_that_is_not_restricted_enough_is_refused(node: Node, namespace: str) -> None:
+async def test_an_unrestricted_pod_is_refused(node: Node, namespace: str) -> None:
     result = await node.kubectl("run", "root", "--image=any", f"--namespace={namespace}", check=False)
     assert result.returncode != 0
     assert 'violates PodSecurity "restricted' in result.stderr
@@ -102,7 +102,7 @@ async def test_a_service_is_reached_by_name_from_a_pod_and_by_address_from_the_n
         assert '"health":"true"' in (await node.run(sys.executable, "-c", program, url)).stdout
 
 
-async def test_the_api_server_proves_itself_at_the_address_that_pods_are_told(node: Node) -> None:
+async def test_the_api_servers_certificate_covers_the_address_that_pods_use(node: Node) -> None:
     service = (await get(node, "default", "service/kubernetes"))["spec"]["clusterIP"]
     program = (
         "import ssl, sys, urllib.request as request\n"
@@ -133,7 +133,7 @@ async def test_a_process_in_a_pod_can_be_killed_from_outside(node: Node, namespa
     assert state["terminated"]["exitCode"] == 128 + signal.SIGKILL
 
 
-async def test_a_deleted_pod_goes(node: Node, namespace: str) -> None:
+async def test_a_deleted_pod_disappears(node: Node, namespace: str) -> None:
     await apply(node, namespace, pod("short", args=["gateway", "start"]))
     await node.kubectl("wait", f"--namespace={namespace}", "pod/short", "--for=condition=Ready", "--timeout=60s")
     await node.kubectl("delete", f"--namespace={namespace}", "pod/short", "--timeout=60s")
@@ -141,7 +141,7 @@ async def test_a_deleted_pod_goes(node: Node, namespace: str) -> None:
     assert "not found" in gone.stderr
 
 
-async def test_a_command_inside_ends_as_one_outside_would(node: Node) -> None:
+async def test_a_command_in_the_node_ends_like_one_on_the_host(node: Node) -> None:
     assert (await node.run("sh", "-c", "exit 3", check=False)).returncode == 3
     assert (await node.run("cat", stdin="text")).stdout == "text"
     assert (await node.run("sh", "-c", "pwd; hostname")).stdout.split() == [str(Path.cwd()), "node1"]
@@ -156,20 +156,20 @@ async def test_a_command_inside_ends_as_one_outside_would(node: Node) -> None:
         assert await process.wait() == code
 
 
-async def test_a_command_inside_sees_no_process_of_the_machine(node: Node) -> None:
+async def test_a_command_in_the_node_sees_no_host_process(node: Node) -> None:
     seen = (await node.run("ps", "-A", "-o", "args")).stdout
     assert "kubelet" in seen
     assert " ".join(sys.orig_argv) not in seen
 
 
-async def test_what_was_asked_of_the_api_server_is_written_down(node: Node) -> None:
+async def test_api_server_requests_are_in_the_audit_log(node: Node) -> None:
     await node.kubectl("get", "configmaps", "--namespace=kube-public", "--as=system:serviceaccount:a:b", check=False)
     asked = [json.loads(line) for line in node.audit_log.read_text().splitlines()]
     mine = [each for each in asked if each.get("impersonatedUser", {}).get("username") == "system:serviceaccount:a:b"]
     assert {(each["verb"], each["objectRef"]["resource"]) for each in mine} == {("list", "configmaps")}
 
 
-async def test_of_an_image_that_was_made_anew_the_old_one_goes(node: Node, tmp_path: Path) -> None:
+async def test_a_rebuilt_image_replaces_the_old_one(node: Node, tmp_path: Path) -> None:
     name = "localhost/changing:1"
     archive = tmp_path / "image.tar"
     digests = []

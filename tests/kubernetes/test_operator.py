@@ -163,9 +163,7 @@ def an_operator(place: Place, folder: Path, **more: Any) -> OperatorProcess:
     return OperatorProcess(folder, place.cluster.kubeconfig, *only_here, **more)
 
 
-async def test_a_job_gets_an_etcd_pods_that_know_where_it_is_and_a_status(
-    place: Place, operator: OperatorProcess
-) -> None:
+async def test_a_job_gets_an_etcd_pods_with_its_address_and_a_status(place: Place, operator: OperatorProcess) -> None:
     await place.apply()
     job = await place.job(lambda status: status.get("replicas") == 3 and holds(status, "Waiting"))
     pods = await place.pods(3)
@@ -190,7 +188,7 @@ async def test_a_job_gets_an_etcd_pods_that_know_where_it_is_and_a_status(
     assert columns[1].split()[:6] == ["digits", "Pending", "0/3", "1", "3", "0"]
 
 
-async def test_replicas_are_written_once_and_later_only_kept_within_the_bounds(
+async def test_replicas_are_set_once_and_then_only_kept_within_the_bounds(
     place: Place, operator: OperatorProcess
 ) -> None:
     await place.apply(maxReplicas=2)
@@ -207,9 +205,7 @@ async def test_replicas_are_written_once_and_later_only_kept_within_the_bounds(
     await place.pods(1)
 
 
-async def test_it_is_scaled_without_touching_the_pods_that_stay_and_not_beyond_its_bounds(
-    place: Place, operator: OperatorProcess
-) -> None:
+async def test_scaling_keeps_the_remaining_pods_and_the_bounds(place: Place, operator: OperatorProcess) -> None:
     await place.apply(replicas=2)
     first = await place.pods(2)
 
@@ -230,7 +226,7 @@ async def test_it_is_scaled_without_touching_the_pods_that_stay_and_not_beyond_i
 
 
 @pytest.mark.parametrize("how", [[], ["--force", "--grace-period=0"]], ids=["gracefully", "by force"])
-async def test_a_deleted_pod_is_replaced_by_one_of_another_name(
+async def test_a_deleted_pod_is_replaced_by_a_pod_with_another_name(
     place: Place, operator: OperatorProcess, how: list[str]
 ) -> None:
     await place.apply(replicas=2)
@@ -248,7 +244,7 @@ async def test_a_deleted_pod_is_replaced_by_one_of_another_name(
     await place.told("PodDeleted", f"{victim} was deleted; a new pod takes its place")
 
 
-async def test_what_a_deleted_pod_said_last_is_in_an_event(place: Place, operator: OperatorProcess) -> None:
+async def test_the_last_output_of_a_deleted_pod_is_in_an_event(place: Place, operator: OperatorProcess) -> None:
     await place.apply(replicas=2)
     victim = min(await place.pods(2))
     await place.bind(victim)  # else there is no kubelet whom the API server would wait for
@@ -262,7 +258,7 @@ async def test_what_a_deleted_pod_said_last_is_in_an_event(place: Place, operato
     assert told.count(victim) == 2, "once that it was deleted, once what it said"
 
 
-async def test_a_pod_that_dies_is_replaced_and_kept_for_its_log(place: Place, operator: OperatorProcess) -> None:
+async def test_a_failed_pod_is_replaced_and_kept_for_its_log(place: Place, operator: OperatorProcess) -> None:
     await place.apply(replicas=2)
     victim = min(await place.pods(2))
     await place.runs(victim)
@@ -276,9 +272,7 @@ async def test_a_pod_that_dies_is_replaced_and_kept_for_its_log(place: Place, op
     assert victim in await place.until(PODS, lambda pods: len(pods) == 3, labels=worker_selector("digits"))
 
 
-async def test_a_job_that_has_succeeded_gets_no_more_pods_and_loses_its_etcd(
-    place: Place, operator: OperatorProcess
-) -> None:
+async def test_a_succeeded_job_gets_no_more_pods_and_loses_its_etcd(place: Place, operator: OperatorProcess) -> None:
     await place.apply(replicas=2)
     pods = await place.pods(2)
     for pod in pods:
@@ -301,7 +295,7 @@ async def test_a_job_that_has_succeeded_gets_no_more_pods_and_loses_its_etcd(
     assert await place.pods(0) == {}
 
 
-async def test_a_template_that_is_refused_makes_the_job_invalid_with_the_servers_words(
+async def test_a_refused_template_makes_the_job_invalid_in_the_servers_words(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     store = {"endpoint": etcd.endpoint}
@@ -319,7 +313,7 @@ async def test_a_template_that_is_refused_makes_the_job_invalid_with_the_servers
     await place.job(lambda status: not holds(status, "Invalid"))
 
 
-async def test_what_a_quota_forbids_is_said_and_done_when_it_allows_it(
+async def test_a_denial_by_quota_is_reported_and_retried(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     await place.kubectl("create", "quota", "few", "--hard=count/pods=1")
@@ -335,7 +329,7 @@ async def test_what_a_quota_forbids_is_said_and_done_when_it_allows_it(
     await place.job(lambda status: "quota" not in conditions(status)["Waiting"]["message"])
 
 
-async def test_what_a_policy_forbids_is_said_and_done_when_it_allows_it(
+async def test_a_denial_by_policy_is_reported_and_retried(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     policy = yaml.safe_dump_all(policy_against_pods(place.namespace))
@@ -355,7 +349,7 @@ async def test_what_a_policy_forbids_is_said_and_done_when_it_allows_it(
     await place.pods(3)
 
 
-async def test_a_store_that_cannot_be_reached_is_named_where_the_job_waits(
+async def test_an_unreachable_store_is_named_by_the_waiting_job(
     place: Place, operator: OperatorProcess, own_etcd: EtcdServer
 ) -> None:
     endpoint = f"http://{own_etcd.endpoint}/"
@@ -374,7 +368,7 @@ async def test_a_store_that_cannot_be_reached_is_named_where_the_job_waits(
     await place.job(lambda status: status.get("readyReplicas") == 1)
 
 
-async def test_a_service_of_its_name_that_is_not_its_own_is_left_alone_and_named(
+async def test_a_foreign_service_with_the_jobs_name_is_left_alone_and_named(
     place: Place, operator: OperatorProcess
 ) -> None:
     await place.kubectl("create", "service", "clusterip", "digits-etcd", "--tcp=80")
@@ -392,9 +386,7 @@ async def test_a_service_of_its_name_that_is_not_its_own_is_left_alone_and_named
     )
 
 
-async def test_an_etcd_that_somebody_removed_is_made_again_where_its_pods_look_for_it(
-    place: Place, operator: OperatorProcess
-) -> None:
+async def test_a_removed_etcd_is_created_again_at_the_same_address(place: Place, operator: OperatorProcess) -> None:
     await place.apply()
     await place.pods(3)
     before = await place.until(SERVICES, lambda found: "digits-etcd" in found)
@@ -407,7 +399,7 @@ async def test_an_etcd_that_somebody_removed_is_made_again_where_its_pods_look_f
     await place.until(DEPLOYMENTS, lambda found: "digits-etcd" in found)
 
 
-async def test_deleting_a_job_leaves_nothing_behind_in_the_cluster(place: Place, operator: OperatorProcess) -> None:
+async def test_deleting_a_job_leaves_nothing_in_the_cluster(place: Place, operator: OperatorProcess) -> None:
     await place.apply()
     await place.pods(3)
     await place.kubectl("delete", "elasticjob/digits")
@@ -415,7 +407,7 @@ async def test_deleting_a_job_leaves_nothing_behind_in_the_cluster(place: Place,
         await place.until(resource, lambda found: not found)
 
 
-async def test_an_etcd_that_is_removed_with_its_job_is_not_made_anew_while_pods_end(
+async def test_an_etcd_removed_with_its_job_is_not_created_again_while_pods_end(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     await place.apply(replicas=1)
@@ -445,7 +437,7 @@ async def test_an_etcd_that_is_removed_with_its_job_is_not_made_anew_while_pods_
     await place.kubectl("delete", f"pod/{pod}", "--force", "--grace-period=0", "--ignore-not-found")
 
 
-async def test_what_the_agents_say_in_an_external_etcd_is_seen_and_removed_with_the_job(
+async def test_agent_reports_in_an_external_etcd_are_read_and_removed_with_the_job(
     place: Place, operator: OperatorProcess, own_etcd: EtcdServer
 ) -> None:
     job = await place.apply(replicas=2, etcd={"endpoint": own_etcd.endpoint})
@@ -500,7 +492,7 @@ async def test_an_outcome_in_an_external_etcd_ends_the_job(
         await nothing_below(store, keys)
 
 
-async def test_a_job_that_ended_while_the_operator_was_away_is_not_started_again(
+async def test_a_job_that_ended_during_an_operator_outage_is_not_restarted(
     place: Place, operator: OperatorProcess, own_etcd: EtcdServer
 ) -> None:
     job = await place.apply(replicas=2, etcd={"endpoint": own_etcd.endpoint})
@@ -524,7 +516,7 @@ async def test_a_job_that_ended_while_the_operator_was_away_is_not_started_again
     assert await place.pods(0) == {}
 
 
-async def test_killed_while_it_makes_pods_and_started_again_it_makes_none_twice(place: Place, tmp_path: Path) -> None:
+async def test_an_operator_killed_while_creating_pods_creates_none_twice(place: Place, tmp_path: Path) -> None:
     # In a pod its name stays the same, so it need not wait for its own lease to end.
     async with an_operator(place, tmp_path, environ={"POD_NAME": "operator-0"}) as operator:
         await operator.leads()
@@ -540,7 +532,7 @@ async def test_killed_while_it_makes_pods_and_started_again_it_makes_none_twice(
     assert job["status"]["podFailures"] == 0
 
 
-async def test_of_two_copies_one_leads_and_the_other_takes_over(place: Place, tmp_path: Path) -> None:
+async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(place: Place, tmp_path: Path) -> None:
     async with (
         an_operator(place, tmp_path, name="one", environ={"POD_NAME": "one"}) as one,
         an_operator(place, tmp_path, name="two", environ={"POD_NAME": "two"}) as two,
@@ -580,7 +572,7 @@ async def test_of_two_copies_one_leads_and_the_other_takes_over(place: Place, tm
         await place.pods(3)
 
 
-async def test_told_to_end_in_the_middle_of_its_work_it_ends_and_gives_the_lease_back(
+async def test_a_terminated_operator_stops_in_the_middle_of_its_work_and_releases_the_lease(
     place: Place, tmp_path: Path
 ) -> None:
     async with an_operator(place, tmp_path) as operator:
@@ -598,7 +590,7 @@ async def test_told_to_end_in_the_middle_of_its_work_it_ends_and_gives_the_lease
         await place.pods(60)
 
 
-async def test_what_it_does_can_be_read_off_its_metrics(place: Place, operator: OperatorProcess) -> None:
+async def test_operator_metrics_show_its_work(place: Place, operator: OperatorProcess) -> None:
     await place.apply(replicas=2)
     victim = min(await place.pods(2))
     await place.runs(victim)
@@ -615,7 +607,7 @@ async def test_what_it_does_can_be_read_off_its_metrics(place: Place, operator: 
     assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="201") > 3
 
 
-async def test_what_is_known_of_a_run_outlives_its_store_and_goes_with_its_job(
+async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     async def reported(rounds: int) -> Json:
@@ -683,7 +675,7 @@ async def test_what_is_known_of_a_run_outlives_its_store_and_goes_with_its_job(
     await place.until(CONFIG_MAPS, lambda found: "digits-report" not in found)
 
 
-async def test_each_job_is_shown_under_metrics(place: Place, operator: OperatorProcess, etcd: EtcdServer) -> None:
+async def test_each_job_appears_in_the_metrics(place: Place, operator: OperatorProcess, etcd: EtcdServer) -> None:
     await place.apply(replicas=2, minReplicas=2, maxRestarts=5, etcd={"endpoint": etcd.endpoint})
     victim = min(await place.pods(2))
     await place.runs(victim)
@@ -698,7 +690,7 @@ async def test_each_job_is_shown_under_metrics(place: Place, operator: OperatorP
     assert await operator.metric("elastic_operator_job_condition", condition="Running", **job) == 0
 
 
-async def test_it_needs_no_more_rights_than_the_chart_grants(place: Place, tmp_path: Path) -> None:
+async def test_the_operator_needs_no_more_permissions_than_the_chart_grants(place: Place, tmp_path: Path) -> None:
     await place.kubectl("create", "serviceaccount", "operator")
     await place.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(rights(place.namespace)))
     kubeconfig = await place.cluster.kubeconfig_for(place.namespace, "operator")

@@ -101,7 +101,7 @@ async def good_day(
     return GoodDay(end, writes)
 
 
-async def test_on_a_good_day_the_story_ends_as_it_should(good_day: GoodDay) -> None:
+async def test_the_operator_reaches_the_expected_end_without_faults(good_day: GoodDay) -> None:
     jobs = good_day.end["jobs"]
     assert {name: (job["status"]["state"], job["pods"]) for name, job in jobs.items()} == {
         "dies": ("Pending", {"0 Failed": 2, "0 Pending": 1, "1 Pending": 1}),
@@ -121,7 +121,7 @@ async def test_on_a_good_day_the_story_ends_as_it_should(good_day: GoodDay) -> N
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_whatever_becomes_of_requests_and_watches_it_ends_the_same(
+async def test_faulty_requests_and_watches_lead_to_the_same_end(
     good_day: GoodDay, api: UserApi, place: Place, etcd: EtcdServer, tmp_path: Path, seed: int
 ) -> None:
     days = BadDays(seed, share=0.15)
@@ -139,7 +139,7 @@ async def test_whatever_becomes_of_requests_and_watches_it_ends_the_same(
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-async def test_killed_after_any_of_its_writes_it_ends_the_same(
+async def test_an_operator_killed_after_any_write_reaches_the_same_end(
     good_day: GoodDay, api: UserApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path: Path, part: int
 ) -> None:
     first, behind = (1 + good_day.writes * each // PARTS for each in (part, part + 1))
@@ -180,7 +180,7 @@ async def killed_after(
     assert "Traceback" not in operator.log
 
 
-async def test_two_that_believe_they_lead_do_no_harm(
+async def test_two_operators_that_both_believe_they_lead_do_no_harm(
     good_day: GoodDay, api: UserApi, place: Place, etcd: EtcdServer, tmp_path: Path
 ) -> None:
     async with (

@@ -100,7 +100,7 @@ async def soon(event: asyncio.Event) -> None:
         await event.wait()
 
 
-async def test_one_leads_and_who_gives_the_lease_back_is_followed_at_once(candidates: Candidates) -> None:
+async def test_a_released_lease_is_acquired_at_once(candidates: Candidates) -> None:
     first = candidates.candidate("first")
     await soon(first.working)
     second = candidates.candidate("second")
@@ -111,13 +111,13 @@ async def test_one_leads_and_who_gives_the_lease_back_is_followed_at_once(candid
     assert second.elector.is_leader
 
 
-async def test_a_lease_that_nobody_renews_is_taken_when_its_time_is_over(candidates: Candidates) -> None:
+async def test_an_expired_lease_is_acquired(candidates: Candidates) -> None:
     await candidates.left_by("dead", duration=1)
     successor = candidates.candidate("successor")
     await soon(successor.working)
 
 
-async def test_one_that_is_renewed_is_left_alone_for_longer_than_its_duration(candidates: Candidates) -> None:
+async def test_a_renewed_lease_is_respected_beyond_its_duration(candidates: Candidates) -> None:
     first = candidates.candidate("first", duration=1)
     await soon(first.working)
     second = candidates.candidate("second", duration=1)
@@ -132,7 +132,7 @@ async def test_one_that_is_renewed_is_left_alone_for_longer_than_its_duration(ca
     assert not second.working.is_set()
 
 
-async def test_work_stops_when_somebody_else_has_the_lease_and_begins_again_when_it_is_free(
+async def test_work_stops_when_another_holds_the_lease_and_restarts_when_it_is_free(
     candidates: Candidates,
 ) -> None:
     first = candidates.candidate("first")
@@ -143,13 +143,13 @@ async def test_work_stops_when_somebody_else_has_the_lease_and_begins_again_when
     await soon(first.working)
 
 
-async def test_whoever_has_the_holders_name_is_the_holder(candidates: Candidates) -> None:
+async def test_the_holders_name_identifies_the_holder(candidates: Candidates) -> None:
     await candidates.left_by("operator-0", duration=60)
     after = candidates.candidate("operator-0")
     await soon(after.working)
 
 
-async def test_work_stops_when_the_api_server_is_away_for_too_long(tmp_path: Path) -> None:
+async def test_work_stops_during_a_long_api_server_outage(tmp_path: Path) -> None:
     async with ControlPlane(tmp_path) as plane, await UserApi.from_kubeconfig(str(plane.kubeconfig)) as api:
         leader = Candidate(api, "default", "leader")
         await soon(leader.working)

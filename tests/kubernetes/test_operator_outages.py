@@ -83,7 +83,7 @@ def an_operator(plane: ControlPlane, folder: Path, *, wait: bool = True) -> Oper
     )
 
 
-async def test_without_the_definition_it_says_so_and_begins_when_it_is_there_also_the_second_time(
+async def test_a_missing_crd_is_reported_and_work_starts_when_it_exists_also_the_second_time(
     own_plane: ControlPlane, place: Place, tmp_path: Path
 ) -> None:
     async with an_operator(own_plane, tmp_path, wait=False) as operator:
@@ -105,7 +105,7 @@ async def test_without_the_definition_it_says_so_and_begins_when_it_is_there_als
 
 
 @pytest.mark.usefixtures("defined")
-async def test_it_outlives_the_api_server_and_notices_what_vanished_meanwhile(
+async def test_the_operator_survives_an_api_server_outage_and_notices_missed_deletions(
     own_plane: ControlPlane, place: Place, tmp_path: Path
 ) -> None:
     async with an_operator(own_plane, tmp_path) as operator:
@@ -133,7 +133,7 @@ async def test_it_outlives_the_api_server_and_notices_what_vanished_meanwhile(
 
 
 @pytest.mark.usefixtures("defined")
-async def test_started_before_the_api_server_it_waits_for_it(
+async def test_an_operator_started_before_the_api_server_waits_for_it(
     own_plane: ControlPlane, place: Place, tmp_path: Path
 ) -> None:
     server = own_plane.daemons["kube-apiserver"]
@@ -149,7 +149,7 @@ async def test_started_before_the_api_server_it_waits_for_it(
 
 
 @pytest.mark.usefixtures("defined")
-async def test_a_namespace_without_rights_keeps_the_operator_from_no_other(
+async def test_a_namespace_without_permissions_blocks_no_other(
     own_plane: ControlPlane, place: Place, tmp_path: Path
 ) -> None:
     async with own_plane.namespace() as closed:
@@ -177,7 +177,7 @@ async def test_a_namespace_without_rights_keeps_the_operator_from_no_other(
 
 
 @pytest.mark.usefixtures("defined")
-async def test_where_it_may_list_nothing_it_is_not_ready_and_says_why(
+async def test_an_operator_without_list_permission_is_not_ready_and_says_why(
     own_plane: ControlPlane, place: Place, tmp_path: Path
 ) -> None:
     await place.kubectl("create", "serviceaccount", "operator")
@@ -190,7 +190,7 @@ async def test_where_it_may_list_nothing_it_is_not_ready_and_says_why(
 
 
 @pytest.mark.usefixtures("defined")
-async def test_a_service_account_that_is_not_there_is_named_where_the_job_waits(
+async def test_a_missing_service_account_is_named_by_the_waiting_job(
     own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
 ) -> None:
     async with an_operator(own_plane, tmp_path) as operator:
@@ -206,7 +206,7 @@ async def test_a_service_account_that_is_not_there_is_named_where_the_job_waits(
 
 
 @pytest.mark.usefixtures("defined")
-async def test_a_right_that_is_taken_from_it_and_given_back_is_told_and_used(
+async def test_a_permission_that_is_revoked_and_restored_is_reported_and_used(
     own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
 ) -> None:
     await place.kubectl("create", "serviceaccount", "operator")
@@ -233,7 +233,7 @@ async def test_a_right_that_is_taken_from_it_and_given_back_is_told_and_used(
 
 
 @pytest.mark.usefixtures("defined")
-async def test_a_pod_whose_node_is_removed_is_replaced_and_nobody_is_charged(
+async def test_a_pod_of_a_removed_node_is_replaced_without_a_charge(
     own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
 ) -> None:
     async with an_operator(own_plane, tmp_path):
@@ -254,7 +254,7 @@ async def test_a_pod_whose_node_is_removed_is_replaced_and_nobody_is_charged(
 
 
 @pytest.mark.usefixtures("defined")
-async def test_a_listing_finds_what_is_there_and_misses_what_is_not(place: Place) -> None:
+async def test_a_node_image_listing_finds_present_images_only(place: Place) -> None:
     changed: list[str] = []
     store = Store(changed=changed.append)
     informer = Informer(place.api, store, namespaces=(place.namespace,))

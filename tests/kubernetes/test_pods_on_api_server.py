@@ -111,7 +111,7 @@ async def answer(cluster: Cluster, kind: Resource, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-async def test_all_that_is_made_for_a_manifest_is_taken(
+async def test_every_object_made_for_a_manifest_is_accepted(
     control_plane: Cluster, free: str, strict: str, path: Path
 ) -> None:
     manifest = yaml.safe_load(path.read_text())
@@ -129,7 +129,7 @@ async def test_all_that_is_made_for_a_manifest_is_taken(
     assert await answer(control_plane, PODS, pod_of(etcd_deployment(job, SETTINGS))) == ""
 
 
-async def test_all_that_a_job_can_ask_of_its_place_is_taken(control_plane: Cluster, free: str) -> None:
+async def test_every_pod_setting_of_a_job_is_accepted(control_plane: Cluster, free: str) -> None:
     affinity = {
         "nodeAffinity": {
             "requiredDuringSchedulingIgnoredDuringExecution": {
@@ -152,16 +152,12 @@ async def test_all_that_a_job_can_ask_of_its_place_is_taken(control_plane: Clust
         assert await answer(control_plane, DISRUPTION_BUDGETS, disruption_budget(job, 2)) == ""
 
 
-async def test_the_example_is_taken_as_it_is_where_only_restricted_pods_are(
-    control_plane: Cluster, strict: str
-) -> None:
+async def test_the_example_is_accepted_in_a_restricted_namespace(control_plane: Cluster, strict: str) -> None:
     job = the_job(yaml.safe_load((ROOT / "examples/digits.yaml").read_text()), strict)
     assert await answer(control_plane, PODS, its_pod(job)) == ""
 
 
-async def test_where_only_restricted_pods_are_taken_the_words_say_what_is_missing(
-    control_plane: Cluster, strict: str
-) -> None:
+async def test_a_restricted_namespace_names_what_the_pods_lack(control_plane: Cluster, strict: str) -> None:
     said = await answer(control_plane, PODS, its_pod(a_job(strict, {})))
     assert "(Forbidden)" in said
     assert "runAsNonRoot != true" in said
@@ -203,13 +199,13 @@ FULL: dict[str, Any] = {
     ],
     ids=["full", "hostNetwork", "privileged", "CAP_SYS_ADMIN", "worker", "pod"],
 )
-async def test_what_a_good_template_gives_is_taken(control_plane: Cluster, free: str, template: dict[str, Any]) -> None:
+async def test_a_valid_template_is_accepted(control_plane: Cluster, free: str, template: dict[str, Any]) -> None:
     job = a_job(free, template)
     assert await answer(control_plane, PODS, its_pod(job)) == ""
     assert await answer(control_plane, DEPLOYMENTS, etcd_deployment(job, SETTINGS)) == ""
 
 
-async def test_an_etcd_with_a_volume_is_taken(control_plane: Cluster, strict: str) -> None:
+async def test_an_etcd_with_a_volume_is_accepted(control_plane: Cluster, strict: str) -> None:
     storage = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     job = a_job(strict, {}, etcd={"storage": storage, "resources": {"limits": {"memory": "1Gi"}}, "image": "etcd:1"})
     deployment = etcd_deployment(job, SETTINGS)
@@ -217,7 +213,7 @@ async def test_an_etcd_with_a_volume_is_taken(control_plane: Cluster, strict: st
     assert await answer(control_plane, PODS, pod_of(deployment)) == ""
 
 
-async def test_the_etcds_address_can_be_asked_for(control_plane: Cluster, free: str) -> None:
+async def test_the_address_of_the_etcd_can_be_read(control_plane: Cluster, free: str) -> None:
     words = ("get", "service/kubernetes", "--namespace=default", "--output=jsonpath={.spec.clusterIP}")
     first = ipaddress.ip_address((await control_plane.kubectl(*words)).stdout)
     service = etcd_service(a_job(free, {}), cluster_ip=str(first + 200))
@@ -245,7 +241,7 @@ async def test_the_etcds_address_can_be_asked_for(control_plane: Cluster, free: 
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
-async def test_a_mistake_in_the_template_is_named_by_the_api_server(
+async def test_a_template_error_is_named_by_the_api_server(
     control_plane: Cluster, free: str, template: dict[str, Any], words: str
 ) -> None:
     said = await answer(control_plane, PODS, its_pod(a_job(free, template)))
@@ -263,7 +259,7 @@ async def test_a_mistake_in_the_template_is_named_by_the_api_server(
     ],
     ids=str,
 )
-async def test_mistakes_in_the_templates_metadata_are_named_too(
+async def test_errors_in_template_metadata_are_named(
     control_plane: Cluster, free: str, metadata: dict[str, Any], words: str
 ) -> None:
     spec = {"maxReplicas": 1, "image": "i", "args": ["x"], "template": {"metadata": metadata}}

@@ -42,7 +42,7 @@ time.sleep(100_000)
 
 
 @pytest.mark.node
-async def test_pods_that_go_are_the_highest_ones_and_save_side_by_side_while_the_others_stay(user: User) -> None:
+async def test_the_highest_pods_leave_and_save_together_while_the_others_stay(user: User) -> None:
     await user.apply(job("saves", command=["python3", "-c", SAVES], replicas=3))
     await user.wait("elasticjob/saves", "jsonpath={.status.readyDesired}=3/3")
     before = await user.pods("saves")
@@ -68,7 +68,7 @@ async def test_pods_that_go_are_the_highest_ones_and_save_side_by_side_while_the
 
 
 @pytest.mark.node
-async def test_pods_that_are_not_ready_go_first(user: User) -> None:
+async def test_pods_that_are_not_ready_are_removed_first(user: User) -> None:
     """The first of three can't start, and the last one can."""
     late = job("half", command=["python3", "-c", SAVES], replicas=2)
     await user.apply(late)
@@ -131,9 +131,7 @@ async def is_busy(place: Place, name: str, pod: Json, cpu: str) -> None:
 
 
 @pytest.mark.control_plane
-async def test_a_horizontal_pod_autoscaler_finds_the_pods_of_a_job_and_sets_their_number(
-    place: Place, tmp_path: Path
-) -> None:
+async def test_a_horizontal_pod_autoscaler_finds_and_scales_a_job(place: Place, tmp_path: Path) -> None:
     only_here = (f"--namespace={place.namespace}", f"--lease-namespace={place.namespace}")
     async with OperatorProcess(tmp_path, place.cluster.kubeconfig, *only_here):
         await place.apply(replicas=1)

@@ -18,7 +18,7 @@ RELEASE = "elastic-operator"
 SYSTEM = "elastic-system"
 
 
-async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: User) -> None:
+async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> None:
     await user.apply(ROOT / "examples" / "digits.yaml")
     await user.wait("elasticjob/digits", "condition=Running")
     first = await user.pods("digits")
@@ -64,7 +64,7 @@ async def test_digits_trains_grows_and_succeeds_and_leaves_nothing_behind(user: 
     assert " ERROR " not in operator
 
 
-async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: User) -> None:
+async def test_training_continues_whatever_is_killed_and_the_events_explain_it(user: User) -> None:
     await user.apply(job("rounds", replicas=2))
     assert "of 2 workers" in await user.first_words("rounds")
 
@@ -109,7 +109,7 @@ async def test_whatever_is_killed_training_goes_on_and_is_told_in_words(user: Us
     assert await user.delete("rounds") == []
 
 
-async def test_an_upgrade_of_the_operator_disturbs_no_job(user: User) -> None:
+async def test_an_operator_upgrade_disturbs_no_job(user: User) -> None:
     await user.apply(job("steady", replicas=1))
     await user.wait("elasticjob/steady", "condition=Running")
     before = await user.pods("steady")
@@ -125,7 +125,7 @@ async def test_an_upgrade_of_the_operator_disturbs_no_job(user: User) -> None:
     }.items()
 
 
-async def test_an_image_without_the_agent_is_called_that(user: User) -> None:
+async def test_an_image_without_the_agent_is_reported_as_such(user: User) -> None:
     somebody = {"spec": {"securityContext": {"runAsNonRoot": True, "runAsUser": 65532}}}
     await user.apply(job("bare", image="quay.io/coreos/etcd:v3.7.3", command=["etcd"], template=somebody))
     await user.wait("elasticjob/bare", "condition=Finished")
@@ -133,7 +133,7 @@ async def test_an_image_without_the_agent_is_called_that(user: User) -> None:
     assert re.search(r"image quay.io/coreos/etcd:v3.7.3 has no\s+torchelastic-run", told)
 
 
-async def test_a_mistake_in_the_template_is_said_in_the_servers_words_and_mended_by_an_edit(user: User) -> None:
+async def test_a_template_error_is_reported_in_the_servers_words_and_fixed_by_an_edit(user: User) -> None:
     await user.apply(job("typo", template={"spec": {"nodeSelektor": {"gpu": "yes"}}}))
     await user.wait("elasticjob/typo", "condition=Invalid")
     assert "nodeSelektor" in await user.events("typo")
@@ -142,7 +142,7 @@ async def test_a_mistake_in_the_template_is_said_in_the_servers_words_and_mended
     await user.wait("elasticjob/typo", "condition=Running")
 
 
-async def test_what_elasticjob_says_of_a_cluster(user: User) -> None:
+async def test_elasticjob_reports_on_a_cluster(user: User) -> None:
     await user.apply(job("seen", replicas=2))
     await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=2")
     table = (await user.elasticjob("get")).stdout.splitlines()

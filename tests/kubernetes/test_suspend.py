@@ -18,7 +18,7 @@ WAITS = "import time; time.sleep(100_000)"
 UNPRIVILEGED = {"securityContext": {"runAsNonRoot": True}}
 
 
-async def test_a_suspended_job_frees_all_and_goes_on_with_what_was_charged_to_it(user: User) -> None:
+async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: User) -> None:
     await user.apply(job("rests", command=["python3", "-c", WAITS], replicas=2))
     await user.wait("elasticjob/rests", "jsonpath={.status.readyDesired}=2/2")
     user.kill(next(iter((await user.pods("rests")).values())), WAITS)
@@ -57,7 +57,7 @@ async def test_a_suspended_job_frees_all_and_goes_on_with_what_was_charged_to_it
     assert await user.delete("rests") == []
 
 
-async def test_a_job_that_is_created_suspended_makes_nothing_before_it_is_resumed(user: User) -> None:
+async def test_a_job_created_suspended_creates_nothing_until_it_is_resumed(user: User) -> None:
     await user.apply(job("queued", command=["python3", "-c", "print('done')"], replicas=1, suspend=True))
     await user.wait("elasticjob/queued", "condition=Suspended")
     itself = "elasticjob.elastic.pytorch.org/queued"

@@ -518,7 +518,7 @@ def test_whatever_is_one_number_is_taken(handler: PrometheusMetricHandler, numbe
     assert scrape(handler) == {("my_app_loss", ()): 2}
 
 
-def test_a_loop_that_creates_metric_names_hits_a_limit_that_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_makes_new_names_meets_a_limit_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     handler = PrometheusMetricHandler(max_series=100)
     for step in range(1000):
         put(handler, f"loss_at_step_{step}", step)
