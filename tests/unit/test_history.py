@@ -30,11 +30,17 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.rendezvous.history import MAX_CAUSE, MAX_CLOCK_SKEW, MAX_MESSAGE, History
-from torchelastic.rendezvous.history_writer import MAX_HISTORY_BYTES, HistoryWriter, encode_history
-from torchelastic.rendezvous.run_state import RunContext, RunStateWatch
+from torchelastic.rendezvous.history import (
+    MAX_CAUSE,
+    MAX_CLOCK_SKEW,
+    MAX_HISTORY_BYTES,
+    MAX_MESSAGE,
+    History,
+    HistoryWriter,
+    encode_history,
+)
+from torchelastic.rendezvous.run_state import RunStateWatch
 from torchelastic.store import MemoryStore
-from torchelastic.store.run_lease import RunLease
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -455,9 +461,9 @@ def store() -> MemoryStore:
 
 
 def writer_of(history: History, store: MemoryStore) -> HistoryWriter:
-    run = RunStateWatch(store, KEYS)
+    run = RunStateWatch("a.1", SETTINGS, store)
     run.away_since = None
-    return HistoryWriter(history, RunContext("a.1", SETTINGS, store, KEYS, RunLease(store, "run"), run))
+    return HistoryWriter(history, run)
 
 
 async def test_after_the_last_word_no_other_is_written(store: MemoryStore) -> None:

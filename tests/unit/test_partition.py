@@ -10,11 +10,10 @@ import pytest
 
 from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
 from tests.support.views import SETTINGS
-from torchelastic.protocol import NodePhase, RunKeys
-from torchelastic.rendezvous.partition import PartitionDetector
-from torchelastic.rendezvous.run_state import RunContext, RunStateWatch
+from torchelastic.protocol import NodePhase
+from torchelastic.rendezvous.node import watch_for_partition
+from torchelastic.rendezvous.run_state import RunStateWatch
 from torchelastic.store import MemoryStore
-from torchelastic.store.run_lease import RunLease
 
 LEASE = 0.4
 
@@ -72,10 +71,9 @@ async def test_a_node_whose_workers_have_ended_waits_in_peace_though_it_reaches_
     ("answers", "told"), [("nobody", True), ("the store", False), ("a peer, at the second look", False)]
 )
 async def test_it_takes_more_than_one_look_and_neither_store_nor_peer_must_answer(answers: str, told: bool) -> None:
-    store, keys = MemoryStore(), RunKeys.of("run")
+    store = MemoryStore()
     store.reachable = answers == "the store"
-    settings = dataclasses.replace(SETTINGS, lease=LEASE)
-    context = RunContext("a.1", settings, store, keys, RunLease(store, "run"), RunStateWatch(store, keys))
+    run = RunStateWatch("a.1", dataclasses.replace(SETTINGS, lease=LEASE), store)
     probes: list[float] = []
 
     async def reaches_a_peer(within: float) -> bool:
@@ -83,8 +81,7 @@ async def test_it_takes_more_than_one_look_and_neither_store_nor_peer_must_answe
         return answers.startswith("a peer") and len(probes) > 1
 
     seen = asyncio.Event()
-    detector = PartitionDetector(context, has_workers=lambda: True, reaches_a_peer=reaches_a_peer)
-    watching = asyncio.create_task(detector.watch(seen.set))
+    watching = asyncio.create_task(watch_for_partition(run, lambda: True, reaches_a_peer, partitioned=seen.set))
     with suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE if told else 3 * LEASE):
             await seen.wait()

@@ -18,12 +18,10 @@ from torchelastic.config.settings import RendezvousSettings
 from torchelastic.errors import NoPortFree
 from torchelastic.protocol import NodeRecord, RunKeys, SizeRecord, encode
 from torchelastic.rendezvous import peer_connection
-from torchelastic.rendezvous.change_signal import ChangeSignal
-from torchelastic.rendezvous.liveness import LivenessProber
-from torchelastic.rendezvous.membership import Membership
+from torchelastic.rendezvous.membership import LivenessProber, Membership
 from torchelastic.rendezvous.node import RendezvousNode
 from torchelastic.rendezvous.peer_connection import PeerServer, Verdict, hold_connection, listen, probe, run_digest
-from torchelastic.rendezvous.run_state import RunStateWatch
+from torchelastic.rendezvous.run_state import ChangeSignal, RunStateWatch
 from torchelastic.store import Entry, MemoryStore
 
 if TYPE_CHECKING:
@@ -161,10 +159,10 @@ async def test_a_leader_finds_the_one_that_answers_without_waiting_for_those_tha
             return True
 
     keys = RunKeys.of("run")
-    membership = Membership("a.1", RunStateWatch(MemoryStore(), keys), keys, SETTINGS.size)
+    run = RunStateWatch("a.1", SETTINGS, MemoryStore())
+    membership = Membership(run)
     prober = LivenessProber(
-        "a.1",
-        SETTINGS,
+        run,
         membership,
         cast("PeerServer", Connections()),
         changed=ChangeSignal(),

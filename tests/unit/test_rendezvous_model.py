@@ -109,7 +109,7 @@ class Listener:
     def __init__(self, store: PlayedStore, node: str) -> None:
         self.store = store
         self.node = node
-        self.run = RunStateWatch(MemoryStore(), KEYS)
+        self.run = RunStateWatch(node, RULES, MemoryStore())
         self.membership: Membership | None = None
         self.of_the_run: deque[Change] = deque()
         self.of_nodes: deque[Change] = deque()
@@ -479,8 +479,9 @@ class Run(RuleBasedStateMachine):
     def is_gone(self, listener: Listener, name: str) -> None:
         assert listener.membership is not None
         node = self.nodes[name]
-        if listener.membership.gone(name) is not None and (name == listener.node or (node.alive and node.linked)):
-            listener.membership.keep_silent(name)
+        peer = listener.membership.gone(name)
+        if peer is not None and (name == listener.node or (node.alive and node.linked)):
+            listener.membership.keep_silent(peer)
 
     def looks(self, listener: Listener) -> None:
         """What links, and a second look where they broke, show a leader sooner or later."""
@@ -503,8 +504,8 @@ class Run(RuleBasedStateMachine):
             if self.now >= listener.back_at + RULES.lease:
                 for node in self.nodes.values():
                     node.excused |= not node.key  # there is nothing by which this leader could tell that it lives
-            listener.run.note_leader(taken, revision)
-            listener.membership = Membership(name, listener.run, KEYS, self.nodes[name].record.size)
+            listener.run.note(KEYS.leader, taken, revision)
+            listener.membership = Membership(listener.run)
             listener.of_nodes.clear()
             for entry in self.store.below(KEYS.nodes).entries:
                 self.is_seen(listener, entry)
@@ -554,14 +555,14 @@ class Run(RuleBasedStateMachine):
                 if revision is not None:
                     self.check_round(new, snapshot)
                     self.committed.append(new)
-                    run.note_state(state, revision)
+                    run.note(KEYS.state, state, revision)
                     self.takes_note(name)
                 return revision is not None
             case GiveNotice(record=notice):
                 self.check_notice(notice, snapshot)
                 revision = self.store.compare_and_swap(KEYS.notice, encode(notice), run.notice.modified)
                 if revision is not None:
-                    run.note_notice(notice, revision)
+                    run.note(KEYS.notice, notice, revision)
                 return revision is not None
             case EndRun(record=outcome):
                 ended = encode(StateRecord(snapshot.round, outcome))
@@ -788,3 +789,19 @@ def the_next_round(run: Run, *, leader: str) -> RoundRecord:
             return run.committed[-1]
         run.now += RULES.lease + RULES.last_call_timeout
     raise AssertionError("no round was formed")
+
+
+def test_a_node_that_missed_the_lost_round_is_told_that_too_few_nodes_are_left() -> None:
+    run = Run()
+    run.nodes_meet(places=["", ""], notice=0.0)
+    n1, n2 = run.nodes
+    run.says(n1, phase=NodePhase.READY, failure=failure("n1", number=1))
+    run.leads(n1)
+    run.hears_of_nodes(run.nodes[n1].listener, 1000)
+    assert run.decides(n1)
+    run.says(n1, phase=NodePhase.LEAVING)
+    run.the_store_is_started_again(loses="everything", newcomer_leads=False)
+    for _ in range(4):
+        run.time_passes(seconds=6.0, calm=True)
+    assert (told := run.nodes[n2].told) is not None
+    assert (told.number, told.members) == (3, ())

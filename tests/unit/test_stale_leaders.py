@@ -20,7 +20,7 @@ from torchelastic.protocol import (
     decode_state,
     encode,
 )
-from torchelastic.rendezvous.events import RoundStarted
+from torchelastic.rendezvous.node import RoundStarted
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:

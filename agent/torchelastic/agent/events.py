@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from torchelastic.agent.workers.group import GroupEnded
 from torchelastic.protocol import ExitCode
-from torchelastic.rendezvous.events import Event, close_unclaimed
+from torchelastic.rendezvous.node import Event, RendezvousNode, close_unclaimed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torchelastic.agent.failures import WorkerExit
     from torchelastic.agent.workers.group import WorkerGroup
     from torchelastic.agent.workers.pool import StoreServer
-    from torchelastic.rendezvous.node import RendezvousNode
 
 Result = TypeVar("Result")
 

@@ -3,35 +3,46 @@
 Every node keeps a history of what it is told and does; the leader's is the run's. A new leader adopts what its
 predecessor has written, and continues from there with what it has seen itself. So each second since the creation of
 the job is in one state, whichever node led. Time in which no node was present is waiting time.
-
-Nothing is awaited here, and the clock is injected.
 """
 
 from __future__ import annotations
 
+import asyncio
 import bisect
+import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from torchelastic.errors import MalformedRecord, StoreUnavailable
 from torchelastic.protocol import (
     COUNT_LIMIT,
     HISTORY_LIMIT,
     HistoryRecord,
     NodeEnd,
     PastRound,
+    Record,
     RoundReason,
     RunState,
     TimeBreakdown,
+    decode,
+    encode,
     missing_between,
     shorten,
 )
+from torchelastic.rendezvous.run_state import ChangeSignal
+from torchelastic.store.backoff import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torchelastic.protocol import NodeRecord, RoundRecord
+    from torchelastic.rendezvous.run_state import RunStateWatch
+    from torchelastic.store.api import Entry
+
+logger = logging.getLogger(__name__)
 
 MAX_CAUSE: Final = 300
 """Characters of a round's cause that the history keeps."""
@@ -42,12 +53,45 @@ MAX_MESSAGE: Final = 1000
 MAX_CLOCK_SKEW: Final = 3600.0
 """Seconds by which another node's clock may be ahead; a breakdown from later is ignored."""
 
+WRITE_INTERVAL: Final = 10.0
+"""Seconds between writes without news: the uncertainty if all nodes die."""
+
+MIN_INTERVAL: Final = 1.0
+"""The shortest time between two writes, in seconds."""
+
+READ_ATTEMPTS: Final = 5
+"""Read attempts on a store that answers other requests, before leading without history."""
+
+MAX_HISTORY_BYTES: Final = 512 << 10
+"""Limit of the encoded rounds; etcd refuses requests above 1.5 MiB."""
+
 _AT_WORK: Final = (RunState.RESTORING, RunState.TRAINING)
 
 
 class _Transition(NamedTuple):
     at: float
     state: RunState
+
+
+@dataclass
+class _RoundTimes:
+    """The current round, with the times that this node knows, in seconds since the Unix epoch; 0 if unknown."""
+
+    formed: float
+    number: int = 0
+    nodes: frozenset[str] = frozenset()
+    started: float = 0.0
+    first_step: float = 0.0
+    last_checkpoint: float = 0.0
+    ended: float = 0.0
+    reports_steps: bool = False
+    """Whether the program reports steps: without a first step it restores."""
+
+    def trains_from(self) -> float:
+        """When its workers began to train; infinite if they have only restored so far."""
+        if self.first_step:
+            return max(self.first_step, self.started)
+        return float("inf") if self.reports_steps else self.started
 
 
 def steady_clock() -> Callable[[], float]:
@@ -72,24 +116,26 @@ class History:
         now = self._now()
         self.created: Final = now if created is None else min(created, now)
         self._base = TimeBreakdown(until=self.created) if resumed is None else resumed
-        self._transitions = [_Transition(now, RunState.WAITING)]
+        self._transitions = [_Transition(now, RunState.WAITING)]  # after the base; TRAINING includes restoring
+        self._round = _RoundTimes(now)
         self._rounds: dict[int, PastRound] = {}
-        self._number = 0
-        self._formed_at = now
-        self._first_step_at = self._last_checkpoint_at = 0.0
-        self._nodes: frozenset[str] = frozenset()
 
     # -- what this node sees
 
     @property
     def state(self) -> RunState:
         """The run's current state."""
-        return self._transitions[-1].state
+        state = self._transitions[-1].state
+        restores = state is RunState.TRAINING and self._round.trains_from() > self._now()
+        return RunState.RESTORING if restores else state
 
     def enter(self, state: RunState) -> None:
         """Note that the run is in another state from now on."""
-        if state is not self.state:
-            self._transitions.append(_Transition(self._now(), state))
+        before, now = self._transitions[-1].state, self._now()
+        if state is not before:
+            if before is RunState.TRAINING:
+                self._round.ended = now
+            self._transitions.append(_Transition(now, state))
 
     def round_broke(self) -> None:
         """Note that the current round has ended, and the next one is to be agreed on."""
@@ -98,33 +144,34 @@ class History:
 
     def workers_started(self) -> None:
         """Note that the workers of the current round were started."""
-        steps = RunState.RESTORING in self._base.seconds or any(
-            transition.state is RunState.RESTORING for transition in self._transitions
-        )
-        self.enter(RunState.RESTORING if steps and not self._first_step_at else RunState.TRAINING)
+        self._round.reports_steps |= RunState.RESTORING in self._base.seconds
+        self.enter(RunState.TRAINING)
+        self._round.started, self._round.ended = self._transitions[-1].at, 0.0
 
     def note_round(self, record: RoundRecord) -> None:
         """Note a round that this node was told of."""
         present = record.time_breakdown.there if record.time_breakdown is not None else ()
         nodes = frozenset(record.nodes or present)
-        if record.number == self._number and nodes == self._nodes:
+        before, base = self._round, self._base
+        if record.number == before.number and nodes == before.nodes:
             return
-        ended, lost_before, died_before = self._ended_at(), self._base.lost or 0.0, self._died()
+        ended = self._ended_at()
         if record.time_breakdown is not None:
             self.adopt(record.time_breakdown)
         now = self._now()
         past = _past_round(record, began=now)
-        died = self._died() - died_before
-        if nodes and died > 0 and self._nodes.isdisjoint(nodes):
-            past = _with_all_gone(past, died, len(self._nodes))
-        if ended and self._number in self._rounds:
-            self._rounds[self._number] = msgspec.structs.replace(self._rounds[self._number], ended=round(ended, 3))
+        died = self._base.gone.get(NodeEnd.DIED, 0) - base.gone.get(NodeEnd.DIED, 0)
+        if nodes and died > 0 and before.nodes.isdisjoint(nodes):
+            past = _with_all_gone(past, died, len(before.nodes))
+        if ended and before.number in self._rounds:
+            self._rounds[before.number] = msgspec.structs.replace(self._rounds[before.number], ended=round(ended, 3))
         if self._base.lost is not None:
-            past = msgspec.structs.replace(past, lost=round(max(self._base.lost - lost_before, 0.0), 3))
+            lost = self._base.lost - (base.lost or 0.0)
+            past = msgspec.structs.replace(past, lost=round(max(lost, 0.0), 3))
         self._rounds.setdefault(record.number, past)
         self._limit_rounds()
-        self._number, self._formed_at, self._nodes = record.number, now, nodes
-        self._first_step_at = self._last_checkpoint_at = 0.0
+        reports_steps = before.reports_steps or bool(before.first_step)
+        self._round = _RoundTimes(now, record.number, nodes, reports_steps=reports_steps)
         if not record.members:
             self.enter(RunState.WAITING)
 
@@ -132,19 +179,12 @@ class History:
         """Note what a node reports of the program's progress; return whether it is new."""
         return self._note_progress(record.round, record.first_step_at, record.last_checkpoint_at)
 
-    def _note_progress(self, round: int, first_step_at: float, last_checkpoint_at: float) -> bool:
-        known = first_step_at <= self._first_step_at and last_checkpoint_at <= self._last_checkpoint_at
-        if round != self._number or known:
+    def _note_progress(self, number: int, first_step: float, last_checkpoint: float) -> bool:
+        times = self._round
+        if number != times.number or (first_step <= times.first_step and last_checkpoint <= times.last_checkpoint):
             return False
-        if first_step_at and not self._first_step_at:
-            self._first_step_at = first_step_at
-            if (seen := self._seen(*_AT_WORK)) is not None:
-                # The workers trained since then, and restored before.
-                index, began, until = seen
-                stepped = min(max(first_step_at, began), until)
-                trained = [_Transition(began, RunState.RESTORING), _Transition(stepped, RunState.TRAINING)]
-                self._transitions[index : index + 1] = trained
-        self._last_checkpoint_at = max(self._last_checkpoint_at, last_checkpoint_at)
+        times.first_step = times.first_step or first_step
+        times.last_checkpoint = max(times.last_checkpoint, last_checkpoint)
         return True
 
     # -- what other nodes have written
@@ -182,12 +222,12 @@ class History:
             record: the round.
             end_of: returns why a member of the current round is gone; None if it is present.
         """
-        if record.number <= self._number:
+        before, nodes = self._round, frozenset(record.nodes)
+        if record.number <= before.number:
             return record  # restored to a store that had lost it
-        nodes = frozenset(record.nodes)
-        away = self._nodes - nodes
+        away = before.nodes - nodes
         ends = {node: end for node in away if (end := end_of(node)) is not None}
-        present = () if nodes else tuple(sorted(self._nodes - ends.keys()))
+        present = () if nodes else tuple(sorted(before.nodes - ends.keys()))
         if nodes:
             ends |= dict.fromkeys(away - ends.keys(), NodeEnd.NOT_NEEDED)
         breakdown = self.breakdown()
@@ -197,7 +237,7 @@ class History:
             round=record.number,
             first_step_at=0.0,
             last_checkpoint_at=0.0,
-            joined=min(breakdown.joined + len(nodes - self._nodes), COUNT_LIMIT),
+            joined=min(breakdown.joined + len(nodes - before.nodes), COUNT_LIMIT),
             gone=_added(breakdown.gone, ends.values()),
             there=present,
         )
@@ -215,79 +255,84 @@ class History:
         """Return where the time went until now."""
         # Read before the base, because a scrape runs in another thread: adopt() replaces the base first.
         transitions = tuple(self._transitions)
-        base = self._base
+        base, times = self._base, self._round
         now = max(self._now(), base.until)
         return TimeBreakdown(
             until=max(round(now, 3), base.until),
-            state=transitions[-1].state,
-            seconds=_seconds_by_state(base, transitions, now),
-            lost=(base.lost or 0.0) if self._last_checkpoint_at else base.lost,
-            round=max(self._number, base.round),
-            first_step_at=self._first_step_at,
-            last_checkpoint_at=self._last_checkpoint_at,
+            state=self.state,
+            seconds=_seconds_by_state(base, transitions, times, now),
+            lost=(base.lost or 0.0) if times.last_checkpoint else base.lost,
+            round=max(times.number, base.round),
+            first_step_at=times.first_step,
+            last_checkpoint_at=times.last_checkpoint,
             joined=base.joined,
             gone=dict(base.gone),
         )
 
     def record(self) -> HistoryRecord:
         """Return the rounds of the run."""
-        rounds = tuple(self._rounds.values())
-        return HistoryRecord(created=self.created, rounds=rounds, omitted=missing_between(rounds))
+        return _history_record(self.created, self._rounds.values())
 
     # -- queries
 
-    def _seen(self, *states: RunState) -> tuple[int, float, float] | None:
-        """When this node last saw the current round in one of these states: the transition's index, from, until."""
-        for index in range(len(self._transitions) - 1, -1, -1):
-            began, state = self._transitions[index]
-            if state in states and began >= self._formed_at:
-                is_last = index + 1 == len(self._transitions)
-                return index, began, self._now() if is_last else self._transitions[index + 1].at
-        return None
-
     def _lost_if_ended(self) -> float | None:
         """The training time lost in the run if the current round ends now; None if no checkpoint was reported."""
-        base = self._base
-        checkpoint = max(self._last_checkpoint_at, base.last_checkpoint_at if base.round == self._number else 0.0)
+        base, times = self._base, self._round
+        is_of_base = base.round == times.number
+        checkpoint = max(times.last_checkpoint, base.last_checkpoint_at if is_of_base else 0.0)
         if base.lost is None and not checkpoint:
             return None
         began = ended = 0.0
-        if (seen := self._seen(RunState.TRAINING)) is not None:
-            _, began, ended = seen
-        elif base.round == self._number and base.state is RunState.TRAINING:
+        if times.started:
+            began, ended = times.trains_from(), times.ended or self._now()
+        elif is_of_base and base.state is RunState.TRAINING:
             began = base.first_step_at or base.last_checkpoint_at
             ended = base.until if began else 0.0
         return round((base.lost or 0.0) + max(ended - max(began, checkpoint), 0.0), 3)
 
     def _ended_at(self) -> float:
         """When the workers of the current round stopped, as seen here or written by others; 0 if unknown."""
-        base, past = self._base, self._rounds.get(self._number)
-        written = base.until if base.round == self._number and base.state in _AT_WORK else 0.0
+        base, times, past = self._base, self._round, self._rounds.get(self._round.number)
+        written = base.until if base.round == times.number and base.state in _AT_WORK else 0.0
         if past is None or written <= past.began:  # of the time before the round
             written = 0.0
-        if (seen := self._seen(*_AT_WORK)) is None:
+        if not times.started:
             return written
-        _, began, ended = seen
-        return written if 0 < written < began else ended  # a node that came later has only heard of the round
-
-    def _died(self) -> int:
-        return self._base.gone.get(NodeEnd.DIED, 0)
+        # A node that came later has only heard of the round.
+        return written if 0 < written < times.started else times.ended or self._now()
 
     def _limit_rounds(self) -> None:
         while len(self._rounds) > HISTORY_LIMIT:
             del self._rounds[list(self._rounds)[HISTORY_LIMIT // 2]]
 
 
-def _seconds_by_state(base: TimeBreakdown, transitions: Sequence[_Transition], now: float) -> dict[RunState, float]:
-    """Return the seconds in each state: those of the base, and of the transitions after it."""
+def _seconds_by_state(
+    base: TimeBreakdown, transitions: Sequence[_Transition], times: _RoundTimes, now: float
+) -> dict[RunState, float]:
+    """Return the seconds in each state until now: those of the base, and of the transitions after it."""
     seconds = dict(base.seconds)
-    spans = [(RunState.WAITING, transitions[0].at - base.until)]
-    ends = (*(transition.at for transition in transitions[1:]), now)
-    spans += [(state, end - max(at, base.until)) for (at, state), end in zip(transitions, ends, strict=True)]
-    for state, spent in spans:
-        if spent > 0 or (state is RunState.RESTORING and state not in seconds):
-            seconds[state] = seconds.get(state, 0.0) + max(spent, 0.0)
+    for state, began, ended in _spans(transitions, times, now):
+        spent = max(ended - max(began, base.until), 0.0)
+        if spent or (state is RunState.RESTORING and state not in seconds):
+            seconds[state] = seconds.get(state, 0.0) + spent
+    waited = max(transitions[0].at - base.until, 0.0)
+    if waited:
+        seconds[RunState.WAITING] = seconds.get(RunState.WAITING, 0.0) + waited
     return {state: round(spent, 3) for state, spent in seconds.items()}
+
+
+def _spans(
+    transitions: Sequence[_Transition], times: _RoundTimes, now: float
+) -> Iterator[tuple[RunState, float, float]]:
+    """Yield each state with its beginning and end; the workers of the current round restore until its first step."""
+    for index, (at, state) in enumerate(transitions):
+        end = transitions[index + 1].at if index + 1 < len(transitions) else now
+        if state is RunState.TRAINING and at == times.started and (times.first_step or times.reports_steps):
+            stepped = min(times.trains_from(), end)
+            yield RunState.RESTORING, at, stepped
+            yield state, stepped, end
+        else:
+            yield state, at, end
 
 
 def _past_round(record: RoundRecord, *, began: float) -> PastRound:
@@ -321,3 +366,125 @@ def _added(counts: Mapping[NodeEnd, int], ends: Iterable[NodeEnd]) -> dict[NodeE
     for end in ends:
         found[end] = min(found.get(end, 0) + 1, COUNT_LIMIT)
     return found
+
+
+def _history_record(created: float, rounds: Iterable[PastRound]) -> HistoryRecord:
+    kept = tuple(rounds)
+    return HistoryRecord(created=created, rounds=kept, omitted=missing_between(kept))
+
+
+def encode_history(history: HistoryRecord) -> bytes:
+    """Return the rounds as JSON; if they are too large, without some in the middle."""
+    while len(encoded := encode(history)) > MAX_HISTORY_BYTES:
+        rounds = history.rounds
+        first, last = len(rounds) // 2, len(rounds) // 2 + max(len(rounds) // 10, 1)
+        history = _history_record(history.created, rounds[:first] + rounds[last:])
+    return encoded
+
+
+class HistoryWriter:
+    """Reads and writes the run's history while one node leads.
+
+    No round waits for it, except that a new leader reads what its predecessor has written before it decides anything.
+
+    Args:
+        history: the history.
+        run: the run.
+
+    Attributes:
+        has_read: whether the previous leader's history is known, as far as possible.
+    """
+
+    def __init__(self, history: History, run: RunStateWatch) -> None:
+        self.has_read = False
+        self._history = history
+        self._run = run
+        self._news = ChangeSignal()
+        self._writing = asyncio.Lock()
+        self._written: bytes | None = None
+        self._final: TimeBreakdown | None = None
+
+    def notify(self, *, rewrite: bool = False) -> None:
+        """Announce news; with ``rewrite``, write the rounds even if unchanged: the store may have lost them."""
+        if rewrite:
+            self._written = None
+        self._news.send()
+
+    async def run(self, has_read: Callable[[], None]) -> None:
+        """Read the history, call ``has_read``, then write news until cancelled."""
+        backoff = Backoff()
+        refused = 0
+        while not self.has_read:
+            try:
+                await self.read()
+            except StoreUnavailable as error:
+                await backoff.wait()
+                refused = refused + 1 if self._run.away_since is None else 0
+                if refused == READ_ATTEMPTS:
+                    logger.warning("cannot read the run's history; continuing without it: %s", error)
+                    self.has_read = True
+        has_read()
+        while True:
+            seen = self._news.count
+            try:
+                await self.write()
+            except StoreUnavailable:
+                await backoff.wait()
+                continue
+            backoff.reset()
+            await asyncio.sleep(MIN_INTERVAL)
+            await self._news.after(seen, timeout=WRITE_INTERVAL)
+
+    async def read(self) -> None:
+        """Adopt the previous leader's history.
+
+        Raises:
+            StoreUnavailable: as the store does.
+        """
+        store, keys = self._run.store, self._run.keys
+        breakdown, history = await asyncio.gather(store.get(keys.time_breakdown), store.get(keys.history))
+        if (known := _decoded(breakdown, TimeBreakdown)) is not None:
+            self._history.adopt(known)
+        if (past := _decoded(history, HistoryRecord)) is not None:
+            self._history.adopt_rounds(past)
+        self.has_read = True
+
+    async def write(self) -> None:
+        """Write the time breakdown, and the rounds if they have changed.
+
+        Raises:
+            StoreUnavailable: as the store does.
+        """
+        async with self._writing:
+            keys, put = self._run.keys, self._run.lasting.put
+            breakdown = self._final or self._history.breakdown()
+            history = encode_history(self._history.record())
+            writes = [put(keys.time_breakdown, encode(breakdown))]
+            if history != self._written:
+                writes.append(put(keys.history, history))
+            await asyncio.gather(*writes)
+            self._written = history
+
+    async def finish(self, final: TimeBreakdown) -> None:
+        """Write the final breakdown; later writes keep it until :meth:`resume`.
+
+        Raises:
+            StoreUnavailable: as the store does.
+        """
+        self._final = final
+        await self.write()
+
+    def resume(self) -> None:
+        """Go on after all: the outcome could not be committed."""
+        self._final = None
+        self._news.send()
+
+
+def _decoded(entry: Entry | None, kind: type[Record]) -> Record | None:
+    if entry is None:
+        return None
+    try:
+        return decode(entry.value, kind)
+    except MalformedRecord as error:
+        logger.warning("replacing an unreadable record of the run's history: %s", error)
+        return None

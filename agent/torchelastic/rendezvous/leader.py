@@ -27,15 +27,14 @@ from torchelastic.protocol import (
     StateRecord,
     encode,
 )
-from torchelastic.rendezvous.change_signal import ChangeSignal
-from torchelastic.rendezvous.history_writer import HistoryWriter
+from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
-from torchelastic.rendezvous.liveness import LivenessProber
-from torchelastic.rendezvous.membership import Membership
+from torchelastic.rendezvous.membership import LivenessProber, Membership
 from torchelastic.rendezvous.policy.plan import plan
 from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold
+from torchelastic.rendezvous.run_state import ChangeSignal
 from torchelastic.store.api import Listing
-from torchelastic.store.backoff import backoff_delay
+from torchelastic.store.backoff import Backoff
 from torchelastic.store.list_and_watch import follow_forever
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.leader_election import LeaderElection
     from torchelastic.rendezvous.peer_connection import PeerServer
     from torchelastic.rendezvous.policy.snapshot import Snapshot
-    from torchelastic.rendezvous.run_state import RunContext, Versioned
+    from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
@@ -63,33 +62,29 @@ class Leader:
     """One node's term as the leader.
 
     Args:
-        context: the node's.
+        run: the run.
         election: knows how this node came to lead.
         server: knows which nodes are connected.
         history: what is known of the run's past.
+
+    Attributes:
+        membership: the nodes.
+        liveness: its probes.
+        history_writer: writes the history while this node leads.
+        changed: sent after every change that may change the decision.
     """
 
-    def __init__(self, context: RunContext, election: LeaderElection, server: PeerServer, history: History) -> None:
-        self._context = context
-        self._node = context.node
-        self._settings = context.settings
-        self._run = context.run
-        self._keys = context.keys
+    def __init__(self, run: RunStateWatch, election: LeaderElection, server: PeerServer, history: History) -> None:
+        self.changed = ChangeSignal()
+        self.history_writer = HistoryWriter(history, run)
+        self.membership = Membership(run, () if election.dead_leader is None else (election.dead_leader,))
+        self.liveness = LivenessProber(
+            run, self.membership, server, changed=self.changed, connections_work=election.connections_work
+        )
+        self._run = run
         self._election = election
         self._server = server
         self._history = history
-        self._history_writer = HistoryWriter(history, context)
-        self._changed = ChangeSignal()
-        dead = () if election.dead_leader is None else (election.dead_leader,)
-        self._membership = Membership(context.node, context.run, context.keys, context.settings.size, dead)
-        self._liveness = LivenessProber(
-            context.node,
-            context.settings,
-            self._membership,
-            server,
-            changed=self._changed,
-            connections_work=election.connections_work,
-        )
         self._took_expired_at = election.took_expired_at
         self._listed = False
         self._said = ""
@@ -98,146 +93,113 @@ class Leader:
     async def run(self) -> None:
         """Lead until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._liveness.run())
-            tasks.create_task(self._context.lasting.keep(at_once=self._run.round is None))
+            self.liveness.tasks = tasks
+            tasks.create_task(self._run.lasting.keep(at_once=self._run.round is None))
             tasks.create_task(self._watch_nodes())
-            tasks.create_task(self._history_writer.run(self._changed.send))
+            tasks.create_task(self.history_writer.run(self.changed.send))
             tasks.create_task(self._forward_changes())
             tasks.create_task(self._decide())
             tasks.create_task(self._end_patience())
-
-    @property
-    def has_read_history(self) -> bool:
-        """Whether the run's history in the store is known."""
-        return self._history_writer.has_read
-
-    async def hand_over(self) -> None:
-        """Write the run's history for the next leader, unless this one has not read it yet.
-
-        Raises:
-            StoreUnavailable: as the store does.
-        """
-        if self.has_read_history:
-            await self._history_writer.write()
-
-    def peer_connected(self, node: str) -> None:
-        """Note that a node is connected, and so alive."""
-        self._liveness.peer_connected(node)
-
-    def peer_lost(self, node: str) -> None:
-        """Note that a node's connection is lost."""
-        self._liveness.peer_lost(node)
-
-    async def reaches_a_peer(self, within: float) -> bool:
-        """Whether one of the connected nodes answers a probe within so many seconds."""
-        return await self._liveness.reaches_a_peer(within)
 
     # -- watching
 
     async def _watch_nodes(self) -> None:
         # The watch of the run's keys reports that the store is away.
-        async with aclosing(follow_forever(self._context.store, self._keys.nodes, lost=lambda _: None)) as news:
+        nodes = self._run.keys.nodes
+        async with aclosing(follow_forever(self._run.store, nodes, lost=lambda _: None)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):
-                    self._relist(batch)
-                    continue
-                for change in batch:
-                    if change.entry is not None:
-                        self._saw(change.entry)
-                    else:
-                        self._gone(change.key.removeprefix(self._keys.nodes))
+                    present = {entry.key.removeprefix(nodes) for entry in batch.entries}
+                    for node in [node for node in self.membership.peers if node not in present]:
+                        self._gone(node)
+                    for entry in batch.entries:
+                        self._saw(entry)
+                    self._listed = True
+                else:
+                    for change in batch:
+                        if change.entry is not None:
+                            self._saw(change.entry)
+                        else:
+                            self._gone(change.key.removeprefix(nodes))
                 if batch:
-                    self._changed.send()
+                    self.changed.send()
 
     async def _forward_changes(self) -> None:
         """Forward changes of the run's keys, so that the leader waits for one signal; the others need not see ours."""
         seen = self._run.changed.count
         while True:
             seen = await self._run.changed.after(seen)
-            self._changed.send()
-
-    def _relist(self, listing: Listing) -> None:
-        present = {entry.key for entry in listing.entries}
-        for node in [node for node in self._membership.peers if self._keys.node(node) not in present]:
-            self._gone(node)
-        for entry in listing.entries:
-            self._saw(entry)
-        self._listed = True
-        self._changed.send()
+            self.changed.send()
 
     def _saw(self, entry: Entry) -> None:
-        node = entry.key.removeprefix(self._keys.nodes)
-        answers = node == self._node or self._server.is_connected(node)
-        newcomer = self._membership.saw(entry, now=self._now(), answers=answers)
-        peer = self._membership.peers.get(node)
+        node = entry.key.removeprefix(self._run.keys.nodes)
+        answers = node == self._run.node or self._server.is_connected(node)
+        newcomer = self.membership.saw(entry, now=self._now(), answers=answers)
+        peer = self.membership.peers.get(node)
         if peer is not None and self._history.note_progress(peer.record):
-            self._history_writer.notify()
+            self.history_writer.notify()
         if newcomer is not None and not newcomer.answers:
-            self._liveness.expect_connection(node)
+            self.liveness.expect_connection(node)
 
     def _gone(self, node: str) -> None:
-        peer = self._membership.gone(node)
-        if peer is not None and (node == self._node or self._server.is_connected(node)):
-            # Its lease expired. If it answers, only the store was away.
-            self._membership.keep_silent(node)
-            self._liveness.probe_silent(peer)
+        if (peer := self.membership.gone(node)) is not None:
+            self.liveness.key_gone(peer)
 
     # -- patience with a store that was away
 
     def _patient_until(self) -> float:
         """One lease after the store came back, or after this node took an expired lead, whichever is later."""
         times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
-        return max(times, default=-math.inf) + self._settings.lease
+        return max(times, default=-math.inf) + self._run.settings.lease
 
     async def _end_patience(self) -> None:
         """Decide again when the patience ends."""
         ended = -math.inf
         while True:
-            seen, until = self._changed.count, self._patient_until()
+            seen, until = self.changed.count, self._patient_until()
             if until == ended:
-                await self._changed.after(seen)
+                await self.changed.after(seen)
             elif self._now() < until:
                 await asyncio.sleep(until - self._now())
             else:
                 ended = until
-                self._changed.send()
+                self.changed.send()
 
     # -- deciding
 
     async def _decide(self) -> None:
-        tries = 0
+        backoff = Backoff()
         while True:
-            seen = self._changed.count
+            seen = self.changed.count
             began = self._now()
             snapshot = self._snapshot() if self._is_ready() else None
-            decision = Hold() if snapshot is None else plan(snapshot, self._settings)
+            decision = Hold() if snapshot is None else plan(snapshot, self._run.settings)
             took = self._now() - began
             if snapshot is not None:
                 self._note_run_state(snapshot)
             if isinstance(decision, Hold):
                 until = min(self._log(decision.why), math.inf if decision.until is None else decision.until)
                 wait = None if until == math.inf else max(until - self._now(), 0.0)
-                if await self._changed.after(seen, timeout=wait) != seen and took > QUICK_DECISION:
+                if await self.changed.after(seen, timeout=wait) != seen and took > QUICK_DECISION:
                     await asyncio.sleep(PAUSE_FACTOR * took)
                 continue
             try:
                 if not await self._carry_out(decision):
                     # Another node was faster, or this node's own write is on its way back through the watch.
-                    await self._changed.after(seen, timeout=self._settings.lease)
-                tries = 0
+                    await self.changed.after(seen, timeout=self._run.settings.lease)
+                backoff.reset()
             except StoreUnavailable:
-                await asyncio.sleep(backoff_delay(tries))
-                tries += 1
+                await backoff.wait()
 
     def _is_ready(self) -> bool:
         """Whether this node leads and has read everything: deciding on half of it would lose nodes."""
         leader = self._run.leader.record
-        read = self._listed and self.has_read_history
-        return read and self._run.away_since is None and leader is not None and leader.node == self._node
+        read = self._listed and self.history_writer.has_read
+        return read and self._run.away_since is None and leader is not None and leader.node == self._run.node
 
     def _snapshot(self) -> Snapshot:
         round = self._run.accepted_round
-        return self._membership.snapshot(
+        return self.membership.snapshot(
             now=self._now(),
             patient_until=self._patient_until(),
             remembered=round if round is not None and round.protocol == PROTOCOL_VERSION else None,
@@ -255,9 +217,9 @@ class Leader:
 
     def _end_of(self, node: str) -> NodeEnd | None:
         """Return why a member of the current round is gone; None if it is present."""
-        if self._membership.is_departure_expected(node):
+        if self.membership.is_departure_expected(node):
             return NodeEnd.LEFT
-        return None if self._membership.is_present(node) else NodeEnd.DIED
+        return None if self.membership.is_present(node) else NodeEnd.DIED
 
     def _log(self, why: str) -> float:
         """Log why nothing happens, once in a while; return when to log it, if that is later."""
@@ -287,45 +249,43 @@ class Leader:
                 await self._election.give_way()
         return False
 
+    async def _commit(self, key: str, record: msgspec.Struct, expected: int) -> bool:
+        """Write a record if the key has not changed since; return whether it is written."""
+        revision = await self._run.lasting.compare_and_swap(key, encode(record), expected=expected)
+        if revision is not None:
+            self._run.note(key, record, revision)
+        return revision is not None
+
     async def _commit_round(self, round: RoundRecord, decided_on: Versioned[StateRecord]) -> bool:
         round = self._history.with_breakdown(round, self._end_of)
         if not round.nonce:
             round = msgspec.structs.replace(round, nonce=secrets.token_hex(8))
-        state = StateRecord(round)
-        revision = await self._context.lasting.compare_and_swap(
-            self._keys.state, encode(state), expected=decided_on.modified
-        )
-        if revision is None:
+        if not await self._commit(self._run.keys.state, StateRecord(round), decided_on.modified):
             return False
         logger.debug("committed round %d: %s", round.number, round.cause)
-        self._run.note_state(state, revision)
-        self._history_writer.notify(rewrite=True)
+        self.history_writer.notify(rewrite=True)
         return True
 
     async def _commit_notice(self, notice: NoticeRecord) -> bool:
-        expected = self._run.notice.modified
-        revision = await self._context.lasting.compare_and_swap(self._keys.notice, encode(notice), expected=expected)
-        if revision is None:
+        if not await self._commit(self._run.keys.notice, notice, self._run.notice.modified):
             return False
         action = "notice" if notice.seconds else "withdrawn notice"
         logger.debug("%s %d of the end of round %d: %s", action, notice.serial, notice.round, notice.cause)
-        self._run.note_notice(notice, revision)
         return True
 
     async def _commit_outcome(self, outcome: OutcomeRecord, decided_on: Versioned[StateRecord]) -> None:
-        entry = await self._context.store.get(self._keys.leader)
+        entry = await self._run.store.get(self._run.keys.leader)
         if entry is None or entry.modified != self._run.leader.modified:
             return  # this node was paused, and what it has decided on may be of the past
         succeeded = outcome.state is OutcomeState.SUCCEEDED
         # Written before the run is over, so that readers of the outcome find all of it; a failure delays no end.
         with suppress(StoreUnavailable):
-            await self._history_writer.finish(self._history.final_breakdown(succeeded=succeeded))
-        round = None if decided_on.record is None else decided_on.record.round
-        state = encode(StateRecord(round, outcome))
-        if await self._context.lasting.compare_and_swap(self._keys.state, state, expected=decided_on.modified) is None:
-            self._history_writer.resume()
-        else:
+            await self.history_writer.finish(self._history.final_breakdown(succeeded=succeeded))
+        state = StateRecord(None if decided_on.record is None else decided_on.record.round, outcome)
+        if await self._commit(self._run.keys.state, state, decided_on.modified):
             logger.debug("committed the outcome: %s", outcome.state)
+        else:
+            self.history_writer.resume()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

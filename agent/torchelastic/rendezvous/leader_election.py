@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Final
 from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode, other_version
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, Verdict, hold_connection, probe
-from torchelastic.store.backoff import backoff_delay
+from torchelastic.store.backoff import Backoff
 
 if TYPE_CHECKING:
     from torchelastic.rendezvous.node_registration import NodeRegistration
-    from torchelastic.rendezvous.run_state import RunContext
+    from torchelastic.rendezvous.run_state import RunStateWatch
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class LeaderElection:
     """One node's part in the election of the leader.
 
     Args:
-        context: the node's.
+        run: the run.
         registration: its lease is the lead's.
         address: host:port of this node's peer server.
 
@@ -65,15 +65,14 @@ class LeaderElection:
         took_expired_at: when this node took a lead whose lease had expired although its leader may live; else None.
     """
 
-    def __init__(self, context: RunContext, registration: NodeRegistration, address: str) -> None:
+    def __init__(self, run: RunStateWatch, registration: NodeRegistration, address: str) -> None:
         self.candidacy = Candidacy.ACTIVE
         self.connected = False
         self.dead_leader: str | None = None
         self.took_expired_at: float | None = None
-        self._context = context
-        self._node = context.node
-        self._run = context.run
-        self._lease = context.settings.lease
+        self._run = run
+        self._node = run.node
+        self._lease = run.settings.lease
         self._registration = registration
         self._address = address
         self._last_leader: LeaderRecord | None = None
@@ -101,17 +100,17 @@ class LeaderElection:
 
     async def until_leader(self) -> None:
         """Wait until this node leads."""
-        while not self.is_leader:
-            await self._run.changed.after(self._run.changed.count)
+        await self._run.changed.until(lambda: self.is_leader)
 
     async def until_replaced(self, node: str) -> None:
         """Wait until another node leads, or this node has withdrawn; an expired lease does not count."""
-        while True:
+
+        def is_replaced() -> bool:
             leader = self._run.leader.record
             withdrawn = node == self._node and self.candidacy is Candidacy.WITHDRAWN
-            if withdrawn or (leader is not None and leader.node != node):
-                return
-            await self._run.changed.after(self._run.changed.count)
+            return withdrawn or (leader is not None and leader.node != node)
+
+        await self._run.changed.until(is_replaced)
 
     # -- taking the lead
 
@@ -173,18 +172,18 @@ class LeaderElection:
         may_live = self._is_expired() and (self.connected or is_newcomer)
         seen = self._run.changed.count
         try:
-            revision = await self._context.store.compare_and_swap(
-                self._context.keys.leader,
+            revision = await self._run.store.compare_and_swap(
+                self._run.keys.leader,
                 encode(record),
                 expected=self._run.leader.modified,
                 lease=self._registration.lease,
             )
         except (StoreUnavailable, LeaseLost):
-            await asyncio.sleep(backoff_delay(0))
+            await Backoff().wait()
             return
         if revision is not None:
             self.took_expired_at = asyncio.get_running_loop().time() if may_live else None
-            self._run.note_leader(record, revision)
+            self._run.note(self._run.keys.leader, record, revision)
         else:  # another node was faster
             await self._run.changed.after(seen, timeout=self._lease)
 
@@ -223,25 +222,24 @@ class LeaderElection:
         leader = self._run.leader
         if leader.record is not None and leader.record.node == self._node:
             # Under the run's lease: later nodes see that the leader resigned, and was not lost.
-            swap = self._context.lasting.compare_and_swap(
-                self._context.keys.leader, encode(_VACANT), expected=leader.modified
-            )
+            key = self._run.keys.leader
+            swap = self._run.lasting.compare_and_swap(key, encode(_VACANT), expected=leader.modified)
             if (revision := await swap) is not None:
-                self._run.note_leader(_VACANT, revision)
+                self._run.note(key, _VACANT, revision)
 
     # -- following
 
     async def stay_connected(self) -> None:
         """Hold a connection to the leader until cancelled; a leader that refuses it is dead."""
         changed = self._run.changed
-        tries = 0
+        backoff = Backoff()
         while True:
             seen = changed.count
             leader = self._run.leader.record
             if leader is not None and leader.node:
                 self._note_leader(leader)
             if leader is None or self._is_vacant() or leader.node == self._node:
-                tries = 0
+                backoff.reset()
                 await changed.after(seen)
                 continue
             verdict = await self._hold(leader)
@@ -252,8 +250,7 @@ class LeaderElection:
                 changed.send()
             elif verdict is not None:
                 # Also if it refuses the first connection: the network may forbid them, so its lease decides.
-                await asyncio.sleep(backoff_delay(tries))
-                tries += 1
+                await backoff.wait()
 
     def _note_leader(self, leader: LeaderRecord) -> None:
         before, self._last_leader = self._last_leader, leader
@@ -265,7 +262,7 @@ class LeaderElection:
         leader = self._last_leader
         if leader is None or not self.connected:
             return False
-        run_id = self._context.settings.run_id
+        run_id = self._run.settings.run_id
         verdict = await probe(leader.address, run=run_id, node=self._node, peer=leader.node, timeout=within)
         return verdict is Verdict.ALIVE
 
@@ -281,7 +278,7 @@ class LeaderElection:
 
     async def _hold(self, leader: LeaderRecord) -> Verdict | None:
         """Hold one connection until it is lost; None if another node leads before."""
-        run_id = self._context.settings.run_id
+        run_id = self._run.settings.run_id
         holding = asyncio.create_task(
             hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=self)
         )

@@ -1,49 +1,57 @@
-"""The nodes as one leader sees them, from their keys and connections: the source of its snapshots.
-
-Nothing is awaited here, and the caller passes the time: tests need no store, network or clock.
-"""
+"""The nodes as one leader sees them: from their keys and connections, and from probes of those that do not answer."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import PROTOCOL_VERSION, NodePhase, NodeRecord, decode
+from torchelastic.protocol import PROTOCOL_VERSION, NodePhase, NodeRecord, bracketed, decode
+from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_TIMEOUT, Verdict, probe
 from torchelastic.rendezvous.policy.snapshot import Peer, Snapshot
+from torchelastic.store.backoff import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Coroutine, Iterable, Mapping
 
-    from torchelastic.protocol import NoticeRecord, RoundRecord, RunKeys, SizeRecord
-    from torchelastic.rendezvous.run_state import RunStateWatch
+    from torchelastic.protocol import NoticeRecord, RoundRecord, SizeRecord
+    from torchelastic.rendezvous.peer_connection import PeerServer
+    from torchelastic.rendezvous.run_state import ChangeSignal, RunStateWatch
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
 
+MEMBER_CONNECT_TIMEOUT: Final = 0.1
+"""Seconds after which a new leader probes a member of the current round that has not connected to it."""
+
+CONNECT_TIMEOUT: Final = 1.0
+"""Seconds after which a node that has not connected counts as alive by its key: a network may forbid connections."""
+
+CONNECTIONS_PER_SECOND: Final = 1000
+"""Connections that a new leader accepts in a second; of many members, one is probed correspondingly later."""
+
+SILENT_RECHECK: Final = 1.0
+"""Seconds between probes of a member whose key is gone but which answers."""
+
 
 class Membership:
-    """The nodes of a run.
+    """The nodes of a run: the source of the leader's snapshots.
+
+    Nothing is awaited here, and the caller passes the time.
 
     Args:
-        node: the leader's own id.
-        run: the run's keys.
-        keys: their names.
-        size: the size that the leader was started with.
+        run: the run, as the leader knows it.
         dead: nodes that are known to be dead from the start.
     """
 
-    def __init__(
-        self, node: str, run: RunStateWatch, keys: RunKeys, size: SizeRecord, dead: Iterable[str] = ()
-    ) -> None:
-        self._node = node
+    def __init__(self, run: RunStateWatch, dead: Iterable[str] = ()) -> None:
         self._run = run
-        self._keys = keys
-        self._size = size
         self._peers: dict[str, Peer] = {}
         self._dead = set(dead)
-        self._silent: set[str] = set()
+        self._silent: dict[str, Peer] = {}
         self._left: set[str] = set()
         self._done: set[str] = set()
         self._warned: set[str] = set()
@@ -61,9 +69,10 @@ class Membership:
         """The nodes that have a key in the store."""
         return self._peers
 
-    def is_silent(self, node: str) -> bool:
-        """Whether a node without a key is taken to be alive."""
-        return node in self._silent
+    @property
+    def silent(self) -> Mapping[str, Peer]:
+        """The nodes without a key that are taken to be alive."""
+        return self._silent
 
     def is_member(self, node: str, *, now: float) -> bool:
         """Whether a node is in the current round."""
@@ -94,7 +103,7 @@ class Membership:
             The node, if it was not known before.
         """
         self._update_round(now)
-        node = entry.key.removeprefix(self._keys.nodes)
+        node = entry.key.removeprefix(self._run.keys.nodes)
         try:
             record = decode(entry.value, NodeRecord)
         except MalformedRecord as error:
@@ -107,7 +116,7 @@ class Membership:
         failed_at = entry.modified if record.failure else 0
         if before is not None and record.failure == before.record.failure:
             failed_at = before.failed_at
-        self._silent.discard(node)
+        self._silent.pop(node, None)
         self._left.discard(node)
         peer = Peer(
             id=node,
@@ -129,13 +138,13 @@ class Membership:
             return None
         return None if node in self._dead else peer
 
-    def keep_silent(self, node: str) -> None:
+    def keep_silent(self, peer: Peer) -> None:
         """Take a node without a key to be alive until more is known."""
-        self._silent.add(node)
+        self._silent[peer.id] = peer
 
     def end_silence(self, node: str) -> None:
         """Note that a node without a key does not answer."""
-        self._silent.discard(node)
+        self._silent.pop(node, None)
 
     def answers(self, node: str) -> bool:
         """Note that a node is alive; return whether that is new."""
@@ -158,12 +167,11 @@ class Membership:
         """Return all that the leader knows; see :class:`Snapshot` for the arguments."""
         self._update_round(now)
         members = self._members
-        silent = self._silent
-        if now < patient_until and (self._node in members or not members.isdisjoint(self._peers)):
+        silent = frozenset(self._silent)
+        if now < patient_until and (self._run.node in members or not members.isdisjoint(self._peers)):
             # Members without a key may be on their way back to a store that was away. A newcomer that leads has
             # already waited for them.
             silent = silent | (members - self._peers.keys() - self._left - self._dead)
-        missing = () if members else tuple(node for node in self._last_members if not self.is_present(node))
         return Snapshot(
             now=now,
             peers=self._peers.copy(),
@@ -173,13 +181,13 @@ class Membership:
             outcome=self._run.outcome,
             notice=self._notice,
             noticed_at=self._noticed_at,
-            silent=frozenset(silent),
+            silent=silent,
             patient_until=patient_until,
             dead=frozenset(self._dead),
             left=frozenset(self._left),
             done=frozenset(self._done),
             highest_round_seen=self._highest_round_seen,
-            missing=missing,
+            missing=() if members else tuple(node for node in self._last_members if not self.is_present(node)),
             changed_at=now if self._changed_at is None else self._changed_at,
             failed_since=self._failed_since,
             remembered=remembered,
@@ -218,9 +226,144 @@ class Membership:
 
     def _wanted_size(self) -> SizeRecord:
         """The size of the highest generation: in the store, or in a node's record."""
-        best = self._run.size.record
+        best = self._run.size
         for peer in self._peers.values():
             size = peer.record.size
             if (best is None or size.generation > best.generation) and peer.record.protocol == PROTOCOL_VERSION:
                 best = size
-        return self._size if best is None else best
+        return self._run.settings.size if best is None else best
+
+
+class LivenessProber:
+    """Probes nodes that do not connect, or that lose their connection or lease, before they are judged.
+
+    A refused connection means dead, an answer alive, and silence neither: then the node's key decides. The results go
+    into the membership.
+
+    Args:
+        run: the run, as the leader knows it.
+        membership: what the leader knows of the nodes.
+        server: knows which nodes are connected to it.
+        changed: is sent after each result.
+        connections_work: whether this network is known not to forbid connections.
+
+    Attributes:
+        tasks: runs the probes; without it, there are none.
+    """
+
+    def __init__(
+        self,
+        run: RunStateWatch,
+        membership: Membership,
+        server: PeerServer,
+        *,
+        changed: ChangeSignal,
+        connections_work: bool,
+    ) -> None:
+        self.tasks: asyncio.TaskGroup | None = None
+        self._run = run
+        self._membership = membership
+        self._server = server
+        self._changed = changed
+        self._connections_work = connections_work
+        self._connected_once: set[str] = set()
+
+    def peer_connected(self, node: str) -> None:
+        """Note that a node is connected, and so alive."""
+        self._connections_work = True
+        self._connected_once.add(node)
+        self._answers(node)
+
+    def peer_lost(self, node: str) -> None:
+        """Probe a node that lost its connection until it is connected again, dead, or its key is gone."""
+        peer = self._membership.peers.get(node)
+        if peer is not None:
+            self._start(self._after_loss(peer))
+
+    def expect_connection(self, node: str) -> None:
+        """Wait for a new node to connect; if it does not, its key decides."""
+        self._start(self._until_connected(node))
+
+    def key_gone(self, peer: Peer) -> None:
+        """If a node whose key is gone is connected, only the store was away: it counts as silent while it answers."""
+        if peer.id == self._run.node or self._server.is_connected(peer.id):
+            self._membership.keep_silent(peer)
+            self._start(self._while_silent(peer))
+
+    async def reaches_a_peer(self, within: float) -> bool:
+        """Whether one of the connected nodes answers a probe within so many seconds."""
+        known = {**self._membership.silent, **self._membership.peers}
+        connected = [peer for peer in known.values() if self._server.is_connected(peer.id)]
+        probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
+        try:
+            for each in asyncio.as_completed(probes):
+                if await each is Verdict.ALIVE:
+                    return True
+            return False
+        finally:
+            for task in probes:
+                task.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+
+    def _start(self, probing: Coroutine[Any, Any, None]) -> None:
+        if self.tasks is None:
+            probing.close()
+        else:
+            self.tasks.create_task(probing)
+
+    async def _until_connected(self, node: str) -> None:
+        for timeout in self._timeouts(node):
+            await asyncio.sleep(timeout)
+            peer = self._membership.peers.get(node)
+            if peer is None or peer.answers or node in self._connected_once:
+                return
+            # A refusal means death only if connections are known to work in this network.
+            refused = self._connections_work and await self._probe(peer) is Verdict.DEAD
+            if refused and not self._server.is_connected(node):
+                logger.info("%s is dead: it refuses a connection", node)
+                self._died(node)
+                return
+        self._answers(node)
+
+    def _timeouts(self, node: str) -> tuple[float, ...]:
+        """Seconds to wait for a node's connection, before each probe of it."""
+        membership, now = self._membership, asyncio.get_running_loop().time()
+        if not membership.is_member(node, now=now):
+            return (CONNECT_TIMEOUT, CONNECT_TIMEOUT)
+        first = MEMBER_CONNECT_TIMEOUT + len(membership.peers) / CONNECTIONS_PER_SECOND
+        if membership.is_member(self._run.node, now=now):
+            return (first, CONNECT_TIMEOUT)
+        # A newcomer leads, so no member may be left; a dead member's key remains for one lease.
+        return (first, *(CONNECT_TIMEOUT,) * math.ceil(self._run.settings.lease / CONNECT_TIMEOUT))
+
+    async def _after_loss(self, peer: Peer) -> None:
+        backoff = Backoff()
+        while peer.id in self._membership.peers and not self._server.is_connected(peer.id):
+            if await self._probe(peer) is Verdict.DEAD:
+                if not self._membership.is_departure_expected(peer.id):
+                    logger.info("%s is dead: its connection was lost and it refuses a new one", peer.id)
+                self._died(peer.id)
+                return
+            await backoff.wait()
+
+    async def _while_silent(self, peer: Peer) -> None:
+        within = min(FINAL_PROBE_TIMEOUT, self._run.settings.lease)
+        while peer.id in self._membership.silent:
+            if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
+                self._membership.end_silence(peer.id)
+                self._changed.send()
+                return
+            await asyncio.sleep(SILENT_RECHECK)
+
+    def _answers(self, node: str) -> None:
+        if self._membership.answers(node):
+            self._changed.send()
+
+    def _died(self, node: str) -> None:
+        self._membership.died(node)
+        self._changed.send()
+
+    async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> Verdict:
+        address = f"{bracketed(peer.record.address)}:{peer.record.link}"
+        run = self._run
+        return await probe(address, run=run.settings.run_id, node=run.node, peer=peer.id, timeout=within)

@@ -9,34 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import msgspec
 
 from torchelastic.errors import MalformedRecord, StoreError
-from torchelastic.protocol import NodePhase, NodeRecord, NoticeRecord, RoundRecord, RunKeys, bracketed, decode
-from torchelastic.rendezvous.events import Event, Noticed, Partitioned, RoundStarted, RunEnded, close_unclaimed
-from torchelastic.rendezvous.history import History
-from torchelastic.rendezvous.history_writer import HistoryWriter
+from torchelastic.protocol import NodePhase, NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, bracketed, decode
+from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
-from torchelastic.rendezvous.node_registration import NodeRegistration
-from torchelastic.rendezvous.partition import PartitionDetector
-from torchelastic.rendezvous.peer_connection import PeerServer, listen
-from torchelastic.rendezvous.run_state import RunContext, RunStateWatch
-from torchelastic.rendezvous.stale_run_cleanup import remove_finished_run
-from torchelastic.store.run_lease import RunLease
+from torchelastic.rendezvous.node_registration import NodeRegistration, remove_finished_run
+from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer, listen
+from torchelastic.rendezvous.run_state import RunStateWatch
+from torchelastic.store.backoff import RETRY_MIN
 from torchelastic.store.wrappers import NeverRefusingStore
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Awaitable, Callable
     from types import TracebackType
 
     from torchelastic.config.settings import PortRange, RendezvousSettings
     from torchelastic.protocol import SizeRecord, TimeBreakdown
     from torchelastic.store.api import Store
-
-__all__ = ["Event", "Noticed", "Partitioned", "RendezvousNode", "RoundStarted", "RunEnded"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +41,54 @@ LEAVE_TIMEOUT: Final = 2.0
 
 STORE_SHARE: Final = 0.75
 """The store's share of the time for :meth:`RendezvousNode.is_current`; the rest is a peer's, if the store is away."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStarted:
+    """A new round has begun.
+
+    Attributes:
+        record: who trains together.
+        store: the listening socket on which this node has to serve the round's TCPStore; None if another node serves
+            it. The receiver owns the socket.
+    """
+
+    record: RoundRecord
+    store: socket.socket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """This node's round is about to change, or (with 0 seconds) does not change after all.
+
+    Only members are told. When all workers that asked for notice have answered, the receiver calls
+    ``report(round, saved=serial)``. A later notice has a higher serial.
+    """
+
+    record: NoticeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The run has an outcome."""
+
+    record: OutcomeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioned:
+    """This node reaches neither the store nor the peers of its round: it must stop its workers."""
+
+
+Event = RoundStarted | Noticed | RunEnded | Partitioned
+
+
+def close_unclaimed(queue: asyncio.Queue[Any]) -> None:
+    """Close the sockets of rounds that were not received from a queue of events, which may hold other items too."""
+    while not queue.empty():
+        event = queue.get_nowait()
+        if isinstance(event, RoundStarted) and event.store is not None:
+            event.store.close()
 
 
 class StorePortOffer:
@@ -118,16 +162,13 @@ class RendezvousNode:
         history: History | None = None,
     ) -> None:
         self.node = node
-        self.keys = keys = RunKeys.of(settings.run_id)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         """What happened, in order."""
         self.history = History(None, settings.resume.time_breakdown) if history is None else history
         """What this node knows of the run's past."""
         self._settings = settings
-        store = NeverRefusingStore(store)
-        self._run = RunStateWatch(store, keys)
-        lasting = RunLease(store, settings.run_id, ttl=settings.run_lease)
-        self._context = RunContext(node, settings, store, keys, lasting, self._run)
+        self._run = RunStateWatch(node, settings, NeverRefusingStore(store))
+        self.keys = self._run.keys
         self._offer = StorePortOffer(record.address, settings.ports)
         try:
             self._server = PeerServer(
@@ -145,9 +186,9 @@ class RendezvousNode:
             restarts=resume.restarts,
             uncharged_restarts=resume.uncharged_restarts,
         )
-        self._registration = NodeRegistration(self._context, record, self._offer.renew)
+        self._registration = NodeRegistration(self._run, record, self._offer.renew)
         address = f"{bracketed(record.address)}:{self._server.port}"
-        self._election = LeaderElection(self._context, self._registration, address)
+        self._election = LeaderElection(self._run, self._registration, address)
         self._leader: Leader | None = None
         self._last_number = resume.round
         self._restored = 0
@@ -157,7 +198,7 @@ class RendezvousNode:
 
     async def __aenter__(self) -> Self:
         try:
-            await remove_finished_run(self._context)
+            await remove_finished_run(self._run)
             await self._server.start()
         except BaseException:
             await self._close_sockets()
@@ -196,11 +237,11 @@ class RendezvousNode:
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT / 2):
                 # Nodes without a leader report the checkpoints of their last moments in their records.
-                for entry in (await self._context.store.list(self.keys.nodes)).entries:
+                for entry in (await self._run.store.list(self.keys.nodes)).entries:
                     with suppress(MalformedRecord):
                         self.history.note_progress(decode(entry.value, NodeRecord))
                 self.history.note_progress(self._registration.record)
-                writer = HistoryWriter(self.history, self._context)
+                writer = HistoryWriter(self.history, self._run)
                 await writer.read()
                 await writer.finish(self.history.final_breakdown(succeeded=False))
 
@@ -221,7 +262,7 @@ class RendezvousNode:
     @property
     def is_leader(self) -> bool:
         """Whether this node leads the run, as far as it knows."""
-        return self._leader is not None and self._leader.has_read_history and self._election.is_leader
+        return self._leader is not None and self._leader.history_writer.has_read and self._election.is_leader
 
     @property
     def has_leader(self) -> bool:
@@ -251,7 +292,7 @@ class RendezvousNode:
     @property
     def size(self) -> SizeRecord:
         """How many nodes there should be, as far as this node knows."""
-        return self._run.size.record or self._settings.size
+        return self._run.size or self._settings.size
 
     async def flush(self) -> None:
         """Wait until the store has all that this node has reported."""
@@ -305,8 +346,10 @@ class RendezvousNode:
             self._registration.update(phase=NodePhase.LEAVING)
         try:
             async with asyncio.timeout(timeout):
-                handing_over = () if leader is None else (leader.hand_over(),)
-                await asyncio.gather(self._registration.flush(), *handing_over)
+                writes = [self._registration.flush()]
+                if leader is not None and leader.history_writer.has_read:
+                    writes.append(leader.history_writer.write())  # for the next leader
+                await asyncio.gather(*writes)
                 # If all nodes leave at once, one has to tell the others when the last worker has saved.
                 await self._election.leave(standby=self._registration.record.notice > 0)
         except (StoreError, TimeoutError):
@@ -317,19 +360,16 @@ class RendezvousNode:
     def peer_connected(self, node: str) -> None:
         """Note that a node is connected."""
         if self._leader is not None:
-            self._leader.peer_connected(node)
+            self._leader.liveness.peer_connected(node)
 
     def peer_lost(self, node: str) -> None:
         """Note that a node's connection is lost."""
         if self._leader is not None:
-            self._leader.peer_lost(node)
+            self._leader.liveness.peer_lost(node)
 
     # -- the run
 
     async def _take_part(self) -> None:
-        partition = PartitionDetector(
-            self._context, has_workers=self._trains_with_others, reaches_a_peer=self._reaches_a_peer
-        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._registration.run())
             tasks.create_task(self._run.follow())
@@ -337,7 +377,11 @@ class RendezvousNode:
             tasks.create_task(self._election.campaign())
             tasks.create_task(self._election.stay_connected())
             tasks.create_task(self._lead())
-            tasks.create_task(partition.watch(self._partitioned))
+            tasks.create_task(
+                watch_for_partition(
+                    self._run, self._trains_with_others, self._reaches_a_peer, partitioned=self._partitioned
+                )
+            )
 
     async def _emit_events(self) -> None:
         """Emit rounds, notices, and in the end the outcome."""
@@ -401,7 +445,7 @@ class RendezvousNode:
         """Lead whenever this node is the leader."""
         while True:
             await self._election.until_leader()
-            self._leader = Leader(self._context, self._election, self._server, self.history)
+            self._leader = Leader(self._run, self._election, self._server, self.history)
             leading = asyncio.create_task(self._leader.run())
             # A vacancy does not end it: if all leases expired with a store that was away, the leader's knowledge of
             # its peers keeps them from being taken for lost.
@@ -428,5 +472,63 @@ class RendezvousNode:
         return self._has_peers() and self._registration.record.phase is not NodePhase.DONE
 
     async def _reaches_a_peer(self, within: float) -> bool:
-        peers = self._election.reaches_leader if self._leader is None else self._leader.reaches_a_peer
+        peers = self._election.reaches_leader if self._leader is None else self._leader.liveness.reaches_a_peer
         return await peers(within)
+
+
+async def watch_for_partition(
+    run: RunStateWatch,
+    has_workers: Callable[[], bool],
+    reaches_a_peer: Callable[[float], Awaitable[bool]],
+    *,
+    partitioned: Callable[[], None],
+) -> NoReturn:
+    """Call ``partitioned`` each time that this node is partitioned; until cancelled.
+
+    Losing the store alone stops nothing, nor does losing the peers alone. A node that has been without the store for
+    one lease, and then finds neither the store nor a peer, must assume that the others have gone on without it.
+
+    Args:
+        run: the run.
+        has_workers: whether this node trains with others now.
+        reaches_a_peer: whether a peer answers within so many seconds.
+        partitioned: is called.
+    """
+    changed, lease = run.changed, run.settings.lease
+    while True:
+        seen = changed.count
+        if (away := run.away_since) is None or not has_workers():
+            await changed.after(seen)
+            continue
+        left = away + lease - asyncio.get_running_loop().time()
+        if left > 0:
+            await changed.after(seen, timeout=left)
+        elif await _reaches_any(run, reaches_a_peer, min(FINAL_PROBE_TIMEOUT, lease)):
+            await changed.after(seen, timeout=lease)
+        elif run.away_since is not None and has_workers():
+            partitioned()
+            await changed.until(lambda: run.away_since is None)
+
+
+async def _reaches_any(run: RunStateWatch, reaches_a_peer: Callable[[float], Awaitable[bool]], within: float) -> bool:
+    """Whether a peer or the store answers within so many seconds; a connection that was cut may need a second try."""
+
+    async def find_a_peer() -> None:
+        while not await reaches_a_peer(within):  # noqa: ASYNC110 - each turn is a probe
+            await asyncio.sleep(RETRY_MIN)
+
+    async def find_the_store() -> None:
+        while True:
+            await asyncio.sleep(RETRY_MIN)  # usually a peer has answered by then
+            with suppress(StoreError):
+                await run.store.get(run.keys.leader)
+                return
+
+    probes = [asyncio.create_task(probe) for probe in (find_a_peer(), find_the_store())]
+    try:
+        found, _ = await asyncio.wait(probes, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+        return bool(found)
+    finally:
+        for task in probes:
+            task.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)

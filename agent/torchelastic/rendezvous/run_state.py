@@ -4,44 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import (
-    LeaderRecord,
-    NoticeRecord,
-    RoundRecord,
-    SizeRecord,
-    StateRecord,
-    decode,
-    decode_notice,
-    decode_size,
-    decode_state,
-)
-from torchelastic.rendezvous.change_signal import ChangeSignal
+from torchelastic.protocol import LeaderRecord, RunKeys, decode, decode_notice, decode_size, decode_state
 from torchelastic.store.api import Listing
 from torchelastic.store.list_and_watch import follow_forever
+from torchelastic.store.run_lease import RunLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.config.settings import RendezvousSettings
     from torchelastic.errors import StoreUnavailable
-    from torchelastic.protocol import OutcomeRecord, RunKeys
+    from torchelastic.protocol import NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord, StateRecord
     from torchelastic.store.api import Change, Entry, Store
-    from torchelastic.store.run_lease import RunLease
 
 logger = logging.getLogger(__name__)
 
-RecordT = TypeVar("RecordT", bound=msgspec.Struct)
+RecordT_co = TypeVar("RecordT_co", bound=msgspec.Struct, covariant=True)
+
+
+class ChangeSignal:
+    """A counter of changes that tasks of one event loop can wait on without missing a change."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def send(self) -> None:
+        """Announce a change."""
+        self.count += 1
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def after(self, seen: int, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - waking is the point
+        """Wait until :attr:`count` differs from ``seen``, or the timeout has passed; return the count."""
+        if self.count == seen:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.add(future)
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(timeout):
+                        await future
+            finally:
+                self._waiting.discard(future)
+        return self.count
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds that changes with this signal."""
+        while not condition():
+            await self.after(self.count)
 
 
 @dataclass(frozen=True, slots=True)
-class Versioned(Generic[RecordT]):
+class Versioned(Generic[RecordT_co]):
     """A record with the revision of its last change.
 
     Attributes:
@@ -49,30 +71,21 @@ class Versioned(Generic[RecordT]):
         modified: the revision that a compare-and-swap has to expect; 0 without a key.
     """
 
-    record: RecordT | None = None
+    record: RecordT_co | None = None
     modified: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """What the parts of a node share: its id, the rules, the store and the run's keys."""
-
-    node: str
-    settings: RendezvousSettings
-    store: Store
-    keys: RunKeys
-    lasting: RunLease
-    run: RunStateWatch
-
-
 class RunStateWatch:
-    """The run's keys as this node knows them, kept up to date by :meth:`follow`.
+    """A run as one node knows it; :meth:`follow` keeps it up to date.
+
+    Args:
+        node: the node's id.
+        settings: the rules, and the run's id.
+        store: where the nodes meet.
 
     Attributes:
-        leader: who leads.
-        state: the round and the outcome.
-        notice: the last notice.
-        size: the size that the operator wants.
+        keys: the run's keys.
+        lasting: writes keys that outlive this node.
         accepted_round: the last round that this node was told of.
         changed: sent after every change, and when the store is lost or back.
         away_since: since when the store is unreachable, by the loop's clock; None while it is reachable.
@@ -81,23 +94,50 @@ class RunStateWatch:
         restored: how often the store lost data: it has another cluster id than before, or an earlier revision.
     """
 
-    def __init__(self, store: Store, keys: RunKeys) -> None:
-        self.leader: Versioned[LeaderRecord] = Versioned()
-        self.state: Versioned[StateRecord] = Versioned()
-        self.notice: Versioned[NoticeRecord] = Versioned()
-        self.size: Versioned[SizeRecord] = Versioned()
+    def __init__(self, node: str, settings: RendezvousSettings, store: Store) -> None:
+        self.node = node
+        self.settings = settings
+        self.store = store
+        self.keys = keys = RunKeys.of(settings.run_id)
+        self.lasting = RunLease(store, settings.run_id, ttl=settings.run_lease)
         self.accepted_round: RoundRecord | None = None
         self.changed = ChangeSignal()
         self.away_since: float | None = 0.0
         self.back_at: float | None = None
         self.last_leader = ""
         self.restored = 0
-        self._store = store
-        self._keys = keys
+        self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
+            keys.leader: lambda data: decode(data, LeaderRecord),
+            keys.state: decode_state,
+            keys.notice: decode_notice,
+            keys.size: decode_size,
+        }
+        self._known: dict[str, Versioned[Any]] = dict.fromkeys(self._decoders, Versioned())
         self._warned: set[str] = set()
         self._cluster_id = ""
         self._revision = 0
         self._lost = False
+
+    @property
+    def leader(self) -> Versioned[LeaderRecord]:
+        """Who leads."""
+        return self._known[self.keys.leader]
+
+    @property
+    def state(self) -> Versioned[StateRecord]:
+        """The round and the outcome."""
+        return self._known[self.keys.state]
+
+    @property
+    def notice(self) -> Versioned[NoticeRecord]:
+        """The last notice."""
+        return self._known[self.keys.notice]
+
+    @property
+    def size(self) -> SizeRecord | None:
+        """The size that the operator wants."""
+        size: SizeRecord | None = self._known[self.keys.size].record
+        return size
 
     @property
     def round(self) -> RoundRecord | None:
@@ -121,7 +161,7 @@ class RunStateWatch:
         Raises:
             StoreRefused: the store refuses this node.
         """
-        async with aclosing(follow_forever(self._store, self._keys.control, lost=self._lose)) as news:
+        async with aclosing(follow_forever(self.store, self.keys.control, lost=self._lose)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):
                     self.replace(batch)
@@ -136,7 +176,7 @@ class RunStateWatch:
         Raises:
             StoreError: it could not be read.
         """
-        entry = await self._store.get(self._keys.state)
+        entry = await self.store.get(self.keys.state)
         if entry is None:
             return True  # the store has lost its data, and the leader is about to restore them
         try:
@@ -155,8 +195,8 @@ class RunStateWatch:
         self._cluster_id = listing.cluster_id or self._cluster_id
         self._revision = listing.revision
         entries = {entry.key: entry for entry in listing.entries}
-        for key in (self._keys.leader, self._keys.state, self._keys.notice, self._keys.size):
-            self._set(key, entries.get(key))
+        for key in self._decoders:
+            self._set(key, self._versioned(key, entries.get(key)))
         if self._lost:
             self.back_at = asyncio.get_running_loop().time()
         self.away_since = None
@@ -166,36 +206,19 @@ class RunStateWatch:
     def apply(self, change: Change) -> None:
         """Take over one change, unless this node has noted it already."""
         self._revision = max(self._revision, change.revision)
-        known: dict[str, Versioned[LeaderRecord] | Versioned[StateRecord] | Versioned[NoticeRecord]] = {
-            self._keys.leader: self.leader,
-            self._keys.state: self.state,
-            self._keys.notice: self.notice,
-        }
-        if change.key not in known or change.revision > known[change.key].modified:
-            self._set(change.key, change.entry)
+        if change.key in self._known and change.revision > self._known[change.key].modified:
+            self._set(change.key, self._versioned(change.key, change.entry))
 
-    def note_state(self, record: StateRecord, revision: int) -> None:
-        """Note a state that this node has just committed, ahead of the watch."""
-        if revision > self.state.modified:
-            self.state = Versioned(record, revision)
+    def note(self, key: str, record: msgspec.Struct, revision: int) -> None:
+        """Note what this node has just written, ahead of the watch."""
+        if revision > self._known[key].modified:
+            self._set(key, Versioned(record, revision))
             self.changed.send()
 
-    def note_notice(self, record: NoticeRecord, revision: int) -> None:
-        """Note a notice that this node has just given, ahead of the watch."""
-        if revision > self.notice.modified:
-            self.notice = Versioned(record, revision)
-            self.changed.send()
-
-    def note_leader(self, record: LeaderRecord, revision: int) -> None:
-        """Note a leader that this node has just written, ahead of the watch."""
-        if revision > self.leader.modified:
-            self._set_leader(Versioned(record, revision))
-            self.changed.send()
-
-    def _set_leader(self, leader: Versioned[LeaderRecord]) -> None:
-        self.leader = leader
-        if leader.record is not None and leader.record.node:
-            self.last_leader = leader.record.node
+    def _set(self, key: str, known: Versioned[Any]) -> None:
+        self._known[key] = known
+        if self.leader.record is not None and self.leader.record.node:
+            self.last_leader = self.leader.record.node
 
     def _lose(self, error: StoreUnavailable) -> None:
         if self.away_since is None:
@@ -204,23 +227,13 @@ class RunStateWatch:
             self.away_since = asyncio.get_running_loop().time()
             self.changed.send()
 
-    def _set(self, key: str, entry: Entry | None) -> None:
-        if key == self._keys.leader:
-            self._set_leader(self._versioned(entry, lambda data: decode(data, LeaderRecord)))
-        elif key == self._keys.state:
-            self.state = self._versioned(entry, decode_state)
-        elif key == self._keys.notice:
-            self.notice = self._versioned(entry, decode_notice)
-        elif key == self._keys.size:
-            self.size = self._versioned(entry, decode_size)
-
-    def _versioned(self, entry: Entry | None, read: Callable[[bytes], RecordT]) -> Versioned[RecordT]:
+    def _versioned(self, key: str, entry: Entry | None) -> Versioned[Any]:
         if entry is None:
             return Versioned()
         try:
-            return Versioned(read(entry.value), entry.modified)
+            return Versioned(self._decoders[key](entry.value), entry.modified)
         except MalformedRecord as error:
-            if entry.key not in self._warned:
-                self._warned.add(entry.key)
-                logger.warning("ignoring %s: %s", entry.key, error)
+            if key not in self._warned:
+                self._warned.add(key)
+                logger.warning("ignoring %s: %s", key, error)
             return Versioned(None, entry.modified)

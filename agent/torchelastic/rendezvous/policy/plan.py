@@ -67,6 +67,8 @@ MAX_SENTENCE: Final = 12_000
 MAX_DEBOUNCE_FACTOR: Final = 10
 """Upper bound on join debouncing, as a multiple of ``join_debounce``."""
 
+STORE_LOST_ROUND: Final = "the store had lost a round that nodes still know"
+
 
 def plan(snapshot: Snapshot, settings: RendezvousSettings) -> Decision:
     """Return what the leader should do now."""
@@ -79,8 +81,7 @@ def plan(snapshot: Snapshot, settings: RendezvousSettings) -> Decision:
         return _form_first(snapshot, round, settings)
     if round.number > snapshot.number:
         # No node has restored the lost round: a later one brings all nodes together again.
-        cause = "the store had lost a round that nodes still know"
-        return _form_or_pause(snapshot, round, candidates(snapshot), RoundReason.NODE_LOST, cause)
+        return _form_or_pause(snapshot, round, candidates(snapshot), RoundReason.NODE_LOST, STORE_LOST_ROUND)
     if snapshot.now - snapshot.changed_at >= settings.crash_loop_seconds:
         round = msgspec.structs.replace(round, early_failures=0)
     if not round.members:
@@ -158,10 +159,16 @@ def _form_first(snapshot: Snapshot, before: RoundRecord, settings: RendezvousSet
     here = len(them.ordered)
     if here >= them.target:
         return _form(snapshot, before, them, RoundReason.NODE_JOINED, joined(them.chosen))
-    if here < snapshot.size.min:
-        return _too_few(snapshot, before, them, since, settings)
     # Nodes that know a round that the store has lost may be on their way back for one lease.
     window = settings.last_call_timeout if snapshot.round else max(settings.last_call_timeout, settings.lease)
+    if here < snapshot.size.min:
+        is_lost = snapshot.round is None and snapshot.highest_round_seen > settings.resume.round
+        if not is_lost or not here:
+            return _too_few(snapshot, before, them, since, settings)
+        if snapshot.now < since + window:
+            return Hold(since + window, waiting_for(snapshot, them))
+        # Workers of an older round than the lost one may still run.
+        return _pause(snapshot, before, them, RoundReason.NODE_LOST, STORE_LOST_ROUND)
     if snapshot.now >= since + window:
         return _form(snapshot, before, them, RoundReason.NODE_JOINED, joined(them.chosen))
     return Hold(
