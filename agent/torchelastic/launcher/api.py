@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torchelastic.agent.server.api import NOT_AVAILABLE, WorkerSpec
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torchelastic.output import DEFAULT_ROLE
-from torchelastic.rendezvous.api import RendezvousParameters, rendezvous_handler_registry
+from torchelastic.rendezvous.api import RendezvousParameters
+from torchelastic.rendezvous.registry import rendezvous_handler_registry
 
 if TYPE_CHECKING:
     import os

@@ -1,4 +1,4 @@
-"""Rendezvous handlers, what they return, and how they are chosen by name.
+"""Rendezvous handlers, their parameters, what they return and what they raise.
 
 The names and their meaning are torch's, but a user's handler needs one method only. Nothing here imports torch.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torchelastic.errors import RendezvousClosedError, RendezvousError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
 
@@ -22,14 +22,11 @@ __all__ = [
     "RendezvousError",
     "RendezvousGracefulExitError",
     "RendezvousHandler",
-    "RendezvousHandlerCreator",
-    "RendezvousHandlerRegistry",
     "RendezvousInfo",
     "RendezvousParameters",
     "RendezvousStateError",
     "RendezvousStoreInfo",
     "RendezvousTimeoutError",
-    "rendezvous_handler_registry",
 ]
 
 
@@ -187,35 +184,3 @@ class RendezvousParameters:
             return None if value is None else int(value)
         except ValueError:
             raise ValueError(f"The rendezvous' {key}={value!r} is no whole number.") from None
-
-
-RendezvousHandlerCreator: TypeAlias = "Callable[[RendezvousParameters], RendezvousHandler]"
-
-
-class RendezvousHandlerRegistry:
-    """Handlers by name: those that a program registers, ours, and those that torch knows."""
-
-    def __init__(self) -> None:
-        self._creators: dict[str, RendezvousHandlerCreator] = {}
-
-    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Register a handler under a name; raise ValueError if the name is empty or that of another handler."""
-        if not backend:
-            raise ValueError("The name of the rendezvous (backend) is empty.")
-        if self._creators.setdefault(backend, creator) is not creator:
-            raise ValueError(f"There is another rendezvous handler with the name {backend}; choose another name.")
-
-    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """Create the handler that the parameters name.
-
-        Raises:
-            ValueError: there is no handler of that name.
-            SettingsError: our handler cannot honour the parameters.
-        """
-        from torchelastic.rendezvous import builtin_backends
-
-        return self._creators.get(params.backend, builtin_backends.create)(params)
-
-
-rendezvous_handler_registry = RendezvousHandlerRegistry()
-"""The handlers of this process."""

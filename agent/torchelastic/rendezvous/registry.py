@@ -1,0 +1,61 @@
+"""Rendezvous handlers by name: ours, those that a program registers, and those that torch knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchelastic.rendezvous.api import RendezvousHandler, RendezvousParameters
+
+RendezvousHandlerCreator: TypeAlias = "Callable[[RendezvousParameters], RendezvousHandler]"
+
+
+class RendezvousHandlerRegistry:
+    """Handlers by name: those that a program registers, ours, and those that torch knows."""
+
+    def __init__(self) -> None:
+        self._creators: dict[str, RendezvousHandlerCreator] = {}
+
+    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
+        """Register a handler under a name; raise ValueError if the name is empty or that of another handler."""
+        if not backend:
+            raise ValueError("The name of the rendezvous (backend) is empty.")
+        if self._creators.setdefault(backend, creator) is not creator:
+            raise ValueError(f"There is another rendezvous handler with the name {backend}; choose another name.")
+
+    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
+        """Create the handler that the parameters name.
+
+        Raises:
+            ValueError: there is no handler of that name.
+            SettingsError: our handler cannot honour the parameters.
+        """
+        if (creator := self._creators.get(params.backend)) is not None:
+            return creator(params)
+        from torchelastic.config.rendezvous import BACKENDS
+
+        if params.backend.replace("_", "-") in BACKENDS:
+            from torchelastic.rendezvous.handler import ElasticRendezvousHandler
+
+            return ElasticRendezvousHandler(params)
+        # What torch has (c10d, static), what is registered there, and what other packages bring for torchrun.
+        from torch.distributed.elastic.rendezvous import RendezvousParameters as TorchParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+        given = TorchParameters(
+            params.backend,
+            params.endpoint,
+            params.run_id,
+            params.min_nodes,
+            params.max_nodes,
+            params.local_addr,
+            **params.config,
+        )
+        # It has all the methods, and is no subclass.
+        return cast("RendezvousHandler", get_rendezvous_handler(given))
+
+
+rendezvous_handler_registry = RendezvousHandlerRegistry()
+"""The handlers of this process."""
