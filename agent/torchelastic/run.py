@@ -113,15 +113,15 @@ async def _serve_metrics(
 
     from torchelastic.agent.worker_memory import WorkerMemoryCollector
     from torchelastic.metrics.gpus import Gpus
-    from torchelastic.metrics.server import MetricsServer
+    from torchelastic.metrics.server import serve_metrics
 
     port = settings.metrics_port or 0
     of_machine = (WorkerMemoryCollector(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
     registry = metrics.registry(measured, *of_machine)
-    server = await stack.enter_async_context(MetricsServer(registry, port, host=settings.address))
-    if port == 0:  # which the user cannot know
-        logger.info("serving /metrics on port %d", server.port)
-    return server.port
+    served_on = await stack.enter_async_context(serve_metrics(registry, port, host=settings.address))
+    if port == 0:  # the user cannot know the port
+        logger.info("serving /metrics on port %d", served_on)
+    return served_on
 
 
 def _leave(*_: object) -> NoReturn:

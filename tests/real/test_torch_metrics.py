@@ -88,10 +88,8 @@ def test_torchs_agent_records_its_metrics_in_our_series() -> None:
         print(generate_latest(handler.registry).decode())
         """
     )
-    assert 'torchelastic_runs_total{role="trainer"} 1.0' in lines
-    assert 'torchelastic_run_outcomes_total{outcome="success",retries="no",role="trainer"} 1.0' in lines
-    assert 'torchelastic_worker_state{role="trainer",state="succeeded"} 1.0' in lines
-    assert 'torchelastic_worker_state{role="trainer",state="healthy"} 0.0' in lines
+    assert "torchelastic_workers_trainer_run_total_value 1.0" in lines
+    assert "torchelastic_workers_trainer_succeeded 1.0" in lines
     assert 'torchelastic_operations_total{operation="start_workers",outcome="success"} 1.0' in lines
     assert 'torchelastic_operation_duration_seconds_count{operation="rendezvous"} 1.0' in lines
 

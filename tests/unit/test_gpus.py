@@ -89,7 +89,6 @@ def test_a_driver_that_does_not_answer_costs_a_moment_and_its_series_and_is_not_
         "Not all that is known of GPUs can be shown under /metrics: the driver does not answer."
     ]
     nvml.answers.set()
-    gpus._question.join()
     assert len(shown(Gpus())) == 9
 
 

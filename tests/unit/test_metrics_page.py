@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from torchelastic import metrics
-from torchelastic.metrics.series import _RESERVED_BEGINNINGS, PLATFORM_SAMPLES, user_series
+from torchelastic.metrics.series import PLATFORM_SAMPLES, RESERVED_BEGINNINGS, Form, user_series
 from torchelastic.metrics.validation import REASONS
 from torchelastic.metrics.worker import MAX_NAMES
 from torchelastic.metrics.worker_collector import MAX_INHERITED
@@ -41,11 +41,11 @@ def test_the_table_of_names_is_right() -> None:
     assert len(rows) == 6
     for group, *names, series in rows:
         for name in filter(None, names):
-            assert user_series(group, name).name.startswith(series)
+            assert user_series(group, name, Form()).name.startswith(series)
 
 
 def test_the_beginnings_that_are_kept_from_programs_are_there() -> None:
-    for beginning in _RESERVED_BEGINNINGS:
+    for beginning in RESERVED_BEGINNINGS:
         assert f"`{beginning}`" in PAGE
 
 

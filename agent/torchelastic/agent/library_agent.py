@@ -54,8 +54,7 @@ class LibraryAgent(Agent):
             RendezvousConnectionError: this node cannot meet the others.
             SettingsError: what is asked for cannot be done; the message says what to change.
         """
-        with self._metrics:
-            return self._result(asyncio.run(self._run()))
+        return self._result(asyncio.run(self._run()))
 
     def stop(self) -> None:
         """Leave the run, as on SIGTERM; from any thread. The second time, without waiting for the workers."""

@@ -1,12 +1,10 @@
-"""The metrics API that programs written for torchelastic know, on a registry of our own, free of torch.
+"""The metrics API that programs written for torchelastic know, on a registry that is free of torch.
 
-A program measures under a *group* and a *name*; where the values go is for whoever starts it to say, with
-:func:`configure`. Nothing goes anywhere by default: metrics of a group without a handler are dropped, at the cost of a
-look-up in a dictionary.
+A program measures under a *group* and a *name*; :func:`configure` says where the values go. Values of a group without a
+handler are dropped, at the cost of a look-up in a dictionary.
 
-Two kinds of handlers are told apart. *Configured* ones are the program's: one for each group, and one for all groups
-that have none of their own; configuring again replaces. *Attached* ones are the platform's: they get every value of
-every group beside whatever is configured, and nothing that a program configures displaces them.
+*Configured* handlers are the program's: one for each group, and one for all groups that have none of their own.
+*Attached* handlers are the platform's: they get every value, whatever is configured.
 """
 
 from __future__ import annotations
@@ -21,23 +19,20 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.series import DURATION_BUCKETS, Form, Kind, forms_of
+from torchelastic.metrics.series import DURATION_BUCKETS, PLATFORM_GROUP, PLATFORM_SERIES, Form, Kind, forms_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+
+    from torchelastic.metrics.series import Series
 
 _log: Final = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_AS_GAUGE: Final = Form()
-
-_MOST_REMEMBERED: Final = 10_000
-"""Names whose form is remembered once it is in use, so that a program which makes new ones for ever does not grow."""
-
-PLATFORM_GROUP: Final = "torchelastic"
-"""The group of the platform's own metrics, and of what is measured without naming a group."""
+_MAX_REMEMBERED: Final = 10_000
+"""Names for which a late declaration is noticed."""
 
 
 class MetricData(NamedTuple):
@@ -57,14 +52,11 @@ class MetricData(NamedTuple):
 
 
 class MetricHandler(abc.ABC):
-    """Where values go. Subclasses write :meth:`emit`; it is called in the thread that measures."""
+    """Takes values. Subclasses write :meth:`emit`; it is called in the thread that measures."""
 
     @abc.abstractmethod
     def emit(self, metric_data: MetricData) -> None:
-        """Take one value.
-
-        What this raises does not reach the program that measures; the first error of each handler is logged.
-        """
+        """Take one value; what this raises does not reach the program, and is logged once for each handler."""
 
 
 class NullMetricHandler(MetricHandler):
@@ -105,43 +97,21 @@ class MetricsConfig:
         self.params = dict(params or {})
 
 
-class _Guarded:
-    """A handler whose errors are logged once and go no further."""
-
-    __slots__ = ("_failed", "handler")
-
-    def __init__(self, handler: MetricHandler) -> None:
-        self.handler = handler
-        self._failed = False
-
-    def emit(self, data: MetricData) -> None:
-        try:
-            self.handler.emit(data)
-        except Exception:  # noqa: BLE001 - whatever is wrong with a handler, the program goes on
-            if not self._failed:
-                self._failed = True
-                _log.exception(
-                    "The metric handler %s failed for %r of group %s. The program goes on; further errors of this "
-                    "handler are not shown.",
-                    type(self.handler).__name__,
-                    data.name,
-                    data.group_name,
-                )
-
-
 class MetricRegistry:
     """Which handlers get the values of which group; may be used from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._configured: dict[str | None, MetricHandler] = {None: NullMetricHandler()}
+        self._configured: dict[str | None, MetricHandler] = {}
         self._attached: tuple[MetricHandler, ...] = ()
-        # What a value meets: made anew at each change and never changed in place, so that it is read without the lock.
-        self._by_group: Mapping[str | None, tuple[_Guarded, ...]] = {}
-        self._default: tuple[_Guarded, ...] = ()
-        self._forms: dict[tuple[str, str], Form] = {}
-        self._used: dict[tuple[str, str], Form] = {}
-        self._told_late: set[tuple[str, str]] = set()
+        # Replaced at each change and never changed in place, so that they are read without the lock.
+        self._by_group: Mapping[str | None, tuple[MetricHandler, ...]] = {}
+        self._default: tuple[MetricHandler, ...] = ()
+        self._failed: list[MetricHandler] = []
+        self._forms: dict[tuple[str, str], Form | Series] = {
+            (PLATFORM_GROUP, name): series for name, series in PLATFORM_SERIES.items()
+        }
+        self._used: dict[tuple[str, str], Form | Series] = {}
 
     def configure(self, handler: MetricHandler, group: str | None = None) -> None:
         """Send the values of a group, or of all groups that have no handler of their own, to this handler alone.
@@ -149,24 +119,21 @@ class MetricRegistry:
         Raises:
             TypeError: it is no handler.
         """
-        _check(handler)
+        if isinstance(handler, type) or not callable(getattr(handler, "emit", None)):
+            what = f"the class {handler.__name__}; make an object of it" if isinstance(handler, type) else repr(handler)
+            raise TypeError(f"A metric handler is an object with a method emit(metric_data), not {what}.")
         with self._lock:
             self._configured[group] = handler
             self._route()
 
     def attach(self, handler: MetricHandler) -> None:
-        """Send every value of every group to this handler too, whatever is configured.
-
-        Raises:
-            TypeError: it is no handler.
-        """
-        _check(handler)
+        """Send every value of every group to this handler too, whatever is configured."""
         with self._lock:
             self._attached = (*self._attached, handler)
             self._route()
 
     def detach(self, handler: MetricHandler) -> None:
-        """Undo :meth:`attach`; nothing happens where the handler is not attached."""
+        """Undo :meth:`attach`."""
         with self._lock:
             self._attached = tuple(attached for attached in self._attached if attached is not handler)
             self._route()
@@ -177,20 +144,17 @@ class MetricRegistry:
         return self._attached
 
     def after_fork(self, handler: MetricHandler) -> None:
-        """In a process that was forked: detach a handler that is its parent's alone."""
-        self._lock = threading.Lock()  # a thread that is not there may have held it
+        """In a forked process: detach a handler that only its parent may use."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
         self.detach(handler)
 
-    def declare(self, group: str, forms: Mapping[str, Form]) -> None:
-        """Say what names of a group are to become; it holds where no value of them has been measured yet.
-
-        Where it comes too late to change anything, a warning says so, once for each name.
-        """
+    def declare(self, group: str, forms: Mapping[str, Form | Series]) -> None:
+        """Say what names of a group become; this holds for names without a value. A late one is logged."""
         self._forms |= {(group, name): form for name, form in forms.items()}
         for name, form in forms.items():
             used = self._used.get((group, name), form)
-            if used != form and (group, name) not in self._told_late:
-                self._told_late.add((group, name))
+            if used != form:
+                self._used[group, name] = form  # logged once
                 _log.warning(
                     "%r of the group %r was declared to be %s after its first value, and stays %s. Declare it before.",
                     name,
@@ -199,49 +163,58 @@ class MetricRegistry:
                     _described(used),
                 )
 
-    def form(self, group: str, name: str) -> Form:
-        """What a name was declared to become, asked for its first value; a gauge where nothing was said."""
-        form = self._forms.get((group, name), _AS_GAUGE)
-        if len(self._used) < _MOST_REMEMBERED:
+    def form(self, group: str, name: str) -> Form | Series:
+        """What a name becomes, asked for its first value; a gauge if it was not declared."""
+        form = self._forms.get((group, name), _GAUGE)
+        if len(self._used) < _MAX_REMEMBERED:
             self._used.setdefault((group, name), form)
         return form
 
     def add(self, group: str, name: str, value: float) -> None:
-        """Hand a value, stamped with the present time, to the handlers of its group."""
+        """Hand a value, stamped with the current time, to the handlers of its group."""
         handlers = self._by_group.get(group, self._default)
         if handlers:
             data = MetricData(time.time(), group, name, value)
             for handler in handlers:
-                handler.emit(data)
+                try:
+                    handler.emit(data)
+                except Exception:  # noqa: BLE001 - whatever is wrong with a handler, the program goes on
+                    self._report(handler, data)
 
     def _route(self) -> None:
-        known = {id(guarded.handler): guarded for route in self._by_group.values() for guarded in route}
-        routes: dict[str | None, tuple[_Guarded, ...]] = {}
-        for group, configured in self._configured.items():
-            wanted = self._attached if type(configured) is NullMetricHandler else (configured, *self._attached)
-            # One guard for each handler, however many groups it serves: its errors are shown once.
-            routes[group] = tuple(known.setdefault(id(handler), _Guarded(handler)) for handler in wanted)
+        routes = {
+            group: self._attached if type(configured) is NullMetricHandler else (configured, *self._attached)
+            for group, configured in self._configured.items()
+        }
         self._by_group = routes
-        self._default = routes[None]
+        self._default = routes.get(None, self._attached)
+
+    def _report(self, handler: MetricHandler, data: MetricData) -> None:
+        """Log the error that is being handled, if it is the first one of this handler."""
+        if not any(failed is handler for failed in self._failed):
+            self._failed.append(handler)
+            _log.exception(
+                "The metric handler %s failed for %r of group %s. The program goes on; further errors of this "
+                "handler are not shown.",
+                type(handler).__name__,
+                data.name,
+                data.group_name,
+            )
 
 
-def _described(form: Form) -> str:
+_GAUGE: Final = Form()
+
+
+def _described(form: Form | Series) -> str:
     return f"a {form.kind}" + f" with the buckets {list(form.buckets)}" * bool(form.buckets)
 
 
-def _check(handler: object) -> None:
-    if isinstance(handler, type) or not callable(getattr(handler, "emit", None)):
-        what = f"the class {handler.__name__}; make an object of it" if isinstance(handler, type) else repr(handler)
-        raise TypeError(f"A metric handler is an object with a method emit(metric_data), not {what}.")
-
-
 REGISTRY: Final = MetricRegistry()
-"""The one that the functions below speak to. The documented API is made of functions without an argument that could
-carry it, so the process has one."""
+"""The registry of the functions below, which have no argument that could carry another one."""
 
 
 class MetricStream:
-    """Values of one group. What is configured for the group later holds for streams taken before.
+    """Values of one group. A handler that is configured later gets the values of earlier streams, too.
 
     Attributes:
         group_name: the group.
@@ -274,15 +247,15 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 def declare(
     group: str, *, counters: Collection[str] = (), histograms: Mapping[str, Sequence[float]] | None = None
 ) -> None:
-    """Say what names of a group become where Prometheus reads them; whatever is not declared becomes a gauge.
+    """Say what names of a group become for Prometheus; whatever is not declared becomes a gauge.
 
-    It holds for the page of an agent and for every :class:`PrometheusMetricHandler`, and for names of which no value
-    was measured before; of others, a warning says that it came too late.
+    This holds for the page of an agent and for every :class:`PrometheusMetricHandler`, for names of which no value
+    was measured before; for other names, a warning says that it came too late.
 
     Args:
         group: the group.
         counters: names whose values are added up, such as a number of samples.
-        histograms: names whose values are counted in buckets, and the buckets' upper bounds; in seconds where the name
+        histograms: names whose values are counted in buckets, and the buckets' upper bounds; in seconds if the name
             ends in ``.ms`` or ``_ms``.
 
     Raises:
@@ -293,7 +266,7 @@ def declare(
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Do nothing, as there is nothing to set up: launchers written to torchelastic's guide call it before they run."""
+    """Do nothing; launchers written to torchelastic's guide call it before they run."""
 
 
 def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelastic's documentation
@@ -324,39 +297,30 @@ def prof(
 def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> Callable[..., Any]:
     """Measure how often a function succeeds and fails and how long it takes; a decorator.
 
-    Each call puts ``<name>.success`` or ``<name>.failure`` (1) and ``<name>.duration.ms``, where the name is
-    ``Class.function`` for a method and ``module.function`` for a plain function. For Prometheus the first two are
-    counters and the last one is a histogram. Coroutine functions are measured until
-    their coroutine ends. Used as ``@prof`` or as ``@prof(group="my_app")``.
+    Each call puts ``<name>.success`` or ``<name>.failure`` (1), counters for Prometheus, and ``<name>.duration.ms``, a
+    histogram. The name is ``Class.function`` for a method and ``module.function`` for a plain function. A coroutine
+    function is measured until its coroutine ends. Used as ``@prof`` or as ``@prof(group="my_app")``.
     """
-    return functools.partial(_profiled, group=group) if fn is None else _profiled(fn, group)
-
-
-def _profiled(fn: Callable[Parameters, Result], group: str) -> Callable[Parameters, Any]:
-    name = _name_of(fn)
+    if fn is None:
+        return functools.partial(prof, group=group)
+    function = fn
+    name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
+    if "." not in name and (module := getattr(fn, "__module__", None)):
+        name = f"{module.rpartition('.')[2]}.{name}"
     counted = dict.fromkeys((f"{name}.success", f"{name}.failure"), Form(Kind.COUNTER))
     REGISTRY.declare(group, {**counted, f"{name}.duration.ms": Form(Kind.HISTOGRAM, DURATION_BUCKETS)})
 
     @functools.wraps(fn)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - those of the function
         with measured(name, group):
-            return fn(*args, **kwargs)
+            return function(*args, **kwargs)
 
     @functools.wraps(fn)
-    async def call_and_wait(*args: Parameters.args, **kwargs: Parameters.kwargs) -> object:
+    async def call_and_wait(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401
         with measured(name, group):
-            return await cast("Awaitable[object]", fn(*args, **kwargs))
+            return await cast("Awaitable[object]", function(*args, **kwargs))
 
     return call_and_wait if inspect.iscoroutinefunction(fn) else call
-
-
-def _name_of(fn: Callable[..., Any]) -> str:
-    """``Class.function``, or ``module.function`` with the module's last name."""
-    name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
-    if "." in name:
-        return name
-    module = getattr(fn, "__module__", None)
-    return f"{module.rpartition('.')[2]}.{name}" if module else name
 
 
 @contextlib.contextmanager

@@ -5,8 +5,6 @@ Usable in any program::
     metrics.configure(PrometheusMetricHandler(port=9100), group="my_app")
 
 and, attached to the registry, for the values that an agent serves under ``/metrics``.
-:mod:`torchelastic.metrics.series` decides what a name becomes, :mod:`torchelastic.metrics.validation` which values are
-accepted. Dropped values are counted in ``torchelastic_metrics_dropped_total``.
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ from torchelastic.metrics.validation import ValidatingHandler
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
-    from threading import Thread
-    from wsgiref.simple_server import WSGIServer
 
     from prometheus_client import Metric
 
+    from torchelastic.metrics.api import MetricRegistry
     from torchelastic.metrics.series import Form, Series
     from torchelastic.metrics.validation import Sink
-
-_Family = Gauge | Counter | Histogram
 
 
 class PrometheusMetricHandler(ValidatingHandler, Collector):
@@ -40,11 +35,12 @@ class PrometheusMetricHandler(ValidatingHandler, Collector):
     Args:
         port: where to serve them, in a thread; 0 for any free port, None for not at all.
         address: on which of the machine's addresses; the default is all (of IPv4).
-        counters: names whose values are added up, such as a number of samples; beside those that were declared with
-            :func:`torchelastic.metrics.declare`.
-        histograms: names whose values are counted in buckets, and the buckets' upper bounds. Where the name ends in
+        counters: names whose values are added up, such as a number of samples; in addition to those that were declared
+            with :func:`torchelastic.metrics.declare`.
+        histograms: names whose values are counted in buckets, and the buckets' upper bounds. If the name ends in
             ``.ms`` or ``_ms`` the series, and so the bounds, are in seconds.
-        max_series: how many different names are taken; the platform's own have a limit of the same size beside it.
+        max_series: how many different names are taken.
+        declared: has the declarations that hold.
 
     Attributes:
         registry: holds this handler's series and nothing else. ``registry.register(handler)`` puts them into another.
@@ -62,23 +58,27 @@ class PrometheusMetricHandler(ValidatingHandler, Collector):
         counters: Collection[str] = (),
         histograms: Mapping[str, Sequence[float]] | None = None,
         max_series: int = 1000,
+        declared: MetricRegistry = REGISTRY,
     ) -> None:
         forms = forms_of(counters, {} if histograms is None else histograms)
 
-        def form(group: str, name: str) -> Form:
-            return forms.get(name) or REGISTRY.form(group, name)
+        def form(group: str, name: str) -> Form | Series:
+            return forms.get(name) or declared.form(group, name)
 
         super().__init__(form, max_series)
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._families: dict[str, _Family] = {}
+        self._families: dict[str, Gauge | Counter | Histogram] = {}
         self._taken = NameRegistry()
         self._dropped = Counter(DROPPED.name, DROPPED.help, ("reason",), registry=None)
-        self._server = None if port is None else _serve(port, address, self.registry)
+        try:
+            self._server = None if port is None else start_http_server(port, address, self.registry)
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise unusable_port(port or 0, error, host=address) from None
 
     @property
     def port(self) -> int | None:
-        """The port on which it serves, None where it does not."""
+        """The port on which it serves; None if it does not."""
         return None if self._server is None else self._server[0].server_port
 
     def close(self) -> None:
@@ -91,45 +91,46 @@ class PrometheusMetricHandler(ValidatingHandler, Collector):
             thread.join()
 
     def collect(self) -> Iterator[Metric]:
-        """The families with their present values; called by the registry at each scrape."""
+        """The families with their current values; called by the registry at each scrape."""
         with self._lock:
             families = [*self._families.values(), self._dropped]
         for family in families:
             for metric in family.collect():
-                # When a series began is of no use to anybody here, and adds a series to each.
+                # The time at which a series began would be one more series for each.
                 began = f"{metric.name}_created"
                 metric.samples = [sample for sample in metric.samples if sample.name != began]
                 if metric.samples:
                     yield metric
 
-    def _open(self, series: Series, source: tuple[str, ...], *, of_platform: bool) -> Sink:
+    def _open(self, series: Series, source: tuple[str, str], *, of_platform: bool) -> Sink:
         if not of_platform:
             series = self._taken.take(series, source)
         if (family := self._families.get(series.name)) is None:
             self._families[series.name] = family = _family_of(series)
         values = [value for _, value in series.labels]
         divisor = series.divisor
-        if isinstance(family, Gauge):
-            if series.one_of:
-                return _switch({state: family.labels(*values[:-1], state) for state in series.one_of}, values[-1])
-            gauge = family.labels(*values) if values else family
-            return lambda number: gauge.set(number / divisor)
+        if series.one_of:
+            states = {state: family.labels(*values[:-1], state) for state in series.one_of}
+
+            def switch(_: float) -> None:
+                for state, child in states.items():
+                    child.set(state == values[-1])  # type: ignore[union-attr] # those are gauges
+
+            return switch
         child = family.labels(*values) if values else family
-        take = child.inc if isinstance(child, Counter) else child.observe
-        return lambda number: take(number / divisor)
+        match child:
+            case Gauge():
+                return lambda number: child.set(number / divisor)
+            case Counter():
+                return lambda number: child.inc(number / divisor)
+            case _:
+                return lambda number: child.observe(number / divisor)
 
     def _count_dropped(self, reason: str) -> None:
         self._dropped.labels(reason).inc()
 
 
-def _serve(port: int, address: str, registry: CollectorRegistry) -> tuple[WSGIServer, Thread]:
-    try:
-        return start_http_server(port, address, registry)
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise unusable_port(port, error, host=address) from None
-
-
-def _family_of(series: Series) -> _Family:
+def _family_of(series: Series) -> Gauge | Counter | Histogram:
     labels = [label for label, _ in series.labels]
     match series.kind:
         case Kind.GAUGE:
@@ -138,16 +139,3 @@ def _family_of(series: Series) -> _Family:
             return Counter(series.name, series.help, labels, registry=None)
         case Kind.HISTOGRAM:
             return Histogram(series.name, series.help, labels, registry=None, buckets=series.buckets)
-
-
-def _switch(gauges: Mapping[str, Gauge], held: str) -> Sink:
-    """Of several states the one that holds is 1; a value of 0 says that it holds no longer."""
-
-    def switch(number: float) -> None:
-        if number > 0:
-            for state, gauge in gauges.items():
-                gauge.set(state == held)
-        else:
-            gauges[held].set(0)
-
-    return switch

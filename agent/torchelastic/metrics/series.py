@@ -1,12 +1,9 @@
 """From the names that programs measure under to series that Prometheus accepts and people can query.
 
-Pure: what a (group, name) is called, of which kind it is, which labels and unit it has. A user's name becomes a gauge
-``<group>_<name>``, or the histogram or counter that the handler was asked for. Prometheus' conventions hold:
-snake_case, base units (what ends in ``.ms`` or ``_ms`` is given in seconds), and endings that mean something
-(``_total``, ``_count``, ``_bucket``, …) only where they mean it. The platform's own names have a table.
-
-Different names can come out alike (``stepTime``, ``step.time``). Whoever holds the series keeps them apart, with
-:class:`NameRegistry`.
+A user's name becomes ``<group>_<name>``, by Prometheus' conventions: snake_case, base units (what ends in ``.ms`` or
+``_ms`` is given in seconds), and endings that mean something (``_total``, ``_count``, ``_bucket``, …) only if they mean
+it. Different names can come out alike (``stepTime``, ``step.time``); :class:`NameRegistry` keeps them apart. The
+platform's own series are listed at the end.
 """
 
 from __future__ import annotations
@@ -18,24 +15,23 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+from typing import Final, SupportsFloat, SupportsIndex
 
 _log: Final = logging.getLogger(__name__)
 
+PLATFORM_GROUP: Final = "torchelastic"
+"""The group of the platform's own metrics, and of what is measured without naming a group."""
+
 
 class Kind(enum.StrEnum):
-    """What a series is, with the word that the exposition has for it."""
+    """What a series is, with the exposition's word for it."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
 
 
-_SAMPLES: Final[Mapping[Kind, Sequence[str]]] = {
+_SAMPLES: Final = {
     Kind.GAUGE: ("",),
     Kind.COUNTER: ("", "_total", "_created"),
     Kind.HISTOGRAM: ("", "_bucket", "_count", "_sum", "_created"),
@@ -44,43 +40,33 @@ _SAMPLES: Final[Mapping[Kind, Sequence[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the values of a user's name are to become.
+    """What the values of a user's name become.
 
     Attributes:
         kind: of series.
-        buckets: upper bounds of a histogram, in seconds where the name is in milliseconds; ascending, and finite.
-
-    Raises:
-        ValueError: the buckets are none.
+        buckets: upper bounds of a histogram, in seconds if the name is in milliseconds; ascending, and finite.
     """
 
     kind: Kind = Kind.GAUGE
     buckets: tuple[float, ...] = ()
 
-    def __post_init__(self) -> None:
-        ascending = all(map(math.isfinite, self.buckets)) and sorted(set(self.buckets)) == list(self.buckets)
-        if not ascending or bool(self.buckets) != (self.kind is Kind.HISTOGRAM):
-            raise ValueError(f"must be finite numbers, each above the one before: {self.buckets}")
-
 
 def forms_of(counters: object, histograms: object) -> dict[str, Form]:
-    """The forms that are asked for, by name.
+    """The forms that a program asks for, by name.
 
     Args:
-        counters: names whose values are added up; what a program has given, whatever that is.
+        counters: names whose values are added up.
         histograms: names whose values are counted in buckets, and the buckets' upper bounds.
 
     Raises:
-        ValueError: they are not that, the buckets are not ascending numbers, or a name is asked for as both.
+        ValueError: they are something else, the buckets are not ascending numbers, or a name is asked for as both.
     """
-    # To callers a wrong type is one error with all others of what they ask for, hence TRY004.
-    if isinstance(counters, str):
-        raise ValueError(f"counters is a collection of names, as [{counters!r}], and not one name.")  # noqa: TRY004
-    if isinstance(counters, bytes | bytearray) or not isinstance(counters, Iterable):
+    if isinstance(counters, str | bytes | bytearray) or not isinstance(counters, Iterable):
         raise ValueError(f"counters is a collection of names, as ['samples'], and not {_a_thing(counters)}.")  # noqa: TRY004
     if not isinstance(histograms, Mapping):
-        example = "{'size': [0.1, 1.0]}"
-        raise ValueError(f"histograms maps names to buckets, as {example}, and is not {_a_thing(histograms)}.")  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004
+            f"histograms maps names to buckets, as {{'size': [0.1, 1.0]}}, and is not {_a_thing(histograms)}."
+        )
     names = list(counters)
     for name in (*names, *histograms):
         if not isinstance(name, str):
@@ -88,22 +74,19 @@ def forms_of(counters: object, histograms: object) -> dict[str, Form]:
     if both := sorted(set(names) & histograms.keys()):
         raise ValueError(f"{both[0]!r} is asked for both as a counter and as a histogram.")
     forms = dict.fromkeys(names, Form(Kind.COUNTER))
-    for name, bounds in histograms.items():
+    return forms | {name: Form(Kind.HISTOGRAM, _buckets(name, bounds)) for name, bounds in histograms.items()}
+
+
+def _buckets(name: str, bounds: object) -> tuple[float, ...]:
+    found: tuple[float, ...] = ()
+    if isinstance(bounds, Iterable) and not isinstance(bounds, str | bytes | bytearray):
         try:
-            forms[name] = Form(Kind.HISTOGRAM, _numbers(bounds))
-        except ValueError as error:
-            raise ValueError(f"The buckets of {name!r} {error}.") from None
-    return forms
-
-
-def _numbers(bounds: object) -> tuple[float, ...]:
-    must = "must be finite numbers, each above the one before"
-    if isinstance(bounds, str | bytes | bytearray) or not isinstance(bounds, Iterable):
-        raise ValueError(f"{must}, as [0.1, 1.0], and not {_a_thing(bounds)}")  # noqa: TRY004 - as above
-    try:
-        return tuple(map(to_number, bounds))
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last one is torch's
-        raise ValueError(f"{must}: {error}") from None
+            found = tuple(map(to_number, bounds))
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+            found = ()
+    if not found or not all(map(math.isfinite, found)) or sorted(set(found)) != list(found):
+        raise ValueError(f"The buckets of {name!r} must be finite numbers, each above the one before, as [0.1, 1.0].")
+    return found
 
 
 def _a_thing(thing: object) -> str:
@@ -111,7 +94,7 @@ def _a_thing(thing: object) -> str:
 
 
 def to_number(value: object) -> float:
-    """A value as a number: of whatever is one, and of an array or a tensor with one element; of no text.
+    """A value as a number: whatever is one, also an array or a tensor with one element; no text.
 
     Raises:
         TypeError, ValueError, RuntimeError: it is none.
@@ -119,8 +102,7 @@ def to_number(value: object) -> float:
     """
     if not isinstance(value, int | float) and callable(item := getattr(value, "item", None)):
         value = item()  # torch and numpy would warn of what a plain conversion might hide
-    # A text or bytes would be read by float(), and nobody has meant that.
-    if not isinstance(value, SupportsFloat | SupportsIndex):
+    if not isinstance(value, SupportsFloat | SupportsIndex):  # float() would read a text
         raise TypeError(f"{_a_thing(value)} is no number")
     return float(value)
 
@@ -134,8 +116,8 @@ class Series:
         kind: what it is.
         help: for the exposition.
         labels: names and values; the names are the same for every series of a family.
-        one_of: where not empty, the values of the last label of which one holds: it is 1 there and 0 at the others.
-        divisor: what a value is divided by: 1000 where it is in milliseconds.
+        one_of: if not empty, the values of the last label of which one holds: it is 1 there and 0 at the others.
+        divisor: what a value is divided by: 1000 if it is in milliseconds.
         buckets: upper bounds of a histogram, in the unit of the series.
     """
 
@@ -152,37 +134,31 @@ class Series:
         """All names that the family takes up; no other family may have any of them."""
         return frozenset(self.name + ending for ending in _SAMPLES[self.kind])
 
+    def labelled(self, **labels: str) -> Series:
+        """The series of the family with these labels."""
+        return replace(self, labels=tuple((label, printable(value)) for label, value in labels.items()))
+
 
 _RESERVED_ENDINGS: Final = ("_total", "_created", "_count", "_sum", "_bucket", "_info", "_gcount", "_gsum")
-_RESERVED_BEGINNINGS: Final = ("process_", "python_", "scrape_", "elastic_operator_")
-"""Beginnings of series that Prometheus, its client library and the operator make themselves. ``up`` and ``ALERTS``
-need no guard: every name here has a group, an underscore and no capitals. Of the platform's own group the single names
-are guarded, by :class:`NameRegistry`, since programs may measure in it."""
+RESERVED_BEGINNINGS: Final = ("process_", "python_", "scrape_", "elastic_operator_")
+"""Beginnings of series of Prometheus, its client library and the operator. ``up`` and ``ALERTS`` need no guard: every
+name here has a group, an underscore and no capitals."""
 _LONGEST_NAME: Final = 200
-_AS_GAUGE: Final = Form()
 
 
-def source_of(group: str, name: object) -> tuple[str, ...]:
-    """What tells a (group, name) from all others; a name that is no string is another one than its text."""
-    return (group, name) if isinstance(name, str) else (str(group), str(name), type(name).__qualname__)
-
-
-def user_series(group: str, name: str, form: Form = _AS_GAUGE) -> Series:
-    """What a name becomes that is not in the platform's table.
-
-    Args:
-        group: the group.
-        name: the name.
-        form: what its values are to become.
-    """
+def user_series(group: str, name: str, form: Form) -> Series:
+    """The series of a name that is not the platform's."""
+    prefix = snake_case(group) or f"group_{_digest(group)}"
+    if prefix[0].isdigit():
+        prefix = f"group_{prefix}"
     body = snake_case(name)
     in_milliseconds = body == "ms" or body.endswith("_ms")
     if in_milliseconds:
         body = body[:-2].rstrip("_")
     elif not body:
         body = f"metric_{_digest(name)}"
-    full = f"{_prefix(group)}_{body}".rstrip("_")
-    if f"{full}_".startswith(_RESERVED_BEGINNINGS):  # an ending may follow
+    full = f"{prefix}_{body}".rstrip("_")
+    if f"{full}_".startswith(RESERVED_BEGINNINGS):  # an ending may follow
         full = f"group_{full}"
     while form.kind is Kind.COUNTER and full.endswith("_total"):
         full = full.removesuffix("_total")
@@ -197,20 +173,6 @@ def user_series(group: str, name: str, form: Form = _AS_GAUGE) -> Series:
         divisor=1000 if in_milliseconds else 1,
         buckets=form.buckets,
     )
-
-
-def _prefix(group: str) -> str:
-    """The group as the beginning of a name: not empty, and not a digit first."""
-    prefix = snake_case(group)
-    if not prefix:
-        return f"group_{_digest(group)}"
-    return f"group_{prefix}" if prefix[0].isdigit() else prefix
-
-
-def tagged(series: Series, source: str) -> Series:
-    """The series under a name that only this source has, for where another source has taken the plain one."""
-    stem = series.name.removesuffix("_seconds") if series.divisor == 1000 else series.name
-    return replace(series, name=f"{stem}_{_digest(source)}{series.name[len(stem) :]}")
 
 
 def snake_case(text: str) -> str:
@@ -228,210 +190,26 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:8]
 
 
-# The platform's own series
-
-WORKER_STATES: Final = ("unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed")
-"""The states of a node's workers, as torchelastic names them."""
-
-DURATION_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-"""Upper bounds in seconds: from a recovery that nobody notices to a program that takes half an hour to start."""
-
-
-OPERATIONS: Final[Mapping[str, str]] = {
-    "SimpleElasticAgent.run": "run",
-    "SimpleElasticAgent._rendezvous": "rendezvous",
-    "SimpleElasticAgent._initialize_workers": "initialize_workers",
-    "SimpleElasticAgent._restart_workers": "restart_workers",
-    "SimpleElasticAgent._assign_worker_ranks": "assign_worker_ranks",
-    "LocalElasticAgent._start_workers": "start_workers",
-    "LocalElasticAgent._stop_workers": "stop_workers",
-    "LocalElasticAgent._monitor_workers": "monitor_workers",
-    "train_step": "train_step",
-}
-"""The operations whose outcome and duration are measured: the name before ``.success``, and the label's value."""
-
-_OPERATION: Final = re.compile(r"(?P<operation>.+)\.(?P<what>success|failure|duration\.ms)")
-_WORKERS: Final = re.compile(r"workers\.(?P<role>.+)\.(?P<what>\w+)", re.DOTALL)
-_RECOVERY: Final = re.compile(r"recovery\.(?P<cause>\w+)\.duration\.ms")
-_RUN_OUTCOMES: Final = {
-    "run_success_with_retries": ("success", "yes"),
-    "run_success_no_retries": ("success", "no"),
-    "run_failed_with_retries": ("failure", "yes"),
-    "run_failed_no_retries": ("failure", "no"),
-}
-
-_EXACT: Final = {
-    "round": Series(
-        "torchelastic_round", Kind.GAUGE, "Number of the current round: how often it was agreed on who trains together."
-    ),
-    "world_size": Series("torchelastic_world_size", Kind.GAUGE, "Workers that train together in the current round."),
-    "checkpoint.write_latency_ms": Series(
-        "torchelastic_checkpoint_write_latency_seconds",
-        Kind.HISTOGRAM,
-        "Time that writing a checkpoint took.",
-        divisor=1000,
-        buckets=DURATION_BUCKETS,
-    ),
-}
-
-DROPPED: Final = Series("torchelastic_metrics_dropped", Kind.COUNTER, "Measured values that were not taken, by reason.")
-"""What the handler counts by itself."""
-
-
-def platform_series(name: str) -> Series | None:
-    """What a name of the group ``torchelastic`` becomes; None where it is not one of the platform's own."""
-    if (series := _EXACT.get(name)) is not None:
-        return series
-    if match := _WORKERS.fullmatch(name):
-        return _of_workers(printable(match["role"]), match["what"])
-    if match := _RECOVERY.fullmatch(name):
-        return Series(
-            "torchelastic_recovery_duration_seconds",
-            Kind.HISTOGRAM,
-            "Time from a failure or change until the workers of this node were started again, by cause.",
-            (("cause", match["cause"]),),
-            divisor=1000,
-            buckets=DURATION_BUCKETS,
-        )
-    if (match := _OPERATION.fullmatch(name)) and (operation := OPERATIONS.get(match["operation"])) is not None:
-        return _of_operation(operation, match["what"])
-    return None
-
-
-def _of_workers(role: str, what: str) -> Series | None:
-    by_role = (("role", role),)
-    if what in WORKER_STATES:
-        return Series(
-            "torchelastic_worker_state",
-            Kind.GAUGE,
-            "State of the workers of this node: 1 for the one that they are in, 0 for the others.",
-            (*by_role, ("state", what)),
-            one_of=WORKER_STATES,
-        )
-    if what in _RUN_OUTCOMES:
-        outcome, retries = _RUN_OUTCOMES[what]
-        return Series(
-            "torchelastic_run_outcomes",
-            Kind.COUNTER,
-            "Runs that ended, by their outcome and whether workers had to be restarted.",
-            (*by_role, ("outcome", outcome), ("retries", retries)),
-        )
-    match what:
-        case "remaining_restarts":
-            about = "Failures of workers that the run may still have."
-            return Series("torchelastic_remaining_restarts", Kind.GAUGE, about, by_role)
-        case "run_total":
-            return Series("torchelastic_runs", Kind.COUNTER, "Runs that ended.", by_role)
-        case "flakiness":
-            about = "Share of the restart budget that the run has spent; 1 where it failed."
-            return Series("torchelastic_flakiness_ratio", Kind.GAUGE, about, by_role, divisor=100)
-        case _:
-            return None
-
-
-def _of_operation(operation: str, what: str) -> Series:
-    by_operation = (("operation", operation),)
-    if what == "duration.ms":
-        return Series(
-            "torchelastic_operation_duration_seconds",
-            Kind.HISTOGRAM,
-            "Time that an operation of the agent took.",
-            by_operation,
-            divisor=1000,
-            buckets=DURATION_BUCKETS,
-        )
-    return Series(
-        "torchelastic_operations",
-        Kind.COUNTER,
-        "Operations of the agent, by outcome.",
-        (*by_operation, ("outcome", what)),
-    )
-
-
-STORE_REQUESTS: Final = Series(
-    "torchelastic_store_request_duration_seconds",
-    Kind.HISTOGRAM,
-    "Time until the store (etcd) answered, or had not, by request and outcome.",
-    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
-)
-WORKER_MEMORY: Final = Series(
-    "torchelastic_worker_memory_bytes", Kind.GAUGE, "Resident memory of a worker and all that it has started."
-)
-GPU_MEMORY_USED: Final = Series("torchelastic_gpu_memory_used_bytes", Kind.GAUGE, "Memory of the GPU that is in use.")
-GPU_MEMORY_TOTAL: Final = Series("torchelastic_gpu_memory_total_bytes", Kind.GAUGE, "Memory that the GPU has.")
-GPU_UTILIZATION: Final = Series(
-    "torchelastic_gpu_utilization_ratio", Kind.GAUGE, "Share of the last moments in which the GPU computed."
-)
-JOB_SECONDS: Final = Series(
-    "torchelastic_job_seconds",
-    Kind.COUNTER,
-    "Time since the job was made, by what it did then; a total of the whole run, shown by its leader.",
-)
-JOB_LOST: Final = Series(
-    "torchelastic_job_lost_seconds",
-    Kind.COUNTER,
-    "Time of training that no checkpoint held when it ended; a total of the whole run.",
-)
-JOB_RESTARTS: Final = Series(
-    "torchelastic_job_restarts",
-    Kind.COUNTER,
-    "Times that workers were started anew: for a failure that was charged to the run, or for another reason.",
-)
-JOB_JOINED: Final = Series(
-    "torchelastic_job_nodes_joined", Kind.COUNTER, "Nodes that came, those of the first round included."
-)
-JOB_GONE: Final = Series(
-    "torchelastic_job_nodes_gone",
-    Kind.COUNTER,
-    "Nodes that a round had and the next one had not, by what became of them.",
-)
-JOB_NODES: Final = Series("torchelastic_job_nodes", Kind.GAUGE, "Nodes of the present round.")
-JOB_WANTED_NODES: Final = Series("torchelastic_job_wanted_nodes", Kind.GAUGE, "Nodes that there should be.")
-JOB_MIN_NODES: Final = Series("torchelastic_job_min_nodes", Kind.GAUGE, "Nodes below which nobody trains.")
-NOT_MEASURED: Final = (
-    *(DROPPED, STORE_REQUESTS, WORKER_MEMORY, GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_UTILIZATION),
-    *(JOB_SECONDS, JOB_LOST, JOB_RESTARTS, JOB_JOINED, JOB_GONE, JOB_NODES, JOB_WANTED_NODES, JOB_MIN_NODES),
-)
-"""What no value stands behind that was measured under a name: the agent's page makes these by itself."""
-
-
-PLATFORM_SAMPLES: Final = frozenset[str]().union(
-    *(series.samples for series in NOT_MEASURED),
-    *(
-        series.samples
-        for name in (
-            *_EXACT,
-            *(
-                f"workers.role.{what}"
-                for what in ("healthy", "remaining_restarts", "run_total", "flakiness", *_RUN_OUTCOMES)
-            ),
-            "recovery.other.duration.ms",
-            *(f"train_step.{what}" for what in ("success", "duration.ms")),
-        )
-        if (series := platform_series(name)) is not None
-    ),
-)
-"""All sample names that the platform's table can give; no user's name becomes one of them."""
-
-
 class NameRegistry:
-    """Which source has which names of samples; the platform's own are taken from the beginning."""
+    """Which user's name has which names of samples; none gets those of the platform."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, str] = {}
+        self._sources: dict[str, tuple[str, ...]] = {}
 
-    def take(self, series: Series, source: Sequence[str]) -> Series:
-        """The series under a name that no other source has; the same for the same source in every process.
+    def take(self, series: Series, source: tuple[str, ...]) -> Series:
+        """The series under a name that no other source has; a source gets the same name in every process.
 
         Args:
             series: as it would be called.
-            source: what tells its source from all others, the group and the name first.
+            source: the group, the name and what else tells it from other sources.
         """
-        text = repr(tuple(source))  # so that no text in it, whatever it holds, makes it look like another one
         plain = series.name
-        while not self._free(series, text):
-            series = tagged(series, text)
-        self._sources |= dict.fromkeys(series.samples, text)
+        while not PLATFORM_SAMPLES.isdisjoint(series.samples) or any(
+            self._sources.get(sample, source) != source for sample in series.samples
+        ):
+            stem = series.name.removesuffix("_seconds") if series.divisor == 1000 else series.name
+            series = replace(series, name=f"{stem}_{_digest(repr(source))}{series.name[len(stem) :]}")
+        self._sources |= dict.fromkeys(series.samples, source)
         if series.name != plain:
             _log.warning(
                 "%r of the group %r would be %s, which is taken by another name; it is %s.",
@@ -442,7 +220,128 @@ class NameRegistry:
             )
         return series
 
-    def _free(self, series: Series, source: str) -> bool:
-        return PLATFORM_SAMPLES.isdisjoint(series.samples) and not any(
-            self._sources.get(sample, source) != source for sample in series.samples
-        )
+
+# The platform's own series
+
+WORKER_STATES: Final = ("unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed")
+"""The states of a node's workers, as torchelastic names them."""
+
+DURATION_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+"""Upper bounds in seconds, from a short recovery to a program that takes half an hour to start."""
+
+_samples: set[str] = set()
+
+
+def _platform(
+    name: str,
+    kind: Kind,
+    about: str,
+    *,
+    one_of: tuple[str, ...] = (),
+    divisor: float = 1,
+    buckets: tuple[float, ...] = (),
+) -> Series:
+    series = Series(f"torchelastic_{name}", kind, about, (), one_of, divisor, buckets)
+    _samples.update(series.samples)
+    return series
+
+
+def _milliseconds(name: str, about: str) -> Series:
+    """A histogram of seconds, of values in milliseconds."""
+    return _platform(name, Kind.HISTOGRAM, about, divisor=1000, buckets=DURATION_BUCKETS)
+
+
+ROUND: Final = _platform(
+    "round", Kind.GAUGE, "Number of the current round: how often it was agreed on who trains together."
+)
+WORLD_SIZE: Final = _platform("world_size", Kind.GAUGE, "Workers that train together in the current round.")
+WORKER_STATE: Final = _platform(
+    "worker_state",
+    Kind.GAUGE,
+    "State of the workers of this node: 1 for the one that they are in, 0 for the others.",
+    one_of=WORKER_STATES,
+)
+REMAINING_RESTARTS: Final = _platform(
+    "remaining_restarts", Kind.GAUGE, "Failures of workers that the run may still have."
+)
+RECOVERY: Final = _milliseconds(
+    "recovery_duration_seconds",
+    "Time from a failure or change until the workers of this node were started again, by cause.",
+)
+RUNS: Final = _platform("runs", Kind.COUNTER, "Runs that ended.")
+RUN_OUTCOMES: Final = _platform(
+    "run_outcomes", Kind.COUNTER, "Runs that ended, by their outcome and whether workers had to be restarted."
+)
+FLAKINESS: Final = _platform(
+    "flakiness_ratio", Kind.GAUGE, "Share of the restart budget that the run has spent; 1 if it failed.", divisor=100
+)
+OPERATION_OUTCOMES: Final = _platform("operations", Kind.COUNTER, "Operations of the agent, by outcome.")
+OPERATION_DURATION: Final = _milliseconds("operation_duration_seconds", "Time that an operation of the agent took.")
+CHECKPOINT_WRITE: Final = _milliseconds("checkpoint_write_latency_seconds", "Time that writing a checkpoint took.")
+DROPPED: Final = _platform("metrics_dropped", Kind.COUNTER, "Measured values that were not taken, by reason.")
+STORE_REQUEST: Final = _platform(
+    "store_request_duration_seconds",
+    Kind.HISTOGRAM,
+    "Time until the store (etcd) answered, or had not, by request and outcome.",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+WORKER_MEMORY: Final = _platform(
+    "worker_memory_bytes", Kind.GAUGE, "Resident memory of a worker and all that it has started."
+)
+GPU_MEMORY_USED: Final = _platform("gpu_memory_used_bytes", Kind.GAUGE, "Memory of the GPU that is in use.")
+GPU_MEMORY_TOTAL: Final = _platform("gpu_memory_total_bytes", Kind.GAUGE, "Memory that the GPU has.")
+GPU_UTILIZATION: Final = _platform(
+    "gpu_utilization_ratio", Kind.GAUGE, "Share of the last moments in which the GPU computed."
+)
+JOB_SECONDS: Final = _platform(
+    "job_seconds",
+    Kind.COUNTER,
+    "Time since the job was created, by what it did then; a total of the whole run, shown by its leader.",
+)
+JOB_LOST: Final = _platform(
+    "job_lost_seconds",
+    Kind.COUNTER,
+    "Time of training that no checkpoint held when it ended; a total of the whole run.",
+)
+JOB_RESTARTS: Final = _platform(
+    "job_restarts",
+    Kind.COUNTER,
+    "Times that workers were started again: for a failure that was charged to the run, or for another reason.",
+)
+JOB_JOINED: Final = _platform("job_nodes_joined", Kind.COUNTER, "Nodes that joined, those of the first round included.")
+JOB_GONE: Final = _platform(
+    "job_nodes_gone",
+    Kind.COUNTER,
+    "Nodes that a round had and the next one had not, by what became of them.",
+)
+JOB_NODES: Final = _platform("job_nodes", Kind.GAUGE, "Nodes of the current round.")
+JOB_WANTED_NODES: Final = _platform("job_wanted_nodes", Kind.GAUGE, "Nodes that there should be.")
+JOB_MIN_NODES: Final = _platform("job_min_nodes", Kind.GAUGE, "Nodes without which the job does not train.")
+
+PLATFORM_SAMPLES: Final = frozenset(_samples)
+"""The names of all samples of the platform's series; no user's name becomes one of them."""
+
+OPERATIONS: Final = (
+    "SimpleElasticAgent.run",
+    "SimpleElasticAgent._rendezvous",
+    "SimpleElasticAgent._initialize_workers",
+    "SimpleElasticAgent._restart_workers",
+    "SimpleElasticAgent._assign_worker_ranks",
+    "LocalElasticAgent._start_workers",
+    "LocalElasticAgent._stop_workers",
+    "LocalElasticAgent._monitor_workers",
+)
+"""The operations of the agent whose outcome and duration are measured."""
+
+PLATFORM_SERIES: Final = {
+    "round": ROUND,
+    "world_size": WORLD_SIZE,
+    "train_step.duration.ms": OPERATION_DURATION.labelled(operation="train_step"),
+    "checkpoint.write_latency_ms": CHECKPOINT_WRITE,
+}
+"""What names of the platform's group become; a name with a role, a cause or a request is declared when it is used."""
+for _name in OPERATIONS:
+    _operation = _name.rpartition(".")[2].lstrip("_")
+    PLATFORM_SERIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labelled(operation=_operation)
+    for _outcome in ("success", "failure"):
+        PLATFORM_SERIES[f"{_name}.{_outcome}"] = OPERATION_OUTCOMES.labelled(operation=_operation, outcome=_outcome)

@@ -1,7 +1,6 @@
 """What a program measures through torch's own metrics (``torch.distributed.elastic.metrics``) arrives in ours, too.
 
-Where torch's values go is for torch's ``configure`` to say, and stays so; beside that each of them is handed to our
-registry. torch is not imported for it: its module is waited for.
+What is configured there stays so. torch is not imported for it: the import of its module is waited for.
 """
 
 from __future__ import annotations
@@ -19,37 +18,32 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from torchelastic.metrics.api import MetricRegistry
-
 _MODULE: Final = "torch.distributed.elastic.metrics.api"
 
 
-def watch(registry: MetricRegistry = REGISTRY) -> None:
-    """Have torch's values arrive in a registry, from now on or from the import of torch's module on."""
+def watch() -> None:
+    """Have torch's values arrive in the registry, from now on or from the import of torch's module on."""
     module = sys.modules.get(_MODULE)
     if module is not None:
-        _join(module, registry)
+        _join(module)
     else:
-        sys.meta_path.insert(0, _Finder(registry))
+        sys.meta_path.insert(0, _Finder())
 
 
-def _join(torchs: ModuleType, registry: MetricRegistry) -> None:
-    stream: Any = torchs.MetricStream
+def _join(api: ModuleType) -> None:
+    stream: Any = api.MetricStream
     plain = stream.add_value
 
     @functools.wraps(plain)
     def add_value(self: Any, metric_name: str, metric_value: float) -> None:  # noqa: ANN401 - a stream of torch's
-        registry.add(str(self.group_name), metric_name, metric_value)
+        REGISTRY.add(str(self.group_name), metric_name, metric_value)
         plain(self, metric_name, metric_value)
 
     stream.add_value = add_value
 
 
 class _Finder:
-    """Stands among the finders of modules until torch's is imported; then it finds it as the others would."""
-
-    def __init__(self, registry: MetricRegistry) -> None:
-        self._registry = registry
+    """Is first among the finders of modules until torch's module is imported, and finds it as the others do."""
 
     def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
         """The module's specification, with a call at its end; None for any other module."""
@@ -64,7 +58,7 @@ class _Finder:
             def execute_and_join(module: ModuleType) -> None:
                 del loader.exec_module  # as it was
                 loader.exec_module(module)
-                _join(module, self._registry)
+                _join(module)
 
             loader.exec_module = execute_and_join
         return spec

@@ -1,8 +1,4 @@
-"""What values and names must be to be taken into series, whatever holds those.
-
-What would spoil a series is not taken, and there is a limit to how many names there are. What was not taken is logged
-once for each reason, and counted.
-"""
+"""Which values and names are taken into series. What is not taken is counted, and logged once for each reason."""
 
 from __future__ import annotations
 
@@ -13,12 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.metrics.api import PLATFORM_GROUP, MetricHandler
-from torchelastic.metrics.series import Kind, platform_series, source_of, to_number, user_series
+from torchelastic.metrics.api import MetricHandler
+from torchelastic.metrics.series import Form, Kind, Series, to_number, user_series
 
 if TYPE_CHECKING:
     from torchelastic.metrics.api import MetricData
-    from torchelastic.metrics.series import Form, Series
 
 _log: Final = logging.getLogger(__name__)
 
@@ -37,17 +32,16 @@ class ValidatingHandler(MetricHandler):
     """A handler that takes values into series.
 
     Args:
-        form: says what the values of a user's name, by group and name, are to become.
-        max_series: how many different names are taken; the platform's own have a limit of the same size beside it.
+        form: returns what a name of a group becomes; a series for one of the platform's.
+        max_series: how many different names are taken.
     """
 
-    def __init__(self, form: Callable[[str, str], Form], max_series: int) -> None:
+    def __init__(self, form: Callable[[str, str], Form | Series], max_series: int) -> None:
         self._form = form
         self._max_series = max_series
-        # Reentrant, since what is logged below may itself be measured, and a signal handler may measure at any time.
+        # Reentrant: a signal handler, or a handler of what is logged below, may measure as well.
         self._lock = threading.RLock()
-        self._sinks: dict[tuple[str, ...], Sink] = {}
-        self._platform_sources: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self._sinks: dict[tuple[str, str], Sink] = {}
         self._opening = False
         self._told: set[str] = set()
 
@@ -64,20 +58,21 @@ class ValidatingHandler(MetricHandler):
             except (TypeError, ValueError, RuntimeError):  # the last one is torch's
                 self._drop(NOT_A_NUMBER, f"The value of {name!r:.100} is of the type {kind.__qualname__} and no number")
                 return
-        key = (group, name) if type(name) is str else source_of(group, name)
-        sink = self._sinks.get(key)
-        if sink is not None:
+        if type(name) is not str:
+            name = str(name)
+        sink = self._sinks.get((group, name))
+        if sink is None:
+            with self._lock:
+                sink = self._sink(group, name)
+                if sink is not None:
+                    sink(value)
+                    self._begun()
+        else:
             sink(value)
-            return
-        with self._lock:
-            sink = self._sinks.get(key) or self._new_sink(key)
-            if sink is not None:
-                sink(value)
-                self._begun()
 
     @abc.abstractmethod
-    def _open(self, series: Series, source: tuple[str, ...], *, of_platform: bool) -> Sink | None:
-        """Begin a series; None where there is no room for it. What the sink gets is finite, but for gauges."""
+    def _open(self, series: Series, source: tuple[str, str], *, of_platform: bool) -> Sink | None:
+        """Begin a series; None if there is no room for it. What the sink gets is finite, except for gauges."""
 
     def _begun(self) -> None:
         """The first value of a series was taken."""
@@ -86,23 +81,21 @@ class ValidatingHandler(MetricHandler):
     def _count_dropped(self, reason: str) -> None:
         """Count a value that was not taken."""
 
-    def _new_sink(self, key: tuple[str, ...]) -> Sink | None:
-        """Make the series of a source that is new; None where there may be no more. The lock is held."""
-        group, name = key[:2]
-        if self._opening:  # a signal handler has come between, and its name has to wait for its next value
+    def _sink(self, group: str, name: str) -> Sink | None:
+        """The sink of a name, made if it is new; None if there may be no more. The lock is held."""
+        source = group, name
+        if (known := self._sinks.get(source)) is not None:
+            return known
+        if self._opening:  # this is a signal handler within another call, so its name waits for its next value
             return None
-        series = platform_series(name) if group == PLATFORM_GROUP and len(key) == 2 else None
-        if series is not None and self._platform_sources.get((series.name, series.labels), key) != key:
-            series = None  # what only looks like it
-        of_platform = series is not None
-        of_platforms = len(self._platform_sources)
-        count = of_platforms if of_platform else len(self._sinks) - of_platforms
         sink: Sink | None = None
+        count = len(self._sinks)
         if count < self._max_series:
-            series = series or user_series(group, name, self._form(group, name))
+            form = self._form(group, name)
+            series = form if isinstance(form, Series) else user_series(group, name, form)
             self._opening = True
             try:
-                sink = self._open(series, key, of_platform=of_platform)
+                sink = self._open(series, source, of_platform=series is form)
             finally:
                 self._opening = False
         if sink is None:
@@ -112,11 +105,9 @@ class ValidatingHandler(MetricHandler):
                 "more; put what changes all the time (a step, a file) into the value and not into the name",
             )
             return None
-        if series is not None and series.kind is not Kind.GAUGE:
+        if series.kind is not Kind.GAUGE:
             sink = self._only_sound(series, sink)
-        if series is not None and of_platform:
-            self._platform_sources[series.name, series.labels] = key
-        self._sinks[key] = sink
+        self._sinks[source] = sink
         return sink
 
     def _only_sound(self, series: Series, sink: Sink) -> Sink:

@@ -1,8 +1,7 @@
-"""A worker's side of its metrics: beside whatever the program configures, its values also reach its agent.
+"""A worker's side of its metrics: in addition to what the program configures, its values also reach its agent.
 
-Nothing has to be called for that: a process that an agent has started finds the memory by a variable when this package
-is imported. One process at a time writes there. That is the worker; what it forks, or has :mod:`multiprocessing` start,
-measures for itself alone.
+A process that an agent has started finds the memory by a variable when this package is imported. One process at a time
+writes there: the worker. What it forks, or has :mod:`multiprocessing` start, measures for itself alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series import Form, Kind
-from torchelastic.metrics.shared_memory import MemoryWriter
+from torchelastic.metrics.shared_memory import MemoryWriter, Source
 from torchelastic.metrics.validation import ValidatingHandler
 from torchelastic.training.agent_socket import METRICS_FILE, is_worker
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from torchelastic.metrics.validation import Sink
 
 MAX_NAMES: Final = 1000
-"""Different names of a worker that its agent shows; the platform's own have a limit of the same size beside it."""
+"""Different names of a worker that its agent shows."""
 
 
 class WorkerMetricHandler(ValidatingHandler):
@@ -39,38 +38,19 @@ class WorkerMetricHandler(ValidatingHandler):
         super().__init__(registry.form, MAX_NAMES)
         self._memory = memory
 
-    def _open(self, series: Series, source: tuple[str, ...], *, of_platform: bool) -> Sink | None:  # noqa: ARG002
-        place = self._memory.place(source, Form(series.kind, series.buckets))
+    def _open(self, series: Series, source: tuple[str, str], *, of_platform: bool) -> Sink | None:  # noqa: ARG002
+        place = self._memory.place(Source(*source, Form(series.kind, series.buckets)))
         if place is None:
             return None
-        match series.kind:
-            case Kind.GAUGE:
-                return self._gauge(place, series.divisor)
-            case Kind.COUNTER:
-                return self._counter(place, series.divisor)
-            case Kind.HISTOGRAM:
-                return self._histogram(place, series)
-
-    def _gauge(self, place: int, divisor: float) -> Sink:
-        values = self._memory.values
+        values, lock, divisor, bounds = self._memory.values, self._lock, series.divisor, series.buckets
+        total = place + len(bounds) + 1
 
         def hold(number: float) -> None:
             values[place] = number / divisor
 
-        return hold
-
-    def _counter(self, place: int, divisor: float) -> Sink:
-        values, lock = self._memory.values, self._lock
-
         def add(number: float) -> None:
             with lock:
                 values[place] += number / divisor
-
-        return add
-
-    def _histogram(self, place: int, series: Series) -> Sink:
-        values, lock, divisor, bounds = self._memory.values, self._lock, series.divisor, series.buckets
-        total = place + len(bounds) + 1
 
         def observe(number: float) -> None:
             number /= divisor
@@ -79,7 +59,7 @@ class WorkerMetricHandler(ValidatingHandler):
                 values[bucket] += 1
                 values[total] += number
 
-        return observe
+        return {Kind.GAUGE: hold, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[series.kind]
 
     def _begun(self) -> None:
         self._memory.publish()
@@ -90,13 +70,13 @@ class WorkerMetricHandler(ValidatingHandler):
 
 
 def attach(registry: MetricRegistry = REGISTRY) -> None:
-    """Where an agent has started this process, have what it measures reach that; elsewhere nothing happens."""
+    """Have what this process measures reach the agent that has started it; without an agent, do nothing."""
     path = os.environ.get(METRICS_FILE)
     if not path or not is_worker() or any(isinstance(handler, WorkerMetricHandler) for handler in registry.attached):
         return
     try:
         memory = MemoryWriter(path)
-    except (OSError, ValueError):  # another process of this worker writes there, or the agent is gone
+    except (OSError, ValueError):  # another process of this worker writes there, or the file is gone
         return
     handler = WorkerMetricHandler(memory, registry)
     registry.attach(handler)

@@ -1,10 +1,7 @@
 """The agent's side of its workers' metrics: the memory of each worker, and the series that are made of it at a scrape.
 
-Nothing is done for a value that a worker measures: the memory is read when somebody asks. A worker that has died leaves
-its counters and histograms to its successor, which is the worker of the same rank in this node's next round; where the
-ranks have changed, one of those that are new. Its gauges end with it.
-
-prometheus_client is imported at the first scrape, so that no worker's start waits for that.
+A worker that has died leaves its counters and histograms to its successor: the worker of the same rank in this node's
+next round, or a worker of a new rank if the ranks have changed. Its gauges end with it.
 """
 
 from __future__ import annotations
@@ -15,9 +12,17 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.metrics import shared_memory as memory
-from torchelastic.metrics.api import PLATFORM_GROUP
-from torchelastic.metrics.series import DROPPED, Kind, NameRegistry, platform_series, user_series
+from torchelastic.metrics.series import (
+    DROPPED,
+    PLATFORM_GROUP,
+    PLATFORM_SERIES,
+    Form,
+    Kind,
+    NameRegistry,
+    Series,
+    user_series,
+)
+from torchelastic.metrics.shared_memory import MemoryReader
 from torchelastic.metrics.validation import REASONS, TOO_MANY_NAMES
 from torchelastic.training.agent_socket import METRICS_FILE
 
@@ -27,16 +32,12 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from torchelastic.metrics.series import Series
-    from torchelastic.metrics.shared_memory import MemoryReader, Source
+    from torchelastic.metrics.shared_memory import Source
 
 _log: Final = logging.getLogger(__name__)
 
 MAX_INHERITED: Final = 2000
-"""Counters and histograms that a worker gets from those before it; as many as it may have itself."""
-
-_MAX_NAMED: Final = 10_000
-"""Sources whose names are remembered over a round's end."""
+"""Counters and histograms that a worker gets from those before it."""
 
 
 class WorkerMemory:
@@ -44,42 +45,40 @@ class WorkerMemory:
 
     Args:
         rank: its global rank.
-        reader: of its memory; None where there is none, and all that is there is inherited.
-        inherited: counts of those before it.
-        dropped: values that those before it could not put anywhere, by reason.
+        reader: of its memory; None if there is none.
+        before: the worker whose counts go on in this one.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        reader: MemoryReader | None,
-        inherited: Mapping[Source, tuple[float, ...]],
-        dropped: Sequence[float],
-    ) -> None:
+    def __init__(self, rank: int, reader: MemoryReader | None, before: WorkerMemory | None) -> None:
         self.rank = rank
         self._reader = reader
-        self._inherited = inherited
-        self._dropped = dropped
         self._ended = False
+        self._inherited: dict[Source, tuple[float, ...]] = {}
+        self._dropped: tuple[float, ...] = (0.0,) * len(REASONS)
+        if before is not None:
+            before.ended()
+            counts, dropped = list(before.values().items()), list(before.dropped())
+            # A program that makes new names at each start would otherwise have them grow without end.
+            dropped[REASONS.index(TOO_MANY_NAMES)] += len(counts[MAX_INHERITED:])
+            self._inherited, self._dropped = dict(counts[:MAX_INHERITED]), tuple(dropped)
 
     def ended(self) -> None:
-        """The worker has ended: its gauges say nothing any more."""
+        """The worker has ended: its gauges are no longer shown."""
         self._ended = True
 
-    def values(self, *, counts_only: bool = False) -> dict[Source, tuple[float, ...]]:
+    def values(self) -> dict[Source, tuple[float, ...]]:
         """What is to be shown of it now, with what it has inherited."""
         found = dict(self._inherited)
         for source, words in ({} if self._reader is None else self._reader.values()).items():
             if source.form.kind is not Kind.GAUGE:
-                before = found.get(source)
-                found[source] = words if before is None else _sum(before, words)
-            elif not (self._ended or counts_only):
+                found[source] = _sum(found[source], words) if source in found else words
+            elif not self._ended:
                 found[source] = words
         return found
 
     def dropped(self) -> tuple[float, ...]:
         """How many values were not taken, by reason; with those before it."""
-        return _sum(self._dropped, (0.0,) * len(REASONS) if self._reader is None else self._reader.dropped())
+        return self._dropped if self._reader is None else _sum(self._dropped, self._reader.dropped())
 
 
 class WorkerMetrics:
@@ -95,7 +94,6 @@ class WorkerMetrics:
         self._paths: list[Path] = []
         self._lock = threading.Lock()
         self._series: dict[Source, Series] = {}
-        self._platform: dict[tuple[object, ...], Source] = {}
         self._taken = NameRegistry()
         self._told = False
 
@@ -104,7 +102,7 @@ class WorkerMetrics:
     ) -> tuple[Mapping[int, Mapping[str, str]], Sequence[WorkerMemory]]:
         """Make memory for the workers of a round; those of the one before have ended.
 
-        Where that cannot be had, a worker goes without: training does not fail for it.
+        If there is no room for it, a worker goes without.
 
         Args:
             round: its number.
@@ -114,51 +112,49 @@ class WorkerMetrics:
             What is to be in the environment of each, by local rank; and their memory, in the order of the ranks given.
         """
         for path in self._paths:
-            with suppress(OSError):  # what a program has put there instead, it may keep
+            with suppress(OSError):  # the program has put something else there
                 path.unlink()
         self._paths = []
         before = {worker.rank: worker for worker in self._workers}
-        heirs = _heirs(before, tuple(ranks.values()))
+        # Counts go on in the same rank, or in one that is new here, so that no series goes back and none is lost.
+        left = sorted(before.keys() - set(ranks.values()))
+        heirs = dict(zip(sorted(set(ranks.values()) - before.keys()), left, strict=False))
         workers: list[WorkerMemory] = []
         variables: dict[int, Mapping[str, str]] = {}
-        for local_rank, rank in ranks.items():
-            reader, variables[local_rank] = self._made(f"{round}.{local_rank}")
-            workers.append(_successor(rank, reader, heirs.get(rank)))
-        self._workers = tuple(workers)
-        if len(self._series) > _MAX_NAMED:
-            with self._lock:
-                self._series, self._platform, self._taken = {}, {}, NameRegistry()
+        with self._lock:
+            for local_rank, rank in ranks.items():
+                reader, variables[local_rank] = self._made(f"{round}.{local_rank}")
+                workers.append(WorkerMemory(rank, reader, before.get(heirs.get(rank, rank))))
+            self._workers = tuple(workers)
         return variables, workers
 
     def collect(self) -> Iterator[Metric]:
-        """The families with their present values; called by a registry at each scrape, from any thread."""
-        from prometheus_client import Metric
+        """The families with their current values; called by a registry at each scrape, from any thread."""
+        from prometheus_client import Metric  # not before the first scrape: no worker's start waits for the import
 
         families: dict[str, Metric] = {}
+
+        def family(series: Series) -> Metric:
+            if series.name not in families:
+                families[series.name] = Metric(series.name, series.help, series.kind)
+            return families[series.name]
+
         with self._lock:
             for worker in self._workers:
                 rank = str(worker.rank)
                 for source, words in worker.values().items():
                     series = self._series.get(source) or self._named(source)
-                    if (family := families.get(series.name)) is None:
-                        families[series.name] = family = Metric(series.name, series.help, series.kind)
-                    _add_samples(family, series, {**dict(series.labels), "rank": rank}, words)
+                    _add_samples(family(series), series, {**dict(series.labels), "rank": rank}, words)
                 for reason, count in zip(REASONS, worker.dropped(), strict=True):
                     if count:
-                        family = families.setdefault(DROPPED.name, Metric(DROPPED.name, DROPPED.help, DROPPED.kind))
-                        _add_samples(family, DROPPED, {"reason": reason, "rank": rank}, (count,))
+                        _add_samples(family(DROPPED), DROPPED, {"reason": reason, "rank": rank}, (count,))
         yield from families.values()
 
     def _named(self, source: Source) -> Series:
-        group, name = source.names[:2]
-        series = platform_series(name) if group == PLATFORM_GROUP and len(source.names) == 2 else None
-        if series is not None and (
-            (series.kind, series.buckets) != (source.form.kind, source.form.buckets)
-            or self._platform.setdefault((series.name, series.labels), source) != source
-        ):
-            series = None  # what only looks like it, since a sample that is there twice would cost the whole page
-        if series is None:
-            series = self._taken.take(user_series(group, name, source.form), (*source.names, str(source.form)))
+        series = PLATFORM_SERIES.get(source.name) if source.group == PLATFORM_GROUP else None
+        if series is None or Form(series.kind, series.buckets) != source.form:
+            plain = user_series(source.group, source.name, source.form)
+            series = self._taken.take(plain, (source.group, source.name, str(source.form)))
         self._series[source] = series
         return series
 
@@ -168,7 +164,7 @@ class WorkerMetrics:
             path = folder / name
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                reader = memory.make(path)
+                reader = MemoryReader(path)
             except OSError as error:
                 problems.append(f"below {folder}: {error.strerror}")
             else:
@@ -183,36 +179,13 @@ class WorkerMetrics:
         return None, {}
 
 
-def _heirs(before: Mapping[int, WorkerMemory], ranks: Sequence[int]) -> dict[int, WorkerMemory]:
-    """Whose counts go on in which rank: in the same one where that is still here, else in one that is new here.
-
-    So no series ever goes back, and nothing is lost, as long as a node has the same number of workers.
-    """
-    left = [before[rank] for rank in sorted(before.keys() - set(ranks))]
-    new = sorted(set(ranks) - before.keys())
-    return {rank: worker for rank, worker in before.items() if rank in ranks} | dict(zip(new, left, strict=False))
-
-
-def _successor(rank: int, reader: MemoryReader | None, before: WorkerMemory | None) -> WorkerMemory:
-    if before is None:
-        return WorkerMemory(rank, reader, {}, (0.0,) * len(REASONS))
-    counts, dropped = list(before.values(counts_only=True).items()), list(before.dropped())
-    # Programs that make new names each time they start would otherwise have them grow for ever.
-    dropped[REASONS.index(TOO_MANY_NAMES)] += len(counts[MAX_INHERITED:])
-    return WorkerMemory(rank, reader, dict(counts[:MAX_INHERITED]), dropped)
-
-
-def _text(bound: float) -> str:
-    from prometheus_client.utils import floatToGoString
-
-    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
-
-
 def _sum(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 def _add_samples(family: Metric, series: Series, labels: dict[str, str], words: Sequence[float]) -> None:
+    from prometheus_client.utils import floatToGoString
+
     match series.kind:
         case Kind.GAUGE:
             family.add_sample(series.name, labels, words[0])
@@ -222,7 +195,8 @@ def _add_samples(family: Metric, series: Series, labels: dict[str, str], words: 
             count = 0.0
             for bound, number in zip((*series.buckets, math.inf), words, strict=False):
                 count += number
-                family.add_sample(f"{series.name}_bucket", {**labels, "le": _text(bound)}, count)
+                le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+                family.add_sample(f"{series.name}_bucket", {**labels, "le": le}, count)
             family.add_sample(f"{series.name}_count", labels, count)
-            if series.buckets[0] >= 0:  # a sum that can go down is none
+            if series.buckets[0] >= 0:  # Prometheus expects of a sum that it never falls
                 family.add_sample(f"{series.name}_sum", labels, words[-1])

@@ -1,0 +1,128 @@
+"""The collectors of an agent's page: the page as a whole, and the run as its leader shows it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from torchelastic.metrics import series
+from torchelastic.protocol import NodeEnd, RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from prometheus_client import Metric
+
+    from torchelastic.protocol import TimeBreakdown
+    from torchelastic.rendezvous.node import RendezvousNode
+
+_log: Final = logging.getLogger(__name__)
+
+_UNITS: Final = ("seconds", "bytes", "ratio")
+"""Units that the page's names end with; OpenMetrics has a line for them."""
+
+_FIRST_HELD_BACK: Final = (RunState.RESTORING, RunState.TRAINING)
+"""States between which a late report moves seconds."""
+
+
+class MetricsPage(Collector):
+    """Several collectors as one; one that raises is left out, and that is logged once.
+
+    Args:
+        collectors: the collectors; if two have a family of the same name, its series are in one.
+        labels: of every series, in addition to its own.
+    """
+
+    def __init__(self, collectors: Collection[Collector], labels: Mapping[str, str]) -> None:
+        self._collectors = collectors
+        self._labels = labels
+        self._failed: set[Collector] = set()
+
+    def collect(self) -> Iterable[Metric]:
+        """The families with their current values; called by a registry at each scrape, from any thread."""
+        families: dict[str, Metric] = {}
+        for collector in self._collectors:
+            for family in self._collected(collector):
+                if not family.samples:
+                    continue
+                known = families.setdefault(family.name, family)
+                if known is not family and known.type == family.type:
+                    known.samples = [*known.samples, *family.samples]
+        for family in families.values():
+            stem, _, unit = family.name.rpartition("_")
+            family.unit = unit if stem and unit in _UNITS else ""
+            if self._labels:
+                family.samples = [Sample(each[0], {**self._labels, **each[1]}, *each[2:]) for each in family.samples]
+        return families.values()
+
+    def _collected(self, collector: Collector) -> list[Metric]:
+        try:
+            return list(collector.collect())
+        except Exception:  # noqa: BLE001 - whatever is wrong with one collector, the others are shown
+            if collector not in self._failed:
+                self._failed.add(collector)
+                _log.exception(
+                    "What %s knows cannot be shown under /metrics. The rest is; further errors of it are not logged.",
+                    type(collector).__name__,
+                )
+            return []
+
+
+class RunCollector(Collector):
+    """The totals of a run, shown by the agent that leads it; they would be wrong as a sum over several agents.
+
+    Args:
+        run: returns this node in the run; None before it takes part.
+    """
+
+    def __init__(self, run: Callable[[], RendezvousNode | None]) -> None:
+        self._run = run
+        self._shown: dict[RunState, float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """The families with their current values; called by a registry at each scrape, from any thread."""
+        run = self._run()
+        if run is None or not run.is_leader:
+            self._shown = {}
+            return
+        times, size, round = run.time_breakdown, run.size, run.round
+        yield _counter(series.JOB_SECONDS, "state", self._rising(times))
+        if times.lost is not None:
+            yield CounterMetricFamily(series.JOB_LOST.name, series.JOB_LOST.help, value=times.lost)
+        yield CounterMetricFamily(series.JOB_JOINED.name, series.JOB_JOINED.help, value=times.joined)
+        yield _counter(series.JOB_GONE, "cause", {end: times.gone.get(end, 0) for end in NodeEnd})
+        yield _counter(series.JOB_RESTARTS, "charged", {"yes": run.restarts, "no": run.uncharged_restarts})
+        for family, number in (
+            (series.JOB_NODES, 0 if round is None else len(round.members)),
+            (series.JOB_WANTED_NODES, size.target),
+            (series.JOB_MIN_NODES, size.min),
+        ):
+            yield GaugeMetricFamily(family.name, family.help, value=number)
+
+    def _rising(self, times: TimeBreakdown) -> dict[RunState, float]:
+        """The seconds by state, which add up to the time that has passed; a counter never falls.
+
+        A program may report late that it has begun to train, so that seconds move from one state to another. The state
+        that has shown too much then stands still, and the others are held back, until they have caught up.
+        """
+        before = self._shown
+        told = [state for state in RunState if state in times.seconds or state is not RunState.RESTORING]
+        shown = {state: max(times.seconds.get(state, 0.0), before.get(state, 0.0)) for state in told}
+        ahead = sum(shown.values()) - sum(times.seconds.values())
+        for state in sorted(told, key=_FIRST_HELD_BACK.__contains__, reverse=True):
+            held = min(shown[state] - before.get(state, 0.0), ahead)
+            shown[state] -= held
+            ahead -= held
+        self._shown = shown
+        return shown
+
+
+def _counter(family: series.Series, label: str, values: Mapping[Any, float]) -> Metric:
+    found = CounterMetricFamily(family.name, family.help, labels=[label])
+    for value, number in values.items():
+        found.add_metric([str(value)], number)
+    return found
