@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -16,7 +15,6 @@ from elastic_operator.api.report import encode_report
 from elastic_operator.cli import main as cli
 from elastic_operator.cli.describe import description
 from elastic_operator.cli.get import table
-from elastic_operator.cli.output import OutputLost, lost
 from elastic_operator.reports.page import page
 from elastic_operator.views.job_view import JobView
 from tests.support.reports import long, report
@@ -339,11 +337,3 @@ def test_an_output_that_cannot_be_written_gets_a_sentence(argv: list[str], finis
 def test_a_closed_output_gets_a_sentence() -> None:
     said = "elasticjob: cannot write the output: Bad file descriptor; have it written elsewhere\n"
     assert redirected(">&-", "get") == (1, said)
-
-
-def test_a_lost_output_is_found_within_groups_of_errors() -> None:
-    within = ExceptionGroup("tasks", [ExceptionGroup("tasks", [OutputLost(errno.EIO, "Input/output error")])])
-    assert (found := lost(within)) is not None
-    assert found.strerror == "Input/output error"
-    assert lost(ExceptionGroup("tasks", [OutputLost(errno.EIO, "x"), ValueError()])) is None
-    assert lost(OSError(errno.ENOSPC, "of another file")) is None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import os
 import platform
 import sys
 from importlib import metadata
@@ -22,6 +24,10 @@ FAILED: Final = 1
 BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
+
+_UNWRITABLE: Final = "cannot write the output: {}; have it written elsewhere"
+_OUTPUT_ERRORS: Final = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
+"""An OSError does not say which file it is about; errors of other files are reported where they occur."""
 
 _DESCRIPTION = """\
 Run elastic PyTorch training jobs on this machine, from the manifests that Kubernetes takes; show and control jobs here
@@ -95,30 +101,35 @@ def _installed(distribution: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Execute a command line (by default this process's own), and return its exit code."""
-    from elastic_operator.cli import output
-
+    if sys.stdout is None:
+        return _complain(_UNWRITABLE.format(os.strerror(errno.EBADF)), FAILED)
     try:
-        output.watch()
         try:
-            code = _main(argv)
-        except SystemExit:  # of --help
+            return _main(argv)
+        finally:
             sys.stdout.flush()
-            raise
-        sys.stdout.flush()
     except BrokenPipeError:
-        output.drop()
+        _discard_output()
         return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        if (lost := output.lost(error)) is None:
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+            cause = cause.exceptions[0]
+        if not isinstance(cause, OSError) or cause.errno not in _OUTPUT_ERRORS:
             error.add_note("This is a bug in elasticjob: please report it with all of the above.")
             raise
-        output.drop()
+        _discard_output()
         with contextlib.suppress(OSError):
-            _complain(f"cannot write the output: {lost.strerror}; have it written elsewhere", FAILED)
+            _complain(_UNWRITABLE.format(cause.strerror), FAILED)
         return FAILED
-    return code
+
+
+def _discard_output() -> None:
+    """Discard what is still buffered, which the interpreter would write at its end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(argv: Sequence[str] | None) -> int:

@@ -178,9 +178,9 @@ class ClusterJobs:
                     raise ClusterError(f"another job {name} has taken the place of this one; try again") from None
                 raise
             if wait:
-                await self._gone(ELASTIC_JOBS, {uid}, name=name)
-                for kind in (PODS, SERVICES, DEPLOYMENTS):  # all else goes with these
-                    await self._dependents_gone(kind, name, uid)
+                await self._gone(ELASTIC_JOBS, uid, name=name)
+                for kind in (PODS, SERVICES, DEPLOYMENTS):  # the last ones to be deleted
+                    await self._gone(kind, uid, labels=f"{LABEL_JOB}={name}")
 
     async def _jobs(self) -> list[Json]:
         with readable_errors("there are no ElasticJobs"):
@@ -263,20 +263,8 @@ class ClusterJobs:
         with self._readable_errors(name):
             await self._api.patch(ELASTIC_JOBS, self._api.namespace, name, {"spec": spec}, subresource)
 
-    async def _dependents_gone(self, kind: Resource, name: str, uid: str) -> None:
-        labels = f"{LABEL_JOB}={name}"
-        try:
-            # A new job of the same name has pods of its own.
-            uids = {_uid(each) for each in await self._list(kind, labels=labels) if _belongs(each, uid)}
-            await self._gone(kind, uids, labels=labels)
-        except ApiError as error:
-            if error.status != 403:
-                raise
-            if kind is PODS:
-                self._tell("you may not see the pods of this namespace, so whether they are gone is not known")
-
-    async def _gone(self, kind: Resource, uids: set[str], *, labels: str = "", name: str = "") -> None:
-        """Wait until these objects are gone."""
+    async def _gone(self, kind: Resource, uid: str, *, labels: str = "", name: str = "") -> None:
+        """Wait until the job with this UID, or what it owns of a kind, is gone."""
         left: list[str] = []
 
         def explain() -> None:
@@ -285,13 +273,22 @@ class ClusterJobs:
 
         timer = asyncio.get_running_loop().call_later(_SLOW_DELETION, explain)
         try:
-            async with contextlib.aclosing(
-                self._api.states(kind, self._api.namespace, labels=labels, name=name)
-            ) as states:
+            states = self._api.states(kind, self._api.namespace, labels=labels, name=name)
+            async with contextlib.aclosing(states):
                 async for state in states:
-                    left[:] = [each["metadata"]["name"] for uid, each in state.items() if uid in uids]
+                    # A new job of the same name has pods of its own.
+                    left[:] = [
+                        each["metadata"]["name"]
+                        for each in state.values()
+                        if (_uid(each) == uid if kind is ELASTIC_JOBS else _belongs(each, uid))
+                    ]
                     if not left:
                         return
+        except ApiError as error:
+            if error.status != 403 or kind is ELASTIC_JOBS:
+                raise
+            if kind is PODS:
+                self._tell("you may not see the pods of this namespace, so it is unknown whether they are gone")
         finally:
             timer.cancel()
 

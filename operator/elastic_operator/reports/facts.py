@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A round and its end.
-
-    Attributes:
-        round: as recorded.
-        end: when it ended; None if the next round was not kept.
-        lost: seconds of its training that no checkpoint held at its end; None if unknown.
-    """
+    """A round and its end, None if the next round was not kept; ``lost`` as in :class:`Failure`."""
 
     round: PastRound
     end: float | None
@@ -38,8 +32,8 @@ class Failure:
 
     Attributes:
         time: when the next round began, in seconds since the Unix epoch.
-        round: in which it occurred; 0 if unknown.
-        pod: on which it occurred; empty if the message has it.
+        round: 0 if unknown.
+        pod: empty if the message has it.
         rank: of the failed worker; None if no worker failed.
         what: how the worker or pod ended.
         lost: seconds of training that no checkpoint held; None if unknown.

@@ -16,7 +16,7 @@ from elastic_operator.errors import ElasticJobError
 
 
 class _View(msgspec.Struct, frozen=True, rename="camel"):
-    """All views are immutable and have camelCase names on the wire."""
+    pass
 
 
 class PodView(_View, frozen=True):
@@ -120,11 +120,6 @@ class StatusView(_View, frozen=True):
     conditions: tuple[ConditionView, ...] = ()
 
     @property
-    def what_failed(self) -> str:
-        """The message of the last failure; empty if there is none."""
-        return self.last_failure.message if self.last_failure else ""
-
-    @property
     def finished(self) -> bool:
         """Whether the job has succeeded or failed."""
         return self.state in ("Succeeded", "Failed")
@@ -138,7 +133,7 @@ class StatusView(_View, frozen=True):
 
 
 class EndView(_View, frozen=True):
-    """How a run on this machine ended; ``how`` is an :class:`elastic_operator.local.ending.EndReason`."""
+    """How a run on this machine ended."""
 
     how: str = ""
     exit_code: int = 0
