@@ -120,6 +120,11 @@ class StatusView(_View, frozen=True):
     conditions: tuple[ConditionView, ...] = ()
 
     @property
+    def what_failed(self) -> str:
+        """The message of the last failure; empty if there is none."""
+        return self.last_failure.message if self.last_failure else ""
+
+    @property
     def finished(self) -> bool:
         """Whether the job has succeeded or failed."""
         return self.state in ("Succeeded", "Failed")
