@@ -183,12 +183,6 @@ async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: Api
     assert printing.complete is False
 
 
-async def test_pods_that_have_not_started_have_no_log(server: ApiStandIn, api: UserApi) -> None:
-    await server.put("Pod", pod(2, "ddddd", state={"waiting": {"reason": "ContainerCreating"}}))
-    await read(api)
-    assert not any("ddddd/log" in request for request in server.requests)
-
-
 # -- following
 
 
@@ -254,16 +248,6 @@ async def test_lines_after_the_end_of_a_stream_are_not_lost(server: ApiStandIn, 
     assert (await following.end())[-1] == f"[rank 0 on {B}] last"
 
 
-async def test_following_begins_with_the_tail(server: ApiStandIn, api: UserApi) -> None:
-    await server.print(B, "[rank 0] four\n[rank 0] five\n")
-    following = Printing(api, rank=0, tail=1)
-    following.follow()
-    await server.followed(B)
-    await server.print(B, "[rank 0] six\n[rank 0] seven\n")
-    await finish(server, A, B)
-    assert await following.end() == ["five", "six", "seven"]
-
-
 async def test_following_one_round_ends_with_it(server: ApiStandIn, api: UserApi) -> None:
     following = Printing(api, round=2)
     following.follow()
@@ -271,15 +255,6 @@ async def test_following_one_round_ends_with_it(server: ApiStandIn, api: UserApi
     await server.print(A, "[rank 1] cuatro\n" + begun(A, 3, 0) + "[rank 0] five\n")
     await server.print(B, begun(B, 3, 1))
     assert await following.end() == [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres", f"[rank 1 on {A}] cuatro"]
-
-
-async def test_following_one_pod_ends_with_it(server: ApiStandIn, api: UserApi) -> None:
-    following = Printing(api, pod=B)
-    following.follow()
-    await server.followed(B)
-    await server.end(B)
-    await server.put("Pod", pod(1, "bbbbb", state=died(1, "")))
-    assert await following.end() == ["[rank 0] three"]
 
 
 async def test_following_ends_when_the_job_is_deleted(server: ApiStandIn, api: UserApi) -> None:
@@ -291,18 +266,6 @@ async def test_following_ends_when_the_job_is_deleted(server: ApiStandIn, api: U
         await server.end(name)
         await server.remove("Pod", f"uid-{name[-5:]}")
     assert len(await following.end()) == 2
-
-
-async def test_following_can_begin_before_there_is_a_pod(server: ApiStandIn, api: UserApi) -> None:
-    for name in ("aaaaa", "bbbbb"):
-        await server.remove("Pod", f"uid-{name}")
-    following = Printing(api)
-    following.follow()
-    await server.print(C, begun(C, 3, 0, world=1) + "[rank 0] hello\n")
-    await server.put("Pod", pod(1, "ccccc"))
-    await following.until("hello")
-    await finish(server, C)
-    assert await following.end() == [f"[rank 0 on {C}] hello"]
 
 
 # -- one log

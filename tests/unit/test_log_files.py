@@ -44,38 +44,23 @@ def read(logs: Path, wanted: LogSelector, round: int | None = None, *, tail: int
     return b"".join(output).decode()
 
 
-def test_all_ranks_of_the_current_round_are_printed_each_line_with_its_rank(logs: Path) -> None:
+def test_the_selected_output_is_printed(logs: Path, tmp_path: Path) -> None:
     assert read(logs, LogSelector()) == "[rank 0] three\n[rank 1] tres\n"
-
-
-def test_one_rank_is_printed_as_it_wrote_it(logs: Path) -> None:
+    assert read(logs, LogSelector(0), 1) == "one\ntwo\n"
     write(logs, "digits-1-bbbbb", 2, 0, "10%\r20%\x1b[0m no newline")
     assert read(logs, LogSelector(0)) == "three\n10%\r20%\x1b[0m no newline"
-
-
-def test_an_earlier_round_can_be_asked_for(logs: Path) -> None:
-    assert read(logs, LogSelector(0), 1) == "one\ntwo\n"
-
-
-def test_the_workers_of_one_pod_can_be_asked_for(logs: Path) -> None:
-    assert read(logs, LogSelector(pod="digits-0-aaaaa")) == "[rank 1] tres\n"
-
-
-def test_of_a_pod_that_has_left_the_last_round_in_which_it_took_part_is_printed(logs: Path) -> None:
+    assert read(logs, LogSelector()) == "[rank 0] three\n[rank 1] tres\n[rank 0] 10%\r20%\x1b[0m no newline\n"
     write(logs, "digits-1-bbbbb", 3, 0, "alone\n")
     assert read(logs, LogSelector()) == "[rank 0] alone\n"
-    assert read(logs, LogSelector(pod="digits-0-aaaaa")) == "[rank 1] tres\n"
+    assert read(logs, LogSelector(pod="digits-0-aaaaa")) == "[rank 1] tres\n", "its last round"
+    with pytest.raises(NotFound, match="no worker has started yet"):
+        select_files(tmp_path / "none", LogSelector())
 
 
 def test_agents_say_mostly_themselves_who_they_are(logs: Path) -> None:
     pod = "digits-0-aaaaa"
     assert read(logs, LogSelector(agents=True)).splitlines()[:2] == [f"09:00:00 [{pod}] round 1", f"[{pod}] Traceback"]
     assert read(logs, LogSelector(pod=pod, agents=True)) == f"09:00:00 [{pod}] round 1\nTraceback\n"
-
-
-def test_an_unended_line_is_printed_whole_where_several_speak(logs: Path) -> None:
-    write(logs, "digits-1-bbbbb", 2, 0, "unended")
-    assert read(logs, LogSelector()) == "[rank 0] three\n[rank 1] tres\n[rank 0] unended\n"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +77,6 @@ def test_what_is_not_there_is_said_with_what_is(
     with pytest.raises(NotFound) as error:
         select_files(logs, replace(wanted, round=round))
     assert str(error.value) == sentence
-
-
-def test_before_any_worker_started_the_agents_logs_are_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no worker has started yet"):
-        select_files(tmp_path, LogSelector(round=None))
 
 
 @pytest.mark.parametrize("name", ["round_x", "round_1_old"])

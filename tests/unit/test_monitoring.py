@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -16,8 +16,10 @@ from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.files import DASHBOARDS, RULES, files
 from scripts.monitoring.fleet import FLEET_PAGE
 from scripts.monitoring.job import JOB_PAGE, MARKS
-from scripts.monitoring.page import Look, Page
 from tests.support.monitored import filled_in, names_in, queries
+
+if TYPE_CHECKING:
+    from scripts.monitoring.page import Page
 
 ROOT = Path(__file__).parents[2]
 PAGES = (FLEET_PAGE, JOB_PAGE)
@@ -35,6 +37,7 @@ def dashboard(page: Page) -> dict[str, Any]:
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
 def test_what_is_in_the_chart_is_what_the_code_makes(path: Path) -> None:
     assert path.read_text() == files()[path], "run `python -m scripts.monitoring`"
+    assert {*DASHBOARDS.iterdir(), *RULES.parent.iterdir()} == files().keys()
 
 
 def test_what_differs_is_told_and_nothing_is_written_where_that_is_all_that_is_asked_for(
@@ -70,10 +73,6 @@ def test_the_runbook_says_how_often_what_fails_is_tried_again() -> None:
         waits.append(min(2 * waits[-1], settings.max_delay))
     assert waits[-1] == 60
     assert sum(waits[:-1]) == pytest.approx(120, rel=0.2)
-
-
-def test_nothing_else_is_there() -> None:
-    assert {*DASHBOARDS.iterdir(), *RULES.parent.iterdir()} == files().keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
@@ -140,21 +139,6 @@ def test_both_pages_lead_to_each_other() -> None:
         assert f"var-{variable}=" in link["url"]
 
 
-def test_a_table_has_a_named_column_for_each_query() -> None:
-    [table] = [panel for panel in dashboard(FLEET_PAGE)["panels"] if panel["type"] == "table"]
-    [meant] = [panel for panel in FLEET_PAGE.panels if panel.look is Look.TABLE]
-    [organize] = [each["options"] for each in table["transformations"] if each["id"] == "organize"]
-    columns = {organize["renameByName"][f"Value #{target['refId']}"] for target in table["targets"]}
-    assert columns == {query.legend for query in meant.queries}
-    assert all(target["format"] == "table" and target["instant"] for target in table["targets"])
-
-
-def test_what_happened_is_marked_in_the_pictures_of_a_job() -> None:
-    shown = dashboard(JOB_PAGE)["annotations"]["list"]
-    assert [(mark["name"], mark["expr"]) for mark in shown] == [(mark.name, mark.query.expr) for mark in MARKS]
-    assert all(mark["enable"] and mark["titleFormat"] == mark["name"] for mark in shown)
-
-
 def documented() -> set[str]:
     """The names of all series that the pages about them name."""
     found = set()
@@ -194,14 +178,11 @@ def test_every_alert_has_a_page_that_says_what_to_do(alert: Alert) -> None:
         assert title in {*shown, "ElasticJobs: fleet"} or title.startswith("Status"), title
 
 
-def test_there_is_no_page_for_an_alert_that_there_is_not() -> None:
-    assert {path.stem for path in (ROOT / "docs" / "runbooks").iterdir()} == {alert.name for alert in ALERTS}
-
-
 def test_the_page_on_monitoring_has_every_alert_and_is_led_to() -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text()
     rows = re.findall(r"^\| \[(\w+)\]\((runbooks/\w+\.md)\) \| (\w+) \| .+ \|$", page, re.MULTILINE)
     assert rows == [(alert.name, f"runbooks/{alert.name}.md", alert.severity) for alert in ALERTS]
+    assert {path.stem for path in (ROOT / "docs" / "runbooks").iterdir()} == {alert.name for alert in ALERTS}
     assert "](docs/monitoring.md)" in (ROOT / "README.md").read_text()
     assert "](monitoring.md)" in (ROOT / "docs" / "cluster.md").read_text()
 

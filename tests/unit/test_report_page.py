@@ -87,11 +87,6 @@ def test_the_page_of_a_job_that_failed_has_the_root_cause_and_the_failures() -> 
     assert wrong.count("The job failed because of this.") == 1
 
 
-def test_the_page_has_the_reason_of_a_failure_without_a_worker() -> None:
-    shown = report(state=JobState.FAILED, message="the deadline of 90 seconds has passed", outcome=None)
-    assert read(shown).text.count("the deadline of 90 seconds has passed") >= 2
-
-
 def test_the_state_of_an_unfinished_run_is_how_it_ended() -> None:
     unfinished = report(state=JobState.RUNNING, completed=None, outcome=None)
     assert "digits: running after 1m40s" in read(unfinished).text
@@ -229,12 +224,3 @@ def test_impossible_times_keep_all_shapes_within_the_chart(changes: dict[str, An
             if "%" in (about.get("x") or ""):
                 assert 0 <= percent(about["x"]) <= 100
                 assert 0 <= percent(about["width"]) <= 100.001
-
-
-def test_signals_and_exit_codes_are_named() -> None:
-    def how(code: int) -> str:
-        failure = msgspec.structs.replace(killed(1, 0), exit_code=code)
-        rounds = (PastRound(2, START + 1, 1, 1, RoundReason.WORKER_FAILED, "", failure),)
-        return facts(report(history=HistoryRecord(rounds=rounds))).failures[0].what
-
-    assert [how(code) for code in (-11, -250, 3, 0)] == ["SIGSEGV", "signal 250", "exit code 3", "exit code 0"]

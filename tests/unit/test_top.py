@@ -18,7 +18,7 @@ from elastic_operator.views.rates import RateTracker
 from elastic_operator.views.scrape import ScrapeForbidden, scrape, scrape_leaders
 from elastic_operator.views.top import Reading, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
-from tests.support.snapshots import START, pod, snapshot
+from tests.support.snapshots import START, snapshot
 
 NOW = START + 100
 
@@ -40,12 +40,6 @@ def test_the_leader_alone_has_the_metrics_of_the_whole_job() -> None:
     assert told.seconds == LEADS
     assert (told.lost, told.nodes, told.desired_nodes, told.restarts, told.free_restarts) == (4.0, 2, 3, 2, 3)
     assert (told.round, told.world_size, told.remaining_restarts) == (3, 2, 98)
-
-
-def test_unknown_values_are_not_zero() -> None:
-    told = combined(agent_page(0))
-    assert (told.seconds, told.lost, told.restarts) == ({}, None, None)
-    assert combined() == combined("", "# nothing\n") == JobMetrics()
 
 
 def test_goodput_is_the_ratio_of_kept_training_to_all_time() -> None:
@@ -172,15 +166,6 @@ def test_a_job_is_shown_with_all_its_metrics() -> None:
     ]
 
 
-def test_any_value_that_a_program_measures_is_shown() -> None:
-    values = {0: float("nan"), 1: float("inf"), 2: -3.0, 3: 1e300}
-    for series in ("my_app_loss", "my_app_loss_seconds"):
-        own = own_gauge("lo\\nss\x1b[31m", values, series=series)
-        [line] = [line for line in job_lines(reading(combined(agent_page(0, own=own)))) if line.startswith("my_app lo")]
-        assert line.startswith("my_app loss")
-        assert "nan" in line
-
-
 def test_escape_sequences_in_labels_do_not_reach_the_terminal() -> None:
     odd = "\x1b[31mred\x1b[0m\\n\x1b]0;title\x07\x9b2J" + "x" * 100
     page = agent_page(0, seconds={"training": 90.0, odd: 10.0}, recoveries=(0.4, 2)).replace("worker_failed", odd)
@@ -294,16 +279,6 @@ def test_short_durations_have_three_digits(seconds: float, written: str) -> None
     assert formatting.short_duration(seconds) == written
 
 
-def test_amounts_have_a_unit() -> None:
-    assert [formatting.size(amount) for amount in (0, 999, 1000, 6.4e8, 1.5e12)] == [
-        *("0 B", "999 B", "0.977 KiB", "610 MiB", "1.36 TiB")
-    ]
-    assert [formatting.percent(part) for part in (0, 0.0001, 0.5, 0.9999, 1)] == [
-        *("0 %", "below 0.1 %", "50.0 %", "100 %", "100 %")
-    ]
-    assert [formatting.number(value) for value in (3.0, 0.33333, float("nan"), 2e12)] == ["3", "0.3333", "nan", "2e+12"]
-
-
 # -- fetching the pages
 
 
@@ -349,17 +324,6 @@ async def test_a_missing_permission_is_mentioned_once() -> None:
         raise ScrapeForbidden(f"the agents' metrics cannot be read ({pod.name} is forbidden)")
 
     assert await scrape(pods("a", "b", "c"), fetch) == ([], ["the agents' metrics cannot be read (a is forbidden)"])
-
-
-async def test_pods_that_have_ended_or_serve_no_metrics_are_not_asked() -> None:
-    async def fetch(pod: PodView) -> str:
-        raise AssertionError(pod.name)
-
-    silent = [
-        JobView.of(snapshot(pods=[pod(0, "a", **changes)])).pods[0]
-        for changes in ({"metricsUrl": None}, {"ended": 1.0})
-    ]
-    assert await scrape(silent, fetch) == ([], [])
 
 
 async def test_for_the_list_of_jobs_the_leader_is_asked_and_few_others() -> None:
