@@ -27,11 +27,10 @@ from rich.console import Console
 from rich.text import Text
 
 from elastic_operator.local.demo import perform
-from elastic_operator.local.render import render
+from elastic_operator.local.live_view import LiveView, render
 from elastic_operator.local.run_dir import home_dir
 from elastic_operator.local.runner import RunRequest
-from elastic_operator.local.view import LiveView
-from elastic_operator.local.view_text import NOW, Hints
+from elastic_operator.local.view import NOW, Hints
 from elastic_operator.manifest.loader import load_checked
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from rich.style import Style
 
     from elastic_operator.local.demo import Performance
-    from elastic_operator.local.view_text import Step
+    from elastic_operator.local.view import Step
 
 COLUMNS: Final = 80
 ROWS: Final = 30
@@ -134,7 +133,7 @@ class RecordingView(LiveView):
 
     def _keep(self, snapshot: Mapping[str, Any]) -> None:
         now = time.time()
-        picture = render(snapshot, now, COLUMNS, ROWS, hints=Hints(), steps=self.steps)
+        picture = render(snapshot, now, Hints(), steps=self.steps)
         lines = lines_of(self.console, picture)[:ROWS]
         pods = tuple((pod["name"], pod["phase"], pod["ready"], tuple(pod["ranks"])) for pod in snapshot["pods"])
         self.frames.append(Frame(now, lines, (self.steps, len(snapshot["events"]), pods, snapshot["status"]["state"])))

@@ -13,9 +13,8 @@ import pytest_asyncio
 
 from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.local.client import LocalRuns, RunClient
-from elastic_operator.local.control import control_server
+from elastic_operator.local.control import SnapshotFeed, control_server
 from elastic_operator.local.run_dir import RunDir, create_run
-from elastic_operator.local.snapshot import SnapshotFeed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

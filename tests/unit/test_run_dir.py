@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_operator.errors import BadInput
-from elastic_operator.local.run_dir import all_runs, create_run, home_dir, private_dir, reopen_run
+from elastic_operator.local.run_dir import all_runs, create_run, home_dir, lock_name, private_dir, reopen_run
 
 NOW = 1_700_000_000.0
 
@@ -70,7 +74,7 @@ def test_a_run_is_resumed_in_its_directory_with_the_old_logs_put_aside(tmp_path:
     assert (run.checkpoints / "digits").is_dir()
 
 
-@pytest.mark.parametrize("run_id", ["digits-1", "", "..", "../runs", "/"])
+@pytest.mark.parametrize("run_id", ["digits-1", "", "../runs"])
 def test_only_a_run_can_be_resumed(tmp_path: Path, run_id: str) -> None:
     create_run(tmp_path, "digits", NOW).write_record(a_record("digits"))
     with pytest.raises(BadInput, match="there is no run"):
@@ -113,3 +117,57 @@ def test_the_socket_has_a_directory_that_only_this_user_can_enter(tmp_path: Path
     assert chosen.stat().st_mode & 0o777 == 0o700
     assert len(str(chosen / "12345678.sock")) <= 107
     assert private_dir({"XDG_RUNTIME_DIR": str(runtime)}, "12345678.sock") == chosen
+
+
+HOLDS_IT = """
+import sys
+from pathlib import Path
+from elastic_operator.local.run_dir import lock_name
+
+with lock_name(Path(sys.argv[1]), "digits") as name:
+    name.write("digits-1", Path(sys.argv[2]))
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_name_of_a_running_job_is_refused_and_is_free_after_a_kill(tmp_path: Path) -> None:
+    old = tmp_path / "old.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(old))
+    command = [sys.executable, "-c", HOLDS_IT, str(tmp_path), str(old)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        sentence = rf"run digits-1, process {other.pid}.*`elasticjob delete digits`"
+        with pytest.raises(BadInput, match=sentence), lock_name(tmp_path, "digits"):
+            pass
+        with pytest.raises(BadInput, match="digits-1 is still going on"), lock_name(tmp_path, "digits", "digits-1"):
+            pass
+        with lock_name(tmp_path, "letters"):
+            pass
+        other.kill()
+        assert other.wait() == -signal.SIGKILL
+    assert old.exists()
+    with lock_name(tmp_path, "digits"):
+        assert not old.exists()
+
+
+def test_a_name_is_free_as_soon_as_it_is_released(tmp_path: Path) -> None:
+    with lock_name(tmp_path, "digits") as first:
+        first.release()
+        with (
+            lock_name(tmp_path, "digits"),
+            pytest.raises(BadInput, match="running here already"),
+            lock_name(tmp_path, "digits"),
+        ):
+            pass
+        first.write("late", tmp_path)
+    with lock_name(tmp_path, "digits"):
+        pass
+
+
+def test_names_need_a_home_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="ELASTICJOB_HOME"), lock_name(tmp_path / "file", "digits"):
+        pass

@@ -67,8 +67,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     from elastic_operator.local.demo import perform
     from elastic_operator.local.run_dir import home_dir
     from elastic_operator.local.runner import RunRequest, run_job
-    from elastic_operator.local.view import choose_view
-    from elastic_operator.local.view_text import own_hints
+    from elastic_operator.local.view import choose_view, own_hints
     from elastic_operator.manifest.loader import load_checked
 
     request = RunRequest(

@@ -14,6 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Self
 
 from elastic_operator.api.constants import LocalReason
+from elastic_operator.controller.applied_spec import with_applied_spec
 from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan
 from elastic_operator.errors import ClusterError, ElasticJobError
 from elastic_operator.local.etcd import EtcdProcess
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.report import Report
     from elastic_operator.controller.model import Job, NewPod, Removal
     from elastic_operator.local.etcd import EtcdSettings
-    from elastic_operator.local.live_job import LiveJob
+    from elastic_operator.local.job import LiveJob
     from elastic_operator.local.processes import PodCommand
     from torchelastic.protocol import SizeRecord
 
@@ -42,7 +43,7 @@ class LocalBackend:
     Args:
         live: the job.
         etcd: how to run the job's etcd; None if the manifest names one.
-        command: returns how to start a new pod, given the store's endpoint.
+        command: returns how to start a new pod of a job, given the store's endpoint.
         changed: called after each change.
         broken: called with the reason if the run cannot go on.
         keep: called with the report of the run before its store goes.
@@ -59,7 +60,7 @@ class LocalBackend:
         live: LiveJob,
         *,
         etcd: EtcdSettings | None,
-        command: Callable[[NewPod, str], PodCommand],
+        command: Callable[[Job, NewPod, str], PodCommand],
         changed: Callable[[], None],
         broken: Callable[[ElasticJobError], None],
         keep: Callable[[Report], None],
@@ -133,7 +134,7 @@ class LocalBackend:
         for removal in plan.remove:
             self._remove(removal)
         for new in plan.create:
-            self._create(new)
+            self._create(with_applied_spec(job, plan), new)
         if not plan.etcd:
             await self.end_store()
         if plan != Plan(report=plan.report, etcd=plan.etcd, wake_at=plan.wake_at):
@@ -215,15 +216,15 @@ class LocalBackend:
         except ElasticJobError as error:
             self._broken(error)
 
-    def _create(self, new: NewPod) -> None:
+    def _create(self, job: Job, new: NewPod) -> None:
         if any(pod.name == new.name for pod in self.pods):
             return
         pod = PodProcess(new, uid=str(uuid.uuid4()), changed=self._changed)
         self.pods.append(pod)
-        self._tasks.create_task(self._run_pod(pod))
+        self._tasks.create_task(self._run_pod(job, pod))
 
-    async def _run_pod(self, pod: PodProcess) -> None:
-        await pod.run(lambda: self._command(pod.new, self._endpoint()), self.etcd.ready if self.etcd else None)
+    async def _run_pod(self, job: Job, pod: PodProcess) -> None:
+        await pod.run(lambda: self._command(job, pod.new, self._endpoint()), self.etcd.ready if self.etcd else None)
         if pod.terminating and not self._ending:
             self.pods.remove(pod)
             self._changed()

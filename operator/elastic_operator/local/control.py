@@ -4,7 +4,7 @@
 method  path              response
 ======  ================  =================================================================================
 GET     ``/job``          a snapshot, see :mod:`elastic_operator.local.snapshot`
-GET     ``/job/report``   the report as it would be now, see :mod:`elastic_operator.api.report_json`
+GET     ``/job/report``   the report as it would be now, see :mod:`elastic_operator.api.report`
 GET     ``/watch``        snapshots, one a line: now, after each change, and a last one when the run ends
 PATCH   ``/job``          sets ``replicas`` or ``suspend``: 200, or 422 with ``{"message": sentence}``
 DELETE  ``/job``          202; the run ends with exit code 3
@@ -13,42 +13,66 @@ DELETE  ``/job``          202; the run ends with exit code 3
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
     from pathlib import Path
 
-    from elastic_operator.local.snapshot import SnapshotFeed
+    from elastic_operator.local.runner import LocalRun
 
 _WATCH_INTERVAL: Final = 0.1
 """Seconds between two snapshots of a watch, at least."""
 _FIELDS: Final = {"replicas", "suspend"}
 
 
-class Controlled(Protocol):
-    """What a control server needs of a run."""
+class SnapshotFeed:
+    """Gives snapshots to watchers, each at its own pace: several changes close together make one snapshot."""
 
-    snapshots: SnapshotFeed
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self.now = make
+        self._watchers: set[asyncio.Event] = set()
+        self._closed = asyncio.Event()
 
-    def report(self) -> bytes:
-        """Return the report as it would be now."""
+    def touch(self) -> None:
+        """Say that something has changed."""
+        for changed in self._watchers:
+            changed.set()
 
-    def patch(self, fields: dict[str, Any]) -> None:
-        """Set fields of the spec. Raises BadInput."""
+    def close(self) -> None:
+        """Give each watcher a last snapshot."""
+        self._closed.set()
+        self.touch()
 
-    def delete(self) -> None:
-        """End the run."""
+    async def watch(self, interval: float) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield a snapshot now, after each change (at most one per ``interval`` seconds), and a last one."""
+        changed = asyncio.Event()
+        changed.set()
+        self._watchers.add(changed)
+        try:
+            while True:
+                await changed.wait()
+                changed.clear()
+                last = self._closed.is_set()
+                yield self.now()
+                if last:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval):
+                        await self._closed.wait()
+        finally:
+            self._watchers.discard(changed)
 
 
 @contextlib.asynccontextmanager
-async def control_server(run: Controlled, socket: Path) -> AsyncIterator[None]:
+async def control_server(run: LocalRun, socket: Path) -> AsyncIterator[None]:
     """Serve the control API while the block runs.
 
     Raises:
@@ -67,7 +91,7 @@ async def control_server(run: Controlled, socket: Path) -> AsyncIterator[None]:
         socket.unlink(missing_ok=True)
 
 
-def _application(run: Controlled) -> web.Application:
+def _application(run: LocalRun) -> web.Application:
     async def job(_: web.Request) -> web.Response:
         return web.json_response(run.snapshots.now())
 
@@ -80,7 +104,6 @@ def _application(run: Controlled) -> web.Application:
         async with contextlib.aclosing(run.snapshots.watch(_WATCH_INTERVAL)) as snapshots:
             async for snapshot in snapshots:
                 await response.write(json.dumps(snapshot).encode() + b"\n")
-        await response.write_eof()
         return response
 
     async def patch(request: web.Request) -> web.Response:

@@ -19,10 +19,9 @@ from watchfiles import awatch
 
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.client import LocalRuns
-from elastic_operator.local.ending import EndReason
 from elastic_operator.local.log_files import log_files
-from elastic_operator.local.runner import run_job
-from elastic_operator.local.view_text import DONE, FAILED, NOW, Step
+from elastic_operator.local.runner import EndReason, run_job
+from elastic_operator.local.view import DONE, FAILED, NOW, Step
 from elastic_operator.views import formatting
 from elastic_operator.views.formatting import columns
 from elastic_operator.views.job_view import JobView
@@ -45,8 +44,13 @@ _SUCCESS_LIMIT: Final = 900.0
 _SETTLE_LIMIT: Final = 20.0
 _SETTLED_LINES: Final = 4
 """Lines of rank 0 that show that training goes on, and that give it time for a checkpoint."""
-_POLL_MILLISECONDS: Final = 1000
-"""A write into a directory that was created at that moment is not noticed."""
+_WATCH: Final[dict[str, Any]] = {
+    "debounce": 20,
+    "step": 5,
+    "watch_filter": None,
+    "yield_on_timeout": True,
+    "rust_timeout": 1000,  # milliseconds; a write into a directory that was created at that moment is not noticed
+}
 
 
 class StepFailed(ElasticJobError):  # noqa: N818 - it names what happened
@@ -55,35 +59,11 @@ class StepFailed(ElasticJobError):  # noqa: N818 - it names what happened
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Training goes on: in this round, with so many pods and workers, from this time of the monotonic clock on."""
+    """Training goes on: in this round, with so many workers, so many seconds after the step."""
 
     round: int
-    pods: int
     workers: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """The effect of a step.
-
-    Attributes:
-        resumed: the rounds that followed.
-        seconds: from the step to each of them.
-        note: what else happened.
-    """
-
-    resumed: tuple[Resumed, ...] = ()
-    seconds: tuple[float, ...] = ()
-    note: str = ""
-
-    def __str__(self) -> str:
-        """Return it in a few words."""
-        if not self.resumed:
-            return self.note
-        later = zip(self.resumed[1:], self.seconds[1:], strict=True)
-        workers = [f"{formatting.count(each.workers, 'worker')} after {seconds:.1f} s" for each, seconds in later]
-        return ", ".join([f"{self.seconds[0]:.1f} s", *workers])
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +73,16 @@ class Performance:
     Attributes:
         run: the exit code of the run.
         code: the exit code of the demo: that of the run, or 1 if a step failed.
-        steps: all steps.
-        effects: of the steps that had one, in their order.
+        rows: a table of what happened and how long each recovery took.
     """
 
     run: int
     code: int
-    steps: Sequence[Step]
-    effects: Sequence[Effect]
+    rows: Sequence[tuple[str, ...]]
 
     def lines(self) -> list[str]:
-        """Return what happened and how long each recovery took, as a table."""
-        rows = [("STEP", "ROUND", "WORKERS", "TRAINS AFTER", "")]
-        for step, effect in zip(self.steps, self.effects, strict=False):
-            title, note = step.title, effect.note
-            for resumed, seconds in zip(effect.resumed, effect.seconds, strict=True):
-                rows.append((title, str(resumed.round), str(resumed.workers), f"{seconds:.2f} s", note))
-                title = note = ""
-            if not effect.resumed:
-                rows.append((title, "-", "-", "-", note))
-        rows += [(step.title, "-", "-", "failed", step.result) for step in self.steps if step.mark == FAILED]
-        rows += [(step.title, "-", "-", "not played", "") for step in self.steps if step.mark in ("", NOW)]
-        return ["", *columns(rows, " ")]
+        """Return the table."""
+        return ["", *columns([("STEP", "ROUND", "WORKERS", "TRAINS AFTER", ""), *self.rows], " ")]
 
 
 class Watched:
@@ -129,21 +97,19 @@ class Watched:
         self.on_ending = view.on_ending
         self._view = view
         self._changed = asyncio.Event()
-        self._logs: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._first_lines: dict[int, float] = {}
 
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         """The job has changed."""
         self.job = JobView.of(snapshot)
         self._view.on_snapshot(snapshot)
-        if not self._logs.done() and self.job.run.logs:
-            self._logs.set_result(Path(self.job.run.logs))
         self._wake()
 
     async def watch_logs(self) -> None:
         """Notice what the workers print, until this is cancelled."""
-        options: dict[str, Any] = {"debounce": 20, "step": 5, "watch_filter": None, "yield_on_timeout": True}
-        async for _ in awatch(await self._logs, rust_timeout=_POLL_MILLISECONDS, **options):
+        while not self.job.run.logs:
+            await self._changed.wait()
+        async for _ in awatch(self.job.run.logs, **_WATCH):
             self._wake()
 
     @property
@@ -180,15 +146,17 @@ class Watched:
         except TimeoutError:
             raise StepFailed(f"{what} did not come within {limit:.0f} s") from None
 
-    async def resumed(self, *, after: int, pods: int | None = None, limit: float = _STEP_LIMIT) -> Resumed:
+    async def resumed(
+        self, since: float, *, after: int, pods: int | None = None, limit: float = _STEP_LIMIT
+    ) -> Resumed:
         """Return the first sign of training in a round later than ``after``, with this number of pods if given."""
 
         def look() -> Resumed | None:
-            round = self.job.status.round
-            if round <= after or round not in self._first_lines:
+            status = self.job.status
+            begun = self._first_lines.get(status.round)
+            if status.round <= after or begun is None or pods not in (None, len(self.training_pods)):
                 return None
-            found = Resumed(round, len(self.training_pods), self.job.status.world_size, self._first_lines[round])
-            return found if pods in (None, found.pods) else None
+            return Resumed(status.round, status.world_size, begun - since)
 
         count = "" if pods is None else f" with {formatting.count(pods, 'pod')}"
         return await self.until(look, limit=limit, what=f"training{count} in a round after {after}")
@@ -223,6 +191,9 @@ class Script:
         view: shows the steps.
         sizes: the number of pods at first and in the end, and in between.
         scale: changes the number of pods.
+
+    Attributes:
+        rows: a table of what happened.
     """
 
     def __init__(
@@ -232,8 +203,7 @@ class Script:
         self._watched = watched
         self._view = view
         self._scale = scale
-        self._begun = time.monotonic()
-        self._script: list[tuple[str, Callable[[], Awaitable[Effect]]]] = [
+        self._script: list[tuple[str, Callable[[], Awaitable[tuple[list[Resumed], str]]]]] = [
             (f"start with {small} pods", self._start),
             (f"scale to {large}", lambda: self._scale_to(large)),
             ("kill -9 a worker", self._kill_worker),
@@ -241,61 +211,68 @@ class Script:
             (f"scale back to {small}", lambda: self._scale_to(small)),
             ("success", self._succeed),
         ]
-        self.steps = [Step(title) for title, _ in self._script]
-        self.effects: list[Effect] = []
+        self._steps = [Step(title) for title, _ in self._script]
+        self.rows: list[tuple[str, ...]] = []
 
-    async def play(self) -> None:
-        """Play all steps. Raises StepFailed if one of them has no effect."""
-        for number, (_, step) in enumerate(self._script):
+    async def play(self) -> bool:
+        """Play all steps; return whether each had its effect, unless the user has ended the run."""
+        for number, (title, step) in enumerate(self._script):
             try:
                 if 0 < number < len(self._script) - 1:
                     await self._watched.settled()
                 self._mark(number, NOW)
-                effect = await step()
+                resumed, note = await step()
             except ElasticJobError as failure:
-                self._mark(number, *(("", "") if self._watched.ended_by_user else (FAILED, str(failure))))
-                raise StepFailed(str(failure)) from failure
-            self.effects.append(effect)
-            self._mark(number, DONE, str(effect))
+                ended_by_user = self._watched.ended_by_user
+                self._mark(number, *(("", "") if ended_by_user else (FAILED, str(failure))))
+                self.rows.append(
+                    (title, "-", "-", "not played" if ended_by_user else "failed", self._steps[number].result)
+                )
+                self.rows += [(later, "-", "-", "not played", "") for later, _ in self._script[number + 1 :]]
+                return ended_by_user
+            self._mark(number, DONE, _summary(resumed) or note)
+            cells = [(str(each.round), str(each.workers), f"{each.seconds:.2f} s") for each in resumed]
+            first, *others = cells or [("-", "-", "-")]
+            self.rows += [(title, *first, note), *(("", *other, "") for other in others)]
+        return True
 
     def _mark(self, number: int, mark: str, result: str = "") -> None:
-        self.steps[number] = replace(self.steps[number], mark=mark, result=result)
-        self._view.on_steps(self.steps)
+        self._steps[number] = replace(self._steps[number], mark=mark, result=result)
+        self._view.on_steps(self._steps)
 
-    async def _start(self) -> Effect:
-        resumed = await self._watched.resumed(after=0, pods=self._sizes[0], limit=_START_LIMIT)
-        return _effect(self._begun, resumed)
+    async def _start(self) -> tuple[list[Resumed], str]:
+        since = time.monotonic()
+        return [await self._watched.resumed(since, after=0, pods=self._sizes[0], limit=_START_LIMIT)], ""
 
-    async def _scale_to(self, pods: int) -> Effect:
-        before, at = self._watched.job.status.round, time.monotonic()
+    async def _scale_to(self, pods: int) -> tuple[list[Resumed], str]:
+        before, since = self._watched.job.status.round, time.monotonic()
         await self._scale(pods)
-        return _effect(at, await self._watched.resumed(after=before, pods=pods))
+        return [await self._watched.resumed(since, after=before, pods=pods)], ""
 
-    async def _kill_worker(self) -> Effect:
+    async def _kill_worker(self) -> tuple[list[Resumed], str]:
         watched = self._watched
         rank = watched.job.status.world_size - 1
         file = watched.rank_file(rank)
         pid = _writer(file.path) if file is not None else None
         if pid is None:
             raise StepFailed(f"the process of rank {rank} was not found")
-        pods, before, at = len(watched.training_pods), watched.job.status.round, time.monotonic()
+        pods, before, since = len(watched.training_pods), watched.job.status.round, time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        return _effect(at, await watched.resumed(after=before, pods=pods), note=f"rank {rank}, process {pid}")
+        return [await watched.resumed(since, after=before, pods=pods)], f"rank {rank}, process {pid}"
 
-    async def _kill_agent(self) -> Effect:
+    async def _kill_agent(self) -> tuple[list[Resumed], str]:
         watched = self._watched
-        training, before = watched.training_pods, watched.job.status.round
+        training, before, since = watched.training_pods, watched.job.status.round, time.monotonic()
         # That of rank 0 is the hardest one to lose: it leads, and serves the store of the round.
         pod = next((pod for pod in training if pod.pid), None)
         if pod is None or pod.pid is None:
             raise StepFailed("no agent that could be killed was found")
-        at = time.monotonic()
         os.kill(pod.pid, signal.SIGKILL)
-        first = await watched.resumed(after=before)
-        whole = await watched.resumed(after=before, pods=len(training))
-        return _effect(at, *([first] if first.round == whole.round else [first, whole]), note=f"pod {pod.name}")
+        first = await watched.resumed(since, after=before)
+        whole = await watched.resumed(since, after=before, pods=len(training))
+        return [first] if first.round == whole.round else [first, whole], f"pod {pod.name}"
 
-    async def _succeed(self) -> Effect:
+    async def _succeed(self) -> tuple[list[Resumed], str]:
         watched = self._watched
 
         def look() -> str | None:
@@ -305,7 +282,7 @@ class Script:
         if state != "Succeeded":
             raise StepFailed(f"the job {state.lower()}: {watched.job.status.what_failed}")
         progress = watched.job.progress
-        return Effect(note=formatting.printed(progress.line) if progress else "the job succeeded")
+        return [], formatting.printed(progress.line) if progress else "the job succeeded"
 
 
 async def perform(request: RunRequest, view: View) -> Performance:
@@ -322,17 +299,12 @@ async def perform(request: RunRequest, view: View) -> Performance:
     script = Script(watched, view, _sizes(request.manifest.job["spec"]), scale)
 
     async def play() -> bool:
-        """Play the script; end a job on which a step has failed, and return False."""
-        try:
-            await script.play()
-        except StepFailed:  # the reason stands in the step
-            if watched.ended_by_user:
-                return True
-            if not watched.job.status.finished:
-                with contextlib.suppress(ElasticJobError):  # it is ending by itself
-                    await asyncio.to_thread(jobs.delete, watched.job.run.id)
-            return False
-        return True
+        """Play the script; end a job on which a step has failed."""
+        succeeded = await script.play()
+        if not succeeded and not watched.job.status.finished:
+            with contextlib.suppress(ElasticJobError):  # it is ending by itself
+                await asyncio.to_thread(jobs.delete, watched.job.run.id)
+        return succeeded
 
     logs, playing = asyncio.create_task(watched.watch_logs()), asyncio.create_task(play())
     try:
@@ -342,7 +314,7 @@ async def perform(request: RunRequest, view: View) -> Performance:
         logs.cancel()
         playing.cancel()
         await asyncio.wait((logs, playing))
-    return Performance(code, code if succeeded else 1, script.steps, script.effects)
+    return Performance(code, code if succeeded else 1, script.rows)
 
 
 def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
@@ -357,17 +329,17 @@ def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
     return small, small + 1
 
 
-def _effect(since: float, *resumed: Resumed, note: str = "") -> Effect:
-    return Effect(resumed, tuple(each.at - since for each in resumed), note)
+def _summary(resumed: Sequence[Resumed]) -> str:
+    parts = [f"{each.seconds:.1f} s" for each in resumed[:1]]
+    parts += [f"{formatting.count(each.workers, 'worker')} after {each.seconds:.1f} s" for each in resumed[1:]]
+    return ", ".join(parts)
 
 
 def _writer(output: Path) -> int | None:
-    """Return the oldest process whose standard output is this file: the worker, and not one of its children."""
+    """Return the process whose standard output is this file: the worker, which is older than its children."""
     found = []
     for process in Path("/proc").iterdir():
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
             if process.name.isdecimal() and (process / "fd" / "1").samefile(output):
-                found.append((int((process / "stat").read_text().rpartition(")")[2].split()[19]), int(process.name)))
-        except OSError:  # it has ended, or is another user's
-            continue
-    return min(found)[1] if found else None
+                found.append(int(process.name))
+    return min(found, default=None)

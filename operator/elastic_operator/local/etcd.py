@@ -26,11 +26,10 @@ from elastic_operator.local.pdeathsig import with_pdeathsig
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 _MIN_VERSION: Final = (3, 5, 3)
 """3.5.0 to 3.5.2 can corrupt their data when they are killed under load."""
-_VERSION_TIMEOUT: Final = 10.0
 _READY_TIMEOUT: Final = 30.0
 _FIRST_ATTEMPTS: Final = 3
 _MAX_DELAY: Final = 5.0
@@ -83,14 +82,8 @@ async def _version(binary: str) -> tuple[int, ...] | None:
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:
         process = await asyncio.create_subprocess_exec(binary, "--version", stdin=null, stdout=pipe, stderr=null)
+        output, _ = await process.communicate()
     except OSError:
-        return None
-    try:
-        async with asyncio.timeout(_VERSION_TIMEOUT):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
         return None
     match = re.search(rb"etcd Version: (\d+)\.(\d+)\.(\d+)", output)
     return tuple(int(number) for number in match.groups()) if match else None
@@ -128,57 +121,61 @@ class EtcdProcess:
     async def run(self) -> None:
         """Start it, restart it whenever it dies, and end it when this is cancelled.
 
+        The first start takes other ports if these are taken by now.
+
         Raises:
             BadInput: it cannot be started at all.
         """
+        attempts, served, delay = 0, False, 0.0
         try:
-            await self._start_first()
-            delay = 0.0
-            while True:
+            while served or attempts < _FIRST_ATTEMPTS:
+                attempts += 1
+                if not served:
+                    shutil.rmtree(self._settings.data, ignore_errors=True)
+                    self.port, self._peer_port = free_ports(2)
                 await asyncio.sleep(delay)  # a port that is taken, or a full disk, may be a matter of time
-                self.restarts += 1
+                self.restarts += served
                 async with self._process() as (process, notifications):
                     if await self._serves(process, notifications):
-                        delay = 0.0
-                        self._tell(JobEvent(LocalReason.ETCD_RESTARTED, f"etcd serves again (process {process.pid})"))
+                        if served:
+                            sentence = f"etcd serves again (process {process.pid})"
+                            self._tell(JobEvent(LocalReason.ETCD_RESTARTED, sentence))
+                        served, delay = True, 0.0
                         await self._until_it_dies(process)
-                    else:
+                    elif served:
                         delay = min(max(0.5, delay * 2), _MAX_DELAY)
+            lines = self._settings.log.read_text(errors="replace").strip().splitlines() or ["none"]
+            raise BadInput(
+                f"{self._settings.binary} ended before it served; its last words: {lines[-1][:500]}. "
+                f"Its log is {self._settings.log}"
+            )
         finally:
             self.state = EtcdState.ABSENT
             self.port = 0
             shutil.rmtree(self._settings.data, ignore_errors=True)
             self._changed()
 
-    async def _start_first(self) -> None:
-        """Start it, on other ports if these are taken by now, and return when it has died."""
-        for _ in range(_FIRST_ATTEMPTS):
-            self.port, self._peer_port = free_ports(2)
-            async with self._process() as (process, notifications):
-                if await self._serves(process, notifications):
-                    await self._until_it_dies(process)
-                    return
-            shutil.rmtree(self._settings.data, ignore_errors=True)
-        lines = self._settings.log.read_text(errors="replace").strip().splitlines() or ["none"]
-        raise BadInput(
-            f"{self._settings.binary} ended before it served; its last words: {lines[-1][:500]}. "
-            f"Its log is {self._settings.log}"
-        )
-
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncIterator[tuple[Process, socket.socket]]:
         """Yield a process, killed when the block ends, and the socket on which it notifies that it serves."""
         self.state = EtcdState.STARTING
         self._changed()
-        with _notification_socket() as (notifications, address):
-            environ = {name: value for name, value in self._settings.environ.items() if not _configures_etcd(name)}
+        environ = {
+            name: value
+            for name, value in self._settings.environ.items()
+            if not name.startswith("ETCD_") or name == "ETCD_UNSUPPORTED_ARCH"
+        }
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
+            notifications.setblocking(False)
+            notifications.bind("")  # the kernel chooses a name, which begins with a NUL; $NOTIFY_SOCKET has an @ there
+            environ["NOTIFY_SOCKET"] = "@" + notifications.getsockname()[1:].decode()
             with self._settings.log.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
                     *with_pdeathsig(self._command()),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=environ | {"NOTIFY_SOCKET": address},
+                    env=environ,
                     start_new_session=True,
                 )
             self.pid = process.pid
@@ -249,19 +246,6 @@ def free_ports(count: int) -> tuple[int, ...]:
             if len(found) == count:
                 return tuple(found)
     raise BadInput(f"no ports between {_PORTS.start} and {_PORTS.stop} of 127.0.0.1 are free for etcd")
-
-
-def _configures_etcd(variable: str) -> bool:
-    return variable.startswith("ETCD_") and variable != "ETCD_UNSUPPORTED_ARCH"
-
-
-@contextlib.contextmanager
-def _notification_socket() -> Iterator[tuple[socket.socket, str]]:
-    """Yield a datagram socket in the abstract namespace, and its name for $NOTIFY_SOCKET."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
-        notifications.setblocking(False)
-        notifications.bind("")  # the kernel chooses a name, which begins with a NUL; here that is written as @
-        yield notifications, "@" + notifications.getsockname()[1:].decode()
 
 
 async def _ready(notifications: socket.socket) -> None:

@@ -58,23 +58,16 @@ def latest_round(logs: Path) -> int:
 def tail_offset(path: Path, lines: int) -> int:
     """Return the offset at which the last lines of a file begin."""
     with path.open("rb") as file:
-        at = end = file.seek(0, 2)
-        if lines == 0:
-            return end
-        missing = lines
-        while at > 0:
-            start = max(0, at - _BLOCK)
+        end = file.seek(0, 2)
+        start, block = end, b""
+        while start > 0 and block.count(b"\n") <= lines:
+            size = min(start, _BLOCK)
+            start -= size
             file.seek(start)
-            block = file.read(at - start)
-            # The newline at the very end ends the last line and begins none.
-            stop = len(block) - 1 if at == end and block.endswith(b"\n") else len(block)
-            while (newline := block.rfind(b"\n", 0, stop)) >= 0:
-                missing -= 1
-                if missing == 0:
-                    return start + newline + 1
-                stop = newline
-            at = start
-    return 0
+            block = file.read(size) + block
+    ended = block.endswith(b"\n")
+    last = block[: len(block) - ended].split(b"\n")[-lines:]
+    return end - len(b"\n".join(last)) - ended if lines else end
 
 
 class LogReader:

@@ -4,17 +4,21 @@ It is ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
 
 job.json       the latest snapshot of the run (elastic_operator.local.snapshot)
 manifest.yaml  the manifest as it was applied last
-report.json    the report, once the job is over or suspended (elastic_operator.api.report_json)
+report.json    the report, once the job is over or suspended (elastic_operator.api.report)
 logs/          <pod>/agent.log and <pod>/round_E/rank_R/output.log
 logs.1/ …      the logs of earlier runs that this one resumed
 checkpoints/   <job>/<index>/, the directory that each pod's program is given
 run.log        what elasticjob itself logged
 etcd/          the data of etcd, removed at the end; etcd.log stays
+
+A run holds a lock on ``<home>/names/<job>.lock``, so that a job's name is unique among the runs that are alive. The
+kernel releases it when the process ends. The file names the run that holds the lock, and its control socket.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -28,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _MAX_SOCKET_PATH: Final = 107
 """Bytes in the kernel's ``sun_path``, less the NUL at its end."""
@@ -153,31 +157,85 @@ def private_dir(environ: Mapping[str, str], file_name: str) -> Path:
     Raises:
         BadInput: neither $XDG_RUNTIME_DIR nor the directory for temporary files will do.
     """
-    user = os.geteuid()
+    user, runtime = os.geteuid(), environ.get("XDG_RUNTIME_DIR")
     candidates = [Path(tempfile.gettempdir()) / f"elasticjob-{user}", Path(f"/tmp/elasticjob-{user}")]  # noqa: S108 - it is checked to be private
-    if runtime := environ.get("XDG_RUNTIME_DIR"):
-        candidates.insert(0, Path(runtime) / "elasticjob")
-    problems: list[str] = []
-    for path in candidates:
-        problem = _socket_dir_problem(path, file_name, user)
-        if problem is None:
-            return path
-        problems.append(problem)
-    raise BadInput("there is no private directory for the control socket: " + "; ".join(dict.fromkeys(problems)))
+    for path in [Path(runtime) / "elasticjob", *candidates] if runtime else candidates:
+        with contextlib.suppress(OSError):
+            path.mkdir(mode=0o700, exist_ok=True)
+            found = path.lstat()
+            private = stat.S_ISDIR(found.st_mode) and found.st_uid == user and stat.S_IMODE(found.st_mode) == 0o700
+            if private and len(os.fsencode(path / file_name)) <= _MAX_SOCKET_PATH:
+                return path
+    raise BadInput(
+        f"there is no private directory for the control socket: {candidates[-1]} cannot be made, or is not a directory "
+        "of this user with mode 0700; set XDG_RUNTIME_DIR to a directory with a short path that can be written"
+    )
 
 
-def _socket_dir_problem(path: Path, file_name: str, user: int) -> str | None:
-    """Create the directory if it is missing; return why it cannot be used, or None."""
-    if len(os.fsencode(path / file_name)) > _MAX_SOCKET_PATH:
-        return f"{path} is too long a path for a socket"
+class NameLock:
+    """A lock on a job's name; made by :func:`lock_name`."""
+
+    def __init__(self, file: int) -> None:
+        self._file: int | None = file
+
+    def write(self, run: str, socket: Path) -> None:
+        """Write down which run holds the name, with its control socket."""
+        if self._file is not None:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps({"run": run, "pid": os.getpid(), "socket": str(socket)}).encode(), 0)
+
+    def release(self) -> None:
+        """Release the name before the block ends."""
+        if self._file is not None:
+            os.ftruncate(self._file, 0)  # a file that names a holder is of a run that was killed
+            os.close(self._file)
+            self._file = None
+
+
+@contextlib.contextmanager
+def lock_name(home: Path, job: str, resume: str | None = None) -> Iterator[NameLock]:
+    """Hold the name while the block runs. Removes the control socket of a run that was killed.
+
+    Args:
+        home: see :func:`home_dir`.
+        job: the name.
+        resume: the id of the run that the user wants to resume.
+
+    Raises:
+        BadInput: a run that is alive holds the name, or the home directory cannot be written.
+    """
+    path = home / "names" / f"{job}.lock"
+    file = None
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        before = json.loads(os.pread(file, 4096, 0) or b"{}")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return f"{path}: {error.strerror}"
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or stat.S_IMODE(found.st_mode) != 0o700:
-        return f"{path} is not a directory of this user with mode 0700"
-    return None
+        if file is not None:
+            os.close(file)
+        if isinstance(error, BlockingIOError):
+            if resume and before.get("run") == resume:
+                raise BadInput(
+                    f"run {resume} is still going on (process {before['pid']}), so it cannot be resumed; "
+                    f"end it first with `elasticjob delete {job}`"
+                ) from None
+            by = f" (run {before['run']}, process {before['pid']})" if before else ""
+            raise BadInput(
+                f"a job {job} is running here already{by}; end it with `elasticjob delete {job}`, "
+                "or give this one another metadata.name"
+            ) from None
+        raise BadInput(
+            f"cannot write and lock {path}: {error.strerror}; "
+            "set ELASTICJOB_HOME to a directory on a local file system that can be written"
+        ) from None
+    lock = NameLock(file)
+    try:
+        if before:
+            Path(before["socket"]).unlink(missing_ok=True)
+        yield lock
+    finally:
+        lock.release()
 
 
 def _create(run: RunDir) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
 import os
 import platform
 import secrets
 import shutil
+import signal
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -29,17 +31,14 @@ from elastic_operator.api.validation_error import Problem
 from elastic_operator.controller.model import JobEvent
 from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings, WorkQueue
 from elastic_operator.controller.run_report import breakdown_at_change, report_of
-from elastic_operator.errors import BadInput
+from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.backend import LocalBackend
-from elastic_operator.local.control import control_server
-from elastic_operator.local.ending import EXIT_CODES, Ending, EndReason, RunEnd
+from elastic_operator.local.control import SnapshotFeed, control_server
 from elastic_operator.local.etcd import EtcdSettings, find_etcd
-from elastic_operator.local.live_job import LiveJob
-from elastic_operator.local.name_lock import Holder, NameTaken, lock_name
+from elastic_operator.local.job import LiveJob, warning_of
 from elastic_operator.local.processes import PodCommands
-from elastic_operator.local.run_dir import create_run, private_dir, reopen_run
-from elastic_operator.local.snapshot import SnapshotFeed, snapshot_of
-from elastic_operator.local.unsupported_fields import warning_of
+from elastic_operator.local.run_dir import create_run, lock_name, private_dir, reopen_run
+from elastic_operator.local.snapshot import snapshot_of
 from elastic_operator.manifest.loader import load
 
 if TYPE_CHECKING:
@@ -47,8 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from elastic_operator.api.report import Report
-    from elastic_operator.local.name_lock import NameLock
-    from elastic_operator.local.run_dir import RunDir
+    from elastic_operator.local.run_dir import NameLock, RunDir
     from elastic_operator.manifest.loader import ElasticJobManifest
 
 STOP_GRACE: Final = 3.0
@@ -58,6 +56,79 @@ _RECORD_INTERVAL: Final = 0.5
 _RECONCILE: Final = ReconcileSettings(max_concurrent_reconciles=1, max_delay=5.0)
 _WATCH: Final[dict[str, Any]] = {"step": 100, "debounce": 1000, "rust_timeout": 60_000}
 """Milliseconds: an editor writes a file in several steps."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class EndReason(enum.StrEnum):
+    """Why a run ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    BAD_INPUT = "badInput"
+    DELETED = "deleted"
+    INTERRUPTED = "interrupted"
+
+
+EXIT_CODES: Final = {
+    EndReason.SUCCEEDED: 0,
+    EndReason.FAILED: 1,
+    EndReason.BAD_INPUT: 2,
+    EndReason.DELETED: 3,
+    EndReason.INTERRUPTED: 130,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a run.
+
+    Attributes:
+        reason: why.
+        message: an explanation; empty if there is none.
+        error: what was wrong with the input, if that is the reason.
+    """
+
+    reason: EndReason
+    message: str = ""
+    error: ElasticJobError | None = None
+
+
+class RunEnd:
+    """Whether and why a run is to end. The first ending holds.
+
+    Attributes:
+        begun: the ending, when it begins.
+        force: called when the user interrupts a run that is ending already.
+    """
+
+    def __init__(self) -> None:
+        self.begun: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.force: Callable[[], object] = lambda: None
+
+    def begin(self, ending: Ending) -> None:
+        """End the run, unless it ends already."""
+        if not self.begun.done():
+            self.begun.set_result(ending)
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Let SIGINT, SIGTERM and SIGHUP end the run in order; a second signal forces the end."""
+        loop = asyncio.get_running_loop()
+        # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in handled:
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def _interrupt(self) -> None:
+        if self.begun.done():
+            self.force()
+        else:
+            self.begin(Ending(EndReason.INTERRUPTED))
 
 
 class Observer(Protocol):
@@ -98,28 +169,27 @@ async def run_job(request: RunRequest, *, observer: Observer | None = None) -> i
     """
     if platform.system() != "Linux":
         raise BadInput("jobs can be run on Linux only; on another system, use a Linux machine or container")
-    if problem := problem_of(request.manifest.spec):
-        raise BadInput(f"{request.manifest.source.path}: {problem}")
-    end, now = RunEnd(), time.time()
-    with end.on_signals(), _locked_name(request) as name:
+    manifest, now = request.manifest, time.time()
+    if problem := problem_of(manifest.spec):
+        raise BadInput(f"{manifest.source.path}: {problem}")
+    end = RunEnd()
+    with end.on_signals(), lock_name(request.home, manifest.name, request.resume) as name:
         socket = private_dir(request.environ, "12345678.sock") / f"{secrets.token_hex(4)}.sock"
-        job = request.manifest.name
         if request.resume is None:
-            files = create_run(request.home, job, now)
+            files = create_run(request.home, manifest.name, now)
         else:
-            files = reopen_run(request.home, request.resume, job)
-        live = LiveJob(request.manifest, uid=str(uuid.uuid4()), created=now)
+            files = reopen_run(request.home, request.resume, manifest.name)
+        live = LiveJob(manifest, uid=str(uuid.uuid4()), created=now)
         with _logging_to(files.log):
-            etcd: EtcdSettings | Ending | None = Ending(EndReason.BAD_INPUT)
-            try:
-                etcd = await end.unless_begun(_prepare(request, files, live))
-            finally:
-                if isinstance(etcd, Ending) and request.resume is None:  # nothing was started
-                    shutil.rmtree(files.path, ignore_errors=True)
-            if isinstance(etcd, Ending):
-                ending = etcd
+            preparing = asyncio.ensure_future(_prepare(request, files, live))
+            end.begun.add_done_callback(lambda _: preparing.cancel())
+            await asyncio.wait((preparing,))
+            if (preparing.cancelled() or preparing.exception()) and request.resume is None:  # nothing was started
+                shutil.rmtree(files.path, ignore_errors=True)
+            if preparing.cancelled():
+                ending = end.begun.result()
             else:
-                ending = await LocalRun(request, files, live, etcd, name, socket, end).main(observer)
+                ending = await LocalRun(request, files, live, preparing.result(), end).main(name, socket, observer)
     if ending.error is not None:
         raise ending.error
     return EXIT_CODES[ending.reason]
@@ -146,20 +216,6 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> EtcdSet
     if spec.etcd.endpoint is not None:
         return None
     return EtcdSettings(await find_etcd(request.environ.get("PATH")), files.etcd, files.etcd_log, request.environ)
-
-
-@contextlib.contextmanager
-def _locked_name(request: RunRequest) -> Iterator[NameLock]:
-    try:
-        with lock_name(request.home, request.manifest.name) as name:
-            yield name
-    except NameTaken as taken:
-        if request.resume is None or taken.holder is None or taken.holder.run != request.resume:
-            raise
-        raise BadInput(
-            f"run {request.resume} is still going on (process {taken.holder.pid}), so it cannot be resumed; "
-            f"end it first with `elasticjob delete {request.manifest.name}`"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -194,15 +250,12 @@ class LocalRun:
         files: RunDir,
         live: LiveJob,
         etcd: EtcdSettings | None,
-        name: NameLock,
-        socket: Path,
         end: RunEnd,
     ) -> None:
         self._manifest_path = request.manifest.source.path.absolute()
         self._files = files
         self._live = live
-        self._name = name
-        self._socket = socket
+        self._socket: Path | None = None
         self._end = end
         self._ended: dict[str, Any] | None = None
         self._record_failed = False
@@ -212,7 +265,7 @@ class LocalRun:
         self._backend = LocalBackend(
             live,
             etcd=etcd,
-            command=lambda pod, store: commands.command(live.job(), pod, store),
+            command=commands.command,
             changed=self._changed,
             broken=lambda error: end.begin(Ending(EndReason.BAD_INPUT, str(error), error)),
             keep=self._keep_report,
@@ -237,17 +290,23 @@ class LocalRun:
         self._live.delete()
         self._end.begin(Ending(EndReason.DELETED))
 
-    async def main(self, observer: Observer | None) -> Ending:
+    async def main(self, name: NameLock, socket: Path, observer: Observer | None) -> Ending:
         """Run the job until something ends the run, and end all that it started.
+
+        Args:
+            name: the lock on the job's name, to be released when the run has ended.
+            socket: where the control socket is to be.
+            observer: shows the run.
 
         Raises:
             BadInput: the control socket cannot be created; nothing was started.
         """
         if warning := warning_of(self._live.manifest["spec"]):
             self._warn(LocalReason.UNSUPPORTED_FIELDS, warning)
-        async with control_server(self, self._socket), self._backend, asyncio.TaskGroup() as tasks:
+        self._socket = socket
+        async with control_server(self, socket), self._backend, asyncio.TaskGroup() as tasks:
             self._write_record(self._snapshot())
-            self._name.write(Holder(run=self._files.run_id, pid=os.getpid(), socket=str(self._socket)))
+            name.write(self._files.run_id, socket)
             if observer is not None:
                 tasks.create_task(self._each_snapshot(_VIEW_INTERVAL, observer.on_snapshot))
             drivers = [
@@ -257,7 +316,7 @@ class LocalRun:
                 tasks.create_task(self._each_snapshot(_RECORD_INTERVAL, self._write_record)),
             ]
             self._changed()
-            ending = await self._end.wait()
+            ending = await asyncio.shield(self._end.begun)
             if ending.reason is EndReason.INTERRUPTED:
                 ending = self._finished() or ending  # the job had finished before
             for task in drivers:
@@ -272,7 +331,7 @@ class LocalRun:
                 "time": time.time(),
             }
             self._write_record(self._snapshot())
-            self._name.release()
+            name.release()
             self.snapshots.close()
         return ending
 

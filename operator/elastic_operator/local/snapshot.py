@@ -12,14 +12,12 @@ A snapshot holds::
     progress   {line, time}: the last line that rank 0 printed; null if it printed none
 
 ``run.ended`` is null while the run goes on, then {how, exitCode, message, time}; ``how`` is an
-:class:`elastic_operator.local.ending.EndReason`. A run that is not alive and has ``ended: null`` was killed. Times are
+:class:`elastic_operator.local.runner.EndReason`. A run that is not alive and has ``ended: null`` was killed. Times are
 seconds since the Unix epoch; those in ``status`` are written as Kubernetes writes them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import re
 from typing import TYPE_CHECKING, Any, Final
@@ -29,11 +27,10 @@ import msgspec
 from elastic_operator.api.status import status_to_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
 
     from elastic_operator.local.backend import LocalBackend
-    from elastic_operator.local.live_job import LiveJob
+    from elastic_operator.local.job import LiveJob
     from elastic_operator.local.processes import PodProcess
     from elastic_operator.local.run_dir import RunDir
     from torchelastic.protocol import RoundRecord
@@ -42,44 +39,6 @@ if TYPE_CHECKING:
 
 _PROGRESS_BYTES: Final = 8192
 _PROGRESS_CHARACTERS: Final = 500
-
-
-class SnapshotFeed:
-    """Gives snapshots to watchers, each at its own pace: several changes close together make one snapshot."""
-
-    def __init__(self, make: Callable[[], Snapshot]) -> None:
-        self.now = make
-        self._watchers: set[asyncio.Event] = set()
-        self._closed = asyncio.Event()
-
-    def touch(self) -> None:
-        """Say that something has changed."""
-        for changed in self._watchers:
-            changed.set()
-
-    def close(self) -> None:
-        """Give each watcher a last snapshot."""
-        self._closed.set()
-        self.touch()
-
-    async def watch(self, interval: float) -> AsyncGenerator[Snapshot, None]:
-        """Yield a snapshot now, after each change (at most one per ``interval`` seconds), and a last one."""
-        changed = asyncio.Event()
-        changed.set()
-        self._watchers.add(changed)
-        try:
-            while True:
-                await changed.wait()
-                changed.clear()
-                last = self._closed.is_set()
-                yield self.now()
-                if last:
-                    return
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(interval):
-                        await self._closed.wait()
-        finally:
-            self._watchers.discard(changed)
 
 
 def snapshot_of(live: LiveJob, backend: LocalBackend, files: RunDir, run: Snapshot) -> Snapshot:

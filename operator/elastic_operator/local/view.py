@@ -1,16 +1,15 @@
-"""What ``elasticjob run`` shows while a job goes on: a live picture on a terminal, plain lines elsewhere.
-
-The live picture uses the terminal's alternate screen, as a pager does. What stays afterwards is the last picture and
-the outcome.
-"""
+"""What ``elasticjob run`` shows while a job goes on: a live picture on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TextIO
 
-from elastic_operator.local.view_text import NOW, Hints, Step, event_text, outcome, paths, suggestions
 from elastic_operator.views import formatting
 from elastic_operator.views.job_view import JobView
 
@@ -18,13 +17,109 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-    from rich.console import Console, RenderableType
-
     from elastic_operator.views.job_view import EventView
 
 PROGRESS_INTERVAL: Final = 5.0
 """Seconds between two lines of the program's progress in plain lines."""
-_REPAINTS: Final = 4
+_OUTCOMES: Final = {0: "succeeded", 1: "failed", 3: "was deleted", 130: "was interrupted"}
+
+NOW: Final = ">"
+DONE: Final = "+"
+FAILED: Final = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of the demo.
+
+    Attributes:
+        title: what is done.
+        mark: "" before it begins, then :data:`NOW`, and at last :data:`DONE` or :data:`FAILED`.
+        result: what came of it.
+    """
+
+    title: str
+    mark: str = ""
+    result: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """How ``elasticjob`` is called.
+
+    Attributes:
+        command: how to call it in a second terminal.
+        first: what has to be typed there before; empty if nothing has.
+        here: how to call it in this terminal.
+    """
+
+    command: str = "elasticjob"
+    first: str = ""
+    here: str = "elasticjob"
+
+
+def own_hints(argv0: str, environ: Mapping[str, str]) -> Hints:
+    """Return how ``elasticjob`` is called, given how it was started and the PATH."""
+    path, on_path = Path(argv0), shutil.which("elasticjob", path=environ.get("PATH"))
+    if path.name != "elasticjob" or not path.is_file():  # python -m
+        module = f"{formatting.shell_path(sys.executable)} -m elastic_operator.cli.main"
+        return Hints() if on_path else Hints(command=module, here=module)
+    found = on_path is not None and Path(on_path).samefile(path)
+    here = "elasticjob" if found else formatting.shell_path(argv0)
+    activate = path.absolute().parent / "activate"
+    if activate.is_file() and (not found or "VIRTUAL_ENV" in environ):  # the next terminal has not activated it
+        return Hints(first=f". {formatting.shell_path(str(activate))}", here=here)
+    return Hints() if found else Hints(command=formatting.shell_path(str(path.absolute())), here=here)
+
+
+def suggestions(job: JobView, hints: Hints) -> list[tuple[str, str]]:
+    """Return what to try in a second terminal: the command, and what it does."""
+    name, command = job.name, hints.command
+    rows = [(hints.first, "once, in each new terminal")] if hints.first else []
+    if job.status.state == "Suspended":
+        rows.append((f"{command} resume {name}", "resume it"))
+    else:
+        low, high = job.spec.get("minReplicas", 1), job.spec.get("maxReplicas", 1)
+        size = job.status.desired or job.spec.get("replicas") or high
+        if low < high:
+            other = size + 1 if size < high else size - 1
+            rows.append((f"{command} scale {name} --replicas {other}", "change its size while it trains"))
+        rows.append((f"{command} logs {name} --rank 0 -f", "follow one rank's output"))
+        if victim := next((pod for pod in reversed(job.living_pods) if pod.pid and pod.ready), None):
+            rows.append((f"kill -9 {victim.pid}", f"kill pod {victim.name}"))
+    rows.append((f"{command} describe {name}", "show its details"))
+    rows.append((f"{command} get", "list all jobs on this machine"))
+    rows.append((f"{command} delete {name}", "end it"))
+    return rows
+
+
+def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) -> list[str]:
+    """Return how a run ended with this exit code, and where its files are, in lines."""
+    job = JobView.of(snapshot)
+    first = f"{job.name} {_OUTCOMES.get(code, f'ended with {code}')} after {formatting.duration(job.age(now))}"
+    why = job.run.ended.message if job.run.ended else ""
+    if code == 0 and job.progress is not None:
+        why = job.progress.line
+    elif code == 1:
+        failed = (each.message for each in job.status.conditions if each.type == "Failed")
+        why = why or job.status.what_failed or next(failed, "")
+    why = formatting.printed(why.replace("\n", " "))
+    lines = [f"{first}: {why}" if why else f"{first}."]
+    lines += [f"{label:<12} {formatting.home_relative(path)}" for label, path in paths(job)]
+    if code in (1, 130) and job.run.id:
+        manifest = formatting.shell_path(job.run.manifest_path) if job.run.manifest_path else "FILE"
+        lines.append(f"{'go on with':<12} {hints.here} run --resume {job.run.id} {manifest}")
+    return lines
+
+
+def paths(job: JobView) -> list[tuple[str, str]]:
+    """Return where the files of a run are: label and path."""
+    return [(label, path) for label, path in (("logs", job.run.logs), ("checkpoints", job.run.checkpoints)) if path]
+
+
+def event_text(event: EventView) -> str:
+    """Return the message of an event in one line."""
+    return formatting.printed(event.message.replace("\n", " ")) or event.reason
 
 
 class View(Protocol):
@@ -63,6 +158,8 @@ def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[s
     if plain or environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb" or not output.isatty():
         return PlainView(output, hints)
     from rich.console import Console
+
+    from elastic_operator.local.live_view import LiveView
 
     return LiveView(Console(file=output, highlight=False), hints)
 
@@ -136,74 +233,3 @@ def _new_events(before: JobView | None, after: JobView) -> Sequence[EventView]:
         if before and before.events and events[known - 1] == before.events[-1]:
             return events[known:]
     return events
-
-
-class LiveView:
-    """The picture of :mod:`elastic_operator.local.render`, kept up to date on a terminal."""
-
-    def __init__(self, console: Console, hints: Hints, clock: Callable[[], float] = time.time) -> None:
-        from rich.live import Live
-
-        self._console = console
-        self._hints = hints
-        self._clock = clock
-        self._snapshot: Mapping[str, Any] = {}
-        self._steps: Sequence[Step] = ()
-        self._ending = ""
-        self._over = False
-        self._live = Live(
-            console=console, screen=True, refresh_per_second=_REPAINTS, get_renderable=self._picture, transient=True
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        self._over = True
-        self._live.stop()
-
-    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
-        """Show the job from the next repaint on."""
-        self._snapshot = snapshot
-        if not self._live.is_started and not self._over:
-            self._live.start(refresh=True)  # not before: bad input is told on the screen that stays
-
-    def on_steps(self, steps: Sequence[Step]) -> None:
-        """Show the steps of the demo."""
-        self._steps = tuple(steps)
-
-    def on_ending(self, sentence: str) -> None:
-        """Show that the run is ending."""
-        self._ending = sentence
-        if self._live.is_started:
-            self._live.refresh()
-
-    def say_outcome(self, code: int) -> None:
-        """Print the last picture, and how the run has ended."""
-        from rich.text import Text
-
-        from elastic_operator.local.render import render
-
-        if not self._snapshot:
-            return
-        self._console.print(render(self._snapshot, self._clock(), self._console.width))
-        first, *rest = outcome(self._snapshot, self._clock(), code, self._hints)
-        style = {0: "bold green", 1: "bold red"}.get(code, "bold")
-        self._console.print(Text(f"\n {first}", style=style))
-        for line in rest:
-            self._console.print(Text(f" {line}"), soft_wrap=True)
-
-    def _picture(self) -> RenderableType:
-        from elastic_operator.local.render import render
-
-        return render(
-            self._snapshot,
-            self._clock(),
-            self._console.width,
-            self._console.height,
-            hints=self._hints,
-            steps=self._steps,
-            ending=self._ending,
-        )

@@ -28,17 +28,14 @@ _OLD_SELF = re.compile(r"\boldSelf\b")
 _REFERENCE = re.compile(r"\bself((?:\.\w+)*)")
 _MAX_QUOTED = 80
 
-Old = tuple[()] | tuple[object]
-"""The value before the change, or nothing."""
 
-
-def broken_rules(value: object, schema: Schema, old: Old = (), location: Location = ()) -> Iterator[Problem]:
+def broken_rules(value: object, schema: Schema, old: object = None, location: Location = ()) -> Iterator[Problem]:
     """Yield the rules that the value breaks, here and below.
 
     Args:
         value: what to check; it has passed the schema, and the defaults are applied.
         schema: its structural schema.
-        old: the value before the change.
+        old: the value before the change; None if there was none.
         location: where the value stands.
     """
     if value is None:
@@ -47,39 +44,26 @@ def broken_rules(value: object, schema: Schema, old: Old = (), location: Locatio
         if not _holds(rule, value, schema, old):
             at = tuple(step for step in rule.get("fieldPath", "").split(".") if step)
             yield Problem((*location, *at), rule["message"] + _quoted(rule["rule"], value))
-    before = old[0] if old else None
     if isinstance(value, Mapping):
         for key, below in value.items():
-            old_field = before.get(key) if isinstance(before, Mapping) else None
-            yield from broken_rules(below, field_schema(schema, key), _old(old_field), (*location, key))
+            old_field = old.get(key) if isinstance(old, Mapping) else None
+            yield from broken_rules(below, field_schema(schema, key), old_field, (*location, key))
     elif isinstance(value, list):
         keys = schema.get("x-kubernetes-list-map-keys", ())
         for index, item in enumerate(value):
-            old_item = _same_item(before, item, keys) if keys else None
-            yield from broken_rules(item, schema.get("items", {}), _old(old_item), (*location, index))
+            candidates = old if keys and isinstance(old, list) else []
+            same = (one for one in candidates if all(one.get(key) == item.get(key) for key in keys))
+            yield from broken_rules(item, schema.get("items", {}), next(same, None), (*location, index))
 
 
-def _old(value: object) -> Old:
-    return () if value is None else (value,)
-
-
-def _same_item(items: object, item: object, keys: list[str]) -> object:
-    """Return the item with the same keys, or None."""
-    for one in items if isinstance(items, list) else ():
-        if isinstance(one, Mapping) and isinstance(item, Mapping) and all(one.get(k) == item.get(k) for k in keys):
-            return one
-    return None
-
-
-def _holds(rule: Mapping[str, Any], value: object, schema: Schema, old: Old) -> bool:
+def _holds(rule: Mapping[str, Any], value: object, schema: Schema, old: object) -> bool:
     """Return whether the value keeps the rule; a rule that cannot be evaluated is broken."""
     variables = {"self": _cel(value, schema)}
     if _OLD_SELF.search(rule["rule"]):
-        before = [_cel(one, schema) for one in old]
         if rule.get("optionalOldSelf"):
-            variables["oldSelf"] = celtypes.ListType(before)
-        elif before:
-            variables["oldSelf"] = before[0]
+            variables["oldSelf"] = celtypes.ListType([] if old is None else [_cel(old, schema)])
+        elif old is not None:
+            variables["oldSelf"] = _cel(old, schema)
         else:
             return True
     try:

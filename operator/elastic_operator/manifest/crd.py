@@ -1,48 +1,71 @@
 """Checks manifests on this machine as an API server checks them in a cluster.
 
-``crds/elasticjob.yaml``, which the package carries as ``elasticjob.yaml``, is the one source of truth for what a job
-may say. Defaults, schema and CEL rules are read from there.
+``crds/elasticjob.yaml``, which the package carries as ``elasticjob.yaml``, is the one source of truth for the spec and
+the status. Defaults, schema and CEL rules are read from it. Metadata are the same for every kind of object, so no CRD
+describes them; their schema is here.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
 from importlib import resources
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from elastic_operator.api.json_access import mapping
-from elastic_operator.api.legacy import modern
 from elastic_operator.api.spec import GROUP, KIND, VERSION, Json
-from elastic_operator.api.validation_error import Location, Problem, shown
-from elastic_operator.manifest.object_meta import metadata_problems
+from elastic_operator.api.validation_error import Problem, shown
 from elastic_operator.manifest.structural import Schema, field_schema, unknown_fields, violations
 
-__all__ = ["CHANGEABLE", "Problem", "apply_defaults", "definition", "refused_changes", "schema", "validate"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-CHANGEABLE: Final = frozenset(
-    {
-        "activeDeadlineSeconds",
-        "backoffLimit",
-        "cleanPodPolicy",
-        "disruptionBudget",
-        "maxReplicas",
-        "maxRestarts",
-        "minReplicas",
-        "replicas",
-        "suspend",
-        "ttlSecondsAfterFinished",
-    }
+__all__ = ["Problem", "apply_defaults", "definition", "schema", "validate"]
+
+_TEXT: Final[Schema] = {"type": "string"}
+_NUMBER: Final[Schema] = {"type": "integer"}
+_OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+_NAME: Final = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_NAME_WORDS: Final = (
+    "at most 63 letters, digits and -_. that begin and end with a letter or digit; "
+    "in a key, a DNS name and a slash may stand before them"
 )
-"""Fields of the spec that may change while a job runs; the others may change while it is suspended."""
-_ARCHIVED_CHANGEABLE: Final = {
-    ("spec", "RunPolicy"),
-    ("spec", "replicaSpecs", "Worker", "replicas"),
-    ("spec", "replicaSpecs", "Worker", "restartPolicy"),
+
+
+def _texts(dns: str, value: Schema) -> Schema:
+    """Return the schema of labels or annotations; ``dns`` are the characters of a part of a DNS name."""
+    part = f"[{dns}0-9]([-{dns}0-9]*[{dns}0-9])?"
+    key = {"pattern": rf"^((?=.{{1,253}}/){part}(\.{part})*/)?{_NAME}$", "description": _NAME_WORDS}
+    return {"type": "object", "propertyNames": key, "additionalProperties": value}
+
+
+_METADATA: Final[Schema] = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "annotations": _texts("A-Za-z", _TEXT),
+        "creationTimestamp": _TEXT,
+        "deletionGracePeriodSeconds": _NUMBER,
+        "deletionTimestamp": _TEXT,
+        "finalizers": {"type": "array", "items": _TEXT},
+        "generateName": _TEXT,
+        "generation": _NUMBER,
+        "labels": _texts("a-z", {**_TEXT, "pattern": f"^({_NAME})?$", "description": _NAME_WORDS}),
+        "managedFields": _OBJECTS,
+        "name": {**_TEXT, "minLength": 1},
+        "namespace": {
+            **_TEXT,
+            "pattern": "^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$",
+            "description": "at most 63 small letters, digits and dashes that begin and end with a letter or digit",
+        },
+        "ownerReferences": _OBJECTS,
+        "resourceVersion": _TEXT,
+        "selfLink": _TEXT,
+        "uid": _TEXT,
+    },
 }
+_MAX_ANNOTATION_BYTES: Final = 256 * 1024
 
 
 @functools.cache
@@ -61,10 +84,15 @@ def schema() -> Schema:
     return found
 
 
+@functools.cache
+def _whole_schema() -> Schema:
+    return {**schema(), "properties": {**schema()["properties"], "metadata": _METADATA}}
+
+
 def apply_defaults(manifest: Json) -> dict[str, Any]:
     """Return a copy of the manifest with the CRD's defaults and without nulls."""
     job = copy.deepcopy(dict(manifest))
-    _default(job, schema())
+    _default(job, _whole_schema())
     return job
 
 
@@ -79,18 +107,12 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
     """
     if misnamed := list(_misnamed(manifest)):
         return misnamed
-    job = apply_defaults(manifest)
-    checked = {key: value for key, value in job.items() if key not in ("metadata", "status")}
-    violated = list(violations(checked, schema()))
+    job = {"metadata": {}, **apply_defaults(manifest)}
+    violated = list(violations({key: value for key, value in job.items() if key != "status"}, _whole_schema()))
     wrong = {problem.location for problem in violated}
-    unknown = unknown_fields({key: value for key, value in job.items() if key != "metadata"}, schema())
-    problems = [
-        *metadata_problems(job.get("metadata")),
-        # A mapping in a list's place is one problem, not one for each of its fields.
-        *(problem for problem in unknown if problem.location[:-1] not in wrong),
-        *violated,
-    ]
-    if problems:
+    # A mapping in a list's place is one problem, not one for each of its fields.
+    unknown = [each for each in unknown_fields(job, _whole_schema()) if each.location[:-1] not in wrong]
+    if problems := [*unknown, *violated, *_annotation_problems(job["metadata"])]:
         return problems
     from elastic_operator.manifest.cel import broken_rules  # slow to import, and most commands do not validate
 
@@ -99,32 +121,7 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
         return list(broken_rules(job, schema()))
     if "status" in old:
         job["status"] = old["status"]
-    return list(broken_rules(job, schema(), (apply_defaults(old),)))
-
-
-def refused_changes(old: Json, new: Json) -> list[Problem]:
-    """Return the changes that a job on this machine cannot follow.
-
-    While it runs, those are all but :data:`CHANGEABLE`; while it is suspended, its name, its namespace and its etcd.
-    """
-    before, after = _written(old), _written(new)
-    differences = [*_differences(before, after, ())]
-    if before["spec"].get("suspend") or after["spec"].get("suspend"):
-        never = "while the job exists; undo that, or delete the job and run it again"
-        problems = [
-            Problem(location, f"{change} {never}")
-            for location, change in differences
-            if location[:2] in (("metadata", "name"), ("metadata", "namespace"))
-        ]
-        if len({mapping(modern(spec), "etcd").get("endpoint") for spec in (before["spec"], after["spec"])}) > 1:
-            problems.append(Problem(("spec", "etcd", "endpoint"), f"cannot be set, changed or removed {never}"))
-        return problems
-    return [
-        Problem(location, f"{change} while the job runs; undo that, or suspend the job, change it, and resume the job")
-        for location, change in differences
-        if not (location[0] == "spec" and location[1:2] and location[1] in CHANGEABLE)
-        and not {location[:2], location[:4]} & _ARCHIVED_CHANGEABLE
-    ]
+    return list(broken_rules(job, schema(), apply_defaults(old)))
 
 
 def _misnamed(manifest: Json) -> Iterator[Problem]:
@@ -135,6 +132,16 @@ def _misnamed(manifest: Json) -> Iterator[Problem]:
             yield Problem((key,), f"this field is missing; write {key}: {expected}")
         elif found != expected:
             yield Problem((key,), f"is {found if isinstance(found, str) else shown(found)}, expected {expected}")
+
+
+def _annotation_problems(metadata: object) -> Iterator[Problem]:
+    annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
+    size = (
+        sum(len(f"{key}{value}".encode()) for key, value in annotations.items()) if isinstance(annotations, dict) else 0
+    )
+    if size > _MAX_ANNOTATION_BYTES:
+        at = ("metadata", "annotations")
+        yield Problem(at, f"have {size} bytes in all; at most {_MAX_ANNOTATION_BYTES} are possible")
 
 
 def _default(value: object, schema: Schema) -> None:
@@ -150,25 +157,3 @@ def _default(value: object, schema: Schema) -> None:
     elif isinstance(value, list):
         for item in value:
             _default(item, schema.get("items", {}))
-
-
-def _written(job: Json) -> dict[str, Any]:
-    """Return the part of an object that a person writes, with the defaults."""
-    metadata = job.get("metadata") or {}
-    own = {key: metadata[key] for key in ("name", "namespace", "labels", "annotations") if metadata.get(key)}
-    return {"metadata": {"namespace": "default", **own}, "spec": apply_defaults(job).get("spec", {})}
-
-
-def _differences(old: object, new: object, location: Location) -> Iterator[tuple[Location, str]]:
-    """Yield where two objects differ, and the change."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in {**old, **new}:
-            at = (*location, key)
-            if key not in new:
-                yield at, f"{shown(old[key])} cannot be removed"
-            elif key not in old:
-                yield at, f"{shown(new[key])} cannot be added"
-            else:
-                yield from _differences(old[key], new[key], at)
-    elif type(old) is not type(new) or old != new:
-        yield location, f"{shown(old)} cannot become {shown(new)}"

@@ -1,16 +1,23 @@
-"""Reads an ElasticJob from a file and checks it. Every error begins with file, line and field."""
+"""Reads an ElasticJob from a YAML file and checks it. Every error begins with file, line and field.
+
+PyYAML reads the file, with the rules of kubectl's YAML library for values without quotes: ``y`` is true, ``1e3`` is a
+number, ``1:30`` and ``2001-01-01`` are texts. As in kubectl, a key must not stand twice, and 3.0 is 3.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+from yaml.reader import ReaderError
 
 from elastic_operator.api.spec import ElasticJobSpec, Json
 from elastic_operator.api.validation_error import Location, Problem, in_words, shown
 from elastic_operator.errors import BadInput
 from elastic_operator.manifest import crd
-from elastic_operator.manifest.yaml_document import read_document
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +25,58 @@ if TYPE_CHECKING:
 DEFAULT_NAMESPACE: Final = "default"
 MAX_BYTES: Final = 256 * 1024
 """`kubectl apply` keeps the manifest in an annotation, which takes no more."""
+_IMPLICIT: Final = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"y|Y|yes|Yes|YES|true|True|TRUE|on|On|ON|n|N|no|No|NO|false|False|FALSE|off|Off|OFF",
+    "int": r"[-+]?(0b[01]{1,64}|0x[0-9a-fA-F]{1,16}|0[0-7]{0,22}|[1-9][0-9_]{0,18})",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,2})?",
+    "merge": "<<",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with kubectl's rules for keys and for values without quotes."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - so it is declared in PyYAML
+    bool_values = {**yaml.SafeLoader.bool_values, "y": True, "n": False}  # noqa: RUF012
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key_node in (key for key, _ in node.value if not key.tag.endswith(":merge")):
+            key, line = self.key(key_node), key_node.start_mark.line + 1
+            if key in lines:
+                raise self.bad_input(
+                    key_node,
+                    f"{key} stands here for the second time (before: line {lines[key]}); remove one of the two",
+                )
+            lines[key] = line
+        self.flatten_mapping(node)
+        return node
+
+    def key(self, node: yaml.Node) -> str:
+        """Return a mapping's key, which is a text as in JSON."""
+        value = self.scalar(node) if isinstance(node, yaml.ScalarNode) else None
+        if value is None:
+            raise self.bad_input(node, "this cannot be the name of a field; put it into quotes if it is to be a text")
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    def scalar(self, node: yaml.ScalarNode) -> object:
+        """Return a text, a number, a truth value or None."""
+        try:
+            value = self.construct_object(node)
+            if isinstance(value, str) and not value.isascii():  # JSON escapes one character as two halves
+                return value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except (LookupError, ValueError):
+            raise self.bad_input(node, f"{node.value!r} cannot be read; put it into quotes, without a tag") from None
+        return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+    def bad_input(self, node: yaml.Node, message: str) -> BadInput:
+        return BadInput(f"{self.name}:{node.start_mark.line + 1}: {message}")
+
+
+for _kind, _pattern in _IMPLICIT.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"(?:{_pattern})\Z"), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +87,13 @@ class Manifest:
         path: the file, as the user named it.
         data: the mapping in it.
         lines: the line of each value, from 1.
-        plain: what was written without quotes for a value that is not a text.
+        notes: how YAML reads a value without quotes, if that may surprise.
     """
 
     path: Path
     data: Json
-    lines: Mapping[Location, int] = field(default_factory=dict)
-    plain: Mapping[Location, str] = field(default_factory=dict)
+    lines: dict[Location, int] = field(default_factory=dict)
+    notes: dict[Location, str] = field(default_factory=dict)
 
     def line(self, location: Location) -> int:
         """Return the line of a value, or of the value around it if it is missing."""
@@ -42,16 +101,12 @@ class Manifest:
             location = location[:-1]
         return self.lines.get(location, 1)
 
-    def located(self, problem: Problem) -> str:
-        """Return the problem with file and line."""
-        written, value = self.plain.get(problem.location), _value_at(self.data, problem.location)
-        note = f" (YAML reads {written} as {shown(value)})" if written and written != shown(value) else ""
-        return f"{self.path}:{self.line(problem.location)}: {problem}{note}"
-
     def bad_input(self, problems: Iterable[Problem]) -> BadInput:
         """Return the error for these problems, in the order of their lines."""
         ordered = sorted(problems, key=lambda problem: self.line(problem.location))
-        return BadInput(in_words([self.located(problem) for problem in ordered]))
+        return BadInput(
+            in_words([f"{self.path}:{self.line(at.location)}: {at}{self.notes.get(at.location, '')}" for at in ordered])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +140,42 @@ def load(path: Path) -> Manifest:
     Raises:
         BadInput: it cannot be read, or is not one YAML document with a mapping in it.
     """
-    document = read_document(_text(path), str(path))
-    if not isinstance(document.data, Mapping):
-        raise BadInput(
-            f"{path}: should begin with apiVersion, kind, metadata and spec, but holds {shown(document.data)}"
-        )
-    return Manifest(path, document.data, document.lines, document.plain)
+    return parse(_text(path), path)
+
+
+def parse(text: str, path: Path) -> Manifest:
+    """Read the one document in a text, as of a file with this path.
+
+    Raises:
+        BadInput: it is not YAML, empty, more than one document, has a key twice, or is no mapping.
+    """
+    try:
+        loader = _Loader(text)
+        loader.name = str(path)
+        nodes: list[yaml.Node] = []
+        while loader.check_node():
+            node = loader.get_node()
+            if node is not None and node.tag != "tag:yaml.org,2002:null":
+                nodes.append(node)
+        if not nodes:
+            raise BadInput(f"{path}: is empty; it should hold an ElasticJob")
+        if len(nodes) > 1:
+            raise loader.bad_input(nodes[1], "a second document begins here; put each job into a file of its own")
+        manifest = Manifest(path, {})
+        data = _value(loader, manifest, nodes[0], (), nodes[0])
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        character = f"U+{ord(text[error.position]):04X}"
+        raise BadInput(f"{path}:{line}: is not YAML: the character {character} cannot stand there") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        raise BadInput(f"{where}: is not YAML: {_cause(error)}") from None
+    except RecursionError:
+        raise BadInput(f"{path}: is nested too deeply") from None
+    if not isinstance(data, Mapping):
+        raise BadInput(f"{path}: should begin with apiVersion, kind, metadata and spec, but holds {shown(data)}")
+    return Manifest(path, data, manifest.lines, manifest.notes)
 
 
 def load_checked(path: Path) -> ElasticJobManifest:
@@ -106,25 +191,33 @@ def load_checked(path: Path) -> ElasticJobManifest:
 
 
 def check_change(manifest: Manifest, *, live: Json, kept: Json) -> ElasticJobManifest:
-    """Return the job that a running one becomes when its file has changed.
+    """Return the job that an existing one becomes when its file has changed.
 
     Args:
         manifest: the file as it is now.
-        live: the running job's object, with the metadata that an API server adds.
+        live: the job's object, with its status.
         kept: fields of the spec that stay as they are if the file does not name them.
 
     Raises:
-        BadInput: the result is not valid, or a running job cannot follow the change.
+        BadInput: an API server would refuse the change, or the run cannot follow it.
     """
     data = dict(manifest.data)
     if isinstance(metadata := data.get("metadata"), Mapping):
-        written = ("namespace", "uid", "generation", "creationTimestamp")
-        data["metadata"] = {**{key: live["metadata"][key] for key in written if key in live["metadata"]}, **metadata}
+        data["metadata"] = {"namespace": live["metadata"]["namespace"], **metadata}
     if isinstance(spec := data.get("spec"), Mapping):
         data["spec"] = {**kept, **{key: value for key, value in spec.items() if value is not None}}
-    if problems := crd.validate(data, old=live) or crd.refused_changes(live, data):
+    if problems := crd.validate(data, old=live):
         raise manifest.bad_input(problems)
-    return _checked(manifest, data)
+    changed, before = _checked(manifest, data), ElasticJobSpec.of(live["spec"])
+    same = {
+        ("metadata", "name"): changed.name == live["metadata"]["name"],
+        ("metadata", "namespace"): changed.namespace == live["metadata"]["namespace"],
+        ("spec", "etcd", "endpoint"): changed.spec.etcd.endpoint == before.etcd.endpoint,
+    }
+    sentence = "cannot be set, changed or removed while the job exists; undo that, or delete the job and run it again"
+    if problems := [Problem(location, sentence) for location, kept_as_it_is in same.items() if not kept_as_it_is]:
+        raise manifest.bad_input(problems)
+    return changed
 
 
 def _checked(manifest: Manifest, data: Json) -> ElasticJobManifest:
@@ -134,13 +227,29 @@ def _checked(manifest: Manifest, data: Json) -> ElasticJobManifest:
     return ElasticJobManifest(manifest, job, ElasticJobSpec.of(job["spec"]))
 
 
-def _value_at(value: object, location: Location) -> object:
-    for step in location:
-        if isinstance(value, Mapping):
-            value = value.get(step)
-        elif isinstance(value, list) and isinstance(step, int):
-            value = value[step]
+def _value(loader: _Loader, manifest: Manifest, node: yaml.Node, location: Location, start: yaml.Node) -> object:
+    """Return the value of a node; note its line, which is that of ``start``."""
+    manifest.lines[location] = start.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        pairs = [(loader.key(key), key, below) for key, below in node.value]
+        return {name: _value(loader, manifest, below, (*location, name), key) for name, key, below in pairs}
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(loader, manifest, item, (*location, index), item) for index, item in enumerate(node.value)]
+    assert isinstance(node, yaml.ScalarNode)  # noqa: S101 - the third and last kind of node
+    value = loader.scalar(node)
+    if not isinstance(value, str) and node.style is None and node.value not in ("", shown(value)):
+        manifest.notes[location] = f" (YAML reads {node.value} as {shown(value)})"
     return value
+
+
+def _cause(error: yaml.MarkedYAMLError) -> str:
+    """Return what the parser says, or plainer words."""
+    said = " ".join(part for part in (error.context, error.problem) if part)
+    if "'\\t'" in said:
+        return "a tab cannot indent; write spaces"
+    if error.problem == "mapping values are not allowed here":
+        return 'there is a ": " too many here; put the value into quotes if it has one in it, or check the indentation'
+    return said
 
 
 def _text(path: Path) -> str:

@@ -34,16 +34,10 @@ _TYPES: Final = {
 }
 
 
-def violations(value: object, schema: Schema, location: Location = ()) -> Iterator[Problem]:
-    """Yield what is wrong with the value.
-
-    Args:
-        value: what to check, with the defaults applied.
-        schema: a structural schema, as it stands in a CRD.
-        location: where the value stands.
-    """
+def violations(value: object, schema: Schema) -> Iterator[Problem]:
+    """Yield what is wrong with a value whose defaults are applied; the schema is that of a CRD."""
     for error in _Validator(schema).iter_errors(value):
-        yield Problem((*location, *error.absolute_path), _sentence(error))
+        yield Problem(tuple(error.absolute_path), _sentence(error))
 
 
 def unknown_fields(value: object, schema: Schema, location: Location = ()) -> Iterator[Problem]:
@@ -75,7 +69,7 @@ def _suggestion(key: str, properties: Schema) -> str:
     close = difflib.get_close_matches(key.lower().replace("_", ""), folded, n=1, cutoff=0.7)
     if close:
         return f"; did you mean {folded[close[0]]}?"
-    return f"; remove it, or write one of {_listed(sorted(properties), 'or')}" if properties else "; remove it"
+    return f"; remove it, or write one of {_listed(sorted(properties))}" if properties else "; remove it"
 
 
 def _required(_: object, names: list[str], value: object, _schema: object) -> _Errors:
@@ -115,7 +109,7 @@ KEYWORDS: Final[Mapping[str, Any]] = {
         name: Draft202012Validator.VALIDATORS[name]
         for name in (
             *("type", "properties", "additionalProperties", "items", "enum", "minimum", "maximum"),
-            *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+            *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "propertyNames"),
         )
     },
     "required": _required,
@@ -138,7 +132,7 @@ def _sentence(error: ValidationError) -> str:
         case "type":
             return _type_sentence(value, [limit] if isinstance(limit, str) else limit)
         case "enum":
-            return f"{shown(value)} is not possible here; write {_listed([shown(one) for one in limit], 'or')}"
+            return f"{shown(value)} is not possible here; write {_listed([shown(one) for one in limit])}"
         case "pattern":
             expected = str(error.schema.get("description", "")).removesuffix(".")
             return f"{shown(value)} is not possible here; expected is: {expected}"
@@ -161,7 +155,7 @@ def _sentence(error: ValidationError) -> str:
 
 def _type_sentence(value: object, expected: list[str]) -> str:
     """Return what to do about a value of the wrong type."""
-    wanted = _listed([_TYPES[name] for name in expected], "or")
+    wanted = _listed([_TYPES[name] for name in expected])
     if value is None:
         return f"nothing is given; {wanted} is expected"
     if "string" in expected and isinstance(value, int | float):
@@ -173,6 +167,6 @@ def _type_sentence(value: object, expected: list[str]) -> str:
     return f"{shown(value)} is not {wanted}"
 
 
-def _listed(words: list[str], conjunction: str) -> str:
+def _listed(words: list[str]) -> str:
     """Return words as an enumeration: "a, b or c"."""
-    return f" {conjunction} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,0 +1,231 @@
+"""The job's object while it runs here: what an API server would hold, and which changes it accepts.
+
+A change is checked as a whole, as in a cluster. A refused change changes nothing. Some fields of a manifest have no
+effect where pods are processes; they are named in one warning. The image is not among them, since every manifest has
+one. Nor are labels, annotations and fields that only take rights away from a container.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from elastic_operator.api.json_access import mapping, mappings
+from elastic_operator.api.legacy import modern
+from elastic_operator.api.spec import MANAGER, CleanPodPolicy, ElasticJobSpec, FailurePolicy, SchedulingSpec
+from elastic_operator.api.status import JobStatus, status_to_json
+from elastic_operator.api.template import WORKER
+from elastic_operator.api.validation import problem_of
+from elastic_operator.api.validation_error import in_words
+from elastic_operator.api.wire import rfc3339
+from elastic_operator.controller.model import Job
+from elastic_operator.errors import BadInput
+from elastic_operator.manifest import crd
+from elastic_operator.manifest.loader import check_change
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.manifest.loader import ElasticJobManifest, Manifest
+
+_IGNORED_POD_FIELDS: Final = frozenset({"containers", "restartPolicy", "terminationGracePeriodSeconds"})
+_CONTAINER_FIELDS: Final = frozenset({"name", "image", "command", "args", "env"})
+_RESTRICTIONS: Final = frozenset({"appArmorProfile", "readOnlyRootFilesystem", "runAsNonRoot", "seccompProfile"})
+_RIGHTS: Final = frozenset(
+    {
+        "allowPrivilegeEscalation",
+        "automountServiceAccountToken",
+        "enableServiceLinks",
+        "hostIPC",
+        "hostNetwork",
+        "hostPID",
+        "privileged",
+    }
+)
+_NODE_LOSS_DEFAULT: Final = 15
+
+
+class LiveJob:
+    """One job that runs here.
+
+    Attributes:
+        name: the job's name.
+        key: namespace/name, its key in the reconciler.
+        manifest: the live object, without its status.
+        status: the status as the plan last wrote it.
+    """
+
+    def __init__(self, given: ElasticJobManifest, *, uid: str, created: float) -> None:
+        """Create a job from a manifest, at ``created`` seconds since the Unix epoch."""
+        self.name = given.name
+        self.key = f"{given.namespace}/{given.name}"
+        self.status = JobStatus()
+        self._namespace = given.namespace
+        self._applied = given.source
+        self._spec = supported(given.spec)
+        self._uid = uid
+        self._created = created
+        self._generation = 1
+        self._deleting = False
+        self.manifest = self._as_object(given.job)
+
+    def job(self) -> Job:
+        """Return the job as the plan sees it."""
+        return Job(
+            name=self.name,
+            namespace=self._namespace,
+            uid=self._uid,
+            generation=self._generation,
+            spec=self._spec,
+            status=self.status,
+            created=self._created,
+            deleting=self._deleting,
+            problem=problem_of(self._spec),
+        )
+
+    def patch(self, fields: Json) -> bool:
+        """Set fields of the spec, as ``kubectl patch`` would; return whether that changes it.
+
+        Raises:
+            BadInput: the result is not valid, or the job is over.
+        """
+        self._check_alive()
+        changed = {**self.manifest, "spec": {**self.manifest["spec"], **fields}}
+        if problems := crd.validate(changed, old=self.manifest):
+            raise BadInput(in_words(problems))
+        return self._take(changed)
+
+    def apply(self, file: Manifest) -> bool:
+        """Apply a file, as ``kubectl apply`` would; return whether that changes the job.
+
+        A field that the file that was applied last names, and this one does not, is removed. Other fields that the file
+        does not name stay.
+
+        Raises:
+            BadInput: the result is not valid, or the job is over or cannot follow the change.
+        """
+        self._check_alive()
+        named = self._applied.data["spec"]
+        kept = {name: value for name, value in self.manifest["spec"].items() if named.get(name) is None}
+        live = {**self.manifest, "status": status_to_json(self.status)}
+        changed = check_change(file, live=live, kept=kept)
+        self._applied = file
+        return self._take(changed.job)
+
+    def set_replicas(self, replicas: int) -> None:
+        """Write the number of pods that the plan chose because the user gave none."""
+        self._take({**self.manifest, "spec": {**self.manifest["spec"], "replicas": replicas}})
+
+    def delete(self) -> None:
+        """Begin its deletion."""
+        self._deleting = True
+
+    def _check_alive(self) -> None:
+        if self._deleting or self.status.state.finished:
+            how = "being deleted" if self._deleting else f"over ({self.status.state})"
+            raise BadInput(f"the job {self.name} is {how} and cannot be changed any more")
+
+    def _take(self, changed: Json) -> bool:
+        if changed["spec"] != self.manifest["spec"]:
+            self._generation += 1
+            self._spec = supported(ElasticJobSpec.of(changed["spec"]))
+        before, self.manifest = self.manifest, self._as_object(changed)
+        return before != self.manifest
+
+    def _as_object(self, job: Json) -> dict[str, Any]:
+        """Return the object with the metadata that an API server writes."""
+        written: dict[str, Any] = copy.deepcopy(dict(job))
+        written["metadata"] |= {
+            "uid": self._uid,
+            "generation": self._generation,
+            "creationTimestamp": rfc3339(self._created),
+        }
+        return written
+
+
+def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
+    """Return the spec without the fields that would have another effect here."""
+    return replace(
+        spec,
+        managed_by=MANAGER,
+        ttl_after_finished=None,
+        clean_pod_policy=CleanPodPolicy.RUNNING,
+        failure_policy=FailurePolicy(tuple(rule for rule in spec.failure_rules if rule.exit_codes is not None)),
+        scheduling=SchedulingSpec(),
+        rendezvous=replace(spec.rendezvous, ports=None),
+        etcd=replace(spec.etcd, tls_secret=None),
+        disruption_budget=False,
+    )
+
+
+def warning_of(spec: Json) -> str | None:
+    """Return the warning for a spec that has passed the CRD's validation; None if it has no unsupported field."""
+    fields = tuple(unsupported_fields(spec))
+    if not fields:
+        return None
+    return "without effect on this machine, where pods are processes: " + ", ".join(fields)
+
+
+def unsupported_fields(spec: Json) -> Iterator[str]:
+    """Yield the paths below ``spec`` of the fields without effect; an archived spec is converted first."""
+    spec = modern(spec)
+    yield from _values_from("env", spec.get("env"))
+    if spec.get("managedBy", MANAGER) != MANAGER:
+        yield "managedBy (a job here is managed by `elasticjob run`)"
+    if "ttlSecondsAfterFinished" in spec:
+        yield "ttlSecondsAfterFinished (a run's directory stays)"
+    if spec.get("cleanPodPolicy", CleanPodPolicy.RUNNING) != CleanPodPolicy.RUNNING:
+        yield "cleanPodPolicy (no process outlives its run, and all logs stay)"
+    for position, rule in enumerate(mappings(spec.get("failurePolicy"), "rules")):
+        fields = ("onPodReasons", "onPodConditions")
+        yield from (f"failurePolicy.rules[{position}].{field}" for field in fields if field in rule)
+    yield from (f"schedulingPolicy.{field}" for field in spec.get("schedulingPolicy") or {})
+    if "ports" in (spec.get("rendezvous") or {}):
+        yield "rendezvous.ports (all pods share this machine's)"
+    if spec.get("nodeLossSeconds", _NODE_LOSS_DEFAULT) != _NODE_LOSS_DEFAULT:
+        yield "nodeLossSeconds"
+    if spec.get("disruptionBudget"):
+        yield "disruptionBudget"
+    if spec.get("metricsPort"):
+        yield "metricsPort (each pod takes a free one)"
+    etcd = spec.get("etcd") or {}
+    yield from (f"etcd.{field}" for field in ("tlsSecret", "image", "resources", "storage") if field in etcd)
+    if (spec.get("checkpoint") or {}).get("volume"):
+        yield "checkpoint.volume (checkpoints are in the run's directory)"
+    yield from _of_pod(mapping(spec.get("template"), "spec"))
+
+
+def _of_pod(pod: Json) -> Iterator[str]:
+    yield from _fields("template.spec", pod, _IGNORED_POD_FIELDS)
+    for container in mappings(pod, "containers"):
+        name = container.get("name")
+        if name != WORKER:
+            yield f"the container {name!r} of template.spec.containers"
+            continue
+        path = f"template.spec.containers[{name}]"
+        yield from _fields(path, container, _CONTAINER_FIELDS)
+        yield from _values_from(f"{path}.env", container.get("env"))
+
+
+def _fields(path: str, given: Json, ignored: frozenset[str]) -> Iterator[str]:
+    for field, value in given.items():
+        if field == "securityContext" and isinstance(value, dict):
+            yield from (f"{path}.{field}.{below}" for below in value if not _only_restricts(below, value[below]))
+        elif field not in ignored and not _only_restricts(field, value):
+            yield f"{path}.{field}"
+
+
+def _only_restricts(field: str, value: object) -> bool:
+    if field == "capabilities":
+        return not mapping(value).get("add")
+    return value is None or field in _RESTRICTIONS or (field in _RIGHTS and value is False)
+
+
+def _values_from(path: str, variables: object) -> Iterator[str]:
+    for variable in mappings(variables):
+        if "valueFrom" in variable:
+            name = variable.get("name")
+            yield f"{path}[{name}].valueFrom (set {name} in the environment of elasticjob)"
