@@ -95,17 +95,6 @@ async def test_a_stop_ends_everything_that_the_workers_started(tmp_path: Path) -
         assert not [pid for pid in [*pids, *group.pids.values()] if read_process(pid)]
 
 
-async def test_processes_that_a_worker_leaves_end_while_others_continue(tmp_path: Path) -> None:
-    async with Crew(tmp_path) as crew:
-        group = await crew.start(FAMILY, 2)
-        zero, one = await family(crew.here, 0), await family(crew.here, 1)
-        os.kill(group.pids[0], signal.SIGKILL)
-        assert (await exit_of(group)).rank == 0
-        for pid in zero:
-            await gone(pid)
-        assert all(map(lives, [*one, group.pids[1]]))
-
-
 async def test_a_successful_worker_ends_with_all_its_processes(tmp_path: Path) -> None:
     async with Crew(tmp_path) as crew:
         group = await crew.start(FAMILY, THEN="leave")

@@ -16,7 +16,7 @@ import queue
 import select
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from torchelastic.config.settings import Streams
 from torchelastic.errors import SettingsError
@@ -56,9 +56,10 @@ class Console:
         self._progress = 0
         self._waiting: list[Callable[[], None]] = []
         self._ended = asyncio.Event()
-        self._handlers = _handlers_to_standard_error() if carries_log else []
+        handlers = logging.getLogger().handlers if carries_log else []
+        self._handlers = [handler for handler in handlers if getattr(handler, "stream", None) is sys.stderr]
         for handler in self._handlers:
-            handler.setStream(_LogStream(self._queue))
+            handler.setStream(_LogStream(self._queue))  # type: ignore[attr-defined] # a StreamHandler
         threading.Thread(target=self._write_all, name="console", daemon=True).start()
 
     def write(self, descriptor: int, lines: bytes) -> None:
@@ -78,7 +79,7 @@ class Console:
     async def close(self, *, patience: float, limit: float) -> None:
         """Wait until everything is written: `limit` seconds at most, and `patience` while the reader takes nothing."""
         for handler in self._handlers:
-            handler.setStream(sys.stderr)
+            handler.setStream(sys.stderr)  # type: ignore[attr-defined] # a StreamHandler
         self._queue.put(None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
@@ -127,11 +128,6 @@ class _LogStream:
         pass
 
 
-def _handlers_to_standard_error() -> list[logging.StreamHandler[Any]]:
-    streams = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
-    return [handler for handler in streams if handler.stream is sys.stderr]
-
-
 def _pieces(lines: bytes) -> list[bytes]:
     """Whole lines in pieces that the kernel writes to a pipe in one go; a longer line is a piece of its own."""
     pieces = []
@@ -158,29 +154,22 @@ def _write(descriptor: int, data: bytes) -> None:
 class LogPipe:
     """One stream of a worker, read by the agent and passed on to its own stream `descriptor`, and to a file if given.
 
-    Attributes:
-        writing: the worker's end.
-        ended: done when no process can write to it any more.
+    The worker writes to `writing`; `tail` is the end of its output; `ended` is done when no process can write any more.
     """
 
     def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None) -> None:
         self._path = file
-        self._file = None if file is None else open_log(file)
+        self._file = None if file is None else _open_log(file)
         self._loop = asyncio.get_running_loop()
         self._prefix = prefix
         self._console = console
         self._descriptor = descriptor
         self._rest = b""
-        self._tail = b""
+        self.tail = b""
         self._reading, self.writing = os.pipe()
         os.set_blocking(self._reading, False)
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(self._reading, self._read)
-
-    @property
-    def tail(self) -> bytes:
-        """The end of the output so far."""
-        return self._tail
 
     def catch_up(self) -> None:
         """Read what an ended worker has left, even if the console is full."""
@@ -208,7 +197,7 @@ class LogPipe:
         if not data:
             self._end()
             return 0
-        self._tail = (self._tail + data)[-TAIL_LIMIT:]
+        self.tail = (self.tail + data)[-TAIL_LIMIT:]
         self._write_to_file(data)
         lines, newline, rest = (self._rest + data).rpartition(b"\n")
         if len(rest) > _LINE_LIMIT:
@@ -257,7 +246,7 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.writing = open_log(path)
+        self.writing = _open_log(path)
         self._start = os.fstat(self.writing).st_size
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended.set_result(None)
@@ -331,7 +320,8 @@ def open_output(
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        error_file = _unused(folder, "error", ".json")
+        names = (f"error-{number}.json" if number > 1 else "error.json" for number in itertools.count(1))
+        error_file = next(path for path in map(folder.joinpath, names) if not path.exists())
         if settings.directory is not None and not redirected | teed:
             both = LogFile(folder / "output.log")
             return WorkerOutput(both, both, error_file)
@@ -359,18 +349,10 @@ def _unwritable(folder: Path, error: OSError) -> SettingsError:
     return SettingsError(f"workers' output cannot be written below {folder}: {why}. Choose another --log-dir.")
 
 
-def open_log(path: Path) -> int:
+def _open_log(path: Path) -> int:
     """A descriptor that appends to a file, starting a new line if the last one is incomplete."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         os.write(descriptor, b"\n")
     return descriptor
-
-
-def _unused(folder: Path, stem: str, suffix: str) -> Path:
-    for number in itertools.count(1):
-        path = folder / (f"{stem}{suffix}" if number == 1 else f"{stem}-{number}{suffix}")
-        if not path.exists():
-            return path
-    raise AssertionError

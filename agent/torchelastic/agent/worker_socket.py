@@ -93,13 +93,7 @@ class Progress:
         self._cancel_later()
 
     def told(self, local_rank: int, *, stepped: float = 0.0, kept: float = 0.0) -> None:
-        """Take in a worker's progress, in seconds since the Unix epoch; impossible times are ignored.
-
-        Args:
-            local_rank: the worker's.
-            stepped: when it began its first step; the first value counts.
-            kept: when it began to write a checkpoint; the latest value counts.
-        """
+        """Take in when a worker began its first step and a checkpoint; impossible times are ignored."""
         if local_rank != self._reporter:
             return
         now = time.time()
@@ -156,7 +150,7 @@ class WorkerSocket:
         folder: a folder of this user alone.
         stands: returns whether a round is current, within a number of seconds.
         changed: called when the workers ask for something else, or have answered.
-        progress: of the workers.
+        progress: gets what the workers report.
     """
 
     def __init__(
@@ -300,11 +294,7 @@ class WorkerSocket:
 
 
 async def _receive(reader: asyncio.StreamReader, kind: type[Any]) -> Any:  # noqa: ANN401 - of that kind
-    """The next message; None at the end.
-
-    Raises:
-        _InvalidError: it is of another kind, or too long.
-    """
+    """The next message; None at the end. Raises _InvalidError if it is of another kind, or too long."""
     try:
         line = await reader.readline()
         return msgspec.json.decode(line, type=kind) if line.endswith(b"\n") else None
@@ -321,7 +311,6 @@ class Notices:
     """The notices of the current round: workers' requests go to the leader, and its notices to the workers.
 
     A node that leaves gives its workers notice itself; the leader's notice of the same change is not a new one.
-
     Workers get `limit` seconds at most.
     """
 

@@ -69,14 +69,7 @@ class ForkedProcess:
     link: socket.socket
 
     def begin(self, role: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
-        """Give it its role, which is "worker", "command" or "store".
-
-        Args:
-            role: its name.
-            content: the arguments of the role.
-            output: its standard output and standard error.
-            extra: more descriptors for the role.
-        """
+        """Give it its role ("worker", "command" or "store") with its arguments, output and more descriptors."""
         with open(os.memfd_create("content"), "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(json.dumps(content).encode())
             file.flush()

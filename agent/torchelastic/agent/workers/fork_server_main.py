@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torchelastic.training.progress  # noqa: F401 - a signal handler may need it while the program imports it
 from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, MESSAGE_LIMIT, READY, send
-from torchelastic.agent.workers.linux import TREE_MARK, close_fds, set_mark, set_parent_death_signal, set_title
+from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
 from torchelastic.agent.workers.program import absolute, changed_imports, is_container, python_command, search_path
 from torchelastic.metrics import worker as worker_metrics
 
@@ -95,11 +95,7 @@ def _serve(control: socket.socket) -> socket.socket | None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors.
-
-    Raises:
-        EOFError: the connection is closed.
-    """
+    """The next message and its descriptors; raises EOFError at the end."""
     data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
     if not data:
         raise EOFError
@@ -156,12 +152,7 @@ def _import_torch() -> str:
 
 
 def _preload(modules: Sequence[str], search_path: str) -> str:
-    """Import the user's modules; returns why one of them cannot be preloaded, or an empty string.
-
-    Args:
-        modules: their names.
-        search_path: where the program looks for modules first, or an empty string.
-    """
+    """Import the user's modules; returns why one of them cannot be preloaded, or an empty string."""
     if search_path:
         sys.path.insert(0, search_path)
     try:
@@ -241,10 +232,7 @@ def _open_devices() -> set[str]:
 def _play_role(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> None:
     """Wait for the role of this process, and play it until it ends.
 
-    Args:
-        link: the socket to the agent.
-        agent: the agent's process id.
-        inherited: the environment of the fork server before it imported anything.
+    `inherited` is the environment of the fork server before it imported anything.
     """
     os.setsid()
     set_title(["torchelastic: spare process"])
@@ -317,7 +305,6 @@ def _run_worker(
     module = ["-m"] if kind == "module" else []
     sys.orig_argv[:] = [sys.executable, *module, *argv]
     set_title(sys.orig_argv)
-    set_mark(environment[TREE_MARK])
     worker_metrics.attach()
     _report_training(report)
     try:

@@ -47,16 +47,15 @@ class Worker:
 
     start: WorkerStart
     child: Child
-    mark: str
     output: WorkerOutput
     started: float
     memory_kills: int
 
 
 class WorkerGroup:
-    """The workers of one round on this node; `mark` is the tree mark of all workers of this agent.
+    """The workers of one round on this node; only one task may wait for the next exit.
 
-    Only one task may wait for the next exit. If heartbeats are expected, a worker without any is ended.
+    `mark` is the tree mark of all workers of this agent. If heartbeats are expected, a worker without any is ended.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class WorkerGroup:
         self._memory_kills = memory_kills
         self._mark = mark
         self._exits: deque[asyncio.Future[WorkerExit]] = deque()
-        self._cleanups: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._unreported = {worker.child.pid for worker in self._workers}
         self._stopping = False
@@ -137,26 +135,20 @@ class WorkerGroup:
             for child in children:
                 child.signal(signal.SIGTERM)
             await asyncio.wait([child.ended for child in children], timeout=grace)
-        for task in self._cleanups:  # this call cleans up everything
-            task.cancel()
         if self._reaper.owns_process:  # otherwise a process without session and mark is found by its parent alone
             for child in children:
                 child.signal(signal.SIGKILL)
-        await asyncio.gather(
-            self._reaper.kill_all(self._group_tree), *(asyncio.shield(child.ended) for child in children)
-        )
-        await asyncio.gather(*self._exits, *self._cleanups, return_exceptions=True)
-        await asyncio.gather(*(self._close(worker) for worker in self._workers))
+        await asyncio.gather(self._reaper.kill_all(self._trees), *(asyncio.shield(child.ended) for child in children))
+        await asyncio.gather(*self._exits, return_exceptions=True)
+        for worker in self._workers:
+            await worker.output.drained(_DRAIN_TIMEOUT)
+            worker.output.close()
         self._stopped = True
 
     def _ended(self, worker: Worker) -> None:
-        if not self._stopping:
-            if worker.start.local_rank not in self._hangs:
-                self._report(asyncio.create_task(self._exit_of(worker)), worker)
-            cleanup = asyncio.create_task(self._clean_up(worker))
-            self._cleanups.add(cleanup)
-            cleanup.add_done_callback(self._cleanups.discard)
-        self._changed.set()
+        self._watchdog.remove(worker.child.pid)
+        if not self._stopping and worker.start.local_rank not in self._hangs:
+            self._report(asyncio.create_task(self._exit_of(worker)), worker)
 
     def _report(self, exit_: asyncio.Future[WorkerExit], worker: Worker) -> None:
         self._exits.append(exit_)
@@ -206,30 +198,12 @@ class WorkerGroup:
                 reported.set_result(exit_)
                 self._report(reported, workers[exit_.local_rank])
 
-    async def _clean_up(self, worker: Worker) -> None:
-        """End what a worker has left behind while the others continue."""
-        await self._reaper.kill_all(lambda table: self._worker_tree(table, worker))
-        await self._close(worker)
-
-    async def _close(self, worker: Worker) -> None:
-        await worker.output.drained(_DRAIN_TIMEOUT)
-        worker.output.close()
-        self._watchdog.remove(worker.child.pid)
-
-    def _worker_tree(self, table: Table, worker: Worker) -> Iterable[int]:
-        """The rest of one worker's tree, except what has left its session and cleared its environment."""
-        roots = [entry.pid for entry in table.values() if entry.session == worker.child.pid]
-        roots += [pid for pid in self._orphans(table) if has_mark(pid, worker.mark)]
-        return with_descendants(table, roots)
-
-    def _group_tree(self, table: Table) -> Iterable[int]:
-        """All processes of all workers."""
+    def _trees(self, table: Table) -> Iterable[int]:
+        """All processes of all workers: their sessions, and orphans that this process has inherited."""
+        us = os.getpid()
         pids = {worker.child.pid for worker in self._workers}
+        orphans = [entry.pid for entry in table.values() if entry.parent == us and not self._reaper.knows(entry.pid)]
         roots = [entry.pid for entry in table.values() if entry.session in pids]
         roots += [worker.child.pid for worker in self._workers if worker.child.running]
-        roots += [pid for pid in self._orphans(table) if self._reaper.owns_process or has_mark(pid, self._mark)]
+        roots += [pid for pid in orphans if self._reaper.owns_process or has_mark(pid, self._mark)]
         return with_descendants(table, roots)
-
-    def _orphans(self, table: Table) -> list[int]:
-        us = os.getpid()
-        return [entry.pid for entry in table.values() if entry.parent == us and not self._reaper.knows(entry.pid)]

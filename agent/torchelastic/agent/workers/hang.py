@@ -1,8 +1,8 @@
 """Heartbeats: find a worker that hangs, end it, and report where it hung.
 
-A heartbeat is a change of a file's modification time, which any program can make. It costs the worker a system call,
-and the agent one look at the time at which the most silent worker would be overdue. A Python program that gets SIGABRT
-writes its stacks to standard error, because workers run with ``PYTHONFAULTHANDLER=1`` if heartbeats are expected.
+A heartbeat is a change of a file's modification time, which any program can make, and which costs a system call. A
+Python program that gets SIGABRT writes its stacks to standard error, because workers run with ``PYTHONFAULTHANDLER=1``
+if heartbeats are expected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import re
 import resource
 import signal
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -36,9 +35,12 @@ HANG_EXIT_CODES: Final = (-signal.SIGABRT, -signal.SIGKILL)
 _DUMP_TIMEOUT: Final = 2.0
 """Seconds for a worker to write its stacks."""
 
+_LOOKS: Final = 20
+"""How often in a time-out the files are looked at."""
+
 _LATE: Final = 0.25
-"""The part of the time-out by which a look may be late. If it is later, the agent itself was suspended, and the workers
-with it: their time starts again."""
+"""The part of a time-out after which a look is late: the agent itself was suspended, and the workers with it. Their
+time starts again."""
 
 _TOGETHER: Final = 0.9
 """Workers silent for this part of the time-out count as hung together with one that has reached it."""
@@ -55,34 +57,13 @@ _WAITING_FOR_OTHERS: Final = ("/torch/distributed/", "/torch/autograd/graph.py")
 """Files of a worker that waits in a collective, or in the backward pass, which contains collectives."""
 
 
-@dataclass(slots=True)
-class _Heartbeat:
-    """The last one of a worker: its file, the file's modification time, and that time by the loop's clock."""
-
-    path: Path
-    modified: int
-    at: float
-
-    def update(self, now: float) -> None:
-        """Look at the file."""
-        try:
-            modified = self.path.stat().st_mtime_ns
-        except OSError:  # removed by the program
-            return
-        if modified != self.modified:
-            self.modified = modified
-            # Files use the wall clock. If that was set meanwhile, the change counts as made now.
-            age = time.time() - modified / 1e9
-            self.at = now - age if 0 <= age <= now - self.at else now
-
-
 class Heartbeats:
     """The heartbeats of one round's workers; `timeout` seconds after the last one, a worker counts as hung."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
         self.timeout = timeout
         self._folder = folder
-        self._workers: dict[int, _Heartbeat] = {}
+        self._changed: dict[int, tuple[int, float]] = {}  # the file's time, and when it was seen to have changed
 
     def file(self, local_rank: int) -> Path:
         """Create the file of a worker that is about to be started; SettingsError if that is not possible."""
@@ -94,7 +75,7 @@ class Heartbeats:
             raise SettingsError(
                 f"no file for heartbeats can be created below {self._folder}: {error.strerror}. Free some space there."
             ) from None
-        self._workers[local_rank] = _Heartbeat(path, path.stat().st_mtime_ns, asyncio.get_running_loop().time())
+        self._changed[local_rank] = path.stat().st_mtime_ns, asyncio.get_running_loop().time()
         return path
 
     async def silent(self, running: Callable[[], Collection[int]]) -> list[int]:
@@ -103,16 +84,18 @@ class Heartbeats:
         Returns none when no worker is running any more.
         """
         clock = asyncio.get_running_loop().time
-        while watched := [self._workers[local_rank] for local_rank in running()]:
-            due = min(heartbeat.at for heartbeat in watched) + self.timeout
-            await asyncio.sleep(max(due - clock(), 0.0))
+        before = clock()
+        while ranks := running():
+            await asyncio.sleep(self.timeout / _LOOKS)
             now = clock()
-            if now > due + self.timeout * _LATE:
-                for heartbeat in self._workers.values():
-                    heartbeat.at = now
-            for heartbeat in self._workers.values():
-                heartbeat.update(now)
-            silence = {rank: now - self._workers[rank].at for rank in running()}
+            suspended = now - before > self.timeout * _LATE
+            for rank, (seen, _) in self._changed.items():
+                with contextlib.suppress(OSError):  # removed by the program
+                    modified = (self._folder / str(rank)).stat().st_mtime_ns
+                    if modified != seen or suspended:
+                        self._changed[rank] = modified, now
+            before = now
+            silence = {rank: now - self._changed[rank][1] for rank in ranks if rank in running()}
             if max(silence.values(), default=0.0) >= self.timeout:
                 together = [rank for rank in silence if silence[rank] >= self.timeout * _TOGETHER]
                 return sorted(together, key=lambda rank: -silence[rank])

@@ -19,21 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 TREE_MARK: Final = "TORCHELASTIC_PROCESS_TREE"
-"""The environment variable that marks the processes of an agent's workers: ``<agent>``, or ``<agent>.<worker>``."""
+"""The environment variable that marks the processes of an agent's workers."""
 
 TITLE_ROOM: Final = " " * 512
 """An argument of a process that is forked later: room for :func:`set_title`."""
-
-MARK_ROOM: Final = "." + "-" * 60
-"""The same, behind the mark in its environment, for :func:`set_mark`."""
 
 _SET_PARENT_DEATH_SIGNAL: Final = 1
 _SET_CHILD_SUBREAPER: Final = 36
 _GET_CHILD_SUBREAPER: Final = 37
 
-_ARGUMENTS: Final = 47
-_ENVIRONMENT: Final = 49
-"""Fields of /proc/self/stat, counted from 0: the start of each memory area; the next field is its end."""
+_ARGUMENTS: Final = 45
+"""The field of /proc/self/stat, after the command's name, with the start of its arguments; the next is their end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +78,11 @@ def read_table() -> Table:
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """Whether a process was started with this mark, or with the mark of one of its workers."""
+    """Whether a process was started with this mark."""
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        return f"{TREE_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    start = f"\0{TREE_MARK}={mark}".encode()
-    _, found, rest = (b"\0" + environment + b"\0").partition(start)
-    return bool(found) and rest[:1] in (b"\0", b".")
 
 
 def with_descendants(table: Mapping[int, ProcessEntry], roots: Iterable[int]) -> set[int]:
@@ -142,31 +135,15 @@ def close_fds(first: int) -> None:
                 os.close(int(link.name))
 
 
-# setproctitle is of no use here: it joins the arguments, and writes over the environment, which holds the mark.
+# setproctitle is of no use here: it joins the arguments, and overwrites the environment, which contains the mark.
 
 
 def set_title(argv: Sequence[str]) -> None:
     """Show another command line in /proc, as far as there is room for it."""
-    start, end = _area(_ARGUMENTS)
+    text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+    # The second field is the command's name in parentheses, which may contain anything.
+    start, end = (int(field) for field in text[text.rindex(")") + 2 :].split()[_ARGUMENTS : _ARGUMENTS + 2])
     room = end - start
     if room > 0:
         title = b"\0".join(argument.encode(errors="surrogateescape") for argument in argv)[: room - 1]
         ctypes.memmove(start, title.ljust(room, b"\0"), room)
-
-
-def set_mark(mark: str) -> None:
-    """Show another tree mark in /proc, for this process and those that it forks."""
-    start, end = _area(_ENVIRONMENT)
-    block = b"\0" + ctypes.string_at(start, max(end - start, 0))
-    name = f"{TREE_MARK}=".encode()
-    at = block.find(b"\0" + name)
-    if at >= 0:
-        room = block.index(b"\0", at + 1) - at - 1 - len(name)
-        ctypes.memmove(start + at + len(name), mark.encode()[:room].ljust(room, b"\0"), room)
-
-
-def _area(field: int) -> tuple[int, int]:
-    text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    # The second field is the command's name in parentheses, which may contain anything.
-    fields = ["", "", *text[text.rindex(")") + 2 :].split()]
-    return int(fields[field]), int(fields[field + 1])

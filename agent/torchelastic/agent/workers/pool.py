@@ -24,7 +24,7 @@ from torchelastic.agent.logs import Console, make_folder, open_output
 from torchelastic.agent.workers import hang
 from torchelastic.agent.workers.fork_server import READY, ForkServer
 from torchelastic.agent.workers.group import GroupEnded, Worker, WorkerGroup, WorkerStart
-from torchelastic.agent.workers.linux import MARK_ROOM, TREE_MARK
+from torchelastic.agent.workers.linux import TREE_MARK
 from torchelastic.agent.workers.processes import Reaper
 from torchelastic.agent.workers.program import changed_imports, python_command, reason_to_execute
 from torchelastic.agent.workers.watchdog import Watchdog
@@ -58,11 +58,7 @@ _STORE_ATTEMPTS: Final = 2
 
 
 class StoreServer:
-    """A process that serves a round's TCPStore.
-
-    Attributes:
-        ended: its exit code when it ends, by itself or by :meth:`kill`.
-    """
+    """A process that serves a round's TCPStore; `ended` gets its exit code."""
 
     def __init__(self, child: Child, memory_kills: MemoryKills) -> None:
         self.pid = child.pid
@@ -97,13 +93,9 @@ class Workers:
         role: their role, named in the prefix of their output.
         local_world_size: how many workers this node has; several compute on one thread each, as under torchrun.
         environment: variables in addition to this process's own environment.
-        heartbeat_timeout: see :class:`~torchelastic.agent.workers.hang.Heartbeats`; None to expect no heartbeats.
-        measured: whether the workers' metrics are shown.
+        heartbeat_timeout: seconds without a heartbeat after which a worker is ended; None to expect no heartbeats.
+        measured: whether the workers' metrics are shown, as `metrics`.
         owns_process: see :class:`~torchelastic.agent.workers.processes.Reaper`.
-
-    Attributes:
-        scratch: a temporary folder, removed at the end.
-        metrics: the workers' metrics; None if they are not shown.
     """
 
     def __init__(
@@ -134,23 +126,17 @@ class Workers:
         self._reported_changes: set[str] = set()
         self.scratch: Path
         self.metrics: WorkerMetrics | None = None
-        self._shared: Path
-        self._console: Console
-        self._watchdog: Watchdog
-        self._fork_server: ForkServer
-        self._executed: bool
-        self._imported_with: Mapping[str, str]
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             make_folder(self._logs)
-            self.scratch = _temporary_folder()
-            stack.callback(shutil.rmtree, self.scratch, ignore_errors=True)
-            folders = [self.scratch]
+            self.scratch = self._shared = _temporary_folder()
             if self._heartbeat_timeout is not None or self._measured:
-                self._shared = _memory_folder() or self.scratch / "shared"
-                stack.callback(shutil.rmtree, self._shared, ignore_errors=True)
-                folders.append(self._shared)
+                with contextlib.suppress(OSError):  # a folder in memory, where no write waits for a disk
+                    self._shared = Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
+            folders = [self.scratch, self._shared]
+            for folder in folders:
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
             stack.enter_context(self._reaper)
             self._console = Console(carries_log=self._reaper.owns_process)
             stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
@@ -182,7 +168,7 @@ class Workers:
         self._imported_with = self._base_environment()
         return ForkServer(
             self._reaper,
-            {**self._imported_with, TREE_MARK: self._mark + MARK_ROOM},
+            {**self._imported_with, TREE_MARK: self._mark},
             program,
             memory_kills=self._memory_kills,
             spares=1 if self._executed else 1 + self._local_world_size,  # one for the store
@@ -217,10 +203,7 @@ class Workers:
     # -- the store
 
     async def serve_store(self, listener: socket.socket) -> StoreServer:
-        """Serve a TCPStore.
-
-        Args:
-            listener: its bound socket; closed here, so that connections are refused when the server is gone.
+        """Serve a TCPStore on a bound socket, which is closed here: connections are refused when the server is gone.
 
         Raises:
             StartError: it cannot be served.
@@ -291,7 +274,7 @@ class Workers:
                 if heartbeats is not None:
                     environment[HEARTBEAT_FILE] = str(heartbeats.file(start.local_rank))
                 environment[ERROR_FILE] = str(output.error_file)
-                environment[TREE_MARK] = f"{self._mark}.{round}.{start.rank}"
+                environment[TREE_MARK] = self._mark
                 outputs.append(output)
                 environments.append(environment)
             try:
@@ -305,8 +288,8 @@ class Workers:
         now = asyncio.get_running_loop().time()
         self._group = WorkerGroup(
             [
-                Worker(start, child, environment[TREE_MARK], output, now, killed_before)
-                for start, child, environment, output in zip(workers, children, environments, outputs, strict=True)
+                Worker(start, child, output, now, killed_before)
+                for start, child, output in zip(workers, children, outputs, strict=True)
             ],
             reaper=self._reaper,
             watchdog=self._watchdog,
@@ -394,10 +377,3 @@ def _temporary_folder() -> Path:
             f"there is no folder for temporary files: {error.strerror}. Mount a writable one at /tmp, or name one in "
             "TMPDIR."
         ) from None
-
-
-def _memory_folder() -> Path | None:
-    """A folder in memory, where no write waits for a disk; None if there is none."""
-    with contextlib.suppress(OSError):
-        return Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
-    return None

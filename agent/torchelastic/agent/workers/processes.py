@@ -251,9 +251,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
 def python_code(module: str, *, minimal: bool = False) -> list[str]:
     """The command that runs ``main()`` of one of our modules in this interpreter.
 
-    Args:
-        module: the module's full name.
-        minimal: without site-packages and PYTHON* variables, for a start in a few milliseconds.
+    If `minimal`, it starts in a few milliseconds, without site-packages and PYTHON* variables.
     """
     start = f"from {module} import main; main()"
     if minimal:
