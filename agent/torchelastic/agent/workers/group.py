@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections import deque
 from dataclasses import dataclass
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING, Final
 from torchelastic.agent import failures
 from torchelastic.agent.failures import WorkerExit
 from torchelastic.agent.workers import hang
-from torchelastic.agent.workers.linux import Table, has_mark, with_descendants
 from torchelastic.errors import TorchElasticError
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torchelastic.agent.failures import MemoryKills
     from torchelastic.agent.logs import WorkerOutput
@@ -138,7 +136,7 @@ class WorkerGroup:
         if self._reaper.owns_process:  # otherwise a process without session and mark is found by its parent alone
             for child in children:
                 child.signal(signal.SIGKILL)
-        await asyncio.gather(self._reaper.kill_all(self._trees), *(asyncio.shield(child.ended) for child in children))
+        await self._reaper.kill_trees([worker.child for worker in self._workers], self._mark)
         await asyncio.gather(*self._exits, return_exceptions=True)
         for worker in self._workers:
             await worker.output.drained(_DRAIN_TIMEOUT)
@@ -197,13 +195,3 @@ class WorkerGroup:
                 reported: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
                 reported.set_result(exit_)
                 self._report(reported, workers[exit_.local_rank])
-
-    def _trees(self, table: Table) -> Iterable[int]:
-        """All processes of all workers: their sessions, and orphans that this process has inherited."""
-        us = os.getpid()
-        pids = {worker.child.pid for worker in self._workers}
-        orphans = [entry.pid for entry in table.values() if entry.parent == us and not self._reaper.knows(entry.pid)]
-        roots = [entry.pid for entry in table.values() if entry.session in pids]
-        roots += [worker.child.pid for worker in self._workers if worker.child.running]
-        roots += [pid for pid in orphans if self._reaper.owns_process or has_mark(pid, self._mark)]
-        return with_descendants(table, roots)

@@ -20,15 +20,17 @@ from torchelastic.agent.workers.linux import (
     TITLE_ROOM,
     ProcessEntry,
     Table,
+    has_mark,
     is_subreaper,
     read_process,
     read_table,
     set_subreaper,
+    with_descendants,
 )
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -155,10 +157,6 @@ class Reaper:
         child.ended.add_done_callback(lambda _: self._children.pop(pid, None))
         return child
 
-    def knows(self, pid: int) -> bool:
-        """Whether this is an adopted child that is not reaped yet."""
-        return pid in self._children
-
     def _sweep(self) -> None:
         """Reap all dead children, known or orphans."""
         while (status := _wait(os.P_ALL, 0, os.WNOWAIT)) is not None:
@@ -170,25 +168,43 @@ class Reaper:
             else:
                 _wait(os.P_PID, status.si_pid, 0)
 
-    async def kill_all(self, select: Callable[[Table], Iterable[int]]) -> None:
-        """Kill the selected processes, repeatedly until none of them lives, and reap those that are our children."""
+    async def kill_trees(self, children: Sequence[Child], mark: str) -> None:
+        """Kill these children and all processes that they have started, and reap those that are children of ours.
+
+        Args:
+            children: leaders of sessions.
+            mark: the tree mark of their processes.
+        """
+        if self.owns_process:  # otherwise a process without session and mark is found by its parent alone
+            for child in children:
+                child.signal(signal.SIGKILL)
         refused: set[ProcessEntry] = set()
         killed: set[tuple[int, int]] = set()
         while True:
             await self._settled.wait()
             table = read_table()
-            chosen = [table[pid] for pid in select(table) if pid in table]
+            chosen = [table[pid] for pid in self._trees(table, children, mark)]
             chosen.sort(key=lambda entry: (entry.started, entry.pid))  # parents first: a shell reports a killed child
             killed.update((entry.pid, entry.started) for entry in chosen)
             for entry in table.values():  # the dead have lost their mark, so they are recognized by their start
-                orphan = entry.dead and entry.parent == os.getpid() and entry.pid not in self._children
-                if orphan and (entry.pid, entry.started) in killed:
+                if entry.dead and self._is_orphan(entry) and (entry.pid, entry.started) in killed:
                     _wait(os.P_PID, entry.pid, 0)
             living = [entry for entry in chosen if not entry.dead and entry not in refused]
             if not living:
-                return
+                break
             done = await asyncio.gather(*(self._kill(entry) for entry in living))
             refused.update(entry for entry, success in zip(living, done, strict=True) if not success)
+        await asyncio.gather(*(asyncio.shield(child.ended) for child in children))
+
+    def _trees(self, table: Table, children: Sequence[Child], mark: str) -> set[int]:
+        sessions = {child.pid for child in children}
+        orphans = [entry.pid for entry in table.values() if self._is_orphan(entry)]
+        roots = [entry.pid for entry in table.values() if entry.session in sessions]
+        roots += [pid for pid in orphans if self.owns_process or has_mark(pid, mark)]
+        return with_descendants(table, [*roots, *(child.pid for child in children if child.running)])
+
+    def _is_orphan(self, entry: ProcessEntry) -> bool:
+        return entry.parent == os.getpid() and entry.pid not in self._children
 
     async def _kill(self, entry: ProcessEntry) -> bool:
         try:
