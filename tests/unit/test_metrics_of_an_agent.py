@@ -26,7 +26,7 @@ from torchelastic.metrics.api import MetricRegistry
 from torchelastic.metrics.collectors import RunCollector
 from torchelastic.protocol import ExitCode, RoundRecord, RunState, SizeRecord, TimeBreakdown
 from torchelastic.store import MemoryStore
-from torchelastic.store.wrappers import MeasuredStore
+from torchelastic.store.wrappers import measured
 
 if TYPE_CHECKING:
     import socket
@@ -116,7 +116,7 @@ def test_who_fails_does_not_hide_the_others_and_is_told_of_once(
 
 async def test_every_request_to_the_store_is_measured_and_does_what_it_did(agent: AgentMetrics) -> None:
     registry = agent.registry()
-    store = MeasuredStore(MemoryStore(), agent.store_answered)
+    store = measured(MemoryStore(), agent.store_answered)
     lease = await store.grant(10)
     await store.keep_alive(lease)
     revision = await store.put("/a/1", b"one", lease=lease)
@@ -162,7 +162,7 @@ async def test_a_request_without_an_answer_is_a_failure_and_bad_news_is_none(
 
     monkeypatch.setattr(memory, "keep_alive", fail)
     with pytest.raises(type(error)):
-        await MeasuredStore(memory, agent.store_answered).keep_alive(7)
+        await measured(memory, agent.store_answered).keep_alive(7)
     assert page(registry).named(REQUESTS) == {(REQUESTS, (("outcome", outcome), ("request", "keep_alive"))): 1}
 
 
@@ -170,7 +170,7 @@ async def test_a_watch_that_was_never_confirmed_is_a_failure_and_one_that_was_br
     agent: AgentMetrics,
 ) -> None:
     registry, memory = agent.registry(), MemoryStore()
-    store = MeasuredStore(memory, agent.store_answered)
+    store = measured(memory, agent.store_answered)
     async with aclosing(store.watch("/a/", 0)) as changes:
         assert await anext(changes) == ()
         memory.reachable = False
@@ -192,7 +192,7 @@ async def test_a_request_that_was_given_up_does_not_count(agent: AgentMetrics, m
     monkeypatch.setattr(memory, "get", never)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await MeasuredStore(memory, agent.store_answered).get("/a")
+            await measured(memory, agent.store_answered).get("/a")
     assert page(registry).named(REQUESTS) == {}
 
 

@@ -475,7 +475,7 @@ async def _connect(settings: AgentSettings, metrics: AgentMetrics) -> Store:
 
         return MemoryStore()
     from torchelastic.store.connection import connect_within  # these import the HTTP client
-    from torchelastic.store.wrappers import MeasuredStore
+    from torchelastic.store.wrappers import measured
 
     store = await connect_within(settings.store, settings.rendezvous.join_timeout)
-    return MeasuredStore(store, metrics.store_answered)
+    return measured(store, metrics.store_answered)

@@ -23,7 +23,7 @@ from torchelastic.rendezvous.node_registration import NodeRegistration, remove_f
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer, listen
 from torchelastic.rendezvous.run_state import RunStateWatch
 from torchelastic.store.backoff import RETRY_MIN
-from torchelastic.store.wrappers import NeverRefusingStore
+from torchelastic.store.wrappers import never_refusing
 
 if TYPE_CHECKING:
     import socket
@@ -167,7 +167,7 @@ class RendezvousNode:
         self.history = History(None, settings.resume.time_breakdown) if history is None else history
         """What this node knows of the run's past."""
         self._settings = settings
-        self._run = RunStateWatch(node, settings, NeverRefusingStore(store))
+        self._run = RunStateWatch(node, settings, never_refusing(store))
         self.keys = self._run.keys
         self._offer = StorePortOffer(record.address, settings.ports)
         try:

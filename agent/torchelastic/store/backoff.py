@@ -23,16 +23,10 @@ class Backoff:
 
     async def wait(self) -> None:
         """Wait after an attempt that failed."""
-        delay = backoff_delay(self.attempts)
+        longest: float = min(RETRY_MIN * 2 ** min(self.attempts, 10), RETRY_MAX)
         self.attempts += 1
-        await asyncio.sleep(delay)
+        await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def reset(self) -> None:
         """Take note of an attempt that succeeded."""
         self.attempts = 0
-
-
-def backoff_delay(attempts: int) -> float:
-    """Return the seconds to wait before the next attempt, after so many that failed."""
-    longest: float = min(RETRY_MIN * 2 ** min(attempts, 10), RETRY_MAX)
-    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter

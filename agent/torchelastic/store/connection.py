@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torchelastic.errors import StoreRefused, StoreUnavailable
 from torchelastic.store.backoff import Backoff
-from torchelastic.store.etcd_errors import NoGateway
+from torchelastic.store.etcd_http import WrongApi
 from torchelastic.store.etcd_v3 import EtcdV3Store
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ async def connect(settings: StoreSettings) -> Store:
         return await _checked(_v2(settings))
     try:
         return await _checked(EtcdV3Store(settings))
-    except NoGateway as no_v3:
+    except WrongApi as no_v3:
         if settings.version is not None:
             raise
         try:
             store = await _checked(_v2(settings))
-        except NoGateway as no_v2:
+        except WrongApi as no_v2:
             raise StoreRefused(f"{no_v3}; nor does it serve the API v2") from no_v2
         except NoPythonEtcd as no_v2:
             raise StoreRefused(f"{no_v3}; and {no_v2}") from no_v2
@@ -47,11 +47,7 @@ async def connect(settings: StoreSettings) -> Store:
 
 
 async def connect_within(settings: StoreSettings, seconds: float) -> Store:
-    """Return a store on the servers that the settings name, waiting for them if need be.
-
-    Args:
-        settings: how to reach them.
-        seconds: how long to wait for the first answer.
+    """Return a store as :func:`connect` does, waiting for the servers at most ``seconds``.
 
     Raises:
         StoreUnavailable: none has answered.

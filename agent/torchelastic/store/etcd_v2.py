@@ -1,4 +1,4 @@
-"""The store on servers that speak etcd's API v2 (etcd 2.3 to 3.5, with ``--enable-v2``), through python-etcd.
+"""The store on servers that speak etcd's API v2 (etcd 2.3 to 3.5, with ``--enable-v2``).
 
 =================  ====================================================================================================
 the store          in v2
@@ -13,32 +13,41 @@ lease              a hidden key with a time to live that names the keys of the l
 watch              one request for each change, which waits for it; between quiet ones the server is asked for its index
 =================  ====================================================================================================
 
-v2 keeps the last 1,000 changes of the whole store, so a watch that falls behind has to list again. Folders whose keys
-have expired stay, empty.
+python-etcd writes the requests and reads the answers, and :mod:`torchelastic.store.etcd_http` sends them: python-etcd
+itself blocks, and repeats requests that failed. v2 keeps the last 1,000 changes of the whole store, so a watch that
+falls behind has to list again. Folders whose keys have expired stay, empty.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
+import functools
 import math
 import re
 import secrets
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
 
 import etcd
 import msgspec
 
-from torchelastic.errors import HistoryCompacted, LeaseLost, StoreError, StoreRefused
+from torchelastic.errors import HistoryCompacted, LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import KEY_ROOT
 from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_address import other_protocol
-from torchelastic.store.etcd_errors import NoGateway, NotAuthorized
-from torchelastic.store.etcd_v2_client import NOT_AS_EXPECTED, Answer, Client, V2Client
+from torchelastic.store.etcd_http import EtcdServers, NotAuthorized, WrongApi, unexpected
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Callable
+
+    import aiohttp
 
     from torchelastic.store.api import StoreSettings
+
+Answer = Any
+"""An ``etcd.EtcdResult``; python-etcd has no types."""
 
 _STORED: Final = re.compile(r"[0-9a-f]{12} (?P<lease>[0-9a-f]{1,16}) (?P<value>.*)", re.DOTALL)
 _UNSAFE: Final = re.compile(rb"^[._]|[^A-Za-z0-9._-]")
@@ -48,6 +57,12 @@ _LEAF: Final = "~"
 _EMPTY: Final = "~"
 _TEXTS_KEPT: Final = 4
 _REMOVALS: Final = frozenset({"delete", "expire", "compareAndDelete"})
+
+_NOT_AS_EXPECTED: Final = (etcd.EtcdKeyNotFound, etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist)
+"""A condition of the request does not hold."""
+
+_ABOUT_KEYS: Final = frozenset({100, 101, 105, 401})  # of these three exceptions, and of EtcdEventIndexCleared
+_TRANSIENT: Final = frozenset({300, 301, 400})  # Raft's internal error, an election of a leader, a watcher cleared
 
 
 class EtcdV2Store:
@@ -62,7 +77,13 @@ class EtcdV2Store:
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
-        self._client = V2Client(settings)
+        self._servers = EtcdServers(settings)
+        self._python_etcd = _PythonEtcd()
+        self._cluster_id = ""
+        self._headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        if settings.username is not None:
+            credentials = f"{settings.username}:{settings.password or ''}".encode()
+            self._headers["Authorization"] = f"Basic {base64.b64encode(credentials).decode()}"
         self._texts: dict[str, dict[str, int]] = {}  # by key: texts that were seen, each with its revision
         self._own: dict[int, set[str]] = {}  # by lease that only this client keeps alive: paths that are known to exist
 
@@ -73,17 +94,7 @@ class EtcdV2Store:
             StoreUnavailable: none answers.
             StoreRefused: one answers, but does not serve the API v2, or refuses the credentials.
         """
-        try:
-            await self._index("/")
-        except NotAuthorized:
-            return  # other keys may be allowed
-        except StoreError as error:
-            for endpoint, base in self._client.bases.items():
-                if protocol := await other_protocol(base):
-                    raise StoreRefused(
-                        f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
-                    ) from error
-            raise
+        await self._servers.check(lambda endpoint, _: self._index("/", at=endpoint))
 
     async def get(self, key: str) -> Entry | None:
         """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
@@ -92,23 +103,14 @@ class EtcdV2Store:
 
     async def list(self, prefix: str) -> Listing:
         """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
-        folder = _folder(prefix)
-
-        def read(client: Client) -> tuple[int, list[_Node], str]:
-            try:
-                answer = client.read(folder, recursive=True, quorum=True)
-            except etcd.EtcdKeyNotFound as error:
-                return _index_of(error), [], client.expected_cluster_id
-            return (
-                answer.etcd_index,
-                [_node(leaf) for leaf in answer.leaves if not leaf.dir],
-                client.expected_cluster_id,
-            )
-
-        index, nodes, cluster_id = await self._client.ask(read, repeatable=True)
+        try:
+            answer = await self._ask("read", _folder(prefix), recursive=True, quorum=True)
+        except etcd.EtcdKeyNotFound as error:
+            return Listing(_index_of(error), (), self._cluster_id)
+        nodes = (_node(leaf) for leaf in answer.leaves if not leaf.dir)
         found = ((_key(node.path), node) for node in nodes)
         entries = (self._entry(key, node) for key, node in found if key is not None and key.startswith(prefix))
-        return Listing(index, tuple(sorted(entries, key=lambda entry: entry.key)), cluster_id or "")
+        return Listing(answer.etcd_index, tuple(sorted(entries, key=lambda entry: entry.key)), self._cluster_id)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
@@ -130,12 +132,12 @@ class EtcdV2Store:
         compare = {"prevIndex": expected} if text is None else {"prevValue": text}
         try:
             if value is None:
-                node = _node(await self._client.ask(lambda client: client.delete(path, **compare)))
+                node = _node(await self._ask("delete", path, **compare))
                 self._texts.pop(key, None)
                 return node.modified
             ttl = await self._join(lease, path)
             node = await self._write(path, _text(value, lease), ttl, **(compare if expected else {"prevExist": False}))
-        except NOT_AS_EXPECTED:
+        except _NOT_AS_EXPECTED:
             return None
         return self._written(key, lease, node)
 
@@ -143,7 +145,7 @@ class EtcdV2Store:
         """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
         path = _path(key)
         with contextlib.suppress(etcd.EtcdKeyNotFound):
-            await self._client.ask(lambda client: client.delete(path))
+            await self._ask("delete", path)
         self._texts.pop(key, None)
         for paths in self._own.values():
             paths.discard(path)
@@ -151,9 +153,8 @@ class EtcdV2Store:
     async def delete_prefix(self, prefix: str) -> None:
         """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
         if prefix.endswith("/"):
-            folder = _folder(prefix)
             with contextlib.suppress(etcd.EtcdKeyNotFound):
-                await self._client.ask(lambda client: client.delete(folder, recursive=True, dir=True))
+                await self._ask("delete", _folder(prefix), recursive=True, dir=True)
             return
         for entry in (await self.list(prefix)).entries:
             await self.delete(entry.key)
@@ -178,12 +179,12 @@ class EtcdV2Store:
         """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
         node, marker = await self._lease(lease)
         try:
-            marker = _marker(await self._refresh(node.path, marker.ttl))
+            marker = _marker(_node(await self._ask("refresh", node.path, _seconds(marker.ttl))))
         except etcd.EtcdKeyNotFound:
             raise self._lost(lease) from None
         own = self._own.get(lease, set())
         for path in marker.keys:
-            found = await self._if_under(lease, path, lambda path, text: self._refresh(path, marker.ttl, text))
+            found = await self._if_under(lease, path, "refresh", _seconds(marker.ttl))
             if found is None and path in own:
                 raise self._lost(lease)
             if found is not None and found.lease != lease:
@@ -196,23 +197,22 @@ class EtcdV2Store:
         except LeaseLost:
             return
         for path in marker.keys:
-            await self._if_under(lease, path, self._remove)
+            await self._if_under(lease, path, "delete")
         with contextlib.suppress(etcd.EtcdKeyNotFound):
-            await self._client.ask(lambda client: client.delete(node.path))
+            await self._ask("delete", node.path)
         self._own.pop(lease, None)
 
     async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
         """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
-        folder, patience = _folder(prefix), self._settings.silence_limit / 2
-        limit = self._settings.request_timeout
+        folder, limit = _folder(prefix), self._settings.request_timeout
         while True:
-            index = await self._index(prefix, limit)
+            index = await self._index(prefix, limit=limit)
             if start > index + 1:
                 raise HistoryCompacted(f"etcd is at index {index}, before {start}: it has lost its data; list again")
             start = start or index + 1
-            server, limit = self._client.first, patience
+            server, limit = self._servers.endpoints[0], self._settings.silence_limit / 2
             yield ()
-            while isinstance(change := await self._next_change(folder, start, server, patience), Change):
+            while isinstance(change := await self._next_change(folder, start, server), Change):
                 start = change.revision + 1
                 if change.key.startswith(prefix):
                     yield (change,)
@@ -220,7 +220,7 @@ class EtcdV2Store:
 
     async def close(self) -> None:
         """See :meth:`Store.close <torchelastic.store.api.Store.close>`."""
-        self._client.close()
+        await self._servers.close()
 
     # Keys
 
@@ -241,21 +241,12 @@ class EtcdV2Store:
 
     async def _find(self, path: str) -> _Node | None:
         try:
-            return _node(await self._client.ask(lambda client: client.read(path, quorum=True), repeatable=True))
+            return _node(await self._ask("read", path, quorum=True))
         except etcd.EtcdKeyNotFound:
             return None
 
     async def _write(self, path: str, text: str, ttl: float | None, **compare: Any) -> _Node:  # noqa: ANN401
-        seconds = None if ttl is None else max(math.ceil(ttl), 1)
-        return _node(await self._client.ask(lambda client: client.write(path, text, ttl=seconds, **compare)))
-
-    async def _refresh(self, path: str, ttl: float, text: str | None = None) -> _Node:
-        compare = {} if text is None else {"prevValue": text}
-        seconds = max(math.ceil(ttl), 1)
-        return _node(await self._client.ask(lambda client: client.refresh(path, seconds, **compare), repeatable=True))
-
-    async def _remove(self, path: str, text: str) -> None:
-        await self._client.ask(lambda client: client.delete(path, prevValue=text))
+        return _node(await self._ask("write", path, text, ttl=None if ttl is None else _seconds(ttl), **compare))
 
     # Leases
 
@@ -280,11 +271,11 @@ class EtcdV2Store:
                     continue
             return left
 
-    async def _if_under(self, lease: int, path: str, act: Callable[[str, str], Awaitable[object]]) -> _Node | None:
+    async def _if_under(self, lease: int, path: str, method: str, *args: int) -> _Node | None:
         """Renew or remove a key if it still hangs on the lease; return what was found."""
         while (node := await self._find(path)) is not None and node.lease == lease:
             with contextlib.suppress(etcd.EtcdCompareFailed, etcd.EtcdKeyNotFound):
-                await act(path, node.text)
+                await self._ask(method, path, *args, prevValue=node.text)
                 break
         return node
 
@@ -294,37 +285,28 @@ class EtcdV2Store:
 
     # Requests
 
-    async def _index(self, prefix: str, limit: float | None = None) -> int:
+    async def _index(self, prefix: str, *, at: str | None = None, limit: float | None = None) -> int:
         """Return etcd's index as the majority of the servers has it; raise if the keys below the prefix are refused."""
         path = _folder(prefix).rstrip("/") + "/_none"  # a small answer: no key has this name
+        try:
+            index: int = (await self._ask("read", path, quorum=True, at=at, limit=limit)).etcd_index
+        except etcd.EtcdKeyNotFound as error:
+            return _index_of(error)
+        return index
 
-        def read(client: Client) -> int:
-            try:
-                index: int = client.read(path, quorum=True).etcd_index
-            except etcd.EtcdKeyNotFound as error:
-                return _index_of(error)
-            return index
-
-        return await self._client.ask(read, repeatable=True, limit=limit)
-
-    async def _next_change(self, folder: str, start: int, server: str, patience: float) -> Change | int:
+    async def _next_change(self, folder: str, start: int, server: str) -> Change | int:
         """Return the next change below a folder, with an empty key if the key is not one of the store's.
 
         If there is none: the index up to which there is none.
         """
-
-        def read(client: Client) -> Answer:
-            try:
-                return client.read(folder, wait=True, waitIndex=start, recursive=True, timeout=patience)
-            except etcd.EtcdWatchTimedOut:
-                return client.http.index
-
+        patience = self._settings.silence_limit / 2
+        question = {"wait": True, "waitIndex": start, "recursive": True}
         try:
-            answer = await self._client.ask(read, at=server, limit=1.5 * patience)
+            answer = await self._ask("read", folder, at=server, limit=1.5 * patience, patience=patience, **question)
+        except _Quiet as quiet:
+            return quiet.index
         except etcd.EtcdEventIndexCleared as error:
             raise HistoryCompacted(f"etcd no longer keeps the changes from index {start} on; list again") from error
-        if isinstance(answer, int):
-            return answer
         node, gone = _node(answer), answer.action in _REMOVALS
         if answer.dir and gone:
             raise HistoryCompacted(f"the folder {node.path} was removed from etcd with all keys in it; list again")
@@ -334,6 +316,118 @@ class EtcdV2Store:
         if gone:
             self._texts.pop(key, None)
         return Change(key, None if gone else self._entry(key, node), node.modified)
+
+    async def _ask(
+        self,
+        method: str,
+        *args: str | int,
+        at: str | None = None,
+        limit: float | None = None,
+        patience: float | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> Answer:
+        """Return the answer to a method of python-etcd.
+
+        Args:
+            method: its name.
+            args: its arguments.
+            at: ask this server only.
+            limit: seconds for all of it; None for the request timeout.
+            patience: seconds to wait for a change.
+            options: its keyword arguments.
+
+        Raises:
+            EtcdException: etcd's answer is about keys: not as expected, or an event that is no longer kept.
+            StoreUnavailable: no answer, or one that says "later".
+            StoreRefused: an answer that says "no".
+            _Quiet: there was no change.
+        """
+        call = functools.partial(getattr(self._python_etcd, method), *args, **options)
+        request = self._python_etcd.written_by(call)
+        fields = urlencode(request.fields)
+        path, body = (request.path, fields) if request.method == "PUT" else (f"{request.path}?{fields}", "")
+
+        async def exchange(endpoint: str, connect: float) -> Answer:
+            sent = self._servers.request(
+                request.method, endpoint, path, connect=connect, body=body.encode(), headers=self._headers
+            )
+            async with sent as response:
+                self._cluster_id = response.headers.get("X-Etcd-Cluster-Id", "")
+                try:
+                    async with asyncio.timeout(patience):
+                        data = await response.read()
+                except TimeoutError:
+                    raise _Quiet(int(response.headers.get("X-Etcd-Index", 0))) from None
+            try:
+                return self._python_etcd.read_by(call, response, data)
+            except (etcd.EtcdException, ValueError) as error:  # ValueError: the answer is not text
+                if _payload(error).get("errorCode") in _ABOUT_KEYS:
+                    raise
+                raise self._meaning(endpoint, error, response.status, data) from error
+
+        return await self._servers.ask(exchange, repeatable=method in {"read", "refresh"}, at=at, limit=limit)
+
+    def _meaning(self, endpoint: str, error: Exception, status: int, data: bytes) -> StoreError:
+        """Return the store's error for one of python-etcd."""
+        where = f"etcd at {endpoint}"
+        if isinstance(error, etcd.EtcdInsufficientPermissions):
+            if self._settings.username is not None:
+                return NotAuthorized(f"{where} does not accept the user name and password, or not for these keys")
+            return StoreRefused(f"{where} wants a user name and a password")
+        payload = _payload(error)
+        if "errorCode" in payload:
+            said = " ".join(str(payload[name]) for name in ("message", "cause") if payload.get(name))
+            if status >= 500 or payload["errorCode"] in _TRANSIENT:
+                return StoreUnavailable(f"{where} cannot answer now: {said}")
+            return StoreRefused(f"{where} refuses: {said}")
+        if status in {200, 201}:
+            return WrongApi(f"what listens at {endpoint} does not answer as etcd's API v2 does")
+        return unexpected(endpoint, "/v2/keys", status, data, lacking="its API v2 (--enable-v2=true, until etcd 3.5)")
+
+
+class _PythonEtcd(etcd.Client):  # type: ignore[misc]
+    """python-etcd without a connection: it writes requests and reads answers."""
+
+    _answer: object = None
+
+    def written_by(self, call: Callable[[], Answer]) -> _Request:
+        """Return the request that a call of a method would send."""
+        try:
+            call()
+        except _Request as request:
+            return request
+        raise AssertionError("the method sends a request")
+
+    def read_by(self, call: Callable[[], Answer], response: aiohttp.ClientResponse, data: bytes) -> Answer:
+        """Return what the call makes of the answer."""
+        self._answer = SimpleNamespace(status=response.status, data=data, getheaders=lambda: response.headers)
+        try:
+            return call()
+        finally:
+            self._answer = None
+
+    def api_execute(self, path: str, method: str, params: dict[str, str | int], timeout: None = None) -> object:
+        """Take the place of python-etcd's method that sends a request."""
+        del timeout
+        if self._answer is None:
+            raise _Request(method, path, params)
+        return self._handle_server_response(self._answer)
+
+
+class _Request(BaseException):
+    """A request of python-etcd."""
+
+    def __init__(self, method: str, path: str, fields: dict[str, str | int]) -> None:
+        super().__init__()
+        self.method, self.path, self.fields = method, path, fields
+
+
+class _Quiet(Exception):  # noqa: N818
+    """There was no change up to an index."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
 
 
 class _Lease(msgspec.Struct, frozen=True):
@@ -375,7 +469,7 @@ def _node(answer: Answer) -> _Node:
     try:
         return msgspec.convert(node, _Node)
     except msgspec.ValidationError as error:
-        raise NoGateway(f"what listens there does not answer as etcd's API v2 does: {error}") from error
+        raise WrongApi(f"what listens there does not answer as etcd's API v2 does: {error}") from error
 
 
 def _text(value: bytes, lease: int) -> str:
@@ -392,6 +486,10 @@ def _marker(node: _Node) -> _Lease:
 
 def _lease_path(lease: int) -> str:
     return f"{_LEASES}/{lease:x}"
+
+
+def _seconds(ttl: float) -> int:
+    return max(math.ceil(ttl), 1)
 
 
 def _path(key: str) -> str:
@@ -427,3 +525,8 @@ def _index_of(error: etcd.EtcdKeyNotFound) -> int:
     if not isinstance(index := error.payload.get("index"), int):
         raise error
     return index
+
+
+def _payload(error: Exception) -> dict[str, Any]:
+    payload = getattr(error, "payload", None)
+    return payload if isinstance(payload, dict) else {}

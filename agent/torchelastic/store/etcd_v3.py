@@ -1,5 +1,8 @@
 """The store on etcd 3.4 and later, over etcd's JSON gateway.
 
+The gateway instead of gRPC because it needs neither grpcio nor protobuf, whose pinned versions collide with those of
+users' images.
+
 A watch is a stream that etcd may leave without a byte for ten minutes. A broken one is found within the silence limit:
 
 - When the stream has been quiet for half of the limit, the same server must answer a small linearizable read within the
@@ -11,29 +14,31 @@ A watch is a stream that etcd may leave without a byte for ten minutes. A broken
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final
+import socket
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import msgspec
 
 from torchelastic.errors import HistoryCompacted, LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_errors import LeaseExists, NoGateway, NotAuthorized, meaning
-from torchelastic.store.etcd_gateway import Gateway
-from torchelastic.store.etcd_messages import (
-    Answer,
-    Event,
-    KeyValue,
-    LeaseAnswer,
-    RangeAnswer,
-    Streamed,
-    TxnAnswer,
-    Version,
-    WatchAnswer,
+from torchelastic.store.etcd_http import (
+    EtcdServers,
+    NotAuthorized,
+    WrongApi,
+    is_transient,
+    shown,
+    time_limit,
+    unexpected,
 )
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+
+    import aiohttp
 
     from torchelastic.store.api import StoreSettings
 
@@ -41,6 +46,14 @@ OLDEST_VERSION: Final = (3, 4)
 
 QUIET_CHECKS: Final = 12
 """Probes without an event in between after which a watch is made again: every 30 s by default."""
+
+_TRANSIENT_CODES: Final = frozenset({1, 2, 4, 8, 10, 13, 14})
+"""gRPC's canceled, unknown, deadline exceeded, resource exhausted, aborted, internal, unavailable."""
+
+_TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
+"""What etcd says if a token is missing or expired."""
+
+_Reply = TypeVar("_Reply")
 
 
 class EtcdV3Store:
@@ -54,8 +67,11 @@ class EtcdV3Store:
     """
 
     def __init__(self, settings: StoreSettings) -> None:
-        self._gateway = Gateway(settings)
+        self._servers = EtcdServers(settings)
+        self._settings = settings
         self._patience = settings.silence_limit / 2
+        self._token: str | None = None  # "" if etcd asks for none
+        self._authenticating = asyncio.Lock()
 
     async def check(self) -> None:
         """Make sure that one of the servers can be used.
@@ -64,37 +80,34 @@ class EtcdV3Store:
             StoreUnavailable: none answers.
             StoreRefused: one answers, but is not etcd 3.4 or later with its JSON gateway, or refuses the credentials.
         """
-        failures: dict[str, StoreError] = {}
-        for endpoint in self._gateway.endpoints:
+        body = msgspec.json.encode({"key": b"/"})
+
+        async def read(endpoint: str, connect: float) -> None:
             try:
-                await self._check_server(endpoint)
-            except StoreError as error:
-                failures[endpoint] = error
-            else:
-                return
-        for failure in failures.values():
-            if isinstance(failure, StoreRefused):
-                raise failure
-        if len(failures) == 1:
-            raise next(iter(failures.values()))
-        said = "; ".join(str(failure) for failure in failures.values())
-        raise StoreUnavailable(f"none of the etcd servers {', '.join(failures)} answers: {said}")
+                answer = await self._authorized(endpoint, "/v3/kv/range", body, connect)
+                if _understood(endpoint, answer, _RangeAnswer).header.revision:  # etcd's begin with 1
+                    return
+            except WrongApi as error:
+                raise await self._what_else(endpoint, connect) from error
+            raise await self._what_else(endpoint, connect)
+
+        await self._servers.check(read)
 
     async def get(self, key: str) -> Entry | None:
         """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
-        answer = await self._gateway.call("/v3/kv/range", {"key": _encoded(key)}, RangeAnswer, repeatable=True)
+        answer = await self._call("/v3/kv/range", {"key": _encoded(key)}, _RangeAnswer, repeatable=True)
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
         """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
-        answer = await self._gateway.call("/v3/kv/range", _below(prefix), RangeAnswer, repeatable=True)
+        answer = await self._call("/v3/kv/range", _below(prefix), _RangeAnswer, repeatable=True)
         header = answer.header
         return Listing(header.revision, tuple(_entry(kv) for kv in answer.kvs), f"{header.cluster_id:x}")
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
         message = {"key": _encoded(key), "value": value, "lease": lease}
-        return (await self._gateway.call("/v3/kv/put", message, Answer)).header.revision
+        return (await self._call("/v3/kv/put", message, _Answer)).header.revision
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
         """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
@@ -106,16 +119,16 @@ class EtcdV3Store:
         # The revision of the last change is 0 for a key that is not there.
         compare = {"key": name, "target": "MOD", "result": "EQUAL", "mod_revision": expected}
         message = {"compare": [compare], "success": [change]}
-        answer = await self._gateway.call("/v3/kv/txn", message, TxnAnswer)
+        answer = await self._call("/v3/kv/txn", message, _TxnAnswer)
         return answer.header.revision if answer.succeeded else None
 
     async def delete(self, key: str) -> None:
         """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
-        await self._gateway.call("/v3/kv/deleterange", {"key": _encoded(key)}, Answer)
+        await self._call("/v3/kv/deleterange", {"key": _encoded(key)}, _Answer)
 
     async def delete_prefix(self, prefix: str) -> None:
         """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
-        await self._gateway.call("/v3/kv/deleterange", _below(prefix), Answer)
+        await self._call("/v3/kv/deleterange", _below(prefix), _Answer)
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
@@ -123,38 +136,42 @@ class EtcdV3Store:
         while True:
             try:
                 # Repeatable: a lease whose id got lost ends by itself.
-                return (await self._gateway.call("/v3/lease/grant", message, LeaseAnswer, repeatable=True)).id
-            except LeaseExists:
+                return (await self._call("/v3/lease/grant", message, _LeaseAnswer, repeatable=True)).id
+            except _LeaseExists:
                 with contextlib.suppress(LeaseLost):  # it has just ended: then it can be granted
                     await self.keep_alive(lease)
                     return lease
 
     async def keep_alive(self, lease: int) -> None:
         """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
-        answer = await self._gateway.call("/v3/lease/keepalive", {"ID": lease}, Streamed[LeaseAnswer], repeatable=True)
+        answer = await self._call("/v3/lease/keepalive", {"ID": lease}, _Streamed[_LeaseAnswer], repeatable=True)
         if answer.error is not None:
-            raise meaning("etcd", answer.error.message, code=answer.error.status)
+            raise _meaning("etcd", answer.error)
         if answer.result is None or answer.result.ttl == 0:
             raise LeaseLost(f"lease {lease:x} has ended")
 
     async def revoke(self, lease: int) -> None:
         """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
-        try:
-            await self._gateway.call("/v3/lease/revoke", {"ID": lease}, Answer, repeatable=True)
-        except LeaseLost:
-            return
+        with contextlib.suppress(LeaseLost):
+            await self._call("/v3/lease/revoke", {"ID": lease}, _Answer, repeatable=True)
 
     async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
         """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
         while True:
-            if start or not self._gateway.has_no_choice:
+            # From now on and without a choice or a token to renew, nothing is gained by a probe.
+            if start or len(self._servers.endpoints) > 1 or self._settings.username is not None:
                 await self._probe(prefix, start)
-            server = self._gateway.endpoints[0]
-            message = {"create_request": {**_below(prefix), "start_revision": start}}
-            async with self._gateway.stream("/v3/watch", message, at=server) as stream:
+            server = self._servers.endpoints[0]
+            body = msgspec.json.encode({"create_request": {**_below(prefix), "start_revision": start}})
+            async with contextlib.AsyncExitStack() as stack:
+                limit = self._settings.request_timeout
+                async with time_limit(server, limit):
+                    response = await stack.enter_async_context(self._request("POST", server, "/v3/watch", limit, body))
+                _break_when_peer_is_silent(response, self._settings.silence_limit)
+                stream = _Stream(server, response)
                 quiet = 0
                 while quiet < QUIET_CHECKS:
-                    line = await stream.next(Streamed[WatchAnswer], patience=self._patience)
+                    line = await stream.next(self._patience)
                     if line is None:
                         await self._probe(prefix, start, at=server)
                         quiet += 1
@@ -172,35 +189,7 @@ class EtcdV3Store:
 
     async def close(self) -> None:
         """See :meth:`Store.close <torchelastic.store.api.Store.close>`."""
-        await self._gateway.close()
-
-    async def _check_server(self, endpoint: str) -> None:
-        """Send a request that only a usable server answers; if it fails, find out what listens there instead."""
-        try:
-            answer = await self._gateway.call("/v3/kv/range", {"key": b"/"}, RangeAnswer, at=endpoint)
-        except NotAuthorized:
-            return  # other keys may be allowed
-        except StoreError as error:
-            if protocol := await self._gateway.other_protocol(endpoint):
-                raise StoreRefused(
-                    f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
-                ) from error
-            if not isinstance(error, NoGateway):
-                raise
-            raise await self._what_else(endpoint) from error
-        if not answer.header.revision:  # etcd's begin with 1
-            raise await self._what_else(endpoint)
-
-    async def _what_else(self, endpoint: str) -> NoGateway:
-        """Return the error for a server that does not answer as etcd's gateway does, by its version."""
-        version = (await self._gateway.read("/version", Version, at=endpoint)).etcdserver
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        if numbers is None:
-            return NoGateway(f"what listens at {endpoint} is not etcd: it gives its version as {version!r:.80}")
-        if tuple(int(number) for number in numbers.groups()) < OLDEST_VERSION:
-            return NoGateway(f"etcd at {endpoint} has version {version:.40}, but 3.4 or later is needed")
-        advice = "start it with --enable-grpc-gateway=true"
-        return NoGateway(f"etcd at {endpoint} does not serve its JSON gateway: {advice}")
+        await self._servers.close()
 
     async def _probe(self, prefix: str, start: int, *, at: str | None = None) -> None:
         """Make sure that a server answers, lets us read, and has reached ``start``.
@@ -213,29 +202,284 @@ class EtcdV3Store:
         """
         message = {**_below(prefix), "count_only": True}
         limit = self._patience if at else None
-        answer = await self._gateway.call("/v3/kv/range", message, RangeAnswer, repeatable=True, at=at, limit=limit)
+        answer = await self._call("/v3/kv/range", message, _RangeAnswer, repeatable=True, at=at, limit=limit)
         if start > answer.header.revision + 1:
             raise HistoryCompacted(
                 f"etcd stands at revision {answer.header.revision}, before {start}: it has lost its data; list again"
             )
 
+    async def _what_else(self, endpoint: str, connect: float) -> WrongApi:
+        """Return the error for a server that does not answer as etcd's gateway does, by its version."""
+        async with self._request("GET", endpoint, "/version", connect) as response:
+            version = _understood(endpoint, await response.read(), _Version).etcdserver
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers is None:
+            return WrongApi(f"what listens at {endpoint} is not etcd: it gives its version as {version!r:.80}")
+        if tuple(int(number) for number in numbers.groups()) < OLDEST_VERSION:
+            return WrongApi(f"etcd at {endpoint} has version {version:.40}, but 3.4 or later is needed")
+        advice = "start it with --enable-grpc-gateway=true"
+        return WrongApi(f"etcd at {endpoint} does not serve its JSON gateway: {advice}")
 
-def _checked(line: Streamed[WatchAnswer], server: str, start: int) -> WatchAnswer:
+    async def _call(
+        self,
+        path: str,
+        message: dict[str, Any],
+        reply: type[_Reply],
+        *,
+        repeatable: bool = False,
+        at: str | None = None,
+        limit: float | None = None,
+    ) -> _Reply:
+        """Send one message and return the answer; for the last arguments and errors see :meth:`EtcdServers.ask`."""
+        body = msgspec.json.encode(message)  # bytes as base64
+
+        async def exchange(endpoint: str, connect: float) -> _Reply:
+            return _understood(endpoint, await self._authorized(endpoint, path, body, connect), reply)
+
+        return await self._servers.ask(exchange, repeatable=repeatable, at=at, limit=limit)
+
+    async def _authorized(self, endpoint: str, path: str, body: bytes, connect: float) -> bytes:
+        """Return the answer to a message with a token, if one is needed; renew an expired token once."""
+        await self._authenticate(endpoint, connect)
+        token = self._token
+        try:
+            return await self._post(endpoint, path, body, connect)
+        except _TokenRefused:
+            if self._settings.username is None:
+                raise
+            if self._token == token:  # no other request has renewed it meanwhile
+                self._token = None
+        await self._authenticate(endpoint, connect)
+        return await self._post(endpoint, path, body, connect)
+
+    async def _authenticate(self, endpoint: str, connect: float) -> None:
+        """Get a token, if one is needed and there is none."""
+        if self._settings.username is None:
+            return
+        async with self._authenticating:
+            if self._token is not None:
+                return
+            who = {"name": self._settings.username, "password": self._settings.password or ""}
+            try:
+                answer = await self._post(endpoint, "/v3/auth/authenticate", msgspec.json.encode(who), connect)
+            except StoreRefused as error:
+                if "authentication is not enabled" not in str(error):
+                    raise
+                self._token = ""
+            else:
+                self._token = _understood(endpoint, answer, _AuthAnswer).token
+
+    async def _post(self, endpoint: str, path: str, body: bytes, connect: float) -> bytes:
+        async with self._request("POST", endpoint, path, connect, body) as response:
+            return await response.read()
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self, method: str, endpoint: str, path: str, connect: float, body: bytes = b""
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """Yield an answer with status 200; raise for another one."""
+        headers = {"Authorization": self._token} if self._token else None
+        request = self._servers.request(method, endpoint, path, connect=connect, body=body, headers=headers)
+        async with request as response:
+            if response.status != 200:
+                raise _refusal(endpoint, path, response.status, await response.read())
+            yield response
+
+
+# The part of etcd's messages that the store uses. The gateway gives 64-bit numbers as strings, bytes as base64, and
+# omits zeros: hence a default for every field, and a decoder that takes numbers in strings.
+
+
+class _Header(msgspec.Struct, frozen=True):
+    cluster_id: int = 0
+    revision: int = 0
+
+
+class _KeyValue(msgspec.Struct, frozen=True):
+    """A key with its value; of a deleted key only the name and the revision of the deletion."""
+
+    key: bytes = b""
+    value: bytes = b""
+    create_revision: int = 0
+    mod_revision: int = 0
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    header: _Header = _Header()
+
+
+class _RangeAnswer(_Answer, frozen=True):
+    kvs: tuple[_KeyValue, ...] = ()
+
+
+class _TxnAnswer(_Answer, frozen=True):
+    succeeded: bool = False
+
+
+class _LeaseAnswer(msgspec.Struct, frozen=True):
+    """The answer about a lease; a TTL of 0 means that there is none."""
+
+    id: int = msgspec.field(name="ID", default=0)
+    ttl: int = msgspec.field(name="TTL", default=0)
+
+
+class _AuthAnswer(msgspec.Struct, frozen=True):
+    token: str = ""
+
+
+class _Event(msgspec.Struct, frozen=True):
+    kv: _KeyValue = _KeyValue()
+    type: str = "PUT"
+
+
+class _WatchAnswer(_Answer, frozen=True):
+    created: bool = False
+    canceled: bool = False
+    cancel_reason: str = ""
+    compact_revision: int = 0
+    events: tuple[_Event, ...] = ()
+
+
+class _Fault(msgspec.Struct, frozen=True):
+    """An error; within a stream, etcd before 3.6 calls the code ``grpc_code``."""
+
+    message: str = ""
+    code: int = 0
+    grpc_code: int = 0
+
+
+class _Streamed(msgspec.Struct, Generic[_Reply], frozen=True):
+    """One line of a stream."""
+
+    result: _Reply | None = None
+    error: _Fault | None = None
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    """The body of an answer whose status is not 200."""
+
+    message: str = ""
+    code: int = 0
+    error: str | _Fault | None = None
+
+
+class _Version(msgspec.Struct, frozen=True):
+    etcdserver: str
+
+
+class _TokenRefused(StoreRefused):
+    """The server wants a token, or a new one."""
+
+
+class _LeaseExists(StoreRefused):
+    """A lease of this id exists already."""
+
+
+class _Stream:
+    """The messages of a watch from one server, one on each line."""
+
+    def __init__(self, endpoint: str, response: aiohttp.ClientResponse) -> None:
+        self._endpoint = endpoint
+        self._response = response
+        self._pending = bytearray()
+
+    async def next(self, patience: float) -> _Streamed[_WatchAnswer] | None:
+        """Return the next message, or None if none came within ``patience`` seconds."""
+        searched = 0
+        while (end := self._pending.find(b"\n", searched)) < 0:
+            searched = len(self._pending)
+            try:
+                async with asyncio.timeout(patience):
+                    chunk = await self._response.content.readany()
+            except TimeoutError:
+                return None
+            if not chunk:
+                raise StoreUnavailable(f"etcd at {self._endpoint} ended the watch")
+            self._pending += chunk
+        line = bytes(self._pending[:end])
+        del self._pending[: end + 1]
+        return _understood(self._endpoint, line, _Streamed[_WatchAnswer])
+
+
+def _understood(endpoint: str, body: bytes, reply: type[_Reply]) -> _Reply:
+    try:
+        return msgspec.json.decode(body, type=reply, strict=False)
+    except msgspec.DecodeError as error:
+        raise WrongApi(f"what listens at {endpoint} does not answer as etcd does: {shown(body)} ({error})") from error
+
+
+def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
+    """Return the error for an answer whose status is not 200."""
+    try:
+        failure = msgspec.json.decode(body, type=_Failure, strict=False)
+    except msgspec.DecodeError:
+        failure = _Failure()
+    fault = failure.error
+    if not isinstance(fault, _Fault):
+        fault = _Fault(failure.message or fault or "", failure.code)
+    if fault.message:
+        return _meaning(f"etcd at {endpoint}", fault, transient=is_transient(status))
+    return unexpected(endpoint, path, status, body, lacking="its JSON gateway")
+
+
+def _meaning(where: str, fault: _Fault, *, transient: bool = False) -> StoreError:
+    """Return the store's error for one of etcd's.
+
+    Args:
+        where: which server said it, as in "etcd at host:port".
+        fault: what it said.
+        transient: HTTP's status says that it may pass.
+    """
+    said = fault.message.removeprefix("etcdserver: ")
+    if "requested lease not found" in said:
+        return LeaseLost(f"{where} knows no such lease any more")
+    if "lease already exists" in said:
+        return _LeaseExists(f"{where} has a lease of this id already")
+    if any(sign in said for sign in _TOKEN_REFUSED):
+        return _TokenRefused(f"{where} wants a user name and a password: {said}")
+    if "authentication failed" in said:
+        return StoreRefused(f"{where} does not accept the user name and password")
+    if "permission denied" in said:
+        return NotAuthorized(f"{where} does not allow this user to use these keys: permission denied")
+    if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES:
+        return StoreUnavailable(f"{where} cannot answer now: {said}")
+    return StoreRefused(f"{where} refuses: {said}")
+
+
+def _checked(line: _Streamed[_WatchAnswer], server: str, start: int) -> _WatchAnswer:
     """Return the message of a watch; raise if it ends the watch."""
     if line.error is not None:
-        raise meaning(f"etcd at {server}", line.error.message, code=line.error.status)
-    answer = line.result or WatchAnswer()
+        raise _meaning(f"etcd at {server}", line.error)
+    answer = line.result or _WatchAnswer()
     if answer.compact_revision:
         raise HistoryCompacted(
             f"etcd keeps no changes before revision {answer.compact_revision}, and {start} was asked for; list again"
         )
     if answer.canceled:
-        raise meaning(f"etcd at {server}", answer.cancel_reason or "the watch was canceled", transient=True)
+        reason = _Fault(answer.cancel_reason or "the watch was canceled")
+        raise _meaning(f"etcd at {server}", reason, transient=True)
     return answer
+
+
+def _break_when_peer_is_silent(response: aiohttp.ClientResponse, limit: float) -> None:
+    """Have the kernel break the connection if its peer's kernel is silent for ``limit`` seconds."""
+    transport = response.connection.transport if response.connection else None
+    if transport is None:
+        return  # it is broken already; reading from it will fail
+    connection = transport.get_extra_info("socket")
+    seconds = max(int(limit / 3), 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
 
 
 def _encoded(key: str) -> bytes:
     return key.encode("utf-8", "surrogateescape")
+
+
+def _decoded(key: bytes) -> str:
+    return key.decode("utf-8", "surrogateescape")
 
 
 def _below(prefix: str) -> dict[str, Any]:
@@ -247,14 +491,10 @@ def _below(prefix: str) -> dict[str, Any]:
     return {"key": first, "range_end": stem[:-1] + bytes([stem[-1] + 1])}
 
 
-def _entry(kv: KeyValue) -> Entry:
+def _entry(kv: _KeyValue) -> Entry:
     return Entry(_decoded(kv.key), kv.value, kv.create_revision, kv.mod_revision)
 
 
-def _change(event: Event) -> Change:
+def _change(event: _Event) -> Change:
     kv = event.kv
     return Change(_decoded(kv.key), None if event.type == "DELETE" else _entry(kv), kv.mod_revision)
-
-
-def _decoded(key: bytes) -> str:
-    return key.decode("utf-8", "surrogateescape")

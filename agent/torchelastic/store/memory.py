@@ -2,7 +2,6 @@
 
 It behaves as etcd does wherever a caller could tell the difference: one revision for the whole store, changes of one
 revision reported together, leases that take their keys along, watches that start in the past, a history that ends.
-With a clock of the caller's (``now``) no timer runs, and a test decides what time it is.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torchelastic.errors import HistoryCompacted, LeaseLost, StoreUnavailable
 from torchelastic.store.api import Change, Entry, Listing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator
 
 HISTORY_LIMIT: Final = 100_000
 """Changes that are kept at least; at most twice as many are."""
@@ -27,14 +26,10 @@ class MemoryStore:
     """A :class:`~torchelastic.store.api.Store` whose data end with the process.
 
     Every operation takes effect after one turn of the event loop, so that tasks meet here as they would in etcd.
-
-    Args:
-        now: the time in seconds, from any zero. None takes the event loop's clock, and leases then end by themselves;
-            with a clock of the caller's they end at the next operation after their time, or at :meth:`tick`.
     """
 
-    def __init__(self, now: Callable[[], float] | None = None) -> None:
-        self._data = _Data(now)
+    def __init__(self) -> None:
+        self._data = _Data()
         self._reachable = True
         self._closed = False
         self._watchers: dict[_Watcher, None] = {}
@@ -113,11 +108,9 @@ class MemoryStore:
         try:
             yield ()
             while True:
-                await watcher.wake.wait()
+                changes = await watcher.batches.get()
                 if watcher.broken:
                     raise StoreUnavailable("the watch of the store in memory was cut off")
-                watcher.wake.clear()
-                changes, watcher.pending = tuple(watcher.pending), []
                 yield changes
         finally:
             data.watchers.pop(watcher, None)
@@ -132,14 +125,6 @@ class MemoryStore:
         """End a lease now, as if its time had run out."""
         self._data.end_lease(lease)
 
-    def tick(self) -> None:
-        """End the leases whose time is over by the caller's clock; to be called after moving it on."""
-        self._data.end_due_leases()
-
-    def next_end(self) -> float | None:
-        """Return when the next lease ends unless it is kept alive; None if there is no lease."""
-        return min((lease.ends_at for lease in self._data.leases.values()), default=None)
-
     def compact(self, revision: int) -> None:
         """Forget the history up to and including a revision, as an etcd with auto-compaction does."""
         self._data.compact(revision)
@@ -152,7 +137,6 @@ class MemoryStore:
         await asyncio.sleep(0)
         if not self.reachable:
             raise StoreUnavailable("the store in memory is closed" if self._closed else "the store is out of reach")
-        self._data.end_due_leases()
         return self._data
 
     def _cut_watches(self) -> None:
@@ -160,47 +144,35 @@ class MemoryStore:
             watcher.cut()
 
 
-@dataclass(slots=True)
-class _Lease:
-    ttl: float
-    ends_at: float
-    keys: set[str] = field(default_factory=set)
-    timer: asyncio.TimerHandle | None = None
-
-
 @dataclass(slots=True, eq=False)
 class _Watcher:
     """A watch, and the changes that its reader has not taken yet."""
 
     prefix: str
-    pending: list[Change] = field(default_factory=list)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    batches: asyncio.Queue[tuple[Change, ...]] = field(default_factory=asyncio.Queue)
     broken: bool = False
 
     def tell(self, changes: list[Change]) -> None:
-        if mine := [change for change in changes if change.key.startswith(self.prefix)]:
-            self.pending += mine
-            self.wake.set()
+        if mine := tuple(change for change in changes if change.key.startswith(self.prefix)):
+            self.batches.put_nowait(mine)
 
     def cut(self) -> None:
         self.broken = True
-        self.wake.set()
+        self.batches.put_nowait(())
 
 
 class _Data:
     """The keys, leases and history that the clients of one store share. Nothing here waits."""
 
-    def __init__(self, now: Callable[[], float] | None) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._lease_ids = itertools.count(1)
-        self.leases: dict[int, _Lease] = {}
+        self.leases: dict[int, tuple[float, asyncio.TimerHandle]] = {}  # seconds, and the timer that ends it
         self.watchers: dict[_Watcher, None] = {}  # a set in the order of arrival, so that a test can be repeated
         self.wipe()
 
     def wipe(self) -> None:
-        for lease in self.leases.values():
-            if lease.timer is not None:
-                lease.timer.cancel()
+        for _, timer in self.leases.values():
+            timer.cancel()
         for watcher in self.watchers:
             watcher.cut()
         self.revision = 1  # as in an empty etcd
@@ -217,14 +189,11 @@ class _Data:
         self.revision += 1
         changes: list[Change] = []
         for key, value in values.items():
-            before = self.lease_of.pop(key, 0)
-            if before in self.leases:
-                self.leases[before].keys.discard(key)
+            self.lease_of.pop(key, None)
             old, entry = self.entries.pop(key, None), None
             if value is not None:
                 entry = self.entries[key] = Entry(key, value, old.created if old else self.revision, self.revision)
                 if lease:
-                    self.leases[lease].keys.add(key)
                     self.lease_of[key] = lease
             changes.append(Change(key, entry, self.revision))
         self.history += changes
@@ -254,41 +223,25 @@ class _Data:
     def below(self, prefix: str) -> list[str]:
         return sorted(key for key in self.entries if key.startswith(prefix))
 
-    def grant(self, ttl: float, lease: int = 0) -> int:
-        lease = lease or next(self._lease_ids)
-        self.leases.setdefault(lease, _Lease(ttl, 0.0))
-        self.renew(lease)
-        return lease
+    def grant(self, ttl: float, lease: int) -> int:
+        if lease in self.leases:
+            ttl = self.leases[lease][0]
+        return self._start(lease or next(self._lease_ids), ttl)
 
     def renew(self, lease: int) -> None:
-        kept = self.leases.get(lease)
-        if kept is None:
+        if lease not in self.leases:
             raise LeaseLost(f"lease {lease:x} has ended")
-        if kept.timer is not None:
-            kept.timer.cancel()
-        if self._now is not None:
-            kept.ends_at = self._now() + kept.ttl
-        else:
-            loop = asyncio.get_running_loop()
-            kept.ends_at = loop.time() + kept.ttl
-            kept.timer = loop.call_at(kept.ends_at, self.end_lease, lease)
+        self._start(lease, self.leases[lease][0])
 
     def end_lease(self, lease: int) -> None:
         """Delete a lease and its keys in one revision."""
-        ended = self.leases.pop(lease, None)
-        if ended is None:
-            return
-        if ended.timer is not None:
-            ended.timer.cancel()
-        if ended.keys:
-            self.write(dict.fromkeys(sorted(ended.keys), None))
+        if lease in self.leases:
+            self.leases.pop(lease)[1].cancel()
+        if keys := sorted(key for key, held_by in self.lease_of.items() if held_by == lease):
+            self.write(dict.fromkeys(keys, None))
 
-    def end_due_leases(self) -> None:
-        """End the leases whose time is over by the caller's clock, in the order of their ends."""
-        if self._now is None:
-            return
-        now = self._now()
-        for lease in sorted(self.leases, key=lambda lease: (self.leases[lease].ends_at, lease)):
-            if self.leases[lease].ends_at > now:
-                break
-            self.end_lease(lease)
+    def _start(self, lease: int, ttl: float) -> int:
+        if lease in self.leases:
+            self.leases[lease][1].cancel()
+        self.leases[lease] = (ttl, asyncio.get_running_loop().call_later(ttl, self.end_lease, lease))
+        return lease

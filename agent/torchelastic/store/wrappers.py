@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from torchelastic.errors import StoreError, StoreRefused, StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from torchelastic.store.api import Change, Entry, Listing, Store
-
+    from torchelastic.store.api import Change, Store
 
 _CONFIRMED_WATCH: Final = "confirmed watch"
 
@@ -31,77 +30,8 @@ class RequestEnded(Protocol):
         """
 
 
-class _Wrapper:
-    """A store that passes every request on, within :meth:`_around`."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def _around(self, request: str) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    async def get(self, key: str) -> Entry | None:
-        """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
-        with self._around("get"):
-            return await self._store.get(key)
-
-    async def list(self, prefix: str) -> Listing:
-        """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
-        with self._around("list"):
-            return await self._store.list(prefix)
-
-    async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
-        with self._around("put"):
-            return await self._store.put(key, value, lease=lease)
-
-    async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
-        """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
-        with self._around("compare_and_swap"):
-            return await self._store.compare_and_swap(key, value, expected=expected, lease=lease)
-
-    async def delete(self, key: str) -> None:
-        """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
-        with self._around("delete"):
-            await self._store.delete(key)
-
-    async def delete_prefix(self, prefix: str) -> None:
-        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
-        with self._around("delete_prefix"):
-            await self._store.delete_prefix(prefix)
-
-    async def grant(self, ttl: float, *, lease: int = 0) -> int:
-        """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
-        with self._around("grant"):
-            return await self._store.grant(ttl, lease=lease)
-
-    async def keep_alive(self, lease: int) -> None:
-        """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
-        with self._around("keep_alive"):
-            await self._store.keep_alive(lease)
-
-    async def revoke(self, lease: int) -> None:
-        """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
-        with self._around("revoke"):
-            await self._store.revoke(lease)
-
-    async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
-        """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
-        async with aclosing(self._store.watch(prefix, start)) as batches:
-            with self._around("watch"):
-                confirmed = await anext(batches, ())
-            yield confirmed
-            with self._around(_CONFIRMED_WATCH):
-                async for batch in batches:
-                    yield batch
-
-    async def close(self) -> None:
-        """See :meth:`Store.close <torchelastic.store.api.Store.close>`."""
-        await self._store.close()
-
-
-class MeasuredStore(_Wrapper):
-    """A store whose requests are measured; of a watch, the time until it is confirmed.
+def measured(store: Store, ended: RequestEnded) -> Store:
+    """Return a store whose requests are measured; of a watch, the time until it is confirmed.
 
     Requests that are cancelled are not counted.
 
@@ -110,12 +40,8 @@ class MeasuredStore(_Wrapper):
         ended: called after each request.
     """
 
-    def __init__(self, store: Store, ended: RequestEnded) -> None:
-        super().__init__(store)
-        self._ended = ended
-
     @contextmanager
-    def _around(self, request: str) -> Iterator[None]:
+    def around(request: str) -> Iterator[None]:
         began = time.perf_counter()
         failure: StoreError | None = None
         try:
@@ -124,13 +50,15 @@ class MeasuredStore(_Wrapper):
             failure = error
         if request != _CONFIRMED_WATCH:
             succeeded = not isinstance(failure, StoreUnavailable | StoreRefused)
-            self._ended(request, time.perf_counter() - began, succeeded=succeeded)
+            ended(request, time.perf_counter() - began, succeeded=succeeded)
         if failure is not None:
             raise failure
 
+    return cast("Store", _Wrapper(store, around, store.close))
 
-class NeverRefusingStore(_Wrapper):
-    """A store that is unavailable, instead of refusing, once a key was put under a lease.
+
+def never_refusing(store: Store) -> Store:
+    """Return a store that is unavailable, instead of refusing, after the first key was put.
 
     Before a node has joined, a refusal (credentials, certificate, not an etcd) is reported to the user, who can mend
     it. After that training must not end for it: a proxy may answer for an etcd that is restarted, a certificate may be
@@ -139,26 +67,52 @@ class NeverRefusingStore(_Wrapper):
     Args:
         store: what it stands for; not closed along with this.
     """
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._joined = False
-
-    async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
-        revision = await super().put(key, value, lease=lease)
-        self._joined = self._joined or lease != 0
-        return revision
-
-    async def close(self) -> None:
-        """Do nothing: the store is closed by its owner."""
+    joined = False
 
     @contextmanager
-    def _around(self, request: str) -> Iterator[None]:
-        del request
+    def around(request: str) -> Iterator[None]:
+        nonlocal joined
         try:
             yield
         except StoreRefused as error:
-            if not self._joined:
+            if not joined:
                 raise
             raise StoreUnavailable(f"{error}") from error
+        joined = joined or request == "put"
+
+    async def close() -> None:
+        pass
+
+    return cast("Store", _Wrapper(store, around, close))
+
+
+class _Wrapper:
+    """A store that passes every request on, within ``around(name of the method)``."""
+
+    def __init__(
+        self,
+        store: Store,
+        around: Callable[[str], AbstractContextManager[None]],
+        close: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._around = around
+        self.close = close
+
+    def __getattr__(self, request: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._store, request)
+
+        async def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the method has them
+            with self._around(request):
+                return await method(*args, **options)
+
+        return call
+
+    async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
+        async with aclosing(self._store.watch(prefix, start)) as batches:
+            with self._around("watch"):
+                confirmed = await anext(batches, ())
+            yield confirmed
+            with self._around(_CONFIRMED_WATCH):
+                async for batch in batches:
+                    yield batch

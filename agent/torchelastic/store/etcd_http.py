@@ -1,0 +1,312 @@
+"""HTTP to the servers of one etcd cluster: which server is asked, TLS, time limits, and what a failure means.
+
+Connections are kept open and shared, so a request costs one round trip. Servers are tried in turn, and one that failed
+is asked last. A request moves on to the next server if it never reached the first, or if sending it twice does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import ssl
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import aiohttp
+from yarl import URL
+
+from torchelastic.errors import SettingsError, StoreError, StoreRefused, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+    from torchelastic.store.api import StoreSettings
+
+_Result = TypeVar("_Result")
+
+_PROBE_LIMIT: Final = 1.0
+"""Seconds for finding out why a server does not answer."""
+
+_SHOWN: Final = 200
+"""Characters of an unexpected answer that a message shows."""
+
+
+class Unreached(StoreUnavailable):
+    """The request never reached the server, so it was not carried out."""
+
+
+class WrongApi(StoreRefused):
+    """The server answers, but not as etcd does with the API that is asked for."""
+
+
+class NotAuthorized(StoreRefused):
+    """The user may not use these keys."""
+
+
+class EtcdServers:
+    """The servers of one etcd cluster.
+
+    Args:
+        settings: where they are and how to get in.
+
+    Raises:
+        SettingsError: an endpoint is not host:port, or a file with certificates cannot be used.
+    """
+
+    def __init__(self, settings: StoreSettings) -> None:
+        if not settings.endpoints:
+            raise SettingsError("no etcd server is given: name at least one as host:port")
+        self._request_timeout = settings.request_timeout
+        self._bases = {endpoint: _base_url(settings.protocol, endpoint) for endpoint in settings.endpoints}
+        self._order = list(self._bases)
+        self._tls = _tls_context(settings)
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The servers, in the order in which they are asked."""
+        return tuple(self._order)
+
+    async def ask(
+        self,
+        exchange: Callable[[str, float], Awaitable[_Result]],
+        *,
+        repeatable: bool = False,
+        at: str | None = None,
+        limit: float | None = None,
+    ) -> _Result:
+        """Return the result of an exchange with one server.
+
+        Args:
+            exchange: called with the server and the seconds in which a connection must be made.
+            repeatable: doing it twice does no harm, so another server may be asked after one has failed.
+            at: ask this server only.
+            limit: seconds for all of it; None for the request timeout.
+
+        Raises:
+            StoreUnavailable: no server answered in time.
+        """
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + (limit or self._request_timeout)
+        endpoints = (at,) if at else self.endpoints
+        for number, endpoint in enumerate(endpoints, 1):
+            left = max(deadline - clock.time(), 0.0)
+            share = left / (len(endpoints) - number + 1)
+            try:
+                async with time_limit(endpoint, share if repeatable else left):
+                    return await exchange(endpoint, share)
+            except StoreUnavailable as error:
+                self._order.remove(endpoint)
+                self._order.append(endpoint)
+                if number < len(endpoints) and (repeatable or isinstance(error, Unreached)):
+                    continue
+                if number == 1:
+                    raise
+                asked = ", ".join(endpoints[:number])
+                raise StoreUnavailable(
+                    f"none of the etcd servers {asked} answers; the last failure: {error}"
+                ) from error
+        raise AssertionError("there is at least one endpoint")
+
+    async def check(self, exchange: Callable[[str, float], Awaitable[object]]) -> None:
+        """Make sure that a server can be used.
+
+        Args:
+            exchange: as in :meth:`ask`; may be repeated.
+
+        Raises:
+            StoreError: as the exchange, or because the servers speak http instead of https or the reverse.
+        """
+
+        async def checked(endpoint: str, connect: float) -> None:
+            try:
+                await exchange(endpoint, connect)
+            except NotAuthorized:
+                return  # other keys may be allowed
+            except StoreError as error:
+                if protocol := await self._other_protocol(endpoint):
+                    raise StoreRefused(
+                        f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
+                    ) from error
+                raise
+
+        await self.ask(checked, repeatable=True)
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self,
+        method: str,
+        endpoint: str,
+        path: str,
+        *,
+        connect: float,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and yield the answer, which is to be read within the block.
+
+        Args:
+            method: of HTTP.
+            endpoint: the server.
+            path: the path, and perhaps a query, quoted.
+            connect: seconds in which the connection must be made.
+            body: what is sent.
+            headers: beside those of every request.
+
+        Raises:
+            StoreUnavailable: the server cannot be reached, or the connection broke.
+            StoreRefused: what listens there cannot be trusted, or does not speak HTTP.
+        """
+        self._raise_if_closed()
+        if self._session is None:  # here and not in __init__, because it belongs to the running loop
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            # Else it repeats PUT and DELETE, and a compare-and-swap that is repeated after it was done fails.
+            self._session._retry_connection = False  # noqa: SLF001 - aiohttp has no other switch for it
+        response: aiohttp.ClientResponse | None = None
+        try:
+            response = await self._session.request(
+                method,
+                URL(f"{self._bases[endpoint].origin()}{path}", encoded=True),
+                data=body,
+                headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})},
+                allow_redirects=False,  # a redirect would take the credentials along
+                timeout=aiohttp.ClientTimeout(connect=connect),
+            )
+            yield response
+        except (aiohttp.ClientError, RuntimeError) as error:
+            self._raise_if_closed()
+            if isinstance(error, aiohttp.ClientError):
+                raise _broken(endpoint, error) from error
+            raise
+        finally:
+            if response is not None:
+                response.close()  # has no effect on a connection whose answer was read to the end
+
+    async def close(self) -> None:
+        """Close all connections; requests that still wait for an answer raise StoreUnavailable."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the connection to etcd has been closed")
+
+    async def _other_protocol(self, endpoint: str) -> str | None:
+        """Return the protocol that a server speaks instead of the one it was asked in; None if that is not it."""
+        other = "https" if self._bases[endpoint].scheme == "http" else "http"
+        timeout = aiohttp.ClientTimeout(total=_PROBE_LIMIT)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(f"{other}://{endpoint}/version", ssl=False, allow_redirects=False) as answer,
+            ):
+                return other if other == "https" or answer.status == 200 else None
+        except aiohttp.ClientError as error:
+            return other if "ALERT" in str(error) else None  # it refuses a client without a certificate
+        except TimeoutError:
+            return None
+
+
+@contextlib.asynccontextmanager
+async def time_limit(endpoint: str, seconds: float) -> AsyncIterator[None]:
+    """Limit the time for an exchange with a server.
+
+    Raises:
+        StoreUnavailable: the time is up.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise StoreUnavailable(f"etcd at {endpoint} gave no answer within {seconds:.3g} seconds") from error
+
+
+def is_transient(status: int) -> bool:
+    """Return whether an answer with this status of HTTP may be another one later."""
+    return status >= 500 or status in {408, 425, 429}
+
+
+def unexpected(endpoint: str, path: str, status: int, body: bytes, *, lacking: str) -> StoreError:
+    """Return the error for an answer that is not etcd's; if it is from an etcd at all, it has no ``lacking``."""
+    if is_transient(status):
+        return StoreUnavailable(f"etcd at {endpoint} answers with status {status}: {shown(body)}")
+    found = f"{path} gives status {status}, {shown(body)}"
+    return WrongApi(f"what listens at {endpoint} is not etcd, or etcd without {lacking}: {found}")
+
+
+def shown(body: bytes) -> str:
+    """Return the beginning of an unexpected answer as text on one line."""
+    text = " ".join(body[: 4 * _SHOWN].decode("utf-8", "replace").split())
+    return repr(text[:_SHOWN]) if text else "nothing"
+
+
+def _base_url(protocol: str, endpoint: str) -> URL:
+    if protocol not in {"http", "https"}:
+        raise SettingsError(f"{protocol!r} is not a protocol of etcd: use http or https")
+    try:
+        base = URL(f"{protocol}://{endpoint}")
+        complete = base.host and base.explicit_port and base.path == "/" and not base.user
+        (base.host or "").encode("idna")  # as looking the name up will
+    except ValueError:
+        complete = False
+    if not complete:
+        raise SettingsError(f"{endpoint!r} is not the address of an etcd server: write host:port")
+    return base
+
+
+def _tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
+    """Return the TLS context of the settings; None for plain HTTP."""
+    if settings.protocol != "https":
+        if settings.ca_cert or settings.cert or settings.key:
+            raise SettingsError("certificates for etcd are given, yet the protocol is http: use https")
+        return None
+    if settings.key and not settings.cert:
+        raise SettingsError(f"a private key for etcd is given ({settings.key}), but no certificate: name both")
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_cert)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"the CA certificate {settings.ca_cert} for etcd cannot be used: {error}") from error
+    if settings.cert:
+        try:
+            # An empty password instead of none, or a key with a password would ask for it on the terminal.
+            context.load_cert_chain(settings.cert, settings.key, password="")
+        except (OSError, ValueError) as error:
+            pair = f"{settings.cert} with the key {settings.key or settings.cert}"
+            raise SettingsError(f"the client certificate {pair} for etcd cannot be used: {error}") from error
+    return context
+
+
+def _broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
+    """Return the error for a failed exchange with a server."""
+    where = f"etcd at {endpoint}"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause = error.certificate_error
+        said = cause.verify_message if isinstance(cause, ssl.SSLCertVerificationError) else str(cause)
+        return StoreRefused(f"the certificate of {where} cannot be trusted: {said}")
+    if isinstance(error, aiohttp.ClientOSError) and "[SSL:" in str(error) and "EOF" not in str(error):
+        reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
+        return StoreRefused(f"no TLS connection to {where} can be made: {reason}")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        state = "cannot be found" if isinstance(error.os_error, socket.gaierror) else "does not answer"
+        return Unreached(f"{where} {state}: {_reason(error.os_error)}")
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return Unreached(f"{where} does not answer: no connection in time")
+    if isinstance(error, aiohttp.ClientResponseError):
+        answer = re.search(r"b(['\"].*['\"])", error.message)
+        said = answer[1] if answer else " ".join(error.message.split())
+        return WrongApi(f"what listens at {endpoint} does not speak HTTP: {said}")
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return StoreUnavailable(f"{where} closed the connection instead of answering")
+    reason = _reason(error) if isinstance(error, aiohttp.ClientOSError) else str(error) or type(error).__name__
+    return StoreUnavailable(f"the connection to {where} broke: {reason}")
+
+
+def _reason(error: OSError) -> str:
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return error.strerror or str(error) or "connection reset"
