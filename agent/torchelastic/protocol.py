@@ -1,10 +1,35 @@
-"""The records that the agents and the operator write into the store: JSON with bounds on every field."""
+"""The protocol between the operator and the agents: environment, store keys and records, exit codes.
+
+The keys of a run, below ``/torchelastic/<run id>/``:
+
+=============== ============================ =====================================================
+key             written by                   record
+=============== ============================ =====================================================
+``c/leader``    the leader (leased)          :class:`LeaderRecord`: who leads
+``c/state``     the leader, compare-and-swap :class:`StateRecord`: the current round, the outcome
+``c/notice``    the leader                   :class:`NoticeRecord`: the round is about to change
+``c/size``      the operator                 :class:`SizeRecord`: how many nodes there should be
+``n/<node id>`` each node (leased)           :class:`NodeRecord`: the node itself
+``t/breakdown`` the leader                   :class:`TimeBreakdown`: where the run's time went
+``t/history``   the leader                   :class:`HistoryRecord`: the rounds of the run
+=============== ============================ =====================================================
+
+Every node watches ``c/``; only the leader watches ``n/``. So a change of membership costs O(N) messages. No node
+watches ``t/``; a new leader reads it once.
+
+A node's record hangs on the node's own lease, all others on the run's lease (:func:`run_lease`), which the leader and
+the operator renew: an abandoned run leaves nothing behind a day later. Every record except the outcome has the
+writer's protocol version. Two things keep their place and meaning in all versions, so that mixed versions stop in
+order: the number and version of a round, and the outcome (:func:`decode_state`).
+"""
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import itertools
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+import json
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 
@@ -12,6 +37,57 @@ from torchelastic.errors import MalformedRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+KEY_ROOT: Final = "/torchelastic"
+
+RUN_LEASE_TTL: Final = 86_400.0
+"""Seconds after which the keys of an abandoned run expire."""
+
+RUN_LEASE_RENEWALS: Final = 24
+"""Renewals of the run's lease within its TTL: one an hour."""
+
+
+class RunKeys:
+    """The keys of one run.
+
+    Attributes:
+        root: the prefix of all of them, ending in a slash.
+        control: the prefix that every node watches.
+        leader: the key of the :class:`LeaderRecord`.
+        state: the key of the :class:`StateRecord`.
+        notice: the key of the :class:`NoticeRecord`.
+        size: the key of the :class:`SizeRecord`.
+        nodes: the prefix that the leader watches: a :class:`NodeRecord` for each node.
+        time_breakdown: the key of the :class:`TimeBreakdown`.
+        history: the key of the :class:`HistoryRecord`.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.control = f"{root}c/"
+        self.leader = f"{root}c/leader"
+        self.state = f"{root}c/state"
+        self.notice = f"{root}c/notice"
+        self.size = f"{root}c/size"
+        self.nodes = f"{root}n/"
+        self.time_breakdown = f"{root}t/breakdown"
+        self.history = f"{root}t/history"
+
+    @classmethod
+    def of(cls, run_id: str) -> RunKeys:
+        """Return the keys of the run with this id; slashes in the id are escaped."""
+        return cls(f"{KEY_ROOT}/{run_id.replace('%', '%25').replace('/', '%2F')}/")
+
+    def node(self, node_id: str) -> str:
+        """Return the key of one node."""
+        return f"{self.nodes}{node_id}"
+
+
+def run_lease(run_id: str) -> int:
+    """Return the id of the run's lease: at most 63 bits, which every node derives from the run's id."""
+    name = f"{RunKeys.of(run_id).root}lease".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 1 or 1
+
 
 PROTOCOL_VERSION: Final = 1
 """Raised when a record or a rule changes incompatibly. Only nodes of equal versions share a round."""
@@ -33,12 +109,17 @@ _Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
-def own_version() -> int:
-    """Return our protocol version; a default_factory, so that the field is written although defaults are omitted."""
-    return PROTOCOL_VERSION
+class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    pass
 
 
-class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class _VersionedRecord(_Record, frozen=True, kw_only=True):
+    """A record with the writer's protocol version, which a factory gives, so that it is always written."""
+
+    protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)
+
+
+class SizeRecord(_VersionedRecord, frozen=True):
     """How many nodes the job should have; the highest generation wins.
 
     Attributes:
@@ -47,7 +128,6 @@ class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         max: more nodes never train.
         desired: a round forms as soon as this many nodes are present; None if the number is unknown.
         draining: names of the nodes that are about to be removed; the next round excludes them.
-        protocol: the writer's protocol version.
     """
 
     min: _NodeCount
@@ -55,7 +135,6 @@ class SizeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     generation: Number = 0
     desired: Count | None = None
     draining: tuple[_Name, ...] = ()
-    protocol: Count = msgspec.field(default_factory=own_version)
 
     @property
     def target(self) -> int:
@@ -91,7 +170,7 @@ class NodeEnd(enum.StrEnum):
     """It is present, but the run has become smaller."""
 
 
-class TimeBreakdown(msgspec.Struct, frozen=True, omit_defaults=True):
+class TimeBreakdown(_Record, frozen=True):
     """Where the time of a run went, from the creation of its job until a moment.
 
     Attributes:
@@ -122,7 +201,7 @@ class TimeBreakdown(msgspec.Struct, frozen=True, omit_defaults=True):
         return hash((self.until, self.round))
 
 
-class ResumeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class ResumeRecord(_Record, frozen=True):
     """What an agent of a resumed run knows from the start; the store that knew it is gone.
 
     Attributes:
@@ -162,7 +241,7 @@ class RoundReason(enum.StrEnum):
     WORKER_FAILED = "worker_failed"
 
 
-class RoundRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class RoundRecord(_VersionedRecord, frozen=True):
     """A rendezvous round: who trains together, and all that a node needs to start its workers.
 
     Attributes:
@@ -179,7 +258,6 @@ class RoundRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         cause: the same in a sentence.
         failure: the last worker failure that was charged, if any; its text may be shortened.
         time_breakdown: where the run's time went up to this round, for the next leader if the store loses it.
-        protocol: the leader's protocol version.
     """
 
     number: Number
@@ -194,7 +272,6 @@ class RoundRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     cause: Sentence = ""
     failure: FailureRecord | None = None
     time_breakdown: TimeBreakdown | None = None
-    protocol: Count = msgspec.field(default_factory=own_version)
 
     @property
     def name(self) -> str:
@@ -231,7 +308,7 @@ class FailureKind(enum.StrEnum):
     """Ended by the agent, because another worker had failed."""
 
 
-class FailureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class FailureRecord(_Record, frozen=True):
     """A failed worker.
 
     Attributes:
@@ -263,7 +340,7 @@ class FailureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     uncharged: bool = False
 
 
-class NoticeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class NoticeRecord(_VersionedRecord, frozen=True):
     """The round is about to be replaced; the next one waits until the workers that asked for notice have saved.
 
     Attributes:
@@ -272,7 +349,6 @@ class NoticeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         seconds: how long the next round waits at most; 0 withdraws the notice.
         reason: why, in one word.
         cause: the same in a sentence.
-        protocol: the leader's protocol version.
     """
 
     round: Number
@@ -280,7 +356,6 @@ class NoticeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: _Seconds = 0.0
     reason: RoundReason = RoundReason.RESIZED
     cause: Sentence = ""
-    protocol: Count = msgspec.field(default_factory=own_version)
 
 
 class OutcomeState(enum.StrEnum):
@@ -290,7 +365,7 @@ class OutcomeState(enum.StrEnum):
     FAILED = "failed"
 
 
-class OutcomeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class OutcomeRecord(_Record, frozen=True):
     """How the run ended; written once. Nodes of every version read it, so its fields never change.
 
     Attributes:
@@ -308,7 +383,7 @@ class OutcomeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: FailureRecord | None = None
 
 
-class StateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class StateRecord(_Record, frozen=True):
     """The run's state: the current round, and the outcome once the run is over.
 
     It is one record under one key, so a compare-and-swap of a leader that others have replaced always fails.
@@ -333,7 +408,7 @@ class NodePhase(enum.StrEnum):
     """About to leave: the next round excludes it."""
 
 
-class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class NodeRecord(_VersionedRecord, frozen=True):
     """A node's own record, under its lease. An empty store is filled again from these.
 
     Attributes:
@@ -343,7 +418,6 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         link: port of its peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
         store: port on which it offers to serve the next round's TCPStore; never used before.
         joined: when it first joined, as the store's revision: its seniority. 0 until known.
-        protocol: its protocol version.
         phase: its progress in ``round``.
         round: the highest round number that it knows.
         restarts: the highest count of charged restarts that it knows.
@@ -366,7 +440,6 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     link: Count = 0
     store: Count = 0
     joined: Number = 0
-    protocol: Count = msgspec.field(default_factory=own_version)
     phase: NodePhase = NodePhase.READY
     round: _KnownNumber = 0
     restarts: Count = 0
@@ -380,7 +453,7 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     last_checkpoint_at: _Time = 0.0
 
 
-class PastRound(msgspec.Struct, frozen=True, omit_defaults=True):
+class PastRound(_Record, frozen=True):
     """One round in the history of a run.
 
     Attributes:
@@ -410,7 +483,7 @@ HISTORY_LIMIT: Final = 200
 """Rounds that the history keeps: the first and the last half."""
 
 
-class HistoryRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class HistoryRecord(_Record, frozen=True):
     """The rounds of a run.
 
     Attributes:
@@ -430,18 +503,16 @@ def missing_between(rounds: Iterable[PastRound]) -> int:
     return min(missing, COUNT_LIMIT)
 
 
-class LeaderRecord(msgspec.Struct, frozen=True):
+class LeaderRecord(_VersionedRecord, frozen=True):
     """Who leads.
 
     Attributes:
         node: the leader's id; empty after a leader has resigned.
         address: host:port of its peer server.
-        protocol: its protocol version.
     """
 
     node: _Name
     address: _Address
-    protocol: Count = msgspec.field(default_factory=own_version)
 
 
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -452,15 +523,7 @@ def encode(record: msgspec.Struct) -> bytes:
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_as_unicode(msgspec.to_builtins(record)))
-
-
-def _as_unicode(value: Any) -> Any:  # noqa: ANN401 - what JSON is made of
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        return {key: _as_unicode(each) for key, each in value.items()}
-    return [_as_unicode(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return json.dumps(msgspec.to_builtins(record), ensure_ascii=False).encode(errors="replace")
 
 
 def decode(data: bytes, kind: type[Record]) -> Record:
@@ -506,24 +569,16 @@ def decode_state(data: bytes) -> StateRecord:
 
 
 def decode_size(data: bytes) -> SizeRecord:
-    """Return the size in this JSON.
-
-    Raises:
-        MalformedRecord: the data is not a size, or was written with another protocol version.
-    """
+    """Return the size in this JSON; raise MalformedRecord if it is none, or of another protocol version."""
     return _of_our_version(decode(data, SizeRecord))
 
 
 def decode_notice(data: bytes) -> NoticeRecord:
-    """Return the notice in this JSON.
-
-    Raises:
-        MalformedRecord: the data is not a notice, or was written with another protocol version.
-    """
+    """Return the notice in this JSON; raise MalformedRecord if it is none, or of another protocol version."""
     return _of_our_version(decode(data, NoticeRecord))
 
 
-_Versioned = TypeVar("_Versioned", SizeRecord, NoticeRecord)
+_Versioned = TypeVar("_Versioned", bound=_VersionedRecord)
 
 
 def _of_our_version(record: _Versioned) -> _Versioned:
@@ -552,3 +607,89 @@ def shorten(text: str, limit: int) -> str:
     head = limit // 3
     tail = max(limit - head - 3, 0)
     return f"{text[:head]} … {text[len(text) - tail :]}"[:limit] if limit > 3 else text[:limit]
+
+
+class Env:
+    """Environment variables that the operator sets in an agent's container, beside torchrun's PET_* variables.
+
+    Command-line flags override PET_* variables.
+    """
+
+    NODE_NAME: Final = "TORCHELASTIC_NODE_NAME"
+    """The pod's name."""
+    NODE_ADDRESS: Final = "TORCHELASTIC_NODE_ADDRESS"
+    """The address at which peers reach it (the pod's IP)."""
+    SIZE: Final = "TORCHELASTIC_SIZE"
+    """The first :class:`SizeRecord`, as JSON."""
+    RESUME: Final = "TORCHELASTIC_RESUME"
+    """A :class:`ResumeRecord`, as JSON; unset if the run was never suspended."""
+    JOB: Final = "TORCHELASTIC_JOB"
+    """The job's namespace and name, separated by a slash; labels of the agent's metrics."""
+    JOB_CREATED: Final = "TORCHELASTIC_JOB_CREATED"
+    """When the job was created, in seconds since the Unix epoch: the start of its time breakdown."""
+    UNIQUE_RUN: Final = "TORCHELASTIC_UNIQUE_RUN"
+    """"1": the run id is never reused, so an outcome in the store belongs to this run."""
+    CHECKPOINT_DIR: Final = "TORCHELASTIC_CHECKPOINT_DIR"
+    """The program's checkpoint directory; the agent only passes it on."""
+    TERMINATION_LOG: Final = "TORCHELASTIC_TERMINATION_LOG"
+    """The file for the :class:`TerminationMessage`."""
+    METRICS_PORT: Final = "TORCHELASTIC_METRICS_PORT"
+    """Port of /metrics; 0 for any free port; unset for none."""
+    PROTOCOL: Final = "TORCHELASTIC_PROTOCOL"
+    """The operator's protocol version."""
+
+
+class ExitCode(enum.IntEnum):
+    """The agent's exit codes. A signal that ends the agent gives 128 + n, as in a shell."""
+
+    SUCCEEDED = 0
+    """The run succeeded, whether or not this node's workers took part to the end."""
+    FAILED = 1
+    """The run failed; the termination message has the root cause."""
+    BAD_INPUT = 2
+    """The command line or the environment is invalid; nothing was started."""
+    STORE = 3
+    """The store could not be reached within the join timeout, or its data was lost: not a failure of the node."""
+    NO_PORT = 4
+    """No port of the configured range is free on this host; a retry may find one."""
+    BROKEN = 5
+    """The store refused the agent (credentials, version), or the agent itself failed; a retry may succeed."""
+    INTERRUPTED = 130
+    """The agent left on SIGINT."""
+    LEFT = 143
+    """The agent left on SIGTERM: not a failure of the job."""
+
+
+class TerminationMessage(_VersionedRecord, frozen=True, rename="camel"):
+    """The agent's last message, for the operator and for people: JSON of at most 4,096 bytes.
+
+    Attributes:
+        reason: one word in CamelCase: Succeeded, WorkerFailed, RestartsExhausted, Left, BadInput, StoreUnavailable…
+        message: a sentence.
+        round: the last round that the agent knew.
+        failure: the failed worker, if any.
+    """
+
+    reason: Annotated[str, msgspec.Meta(max_length=64)]
+    message: Sentence = ""
+    round: Number = 0
+    failure: FailureRecord | None = None
+
+
+TERMINATION_MESSAGE_LIMIT: Final = 4096
+"""Bytes that the kubelet keeps of /dev/termination-log."""
+
+
+def encode_termination_message(message: TerminationMessage) -> bytes:
+    """Return the message as JSON within the kubelet's limit; long texts are shortened in the middle."""
+    encoded = encode(message)
+    budget = TERMINATION_MESSAGE_LIMIT
+    while len(encoded) > TERMINATION_MESSAGE_LIMIT:
+        budget = budget * 3 // 4
+        failure = message.failure
+        if failure is not None:
+            failure = msgspec.structs.replace(failure, message=shorten(failure.message, budget // 2))
+        encoded = encode(
+            msgspec.structs.replace(message, message=shorten(message.message, budget // 2), failure=failure)
+        )
+    return encoded
