@@ -71,6 +71,25 @@ class StoreBehaviour:
         assert entry is not None
         assert entry.value == value
 
+    async def test_any_text_can_be_a_key(self, store: Store, other: Store, prefix: str) -> None:
+        odd = ("_hidden", "_/_", ".", "..", "a b", "100%", "%2F", "~", "~41", "+&=?#", "a//b", "ключ", "\udcff", "\n")
+        keys = [prefix + "odd/" + name for name in odd]
+        async with contextlib.aclosing(other.watch(prefix, 0)) as watch:
+            await confirmed(watch)
+            for number, key in enumerate(keys):
+                revision = await store.compare_and_swap(key, b"", expected=0)
+                assert revision is not None, key
+                await store.compare_and_swap(key, str(number).encode(), expected=revision)
+            assert [change.key for change in await seen(watch, 2 * len(keys))] == [key for key in keys for _ in "12"]
+        read = {key: await other.get(key) for key in keys}
+        assert [entry and entry.value for entry in read.values()] == [
+            str(number).encode() for number in range(len(odd))
+        ]
+        assert {entry.key: entry for entry in (await other.list(prefix + "odd/")).entries} == read
+        for key in keys[::2]:
+            await store.delete(key)
+        assert {entry.key for entry in (await other.list(prefix + "odd/")).entries} == set(keys[1::2])
+
     async def test_a_listing_has_what_is_below_the_prefix_in_the_order_of_keys(self, store: Store, prefix: str) -> None:
         for name in ("n/2", "n/10", "n/1", "n0", "n", "o/1"):
             await store.put(prefix + name, name.encode())

@@ -40,9 +40,7 @@ from torchelastic.store.api import Change, Entry, Listing
 from torchelastic.store.etcd_http import EtcdServers, NotAuthorized, WrongApi, unexpected
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
-
-    import aiohttp
+    from collections.abc import AsyncGenerator
 
     from torchelastic.store.api import StoreSettings
 
@@ -300,11 +298,11 @@ class EtcdV2Store:
         If there is none: the index up to which there is none.
         """
         patience = self._settings.silence_limit / 2
-        question = {"wait": True, "waitIndex": start, "recursive": True}
+        change = {"wait": True, "waitIndex": start, "recursive": True}
         try:
-            answer = await self._ask("read", folder, at=server, limit=1.5 * patience, patience=patience, **question)
-        except _Quiet as quiet:
-            return quiet.index
+            answer = await self._ask("read", folder, at=server, limit=1.5 * patience, patience=patience, **change)
+        except etcd.EtcdWatchTimedOut as quiet:
+            return _index_of(quiet)
         except etcd.EtcdEventIndexCleared as error:
             raise HistoryCompacted(f"etcd no longer keeps the changes from index {start} on; list again") from error
         node, gone = _node(answer), answer.action in _REMOVALS
@@ -340,30 +338,33 @@ class EtcdV2Store:
             EtcdException: etcd's answer is about keys: not as expected, or an event that is no longer kept.
             StoreUnavailable: no answer, or one that says "later".
             StoreRefused: an answer that says "no".
-            _Quiet: there was no change.
+            EtcdWatchTimedOut: there was no change.
         """
         call = functools.partial(getattr(self._python_etcd, method), *args, **options)
-        request = self._python_etcd.written_by(call)
-        fields = urlencode(request.fields)
-        path, body = (request.path, fields) if request.method == "PUT" else (f"{request.path}?{fields}", "")
+        try:
+            call()
+        except _Request as request:
+            verb, path, body = request.args
 
         async def exchange(endpoint: str, connect: float) -> Answer:
-            sent = self._servers.request(
-                request.method, endpoint, path, connect=connect, body=body.encode(), headers=self._headers
-            )
+            sent = self._servers.request(verb, endpoint, path, connect=connect, body=body, headers=self._headers)
             async with sent as response:
-                self._cluster_id = response.headers.get("X-Etcd-Cluster-Id", "")
+                headers = response.headers
+                self._cluster_id = headers.get("X-Etcd-Cluster-Id", "")
                 try:
                     async with asyncio.timeout(patience):
                         data = await response.read()
                 except TimeoutError:
-                    raise _Quiet(int(response.headers.get("X-Etcd-Index", 0))) from None
+                    raise etcd.EtcdWatchTimedOut(payload={"index": int(headers.get("X-Etcd-Index", 0))}) from None
+            self._python_etcd.answer = SimpleNamespace(status=response.status, data=data, getheaders=lambda: headers)
             try:
-                return self._python_etcd.read_by(call, response, data)
+                return call()
             except (etcd.EtcdException, ValueError) as error:  # ValueError: the answer is not text
                 if _payload(error).get("errorCode") in _ABOUT_KEYS:
                     raise
                 raise self._meaning(endpoint, error, response.status, data) from error
+            finally:
+                self._python_etcd.answer = None
 
         return await self._servers.ask(exchange, repeatable=method in {"read", "refresh"}, at=at, limit=limit)
 
@@ -386,48 +387,21 @@ class EtcdV2Store:
 
 
 class _PythonEtcd(etcd.Client):  # type: ignore[misc]
-    """python-etcd without a connection: it writes requests and reads answers."""
+    """python-etcd without a connection: each method raises its request, or returns what it makes of ``answer``."""
 
-    _answer: object = None
-
-    def written_by(self, call: Callable[[], Answer]) -> _Request:
-        """Return the request that a call of a method would send."""
-        try:
-            call()
-        except _Request as request:
-            return request
-        raise AssertionError("the method sends a request")
-
-    def read_by(self, call: Callable[[], Answer], response: aiohttp.ClientResponse, data: bytes) -> Answer:
-        """Return what the call makes of the answer."""
-        self._answer = SimpleNamespace(status=response.status, data=data, getheaders=lambda: response.headers)
-        try:
-            return call()
-        finally:
-            self._answer = None
+    answer: object = None
 
     def api_execute(self, path: str, method: str, params: dict[str, str | int], timeout: None = None) -> object:
         """Take the place of python-etcd's method that sends a request."""
         del timeout
-        if self._answer is None:
-            raise _Request(method, path, params)
-        return self._handle_server_response(self._answer)
+        if self.answer is not None:
+            return self._handle_server_response(self.answer)
+        fields = urlencode(params)
+        raise _Request(method, path, fields.encode()) if method == "PUT" else _Request(method, f"{path}?{fields}", b"")
 
 
 class _Request(BaseException):
-    """A request of python-etcd."""
-
-    def __init__(self, method: str, path: str, fields: dict[str, str | int]) -> None:
-        super().__init__()
-        self.method, self.path, self.fields = method, path, fields
-
-
-class _Quiet(Exception):  # noqa: N818
-    """There was no change up to an index."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
+    """A request of python-etcd: HTTP's method, path and body."""
 
 
 class _Lease(msgspec.Struct, frozen=True):
@@ -459,15 +433,9 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 def _node(answer: Answer) -> _Node:
-    node = {
-        "path": answer.key,
-        "text": answer.value or "",
-        "created": answer.createdIndex,
-        "modified": answer.modifiedIndex,
-        "ttl": answer.ttl,
-    }
+    node = (answer.key, answer.value or "", answer.createdIndex, answer.modifiedIndex, answer.ttl)
     try:
-        return msgspec.convert(node, _Node)
+        return msgspec.convert(dict(zip(_Node.__struct_fields__, node, strict=True)), _Node)
     except msgspec.ValidationError as error:
         raise WrongApi(f"what listens there does not answer as etcd's API v2 does: {error}") from error
 
@@ -521,7 +489,7 @@ def _unescaped(part: str) -> str:
     )
 
 
-def _index_of(error: etcd.EtcdKeyNotFound) -> int:
+def _index_of(error: etcd.EtcdException) -> int:
     if not isinstance(index := error.payload.get("index"), int):
         raise error
     return index
