@@ -90,7 +90,6 @@ def test_with_a_command_nothing_of_it_is_read_as_a_flag(command: tuple[str, ...]
         ("bash", "-c", "python train.py  # not torchrun\n# torchrun x.py"),
         ("bash", "-c", "echo torchrun; python -m train torchrun"),
         ("sh", "run.sh", "-c", "torchrun"),
-        ("sh", "-c", "echo 'no end; torchrun"),
         ("bash", "-c", "version=$(torchrun --version); python train.py"),
         ("sh", "-c"),
         ("env", "A=torchrun"),

@@ -6,9 +6,7 @@ which ones are given, to find settings that are given twice.
 
 from __future__ import annotations
 
-import functools
 import re
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -24,16 +22,21 @@ _LAUNCHERS: Final = frozenset({"torchrun", "torchelastic-run"})
 _LAUNCHER_MODULES: Final = frozenset(
     {"torch.distributed.launch", "torch.distributed.run", "torchelastic.distributed.launch", "torchelastic.run"}
 )
-_SPEAKS_OF_LAUNCHER: Final = "torch"
+_MODULE: Final = "|".join(map(re.escape, sorted(_LAUNCHER_MODULES)))
+_PYTHON: Final = re.compile(r"python[0-9.]*")
+_MODULE_FLAG: Final = re.compile(r"-[bBdEiIOPqsSuvx]*m(.*)")
+"""Python's own flags in one word, the last of which is followed by a module."""
+
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _SHELLS: Final = frozenset({"ash", "bash", "dash", "ksh", "sh", "zsh"})
 _SCRIPT_FLAG: Final = re.compile(r"-[A-Za-z]*c")
 """A shell's flags in one word, the last of which is followed by a script."""
-_BETWEEN_COMMANDS: Final = "();<>|&\n"
-_BEFORE_COMMANDS: Final = frozenset({"!", "do", "else", "exec", "if", "nohup", "then", "time", "while", "{"})
-_ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
-_PYTHON: Final = re.compile(r"python[0-9.]*")
-_PYTHON_FLAGS: Final = re.compile(r"-(?=[^-])[^cmWX]*(?P<taking>[cmWX]?)(?P<value>.*)", re.DOTALL)
-"""Python's own flags in one word; the last one may take a value, perhaps in the next word."""
+_LAUNCHER_IN_SCRIPT: Final = re.compile(
+    r"(?:^|[;&|\n{]|(?<!\$)\()\s*"  # a command in $( ) is run for its output; it does not train
+    r"(?:(?:!|do|else|exec|if|nohup|then|time|while)\s+|[A-Za-z_]\w*=\S*\s+)*"
+    rf"(?:\S*/)?(?:torchrun|torchelastic-run|python[0-9.]*\s+(?:-\w+\s+)*-m\s*(?:{_MODULE}))(?:\s|;|$)"
+)
+"""A launcher at the start of a command, approximately: quotes and escapes are not interpreted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +81,22 @@ def after_launcher(command: Sequence[str]) -> tuple[str, ...] | None:
     return after if module in _LAUNCHER_MODULES else None
 
 
-@functools.lru_cache(maxsize=256)
-def starts_launcher(command: tuple[str, ...]) -> bool:
+def starts_launcher(command: Sequence[str]) -> bool:
     """Whether a command is a launcher, or starts one by ``env`` or in the script of a shell."""
     words = list(command)
     if words and words[0].rpartition("/")[2] == "env":
-        words = _after_environment(words[1:])
-    name = words[0].rpartition("/")[2] if words else ""
-    if name in _SHELLS:
-        script = _script_of(words[1:])
-        # Parsing is slow, and most scripts do not start a launcher.
-        return _SPEAKS_OF_LAUNCHER in script and any(after_launcher(each) is not None for each in _commands_of(script))
-    return after_launcher(words) is not None
+        words.pop(0)
+        while words and (words[0].startswith("-") or _ASSIGNMENT.fullmatch(words[0])):
+            if words.pop(0) in ("-u", "-C"):
+                del words[:1]
+    if not words or words[0].rpartition("/")[2] not in _SHELLS:
+        return after_launcher(words) is not None
+    for position, word in enumerate(words[1:], 2):
+        if _SCRIPT_FLAG.fullmatch(word):
+            return any(_LAUNCHER_IN_SCRIPT.search(script) for script in words[position : position + 1])
+        if not word.startswith(("-", "+")):
+            break
+    return False
 
 
 def program_is_launcher(args: Sequence[str]) -> bool:
@@ -100,58 +107,16 @@ def program_is_launcher(args: Sequence[str]) -> bool:
         program.pop(0)
     if any(flag.name in ("m", "module") for flag in flags):
         return bool(program) and program[0] in _LAUNCHER_MODULES
-    return starts_launcher(tuple(program))
-
-
-def _after_environment(words: Sequence[str]) -> list[str]:
-    """The command that ``env`` runs with these arguments."""
-    left = list(words)
-    while left and (left[0].startswith("-") or _ASSIGNMENT.fullmatch(left[0])):
-        if left.pop(0) in ("-u", "-C"):
-            del left[:1]
-    return left
-
-
-def _script_of(words: Sequence[str]) -> str:
-    """The script among a shell's arguments; empty if there is none, or a file."""
-    for position, word in enumerate(words):
-        if _SCRIPT_FLAG.fullmatch(word):
-            return next(iter(words[position + 1 :]), "")
-        if not word.startswith(("-", "+")):
-            break
-    return ""
-
-
-def _commands_of(script: str) -> Iterator[list[str]]:
-    """The commands of a shell's script, approximately."""
-    lexer = shlex.shlex(script.replace("\\\n", " "), posix=True, punctuation_chars=_BETWEEN_COMMANDS)
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-    command: list[str] = []
-    before = ""
-    try:
-        for word in lexer:
-            if set(word) <= set(_BETWEEN_COMMANDS):
-                yield command
-                # A command in $( ) is run for its output; it does not train.
-                command = ["$("] if before.endswith("$") and word.startswith("(") else []
-            elif command or not (word in _BEFORE_COMMANDS or _ASSIGNMENT.fullmatch(word)):
-                command.append(word)
-            before = word
-    except ValueError:  # an unclosed quote
-        return
-    yield command
+    return starts_launcher(program)
 
 
 def _module_of(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
     """The module that Python runs with these arguments, and what follows it; None if it runs something else."""
     left = list(words)
-    while left and (flags := _PYTHON_FLAGS.fullmatch(left[0])):
-        taking, value = flags["taking"], flags["value"]
-        left.pop(0)
-        if taking and not value:
-            value = left.pop(0) if left else ""
-        if taking == "m":
-            return value, tuple(left)
-        if taking == "c":
-            break
+    while left and left[0].startswith("-") and left[0] != "-c":
+        flag = left.pop(0)
+        if (module := _MODULE_FLAG.fullmatch(flag)) is not None:
+            return (module[1] or (left.pop(0) if left else "")), tuple(left)
+        if flag in ("-W", "-X"):
+            del left[:1]
     return None, ()
