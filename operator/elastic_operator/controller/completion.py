@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from elastic_operator.api.constants import Reason
 from elastic_operator.api.status import JobState
 from elastic_operator.controller import messages
-from elastic_operator.controller.failures import failure_of, is_fatal, pod_end
+from elastic_operator.controller.failures import failure_of, is_fatal
 from elastic_operator.controller.model import PodEnd
-from elastic_operator.controller.snapshot import without
 from torchelastic.protocol import OutcomeState
 
 if TYPE_CHECKING:
@@ -75,9 +74,7 @@ def _by_outcome(snapshot: Snapshot) -> Completion | None:
 
 
 def _by_exit_codes(snapshot: Snapshot, count: FailureCount) -> Completion | None:
-    ends: dict[PodEnd, Pod] = {}
-    for pod in sorted(without(snapshot.gone, count.pending), key=lambda pod: (pod.ended or 0.0, pod.name)):
-        ends.setdefault(pod_end(pod), pod)
+    ends = {each.end: each.pod for each in reversed(count.judged)}
     if PodEnd.RUN_SUCCEEDED in ends:
         return Completion(reason=Reason.RUN_SUCCEEDED)
     if (failed := ends.get(PodEnd.RUN_FAILED)) is not None:

@@ -14,7 +14,7 @@ from elastic_operator.controller.model import JobEvent, PodEnd
 from torchelastic.protocol import RoundReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import FailureCount
@@ -41,7 +41,7 @@ def suspension_events(before: JobStatus, status: JobStatus, count: FailureCount)
     """The events of a suspended job."""
     had_pods = ": its pods are asked to leave" if before.replicas else ""
     suspended = [JobEvent(EventReason.SUSPENDED, f"suspended{had_pods}")] if before.state is not status.state else []
-    return (*_pods_ended(count), *suspended, *_spec_rejected(before, status))
+    return (*_pods_ended(count), *suspended, *_spec_rejected(_news(before, status)))
 
 
 def completion_event(status: JobStatus) -> JobEvent:
@@ -97,33 +97,34 @@ def _pod_ended(ended: EndedPod) -> tuple[EventReason, str] | None:
 def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
     """What prevents pods from being created, or from being created as the spec says."""
     before, blocked = snapshot.job.status, snapshot.observed.blocked
-    yield from _spec_rejected(before, status)
-    if (changes := _newly_said(before, status, ConditionType.RESTART_REQUIRED)) is not None:
+    news = _news(before, status)
+    yield from _spec_rejected(news)
+    if (changes := news.get(ConditionType.RESTART_REQUIRED)) is not None:
         yield JobEvent(EventReason.RESTART_REQUIRED, changes)
-    if (budget := _newly_said(before, status, ConditionType.DISRUPTION_BUDGET_FAILED)) is not None:
+    if (budget := news.get(ConditionType.DISRUPTION_BUDGET_FAILED)) is not None:
         yield JobEvent(EventReason.RESOURCES_BLOCKED, budget, warning=True)
     if blocked is not None and _is_blocked(status) and not _is_blocked(before):
         what = "pods cannot" if status.replicas < status.desired else "not all that the job needs can"
         message = f"{what} be made for now: {messages.clause(blocked)}"
         yield JobEvent(EventReason.RESOURCES_BLOCKED, message, warning=True)
-    unreachable = status.condition(ConditionType.STORE_UNREACHABLE)
-    if unreachable is not None and unreachable.status and not before.holds(ConditionType.STORE_UNREACHABLE):
-        message = f"the operator cannot use the store: {unreachable.message}"
+    unreachable = news.get(ConditionType.STORE_UNREACHABLE)
+    if unreachable is not None and not before.holds(ConditionType.STORE_UNREACHABLE):
+        message = f"the operator cannot use the store: {unreachable}"
         yield JobEvent(EventReason.STORE_UNREACHABLE, message, warning=True)
 
 
-def _spec_rejected(before: JobStatus, status: JobStatus) -> Iterator[JobEvent]:
-    if (problem := _newly_said(before, status, ConditionType.INVALID)) is not None:
+def _spec_rejected(news: Mapping[str, str]) -> Iterator[JobEvent]:
+    if (problem := news.get(ConditionType.INVALID)) is not None:
         message = f"the spec cannot be honoured, and no pod is made of it: {problem}"
         yield JobEvent(EventReason.REFUSED, message, warning=True)
 
 
-def _newly_said(before: JobStatus, status: JobStatus, kind: ConditionType) -> str | None:
-    """The message of a condition that is true, if it was not true with the same message before."""
-    earlier, now = before.condition(kind), status.condition(kind)
-    if now is None or not now.status:
-        return None
-    return None if earlier is not None and earlier.status and earlier.message == now.message else now.message
+def _news(before: JobStatus, status: JobStatus) -> dict[str, str]:
+    """By type, the messages of conditions that are true, and were not true with the same message before."""
+    known = {condition.type: condition.message for condition in before.conditions if condition.status}
+    return {
+        each.type: each.message for each in status.conditions if each.status and known.get(each.type) != each.message
+    }
 
 
 def _is_blocked(status: JobStatus) -> bool:

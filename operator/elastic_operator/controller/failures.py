@@ -35,10 +35,11 @@ _NOT_ITS_FAULT: Final = (TerminationCause.DISRUPTED, TerminationCause.NODE_LOST,
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
-    """The pods that ended since the last status.
+    """The pods that ended.
 
     Attributes:
-        ended: the pods that are counted, in the order in which they ended.
+        judged: all but the pending ones, in the order in which they ended.
+        ended: those of them that ended since the last status, and are counted.
         pending: pods that would be charged or end the job, unless the store says that the run had ended before.
         pod_failures: the job's count, these included.
         last_failure: what failed last, if the job has not finished.
@@ -48,6 +49,7 @@ class FailureCount:
         next_due: when the next pending pod is counted in any case; None if there is none.
     """
 
+    judged: tuple[EndedPod, ...]
     ended: tuple[EndedPod, ...]
     pending: tuple[Pod, ...]
     pod_failures: int
@@ -59,16 +61,18 @@ class FailureCount:
 
 
 def count_failures(snapshot: Snapshot) -> FailureCount:
-    """Judge and count the pods that have not been counted."""
+    """Judge the pods that ended, and count those that have not been counted."""
     spec, status = snapshot.job.spec, snapshot.job.status
+    judged: list[EndedPod] = []
     counted: list[EndedPod] = []
     pending: list[EndedPod] = []
     pod_failures = status.pod_failures
     at_worst = False
     for pod in sorted(snapshot.gone, key=lambda pod: (pod.ended or 0.0, pod.name)):
+        each = judge(pod, spec.failure_policy.rules)
         if pod.uid in status.counted_pod_uids:
+            judged.append(each)
             continue
-        each = judge(pod, spec.failure_rules)
         hopeless = each.end in (PodEnd.BAD_INPUT, PodEnd.INCOMPATIBLE)
         # The run may have ended before the pod did.
         must_wait = pod.phase.ended and snapshot.never_read and snapshot.store_may_tell(pod.ended or 0.0)
@@ -76,6 +80,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
             pending.append(each)
             at_worst = at_worst or hopeless or is_fatal(each)
         else:
+            judged.append(each)
             counted.append(each)
             pod_failures += each.charged
     excluded: dict[str, Pod] = {}
@@ -85,6 +90,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
             excluded.setdefault(node, each.pod)
     over_limit = pod_failures + sum(each.charged for each in pending) > spec.backoff_limit
     return FailureCount(
+        judged=tuple(judged),
         ended=tuple(counted),
         pending=tuple(each.pod for each in pending),
         pod_failures=pod_failures,

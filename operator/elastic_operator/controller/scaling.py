@@ -102,7 +102,9 @@ class PlannedPods:
 def plan_pods(snapshot: Snapshot, count: FailureCount) -> PlannedPods:
     """Bring the job to its size: tell the agents, delete surplus pods, fill empty indices."""
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
-    size, announce, surplus = _settle_size(snapshot)
+    desired = job.spec.desired
+    size, announce, surplus = _settle_size(snapshot, desired)
+    gone = without(snapshot.gone, count.pending)
     staying = without(snapshot.live, surplus)
     etcd_waits = observed.etcd_blocked and observed.etcd is not EtcdState.READY
     yielding: tuple[Pod, ...] = ()
@@ -110,7 +112,7 @@ def plan_pods(snapshot: Snapshot, count: FailureCount) -> PlannedPods:
         by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
         yielding = tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
         staying = without(staying, yielding)
-    slots = _empty_slots(snapshot, staying, surplus + yielding)
+    slots = _empty_slots(snapshot, staying, surplus + yielding, desired)
     obsolete = without(_obsolete(snapshot.ended, slots), count.pending)
     rejected = observed.rejected is not None
     held = (snapshot.outcome_unknown or count.may_be_fatal) and not rejected
@@ -125,12 +127,12 @@ def plan_pods(snapshot: Snapshot, count: FailureCount) -> PlannedPods:
     due = () if held else [slot for slot in fillable if slot.due <= now]
     return PlannedPods(
         staying=staying,
-        gone=without(snapshot.gone, count.pending) + surplus + yielding,
+        gone=gone + surplus + yielding,
         time_breakdown=breakdown,
         invalid=_rejection(snapshot, slots),
-        created=_fill(snapshot, due, new_pod) if due else (),
+        created=_fill(snapshot, due, new_pod, was_suspended=was_suspended),
         remove=(
-            *removals(surplus, f"{size.desired} are wanted"),
+            *removals(surplus, f"{desired} are wanted"),
             *removals(yielding, "the job's etcd needs its room first"),
             *removals(obsolete, "it has ended and is not needed any more"),
         ),
@@ -151,7 +153,7 @@ def back_off(failures: int) -> float:
     return 0.0 if failures <= 1 else min(2.0 ** min(failures - 2, 16), LONGEST_BACK_OFF)
 
 
-def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tuple[Pod, ...]]:
+def _settle_size(snapshot: Snapshot, desired: int) -> tuple[SizeRecord, SizeRecord | None, tuple[Pod, ...]]:
     """Compare the size that the agents know with the wanted one.
 
     Returns:
@@ -162,7 +164,7 @@ def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tup
     if stored is not None:
         known.append(stored)
     newest = max((size.generation for size in known), default=0)
-    size = SizeRecord(generation=newest, min=spec.min_replicas, max=spec.max_replicas, desired=spec.desired)
+    size = SizeRecord(generation=newest, min=spec.min_replicas, max=spec.max_replicas, desired=desired)
     agreed = bool(known) and all(
         (each.min, each.max, each.desired) == (size.min, size.max, size.desired)
         for each in known
@@ -172,7 +174,7 @@ def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tup
     generation = max(newest if agreed else max(newest + 1, job.generation), job.status.size_generation)
     size = msgspec.structs.replace(size, generation=generation)
     announced = stored.draining if agreed and stored is not None and stored.generation == newest else ()
-    surplus = _surplus(snapshot.live, spec.desired, announced)
+    surplus = _surplus(snapshot.live, desired, announced)
     unaware = any(pod.size is None or pod.size.generation < generation for pod in snapshot.live)
     if not unaware or not snapshot.observed.store_read or (stored is not None and stored.generation >= generation):
         return size, None, surplus
@@ -199,15 +201,18 @@ def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str]) -> tup
     return (*surplus, *staying[: max(len(staying) - max(desired, 0), 0)])
 
 
-def _empty_slots(snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod]) -> tuple[EmptySlot, ...]:
+def _empty_slots(
+    snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod], desired: int
+) -> tuple[EmptySlot, ...]:
     """As many of the lowest empty indices as pods are missing.
 
     Args:
         snapshot: the input of the plan.
         staying: the live pods that stay, of any index.
         deleted: live pods that are about to be deleted.
+        desired: how many pods there should be.
     """
-    job, desired = snapshot.job, snapshot.job.spec.desired
+    job = snapshot.job
     by_index: dict[int, list[Pod]] = {}
     for pod in (*snapshot.gone, *(replace(pod, terminating=True) for pod in deleted)):
         by_index.setdefault(pod.index, []).append(pod)
@@ -288,13 +293,15 @@ def _resume_record(job: Job, breakdown: TimeBreakdown | None) -> ResumeRecord | 
     return known if known != ResumeRecord() else None
 
 
-def _fill(snapshot: Snapshot, slots: Iterable[EmptySlot], new_pod: NewPod) -> tuple[NewPod, ...]:
+def _fill(
+    snapshot: Snapshot, slots: Iterable[EmptySlot], new_pod: NewPod, *, was_suspended: bool
+) -> tuple[NewPod, ...]:
     """The pods for these slots, each with a name that no other pod has."""
     job, stored = snapshot.job, snapshot.observed.size
     taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())
     # After a suspension names differ, as the last round may still name the former pods.
     active = snapshot.now if job.status.active is None else job.status.active
-    first = "" if job.status.condition(ConditionType.SUSPENDED) is None else rfc3339(active)
+    first = rfc3339(active) if was_suspended else ""
     created = []
     for slot in slots:
         name = pod_name(job.name, job.uid, slot.index, first if slot.replaces is None else slot.replaces.uid)
@@ -313,8 +320,8 @@ def _rejection(snapshot: Snapshot, slots: Sequence[EmptySlot]) -> tuple[Reason, 
     job, observed = snapshot.job, snapshot.observed
     if observed.rejected is not None:
         return Reason.REFUSED, messages.clause(observed.rejected)
+    if not slots or observed.blocked is not None or job.status.observed_generation != job.generation:
+        return None
     known = job.status.condition(ConditionType.INVALID)
-    same_spec = job.status.observed_generation == job.generation
-    if slots and observed.blocked is None and same_spec and known is not None and known.status:
-        return (Reason.REFUSED, known.message) if known.reason == Reason.REFUSED else None
-    return None
+    is_known = known is not None and known.status and known.reason == Reason.REFUSED
+    return (Reason.REFUSED, known.message) if known is not None and is_known else None
