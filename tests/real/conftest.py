@@ -1,6 +1,6 @@
-"""The two ends of the range of torch that is supported, for tests that ask for them, or for all.
+"""Run tests with the oldest supported torch, for tests that ask for it or for all.
 
-With ELASTICJOB_TEST_TORCH=oldest in the environment every test here runs its programs with the oldest torch, which is
+If the environment has ELASTICJOB_TEST_TORCH=oldest, every test here runs its programs with the oldest torch, which is
 part of the test bed.
 """
 
@@ -29,13 +29,13 @@ def oldest_torchs_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_oldest_torch(oldest_torchs_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All Pythons that the test starts have the oldest torch; such a test carries the marker oldest_torch, too."""
+    """Give the oldest torch to every Python that the test starts; such a test also has the marker oldest_torch."""
     monkeypatch.setattr(sys, "executable", str(oldest_torchs_python))
 
 
 @pytest.fixture(params=["newest", pytest.param("oldest", marks=pytest.mark.oldest_torch)])
 def each_torch(request: pytest.FixtureRequest) -> str:
-    """Run the test twice: all Pythons that it starts have this environment's torch, and then the oldest one."""
+    """Run the test twice: with this environment's torch, and with the oldest one."""
     if request.param == "oldest":
         request.getfixturevalue("with_oldest_torch")
     return str(request.param)
@@ -43,14 +43,14 @@ def each_torch(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _chosen_torch(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where the oldest torch was asked for, that."""
+    """Use the oldest torch if the environment requests it."""
     with pytest.MonkeyPatch.context() as patch:
         if OLDEST_FOR_ALL:
             patch.setattr(sys, "executable", str(request.getfixturevalue("oldest_torchs_python")))
         yield
 
 
-@pytest.hookimpl(tryfirst=True)  # before what the tests run on is made
+@pytest.hookimpl(tryfirst=True)  # before the test bed is prepared
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:

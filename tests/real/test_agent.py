@@ -1,4 +1,4 @@
-"""What somebody who types ``torchelastic-run`` gets: real agents, real etcd, real torch workers."""
+"""``torchelastic-run`` with real agents, a real etcd and real torch workers."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ ASK = "import torchelastic as worker; print(worker.round_stands())"
 
 
 async def _asked_with(environment: str) -> str:
-    """Return what a process is answered that has a worker's environment and was started by another process."""
+    """The answer to a process that has a worker's environment but was started by another process."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", ASK), env={**os.environ, **json.loads(environment)}, stdout=asyncio.subprocess.PIPE
     )

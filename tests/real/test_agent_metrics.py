@@ -1,4 +1,4 @@
-"""What an agent tells of itself on its page, whatever happens to it, its workers and its store."""
+"""The agent's own metrics on its page, also after failures of workers and of the store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ metrics.put_metric("train_step.success", 1)
 
 
 def operations(page: Page) -> dict[tuple[str, str], float]:
-    """How often by operation and outcome."""
+    """Counts by operation and outcome."""
     found = page.named("torchelastic_operations_total").items()
     return {
         (dict(labels)["operation"], dict(labels)["outcome"]): count
@@ -58,13 +58,13 @@ def took(page: Page, operation: str) -> float:
 
 
 def requests(page: Page, outcome: str) -> dict[str, float]:
-    """How often the store was asked, with this outcome."""
+    """The number of store requests with this outcome."""
     counts = page.named("torchelastic_store_request_duration_seconds_count").items()
     return {dict(labels)["request"]: count for (_, labels), count in counts if ("outcome", outcome) in labels}
 
 
 async def killed(measured: Measured, round: int) -> None:
-    """End a worker of the round as nobody should."""
+    """Kill a worker of the round with SIGKILL."""
     os.kill(int((await measured.agent.said(rf"round {round} pid (\d+)"))[1]), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""What somebody gets who has an etcd with the API v2 only, or asks for it: the same, with the same words."""
+"""Agents on an etcd with API v2 behave as on v3, with the same messages."""
 
 from __future__ import annotations
 

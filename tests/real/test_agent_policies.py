@@ -1,4 +1,4 @@
-"""What an agent is told by a job's policies: free and final exit codes, a range of ports, and where a run went on."""
+"""Job policies in an agent: uncharged and non-retryable exit codes, port ranges, resumed runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def round_of(state: Mapping[str, Entry], stage: Stage) -> RoundRecord:
 
 
 async def standing(stage: Stage, number: int) -> RoundRecord:
-    """The round of this number, as it stands in etcd."""
+    """The round of this number, as etcd has it."""
     keys = stage.keys
     return round_of(
         await stage.until(lambda state: keys.state in state and round_of(state, stage).number == number), stage
@@ -75,7 +75,7 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
         for number in range(1, 4):
             workers = await stage.round(number, world=2)
             record = await standing(stage, number)
-            # Two of them have linked to each other and said what they offer to the next round.
+            # Two of them are connected and have written their offers for the next round.
             state = await stage.until(lambda state, number=number: knowing(state, stage, number) == 2)
             told = [port for node in nodes(state, stage) for port in (node.link, node.store)]
             stores.append(int(record.store.rpartition(":")[2]))
@@ -126,7 +126,7 @@ async def test_unreadable_earlier_state_of_a_run_is_bad_input(tmp_path: Path) ->
     assert said["message"].startswith('TORCHELASTIC_RESUME={"round":"seven"}: this is not a ResumeRecord')
 
 
-# -- looking from outside
+# -- observation from outside
 
 
 def nodes(state: Mapping[str, Entry], stage: Stage) -> list[NodeRecord]:
@@ -134,5 +134,5 @@ def nodes(state: Mapping[str, Entry], stage: Stage) -> list[NodeRecord]:
 
 
 def knowing(state: Mapping[str, Entry], stage: Stage, number: int) -> int:
-    """How many nodes have heard of a round."""
+    """The number of nodes that know a round."""
     return sum(node.round == number for node in nodes(state, stage))

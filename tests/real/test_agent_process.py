@@ -1,4 +1,4 @@
-"""The beginning and the end of an agent's own process: nothing is waited for that need not be, and no word is lost."""
+"""Start and exit of an agent's own process: no needless wait, and no lost message."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_c
         *(f"--termination-log={last_words}", program, tmp_path / "up"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        limit=16,  # bytes that are read ahead: what nobody has asked for stays in the pipe
+        limit=16,  # bytes that are read ahead; the rest stays in the pipe
     )
     assert agent.stderr
     try:
         await told(tmp_path / "up")
-        # The run has ended when nothing is left of what started its workers; only words are left to be said.
+        # When the processes that start workers have ended, the run has ended; only messages are left to be written.
         await eventually(lambda: not [entry for entry in read_table().values() if entry.parent == agent.pid])
         assert json.loads(last_words.read_text())["reason"] == "WorkerFailed"
         agent.send_signal(signal.SIGTERM)

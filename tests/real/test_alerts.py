@@ -1,4 +1,4 @@
-"""Each alert fires when it should and at no other time, as promtool plays it; and each has a page that it leads to."""
+"""Each alert fires only when it should, as promtool evaluates it, and links to an existing runbook."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HEALTHY = {
     f'torchelastic_operation_duration_seconds_count{{{WHOSE},operation="train_step",rank="0"}}': "0+50x200",
     f'torchelastic_operation_duration_seconds_sum{{{WHOSE},operation="train_step",rank="0"}}': "0+55x200",
 }
-"""One job that trains and an operator that looks after it, minute by minute."""
+"""The series of one training job and of its operator, minute by minute."""
 
 
 def condition(name: str, value: str) -> dict[str, str]:
@@ -63,19 +63,19 @@ def condition(name: str, value: str) -> dict[str, str]:
 
 
 def restarts(value: str, cause: str = "worker_failed", instance: str = "") -> dict[str, str]:
-    """How often the job was started anew, as one copy of the operator tells it."""
+    """The restarts of the job, as one replica of the operator exposes them."""
     copy = f',instance="{instance}"' if instance else ""
     return {f'elastic_operator_job_restarts_total{{{WHOSE},cause="{cause}"{copy}}}': value}
 
 
 def trained(value: str, instance: str = "") -> dict[str, str]:
-    """How long the job has trained, as one agent tells it."""
+    """The training time of the job, as one agent exposes it."""
     agent = f',instance="{instance}"' if instance else ""
     return {f'torchelastic_job_seconds_total{{{WHOSE},state="training"{agent}}}': value}
 
 
 def reconciled(**results: str) -> dict[str, str]:
-    """How the operator's looks at jobs went."""
+    """The results of the operator's reconciles."""
     return {f'elastic_operator_reconciles_total{{result="{result}"}}': values for result, values in results.items()}
 
 
@@ -88,16 +88,16 @@ NONE = "_x200"
 
 @dataclass(frozen=True)
 class Story:
-    """What happens, and which alert fires when.
+    """A scenario, and when an alert fires in it.
 
     Attributes:
-        alert: which is asked for.
-        name: the story in words.
-        what: what is otherwise than with a healthy job.
+        alert: the name of the alert.
+        name: the scenario in words.
+        what: the series that differ from those of a healthy job.
         quiet: minutes at which it must not fire.
         fires: minutes at which it must.
-        about: the labels of what it is about.
-        value: the value that its description tells, where it tells one.
+        about: the labels of the alert.
+        value: the value in its description, if there is one.
     """
 
     alert: str
@@ -398,7 +398,7 @@ STORIES = (
 
 
 def annotations(story: Story) -> dict[str, str]:
-    """What is told when the alert fires."""
+    """The labels and annotations of the firing alert."""
     alert = ALERTS[story.alert]
     told = {"summary": alert.summary, "description": alert.about, "runbook_url": f"docs/runbooks/{alert.name}.md"}
     values = {

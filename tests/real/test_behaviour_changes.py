@@ -1,4 +1,4 @@
-"""Planned changes: what workers that are to end are told, and what time they have; spares wait and take over."""
+"""Planned changes: notices and grace periods of workers; spares wait and take over."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_workers_of_a_leaving_node_have_the_grace_period(tmp_path: Path, e
         staying, going = await stage.round(1, world=2)
         await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved)))
         agents[going.node].kill(signal.SIGTERM)
-        # The others do not wait for that.
+        # The others do not wait for it.
         [alone] = await stage.round(2, world=1)
         assert await agents[going.node].code() == 143
         assert saved.read_text() == "all of it"
@@ -93,7 +93,7 @@ async def test_workers_of_a_leaving_node_have_the_grace_period(tmp_path: Path, e
 
 
 async def test_workers_have_the_grace_period_before_a_removed_node_leaves(tmp_path: Path, etcd: EtcdServer) -> None:
-    """Who changes the size writes it first, and only then tells the agents that go."""
+    """Write the new size first, and then signal the agents that leave."""
     env = {Env.SIZE: encode(SizeRecord(min=1, max=2, desired=2)).decode()}
     flags = (NO_TIMERS, "--stop-grace=60")
     saved = tmp_path / "saved"

@@ -1,4 +1,4 @@
-"""A worker's environment: the documented variables, equal on all ranks where they come from the round."""
+"""A worker's environment: the documented variables; those of the round are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_THE_ROUND = {
 
 
 def equal_on_all(workers: Sequence[Puppet]) -> dict[str, str]:
-    """What comes from the round, which no two workers may see differently."""
+    """The variables of the round, which must be equal in all workers."""
     [values] = {tuple(sorted((name, worker.env[name]) for name in OF_THE_ROUND)) for worker in workers}
     return dict(values)
 
@@ -119,7 +119,7 @@ async def test_gloo_and_nccl_use_the_interface_of_the_node_address_unless_the_us
 async def test_nodes_of_one_topology_domain_have_neighbouring_ranks(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--nnodes=3", "--rdzv-conf=last_call_timeout=3600")
     async with Stage(tmp_path, etcd) as stage, stage.agent("left-1", *flags, "--place=left") as left:
-        # They come one after the other, so that they would have another order without their places.
+        # They start one after the other, so that without their topology they would have another order.
         await left.said(r"1 node \(left-1\) ")
         async with stage.agent("right", *flags, "--place=right") as right:
             await left.said("2 nodes ")

@@ -1,4 +1,4 @@
-"""Training never stops for etcd: it is paused, killed, away, replaced by an empty one, and hard to get into."""
+"""Training never stops for etcd: it is paused, killed, unreachable, replaced by an empty one, or needs credentials."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEASE = 1.0
 
 
 async def train_on(workers: Sequence[Puppet]) -> None:
-    """Return when all of them have trained together some more."""
+    """Return when all of them have taken further steps together."""
     before = [await worker.does("answer = rounds") for worker in workers]
     more = "import time\nwhile rounds < {}: time.sleep(0.005)\nanswer = rounds"
     after = [await worker.does(more.format(rounds + 10)) for worker, rounds in zip(workers, before, strict=True)]
@@ -38,7 +38,7 @@ async def train_on(workers: Sequence[Puppet]) -> None:
 
 @contextlib.asynccontextmanager
 async def nobody_serving(port: int) -> AsyncIterator[list[float]]:
-    """In the place of a server, somebody who hangs up on all that call, and notes when."""
+    """A server that closes every connection and records when it was made."""
     calls: list[float] = []
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,7 +54,7 @@ async def nobody_serving(port: int) -> AsyncIterator[list[float]]:
 
 
 def words(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
-    """What the agents said of something so far."""
+    """The lines of the agents that contain a text, so far."""
     return [line for agent in agents for line in agent.lines if part in line]
 
 
@@ -72,7 +72,7 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
         await asyncio.gather(*(worker.does(TRAINING) for worker in workers))
 
         with own_etcd.paused():
-            await asyncio.sleep(2.5 * LEASE)  # the passing of the leases' time is what this is about
+            await asyncio.sleep(2.5 * LEASE)  # the leases have to expire
             await train_on(workers)
         assert stage.rounds == {1}
 
@@ -80,7 +80,7 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
         await own_etcd.kill()
         async with nobody_serving(port) as calls:
             await asyncio.gather(*(agent.said("lost sight of the run's keys") for agent in (a, b)))
-            await asyncio.sleep(2.0)  # for how often they call
+            await asyncio.sleep(2.0)  # the time in which connections are counted
             await train_on(workers)
         assert 2 <= len(calls) < 60
         assert len(words((a, b), "lost sight of")) == 2
@@ -102,7 +102,7 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
 
 @pytest.fixture
 async def fortress(tmp_path: Path) -> AsyncIterator[tuple[EtcdServer, str]]:
-    """An etcd that wants to see certificates, a user and a password; and the configuration that gets one in."""
+    """An etcd that requires certificates, a user and a password; and the configuration to connect to it."""
     files = make_certificates(tmp_path)
     context = ssl.create_default_context(cafile=files.authority)
     context.load_cert_chain(files.client, files.client_key)

@@ -1,4 +1,4 @@
-"""A worker that fails is named, with its reason, in the log, in the store and in the last words of its agent."""
+"""A failed worker is named, with its reason, in the log, in the store and in the agent's termination message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 CLOCKS = {"ahead": 10, "right": 0, "behind": -10}
-"""Seconds by which clocks are wrong, from the latest to the earliest."""
+"""The offsets of the clocks in seconds, from the latest to the earliest."""
 
 PATIENT = "--rdzv-conf=lease=60,crash_loop_limit=100"
 
@@ -53,7 +53,7 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [
 
 
 def failures(state: Mapping[str, Entry], stage: Stage) -> dict[str, FailureRecord]:
-    """What each node has told of a failure of its own."""
+    """The failure that each node has reported."""
     nodes = [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(stage.keys.nodes)]
     return {node.name: node.failure for node in nodes if node.failure is not None}
 
@@ -66,7 +66,7 @@ def round_of(state: Mapping[str, Entry], stage: Stage) -> RoundRecord:
 
 @pytest.fixture
 def skewed(tmp_path: Path) -> dict[str, dict[str, str]]:
-    """Environments by the name of a clock: what a process in one of them takes for the time is 10 s off."""
+    """Environments by the name of a clock; processes in them see a time that is 10 s off."""
     made = {}
     for name, seconds in CLOCKS.items():
         folder = tmp_path / name
@@ -88,11 +88,11 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
         }
 
         async def fail_in_this_order(round: int, orders: list[str]) -> list[str]:
-            """Two nodes fail while the leader looks away; gives back their names, in order."""
+            """Have two nodes fail while the leader is paused; returns their names, in order."""
             workers = await stage.round(round, world=3)
             state = await stage.until(lambda state: stage.keys.leader in state)
             leader = decode(state[stage.keys.leader].value, LeaderRecord).node.rpartition(".")[0]
-            # The first one's clock is ahead of the second one's, so by their clocks the second one was first.
+            # The first node's clock is ahead, so by the clocks the second node failed first.
             others = [worker for name in CLOCKS for worker in workers if worker.node == name != leader]
             times = [await worker.does("import time; answer = time.time()") for worker in others]
             assert times[0] > times[1] + 5
@@ -120,12 +120,12 @@ async def test_a_late_root_cause_is_found_on_one_node(tmp_path: Path) -> None:
     ):
         workers = await stage.round(1, world=2)
         workers[0].tell(BROKEN_COLLECTIVE)
-        workers = await stage.round(2, world=2)  # nobody says more, so that is all there is to be told
+        workers = await stage.round(2, world=2)  # no other failure follows, so this one is reported
         await agent.said(r"round 2: rank 0 on one: RuntimeError: \[gloo.*Connection closed by peer")
         since = len(agent.lines)
         workers[0].tell(BROKEN_COLLECTIVE)
         await agent.said(r"rank 0 on one .*Connection closed by peer", since=since)
-        agent.kill(signal.SIGSTOP)  # so that a slow machine does not use up the second in which the cause has to come
+        agent.kill(signal.SIGSTOP)  # so that the cause arrives in time on a slow machine
         workers[1].tell("raise ValueError('what broke it')")
         await workers[1].gone()
         agent.kill(signal.SIGCONT)

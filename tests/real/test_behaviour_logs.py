@@ -1,4 +1,4 @@
-"""What workers print reaches its place whole, whoever else prints there, however slowly it is read, run after run."""
+"""The output of workers is complete, with other writers, slow readers and several runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 LONG = 200_000
-"""Bytes of a line that no pipe takes at once."""
+"""Bytes of a line that is longer than a pipe's buffer."""
 
 TALKATIVE = f"""
 import os, sys
@@ -58,12 +58,12 @@ async def test_lines_are_intact_with_many_writers_and_a_slow_reader(tmp_path: Pa
         *(program, tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        limit=16,  # bytes that are read ahead: what nobody has asked for stays in the pipe
+        limit=16,  # bytes that are read ahead; the rest stays in the pipe
     )
     assert agent.stdout
     assert agent.stderr
     try:
-        # The agent is not held up by its reader: a worker fails, is told of, and the next round runs.
+        # A slow reader does not block the agent: a worker fails, is reported, and the next round runs.
         for rank in (0, 1):
             await told(tmp_path / f"up.{rank}")
         async with asyncio.timeout(PATIENCE):

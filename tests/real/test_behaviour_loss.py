@@ -1,4 +1,4 @@
-"""What is a loss and what is none: agents are cut off, forgotten by etcd, stopped, killed and asked to go."""
+"""Which nodes count as lost: agents are cut off, lose their leases, are paused, killed and stopped."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def leader_in(state: Mapping[str, Entry], stage: Stage) -> LeaderRecord:
 
 
 def nodes_in(state: Mapping[str, Entry], stage: Stage) -> set[str]:
-    """The names of all nodes whose keys stand."""
+    """The names of all nodes that have a key."""
     return {key.removeprefix(stage.keys.nodes).rpartition(".")[0] for key in state if key.startswith(stage.keys.nodes)}
 
 
 async def end_leases(etcd: EtcdServer, below: str) -> int:
-    """Have etcd end all leases on which keys below a prefix hang; tells how many."""
+    """Revoke all leases of keys below a prefix; returns their number."""
     async with aiohttp.ClientSession(etcd.url) as session:
 
         async def ask(path: str, **message: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_
         leader = leader_in(await stage.until(lambda state: stage.keys.leader in state), stage)
         leading, port = leader.node.rpartition(".")[0], int(leader.address.rpartition(":")[2])
 
-        # The links are cut between healthy agents.
+        # The connections between healthy agents are cut.
         pid = agents[leading].pid
         await eventually(lambda: len(links_to(pid, port)) == 2)
         before = links_to(pid, port)
@@ -78,20 +78,20 @@ async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_
             cut(pid, descriptor)
         await eventually(lambda: len(links_to(pid, port).keys() - before.keys()) == 2)
 
-        # The leases of all end, though all of them live.
+        # All leases end, though all agents live.
         assert await end_leases(etcd, stage.keys.nodes) == 3
         await stage.until(lambda state: nodes_in(state, stage) == {"a", "b", "c"} and stage.keys.leader in state)
         assert [await worker.does("answer = 'alive'") for worker in first] == ["alive"] * 3
         assert stage.rounds == {1}
 
-        # The leader dies, and is done without at once.
+        # The leader dies and is removed at once.
         [heir, other] = [worker.node for worker in first if worker.node != leading]
         agents[leading].kill()
         second = await stage.round(2, world=2)
         assert nodes_of(second) == [heir, other]
         await agents[other].said(f"round 2: {leading} died")
 
-        # Whoever leads now is asked to go; that ends nothing for the others.
+        # The present leader is stopped; that ends nothing for the others.
         leader = leader_in(await stage.until(lambda state: leader_in(state, stage) != leader), stage)
         leading = leader.node.rpartition(".")[0]
         agents[leading].kill(signal.SIGTERM)
@@ -120,7 +120,7 @@ async def test_a_silent_node_with_an_expired_lease_is_lost_and_stops_its_workers
         agents[stopped.node].kill(signal.SIGSTOP)
         [alone] = await stage.round(2, world=1)
         assert alone.node == staying.node
-        # The worker of the agent that was stopped runs on, and is told not to commit anything.
+        # The worker of the paused agent runs on, and learns that it must not commit anything.
         stands = "import torchelastic; answer = torchelastic.round_stands(timeout=0.5)"
         assert not await stopped.does(stands)
         assert await alone.does(stands.replace("0.5", "30"))

@@ -1,4 +1,4 @@
-"""What is torch's under a name of torchelastic does in a worker what it does in any program."""
+"""The torchelastic names for torch's own functions work in a worker as in any program."""
 
 from __future__ import annotations
 

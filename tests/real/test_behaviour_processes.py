@@ -1,4 +1,4 @@
-"""The end of processes: nothing of a worker is left when it ends, and nothing of any worker when the agent does."""
+"""No process of a worker outlives the worker, and none outlives the agent."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ answer = [forked(session=session, orphan=orphan) for session in (False, True) fo
 answer.append(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
 answer.append(int(subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"])))
 """
-"""An order: start children and orphans, in the worker's session and out of it."""
+"""An order: start children and orphans, inside and outside of the worker's session."""
 
 
 async def end_of(pid: int) -> float:
-    """Wait for the end of a process; gives back when it was noticed."""
+    """Wait for the end of a process; returns when it was noticed."""
     await until_gone(pid)
     return time.monotonic()
 
 
 async def ends_with(agent: AgentProcess, workers: list[Puppet], death: signal.Signals) -> None:
-    """See that nothing of these workers outlives the agent; says how long it took, which is not what is tested."""
+    """Check that no process of these workers outlives the agent; prints how long it took."""
     families = [pid for worker in workers for pid in await worker.does(FAMILY)]
     helpers = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
     pids = {*helpers, *families, *(worker.pid for worker in workers)}
@@ -116,7 +116,7 @@ async def test_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigt
     ):
         [worker] = await stage.round(1, world=1)
         assert await worker.does("answer = os.getppid()") == 1
-        # Of an orphan of another session, which the agent has never heard of, nothing is left when it ends.
+        # An orphan of another session, which the agent does not know, ends too.
         order = """
             import signal, subprocess, time
             orphan = int(subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"]))

@@ -1,4 +1,4 @@
-"""The programs on the page about the agent do what the page says of them."""
+"""The programs in the documentation of the agent do what it says."""
 
 from __future__ import annotations
 

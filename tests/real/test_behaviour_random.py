@@ -1,4 +1,4 @@
-"""Random numbers: each worker has its own, as processes that were started by hand have, also where it was forked."""
+"""Each worker draws its own random numbers, also if it was forked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds are numbered for as long as an agent or etcd's data survives, whatever becomes of the other."""
+"""Round numbers continue as long as an agent or etcd's data survives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONF = "--rdzv-conf=lease=1,last_call_timeout=0"
 
 
 async def can_start_workers(agent: AgentProcess) -> None:
-    """Wait until an agent has processes in store from which workers are made, so that it lacks nothing but etcd."""
+    """Wait until an agent has warm worker processes, so that it waits for etcd only."""
 
     def titles() -> list[bytes]:
         children = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
@@ -41,7 +41,7 @@ async def test_counters_never_fall_and_spent_restarts_stay_spent(tmp_path: Path,
         failing.tell("raise SystemExit(7)")
         before = await stage.round(2, world=2)
 
-        # etcd comes back empty, and a newcomer is there as early as the agents that know what was.
+        # etcd comes back empty, and a new agent is there as early as those that know the earlier state.
         await own_etcd.kill()
         own_etcd.wipe()
         size = encode(SizeRecord(min=1, max=3, generation=1)).decode()
@@ -54,7 +54,7 @@ async def test_counters_never_fall_and_spent_restarts_stay_spent(tmp_path: Path,
             assert [worker.node for worker in after] == [*(worker.node for worker in before), "c"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in after} == {"1"}
 
-            # Of all that knew it, only the newcomer survives.
+            # Only the new agent survives of those that know the state.
             await own_etcd.kill()
             own_etcd.wipe()
             a.kill()

@@ -1,4 +1,4 @@
-"""How many train together, and what becomes of those beyond: real agents are told a size, come, go and wait."""
+"""The number of nodes in a round: real agents join, leave and wait as spares for a wanted size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 NO_TIMERS = "--rdzv-conf=last_call_timeout=3600,lease=3600,join_debounce=3600"
-"""Whatever waits for a timer in place of an event is never done."""
+"""Settings with which a wait for a timer in place of an event never ends."""
 
 
 def wanted(number: int | None, *, generation: int = 0) -> SizeRecord:
@@ -47,7 +47,7 @@ async def test_a_spare_replaces_a_node_at_once_with_stable_ranks_and_no_charge(
         agents[first[0].node].kill()
         second = await stage.round(2, world=2)
         assert [worker.node for worker in second] == [first[1].node, spare]
-        # Nothing of the round before is in its store, and the one before serves nobody any more.
+        # Its TCPStore has no key of the earlier round, whose TCPStore is closed.
         assert not await second[0].does(f"import torch.distributed; answer = {store}.check(['who'])")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(first[0].env["MASTER_PORT"])))

@@ -1,4 +1,4 @@
-"""What others put among a run's keys: it is told of once, and otherwise as if it were not there."""
+"""Foreign keys below a run's prefix are reported once and otherwise ignored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_unreadable_records_are_reported_once_and_end_nothing(tmp_path: Pa
         for value in NONSENSE:
             for key in (*of_all, keys.node("evil.0"), f"{keys.control}unknown", f"{keys.root}else/where"):
                 await store.put(key, value)
-        # All of it has been seen when something that comes after it has consequences.
+        # The agents have seen the keys when a later change takes effect.
         workers[1].tell("os._exit(7)")
         after = await stage.round(2, world=2)
         assert stage.rounds == {1, 2}

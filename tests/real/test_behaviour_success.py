@@ -1,4 +1,4 @@
-"""The end of a run that succeeds: said once, at once, and to those who come late."""
+"""The end of a successful run: reported once, at once, and to late nodes."""
 
 from __future__ import annotations
 

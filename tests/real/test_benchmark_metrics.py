@@ -1,4 +1,4 @@
-"""The benchmark of metrics runs to its end, and has measured all that it speaks of."""
+"""The metrics benchmark completes and reports every measurement."""
 
 from __future__ import annotations
 

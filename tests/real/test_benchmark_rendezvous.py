@@ -1,4 +1,4 @@
-"""The benchmark of the rendezvous runs; what it counts shows that a change costs a node the same, however many come."""
+"""The rendezvous benchmark completes; a change costs a node the same number of requests at every size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real
 FEW, MORE = 4, 16
 
 SLACK = 1.0
-"""Requests per node that may come and go: who tries for the lead, and whether two changes become one."""
+"""The tolerance in requests per node: election attempts and merged changes vary."""
 
 
 async def test_the_requests_of_a_change_do_not_grow_with_the_square_of_the_nodes() -> None:

@@ -1,4 +1,4 @@
-"""Installing, without anything to install from: what a broken-off installation leaves behind, and what comes of it."""
+"""Installation without package sources: an interrupted installation and its repetition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def install(environment: Path) -> subprocess.CompletedProcess[str]:
-    """What `make install` runs, with this Python and its torch, where pip finds nothing to download."""
+    """Run what `make install` runs, with this Python and its torch; pip finds nothing to download."""
     nothing = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PYTHON": sys.executable, "VENV": str(environment)}
     return subprocess.run(
         [ROOT / "scripts" / "bootstrap.sh", "local"],
@@ -46,7 +46,7 @@ def test_a_failed_installation_is_reported_and_repeated(tmp_path: Path) -> None:
 
 
 def test_the_environment_has_the_torch_of_the_base_python(tmp_path: Path) -> None:
-    install(tmp_path / "venv")  # what pip would have added is not needed for this
+    install(tmp_path / "venv")  # this needs nothing that pip would have added
     found = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", "-c", "import importlib.metadata as m; print(m.version('torch'))"],
         capture_output=True,

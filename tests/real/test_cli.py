@@ -1,4 +1,4 @@
-"""What is typed in a second terminal while a job runs, the live view on a terminal, and the demo."""
+"""Commands in a second terminal while a job runs, the live view, and the demo."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ if rank == 0:
 
 
 def story(folder: Path, **spec: object) -> Path:
-    """A job that ends by itself when all acts of the demo have been played on it."""
+    """A job that ends by itself after all steps of the demo."""
     seen = folder / "seen"
     seen.mkdir()
     (folder / "story.py").write_text(STORY)

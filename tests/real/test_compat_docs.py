@@ -1,4 +1,4 @@
-"""Each example of the page on launching from Python does what the page says."""
+"""Each example in the documentation of launching from Python does what it says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = re.findall(r"^## ([^\n]*)$|^```python\n(.*?)^```$", PAGE, re.MULTILIN
 
 
 def example(heading: str, number: int = 0) -> str:
-    """The source of an example, by the heading above it."""
+    """The source of the example below a heading."""
     here, sources = "", []
     for title, source in EXAMPLES:
         here = title or here

@@ -1,7 +1,7 @@
-"""Our rendezvous as a handler that is called and waited for: whoever calls when, nobody waits in a round that is over.
+"""The rendezvous as a RendezvousHandler with blocking calls: no caller waits in a finished round.
 
-Agents are played by threads that do what torch's agent does: meet, tell each other something through the store that
-they were given, look now and then whether somebody waits, and meet again.
+Threads play agents and do what torch's agent does: meet, exchange a value through the store that
+they were given, check for waiting nodes, and meet again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMIT = 180.0
 
 
 class PretendAgent:
-    """An agent without workers; the end of ``with`` ends it as a signal would."""
+    """An agent without workers; leaving ``with`` ends it as a signal would."""
 
     def __init__(self, handler: RendezvousHandler, name: str) -> None:
         self.handler = handler
@@ -60,16 +60,16 @@ class PretendAgent:
         self.ended()
 
     def leave(self) -> None:
-        """It is ended from outside."""
+        """End it from outside."""
         self._leaving.set()
         self.handler.set_closed()
 
     def fail(self) -> None:
-        """Its workers fail."""
+        """Report that its workers failed."""
         self._failing.set()
 
     def finish(self) -> None:
-        """Its workers succeed."""
+        """Report that its workers succeeded."""
         self._finishing.set()
 
     def ended(self) -> None:
@@ -78,7 +78,7 @@ class PretendAgent:
         assert not self._thread.is_alive(), f"{self.name} hangs after {self.worlds}"
 
     def met(self, *names: str, since: int = 0) -> int:
-        """Wait until it has met exactly these; returns how many meetings there were."""
+        """Wait until it has met exactly these; returns the number of meetings."""
         with self._changed:
             found = self._changed.wait_for(lambda: any(set(each) == set(names) for each in self.worlds[since:]), LIMIT)
             assert found, f"{self.name} has met {self.worlds[since:]}, {self.error}"
@@ -116,7 +116,7 @@ def run_id() -> str:
 
 @pytest.fixture
 def agent(etcd: EtcdServer, run_id: str) -> Iterator[Callable[..., PretendAgent]]:
-    """Makes agents of one run, and ends them."""
+    """Create agents of one run, and end them."""
     with contextlib.ExitStack() as stack:
 
         def make(name: str, least: int = 1, most: int = 8, **config: Any) -> PretendAgent:

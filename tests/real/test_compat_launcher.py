@@ -1,4 +1,4 @@
-"""What a launcher's author gets from ``torchelastic``: agents for functions, on our rendezvous and on others."""
+"""Launching functions from Python, on our rendezvous and on others."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def config(**values: object) -> str:
 
 @pytest.fixture
 def configs(request: pytest.FixtureRequest, etcd: EtcdServer) -> tuple[str, str]:
-    """Configurations of two nodes of one run, on the rendezvous that the test is parametrised with."""
+    """The configurations of two nodes of one run, on the rendezvous of the test's parameter."""
     backend = getattr(request, "param", "torchelastic")
     run_id = str(uuid.uuid4())
     common = {"run_id": run_id, "rdzv_backend": backend, "rdzv_endpoint": f"127.0.0.1:{free_ports(1)[0]}"}

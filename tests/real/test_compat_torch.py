@@ -1,4 +1,4 @@
-"""The agent with the oldest torch that is supported; all other tests run with the newest."""
+"""The agent with the oldest supported torch; all other tests use the newest."""
 
 from __future__ import annotations
 

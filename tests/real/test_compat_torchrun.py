@@ -36,7 +36,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Iterator[Path]:
-    """The file whose appearance lets the workers finish, also those that torchrun has left behind."""
+    """The file whose appearance lets the workers finish, also those that torchrun left running."""
     path = tmp_path / "stop"
     yield path
     path.touch()
@@ -44,7 +44,7 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def line(etcd: EtcdServer) -> list[str]:
-    """Flags for nodes of one run on a real etcd; agents look after their workers 50 times a second."""
+    """Flags for nodes of one run on a real etcd; agents poll their workers 50 times a second."""
     return [
         "--rdzv-backend=torchelastic",
         f"--rdzv-endpoint={etcd.endpoint}",

@@ -1,4 +1,4 @@
-"""The store on a real etcd: what it shares with other adapters, and what only a network and a server can do to it."""
+"""The store on a real etcd: the conformance tests, and faults of the network and the server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def opened(settings: StoreSettings, **changes: Any) -> AsyncIterator[EtcdV
 
 
 async def ask(server: EtcdServer, path: str, message: dict[str, Any]) -> None:
-    """Have etcd do what the store has no method for."""
+    """Send etcd a request that the store has no method for."""
     async with aiohttp.ClientSession() as session, session.post(server.url + path, json=message) as response:
         assert response.status == 200, await response.text()
 
@@ -88,7 +88,7 @@ class TestFaultsOfEtcdV3(EtcdFaults):
     kill_after = (300, 1100, 1900)
 
 
-# What a network and a server can do
+# Faults of the network and the server
 
 
 async def test_a_usable_server_is_connected_to(etcd: EtcdServer, prefix: str) -> None:
@@ -177,12 +177,12 @@ async def test_lost_watch_events_are_delivered_when_the_watch_restarts(
         assert [change.key for change in told] == [prefix + "1", prefix + "2", prefix + "3"]
 
 
-# Who may do what
+# Authentication
 
 
 @pytest.fixture
 async def guarded_etcd(own_etcd: EtcdServer) -> EtcdServer:
-    """An etcd with authentication: root may do all, alice what is below /alice/."""
+    """An etcd with authentication: root may do everything, alice may use keys below /alice/."""
     await ask(own_etcd, "/v3/auth/role/add", {"name": "root"})
     await ask(own_etcd, "/v3/auth/role/add", {"name": "alices"})
     first, end = (base64.b64encode(key).decode() for key in (b"/alice/", b"/alice0"))

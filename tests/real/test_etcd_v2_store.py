@@ -1,4 +1,4 @@
-"""The store on a real etcd that speaks the API v2: what it shares with other adapters, and what only v2 does to it."""
+"""The store on a real etcd with API v2: the conformance tests, and the peculiarities of v2."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.real
 
 V2 = etcd_kinds.V2[0]
 HISTORY = 1000
-"""So many changes does a v2 keep."""
+"""The number of changes that etcd v2 keeps."""
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +62,7 @@ async def etcd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest_asyncio.fixture
 async def own_etcd(tmp_path: Path) -> AsyncIterator[EtcdServer]:
-    """One for one test."""
+    """An etcd for one test."""
     async with V2.server(tmp_path) as server:
         yield server
 
@@ -101,7 +101,7 @@ class TestFaultsOfEtcdV2(EtcdFaults):
     kill_after = (100, 200, 300)
 
 
-# Which API is spoken
+# The choice of the API
 
 
 async def test_v3_is_preferred_if_both_apis_are_served_and_v2_can_be_requested(etcd: EtcdServer) -> None:
@@ -142,7 +142,7 @@ async def test_a_missing_python_etcd_is_named(etcd: EtcdServer, monkeypatch: pyt
         await connect(etcd.settings)
 
 
-# What a network and a server can do
+# Faults of the network and the server
 
 
 async def test_an_unreachable_server_error_names_the_address_and_the_reason() -> None:
@@ -295,12 +295,12 @@ async def test_a_quiet_watch_survives_more_unrelated_changes_than_etcd_keeps(etc
         assert [change.key for change in await seen(watch, 1)] == [prefix + "a"]
 
 
-# Who may do what
+# Authentication
 
 
 @pytest.fixture
 async def guarded_etcd(own_etcd: EtcdServer) -> EtcdServer:
-    """An etcd with authentication: root may do all, alice what is below /torchelastic/, and nobody else anything."""
+    """An etcd with authentication: root may do everything, alice may use keys below /torchelastic/, others nothing."""
     root = {"Authorization": aiohttp.encode_basic_auth("root", "s3cret")}
 
     async def ask(path: str, message: dict[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The examples, as their texts tell users to run them."""
+"""The examples, run as their texts say."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.real
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT = 300.0
-"""Seconds after which a run hangs, even on a machine that is busy."""
+"""Seconds after which a run counts as hanging, even on a busy machine."""
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def started(*command: object, **environment: object) -> Iterator[subprocess.Pope
 
 
 def output_of(process: subprocess.Popen[str]) -> str:
-    """All that a program prints, when it has ended well."""
+    """The complete output of a program that succeeds."""
     output, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, output
     return output
@@ -61,7 +61,7 @@ def agent(*arguments: object, **environment: object) -> contextlib.AbstractConte
 
 
 def environment_told_by(output: str, pid: str) -> Mapping[str, str]:
-    """What the worker with this pid was given, by what hello.py prints."""
+    """The environment of the worker with this pid, as hello.py prints it."""
     return dict(re.findall(rf"On PID {pid}, (\w+)=(.*)", output))
 
 
@@ -85,7 +85,7 @@ def test_composed_agents_meet_through_etcd_and_their_workers_connect(etcd: EtcdS
     program, mounted_as, _ = mount.split(":")
     assert mounted_as == "/workspace/your_app.py"
 
-    # As it stands, but for the two names that exist among the containers only.
+    # Unchanged, except for the two names that exist only among the containers.
     here = {"etcd-server": etcd.endpoint, mounted_as: str((EXAMPLES / "multi_container" / program).resolve())}
     line = command
     for there, real in here.items():
@@ -142,7 +142,7 @@ def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, 
     reached = torch.load(first / "checkpoint.pt", weights_only=True)["step"]
     assert 0 < reached < 45
 
-    # Two nodes with 3 workers, of which one node has nothing.
+    # Two nodes with 3 workers; one node has no checkpoint.
     meet = ("--nnodes=2", "--rdzv-endpoint", etcd.endpoint, "--rdzv-id", tmp_path, "--local-addr=127.0.0.1")
     with (
         agent(*meet, "--nproc-per-node=1", *program, TORCHELASTIC_CHECKPOINT_DIR=second) as one,
@@ -166,7 +166,7 @@ def test_the_newest_checkpoint_on_a_shared_volume_is_found_in_another_pods_folde
 
     assert digits.newest(tmp_path / "digits" / "0")["step"] == 9
     assert digits.newest(tmp_path / "digits" / "1")["step"] == 9
-    assert digits.newest(tmp_path / "digits" / "notes")["step"] == 30  # not a pod's: nobody else's are looked at
+    assert digits.newest(tmp_path / "digits" / "notes")["step"] == 30  # not a pod's, so no other folder is searched
     assert digits.newest(tmp_path / "nothing") is None
 
 
@@ -174,7 +174,7 @@ def test_the_newest_checkpoint_on_a_shared_volume_is_found_in_another_pods_folde
 def test_the_sampler_loses_and_repeats_nothing_when_the_world_size_changes(digits: Any, batch: int) -> None:
     samples, rounds = 10, 6
     dealt: list[int] = []
-    changes = [(0, 1), (1, 3), (4, 2), (5, 5), (9, 1)]  # from which step on, how many ranks
+    changes = [(0, 1), (1, 3), (4, 2), (5, 5), (9, 1)]  # (first step, number of ranks)
     last = rounds * samples // batch
     for (step, world_size), (until, _) in zip(changes, [*changes[1:], (last, 0)], strict=True):
         steps = range(min(step, last), min(until, last))

@@ -1,4 +1,4 @@
-"""An etcd that is not of our making, as the operator sees it: reached, refused, of another kind, behind TLS."""
+"""An external etcd as the operator sees it: reachable, refused, with another API, behind TLS."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KEY = "team/digits"
 
 
 class Watcher:
-    """Follows a job's store and waits for what is said of it."""
+    """Follows a job's store and waits for messages about it."""
 
     def __init__(self, secrets: EtcdSecrets | None = None) -> None:
         self._happened = asyncio.Event()
         self.stores = JobStores(lambda _: self._happened.set(), secrets=secrets, patience=0.0)
 
     async def error(self, run_id: str) -> str:
-        """What is said of the store, as soon as anything is."""
+        """The first message about the store."""
         async with asyncio.timeout(PATIENCE):
             while (said := self.stores.error(run_id)) is None:
                 self._happened.clear()
@@ -42,7 +42,7 @@ class Watcher:
         return said
 
     async def readable(self, run_id: str) -> None:
-        """Return when it can be read, and nothing is said of it."""
+        """Return when the store can be read and there is no message about it."""
         mirror = self.stores.of(run_id)
         assert mirror is not None
         async with asyncio.timeout(PATIENCE):
@@ -59,7 +59,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture
 async def tls_etcd(tmp_path: Path, files: Certificates) -> AsyncIterator[EtcdServer]:
-    """One that asks who its clients are."""
+    """An etcd that requires client certificates."""
     async with EtcdServer(tmp_path, args=files.etcd_flags_for_clients, protocol="https") as server:
         yield server
 
@@ -71,7 +71,7 @@ def run_id() -> str:
 
 @pytest.fixture
 def secret() -> dict[str, Any]:
-    """What the API server has as the Secret ``hub``; a test changes it."""
+    """The Secret ``hub`` of the API server; a test changes it."""
     return {"metadata": {"name": "hub", "namespace": "team"}, "data": {}}
 
 

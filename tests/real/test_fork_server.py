@@ -1,4 +1,4 @@
-"""The fork server may die at any time, and nobody but the agent takes notice."""
+"""The fork server may die at any time without effect on workers."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ pytestmark = pytest.mark.real
 
 
 def fork_servers(agent: int) -> Sequence[int]:
-    """The fork servers of an agent that live."""
+    """The living fork servers of an agent."""
     return processes_of(agent, "fork server")
 
 
 def processes_of(agent: int, title: str) -> Sequence[int]:
-    """The processes of an agent that live and have this title."""
+    """The living processes of an agent with this title."""
     table = read_table()
     return [pid for pid in with_descendants(table, [agent]) if not table[pid].dead and title_of(pid) == title]
 
 
 def title_of(pid: int) -> str:
-    """What a process of ours says it is; empty where it is gone."""
+    """The title of a process; empty if it is gone."""
     with contextlib.suppress(OSError):
         title = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
         return title.removeprefix("torchelastic: ").strip()
@@ -52,7 +52,7 @@ def title_of(pid: int) -> str:
 
 
 async def process_of(agent: int, title: str) -> int:
-    """The one process of an agent that lives and has this title, once there is one."""
+    """The living process of an agent with this title, once there is one."""
     await eventually(lambda: processes_of(agent, title))
     [pid] = processes_of(agent, title)
     return pid
@@ -96,7 +96,7 @@ async def test_a_fork_server_that_dies_while_forking_blocks_nothing(
     ends: list[int] = []
 
     def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
-        if not ends:  # as a process has it that is about to fork others
+        if not ends:  # as a process does that is about to fork others
             ends.append(os.dup(descriptors[fork_server.CONTROL]))
         return processes.spawn(argv, environment, descriptors)
 
@@ -107,7 +107,7 @@ async def test_a_fork_server_that_dies_while_forking_blocks_nothing(
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         starting = asyncio.ensure_future(workers.start(1, [WorkerStart(rank, rank, {}) for rank in range(5)]))
-        await asyncio.sleep(0)  # so that it has asked, for more than there are in store
+        await asyncio.sleep(0)  # so that it has asked for more than there are in stock
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: workers.fork_server_pid != first)
         os.close(ends[0])
@@ -127,7 +127,7 @@ async def test_a_machine_that_refuses_a_new_fork_server_fails_only_that_start(
         assert server is not None
         os.kill(server, signal.SIGKILL)
         await eventually(lambda: workers.fork_server_pid is None)
-        starts = [WorkerStart(rank, rank, {}) for rank in range(5)]  # more than there are in store
+        starts = [WorkerStart(rank, rank, {}) for rank in range(5)]  # more than there are in stock
         with monkeypatch.context() as patch:
             patch.setattr(fork_server, "spawn", refused)
             with pytest.raises(StartError, match="the fork server cannot be started: Resource temporarily unavailable"):
@@ -138,7 +138,7 @@ async def test_a_machine_that_refuses_a_new_fork_server_fails_only_that_start(
 
 @contextlib.contextmanager
 def ended_before_they_begin(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
-    """The next processes that are taken from the fork server are killed before they have read what they are for."""
+    """Kill the next processes of the fork server before they have read their order."""
     fork, left = fork_server.ForkServer.fork, count
 
     async def forked(server: fork_server.ForkServer, number: int) -> list[fork_server.ForkedProcess]:
@@ -185,10 +185,10 @@ async def test_an_agent_replaces_a_spare_process_that_dies_while_becoming_the_st
     async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
         store = await process_of(agent.pid, "store of the round")
         spare = await process_of(agent.pid, "spare process")
-        os.kill(spare, signal.SIGSTOP)  # as one that the machine has no memory for is slow to read
+        os.kill(spare, signal.SIGSTOP)  # as a process on a machine without free memory is slow to read
         os.kill(store, signal.SIGKILL)
         await agent.said("round 2: .* the process that serves the round's TCPStore died")
-        assert await process_of(agent.pid, "sleep")  # its store and its worker are begun side by side
+        assert await process_of(agent.pid, "sleep")  # its store and its worker start side by side
         os.kill(spare, signal.SIGKILL)
         await agent.said("round 2: started")
         assert await process_of(agent.pid, "store of the round") not in {store, spare}

@@ -1,4 +1,4 @@
-"""Workers that hang: they are found out by their silence, and it is said where they hang."""
+"""Hanging workers are detected by missing heartbeats, and the place where they hang is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.real
 
 ONCE = ("--standalone", "--max-restarts=0", "--heartbeat-timeout=1")
 PATIENT = (*ONCE[:2], "--heartbeat-timeout=4")
-"""For workers that are to stay alive, on a machine that is busy with others."""
+"""Seconds of silence that are allowed for living workers on a busy machine."""
 
 
 def program_of(folder: Path, source: str) -> Path:

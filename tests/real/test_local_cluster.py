@@ -1,4 +1,4 @@
-"""What a user of `elasticjob run` gets, with real processes throughout: etcd, agents, workers."""
+"""`elasticjob run` with real processes: etcd, agents, workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest_asyncio.fixture
 async def home(tmp_path: Path) -> AsyncIterator[Path]:
-    """A home folder of the test's own; whatever the test does, no process of it may be left soon after."""
+    """A home folder for one test; after the test, no process of it may be left."""
     home = tmp_path / "home"
     yield home
     assert await gone(processes_of(home), within=5), processes_of(home)
@@ -183,7 +183,7 @@ async def test_a_second_request_does_not_wait_for_hanging_pods(home: Path, tmp_p
         deleting = asyncio.create_task(asyncio.to_thread(LocalRuns(home).delete, "job"))
         await run.until(lambda snapshot: all(pod["terminating"] for pod in snapshot["pods"]))
         run.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(15):  # half of what pods have that are deleted
+        async with asyncio.timeout(15):  # half of the grace period of deleted pods
             assert await run.exit_code() == 3, run.output
             await deleting
 
@@ -284,7 +284,7 @@ async def test_saving_the_manifest_applies_it_and_refuses_immutable_changes(home
         file.write_text("not: [a manifest")
         invalid = await run.until(lambda snapshot: reasons(snapshot).count("Refused") == 2)
         assert "job.yaml:" in invalid["events"][-1]["message"]
-        # What the file never named stays: the scaled size, while it names another field.
+        # The scaled size stays, since the file does not set it, while the file changes another field.
         file.write_text(text.replace("replicas: 2\n", ""))
         await run.until(lambda snapshot: snapshot["manifest"]["spec"]["replicas"] == 3)
         await run.trains(3)

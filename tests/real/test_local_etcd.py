@@ -1,4 +1,4 @@
-"""The etcd that a run starts by itself: found, started, started again, and ended with whatever started it."""
+"""The etcd that a run starts: found, started, restarted, and ended with its run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Watched:
 
 @pytest.fixture
 async def settings(tmp_path: Path) -> EtcdSettings:
-    # What would configure an etcd of the user's own must not configure this one.
+    # The settings of a user's own etcd must not configure this one.
     environ = {**os.environ, "ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1", "ETCD_NAME": "mine"}
     return EtcdSettings(await find_etcd(os.environ["PATH"]), tmp_path / "etcd", tmp_path / "etcd.log", environ)
 
@@ -139,7 +139,7 @@ async def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, m
 async def test_a_tethered_process_dies_with_its_parent_and_keeps_its_process_id() -> None:
     command = list(with_pdeathsig(["sleep", "1000"]))
     script = f"import subprocess; print(subprocess.Popen({command!r}).pid, flush=True); input()"
-    # The command line names this process; what starts it is another one.
+    # The command line names this process; another process starts it.
     script = script.replace(repr(str(os.getpid())), "str(__import__('os').getpid())")
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE

@@ -1,4 +1,4 @@
-"""A job's whole life on this machine: it rests and goes on, runs out of time, and its end is told."""
+"""A job's life on this machine: it is suspended and resumed, exceeds its deadline, and reports its end."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.real
 
 @pytest_asyncio.fixture
 async def home(tmp_path: Path) -> AsyncIterator[Path]:
-    """A home folder of the test's own; whatever the test does, no process of it may be left soon after."""
+    """A home folder for one test; after the test, no process of it may be left."""
     home = tmp_path / "home"
     yield home
     assert await gone(processes_of(home), within=5), processes_of(home)
 
 
 def report_of(snapshot: dict[str, Any]) -> Report:
-    """What is kept of a run in its folder."""
+    """The record of a run in its folder."""
     return decode_report((Path(snapshot["run"]["directory"]) / "report.json").read_bytes())
 
 
@@ -42,7 +42,7 @@ def numbers(report: Report) -> list[int]:
 
 
 def rests(snapshot: dict[str, Any]) -> bool:
-    """Whether nothing of the job runs."""
+    """Whether no process of the job runs."""
     return snapshot["status"]["state"] == "Suspended" and not snapshot["pods"] and snapshot["etcd"]["pid"] is None
 
 

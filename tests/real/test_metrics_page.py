@@ -1,4 +1,4 @@
-"""Each example of the page on metrics does what the page says."""
+"""Each example in the documentation of metrics does what it says."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.real
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 BEFORE, *PARTS = re.split(r"^```\w*\n", PAGE, flags=re.MULTILINE)
 EXAMPLES = list(zip(PARTS[::2], PARTS[1::2], strict=True))
-"""What the programs are, and the text that follows each."""
+"""The programs, and the text that follows each."""
 
 JOB = 'elasticjob="digits",job_namespace="",'
-"""The labels that the page leaves out after the first example."""
+"""The labels that the documentation omits after the first example."""
 
 SHOWN = [
     pytest.param(source, lines, id=lines[0].partition("{")[0])

@@ -40,13 +40,13 @@ NOT_HERE = {Needs.GPU, Needs.OPERATOR}
 
 
 class Story:
-    """What was done to the job, and what is known of it from elsewhere.
+    """The actions on the job, and its state from other sources.
 
     Attributes:
-        prometheus: has scraped all of it, and still does.
-        snapshot: the job at the end of it; it still trains.
-        began: when the scraping began, and ended: when all was done; in seconds since the Unix epoch.
-        pages: of the agents, at the end.
+        prometheus: the server that scrapes the job.
+        snapshot: the job at the end of the scenario; it still trains.
+        began: when the scraping began, and ended: when the scenario ended; in seconds since the Unix epoch.
+        pages: the pages of the agents, at the end.
     """
 
     prometheus: Prometheus
@@ -57,17 +57,17 @@ class Story:
 
     @property
     def values(self) -> dict[str, str]:
-        """What is chosen at the top of the pages."""
+        """The values of the dashboard variables."""
         metadata = self.snapshot["manifest"]["metadata"]
         return {"job_namespace": metadata.get("namespace", ""), "elasticjob": metadata["name"], **OWN}
 
     @property
     def age(self) -> float:
-        """Seconds since the job was made, and a little more."""
+        """Seconds since the job was created, and a little more."""
         return time.time() - self.began + 60
 
     async def answer(self, expr: str, **values: str) -> Answer:
-        """What a query of a page answers at the end of the story."""
+        """The answer to a dashboard query at the end of the scenario."""
         return await self.prometheus.query(filled_in(expr, {**self.values, **values}), at=self.ended)
 
     async def one(self, expr: str) -> float:
@@ -100,18 +100,18 @@ async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story
             told.began = time.time()
             snapshot = await run.trains(2)
             prometheus.scrape(ports(snapshot))
-            # A change is seen where what was before was seen: in some scrapes.
+            # Prometheus sees a change only if some scrapes saw the earlier value.
             await prometheus.until("count_over_time(torchelastic_world_size[1m]) > 5", lambda seen: len(seen) == 2)
             await asyncio.to_thread(LocalRuns(home).scale, "job", 3)
             snapshot = await run.trains(3, after=snapshot["status"]["round"])
             prometheus.scrape(ports(snapshot))
             await prometheus.until("sum(torchelastic_world_size)", lambda answer: answer and answer[0].value == 9)
-            # What is lost is lost since the last checkpoint.
+            # The lost time is the time since the last checkpoint.
             await prometheus.until("torchelastic_checkpoint_write_latency_seconds_count > 1", lambda a: len(a) == 3)
             os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
             told.snapshot = await run.trains(3, after=snapshot["status"]["round"])
             round = told.snapshot["status"]["round"]
-            # What happens only now and then has happened since, on each rank.
+            # Rare events have happened since, on each rank.
             stands = f"min(min_over_time(torchelastic_round[5s])) == {round}"
             written = "sum by (rank) (increase(torchelastic_checkpoint_write_latency_seconds_count[5s])) > 0"
             await prometheus.until(f"{written} and on () ({stands})", lambda answer: len(answer) == 3)
@@ -125,7 +125,7 @@ async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story
 
 
 def asked(page: Page) -> list[Any]:
-    """The queries of a page that a job on one machine answers."""
+    """The dashboard queries that a job on one machine answers."""
     return [
         pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
         for panel, query in queries(page)
@@ -147,7 +147,7 @@ async def test_every_fleet_panel_has_data_of_the_right_unit_and_size(story: Stor
 
 
 def the_query(title: str, legend: str = "", page: Page = JOB_PAGE) -> str:
-    """The query of a picture."""
+    """The query of a panel."""
     found = [
         query.expr for panel, query in queries(page) if panel.title == title and (not legend or query.legend == legend)
     ]
@@ -177,7 +177,7 @@ async def test_member_round_and_restart_metrics_match_the_job(story: Story) -> N
 async def test_the_states_add_up_to_the_wall_time(story: Story) -> None:
     created = await story.one("min(timestamp(torchelastic_job_nodes) - on () sum(torchelastic_job_seconds_total))")
     made = datetime.fromisoformat(story.snapshot["manifest"]["metadata"]["creationTimestamp"]).timestamp()
-    assert made - 0.5 <= created <= made + 1.1  # it is told in whole seconds, and a scrape takes a moment
+    assert made - 0.5 <= created <= made + 1.1  # the value is in whole seconds, and a scrape takes a moment
     age = await story.one(the_query("Age"))
     assert age == pytest.approx(story.ended - created, rel=0.01, abs=2)
     split = labels(await story.answer(the_query("Time by state")), "state")
@@ -190,7 +190,7 @@ async def test_the_states_add_up_to_the_wall_time(story: Story) -> None:
     shares = labels(await story.answer(the_query("What it did")), "state")
     assert sum(shares.values()) == pytest.approx(1)
     lost = await story.one(the_query("Lost work", "lost"))
-    # What it trained since the last checkpoint, of which it writes one in each second.
+    # The training time since the last checkpoint; the job writes one each second.
     assert 0 < lost < 60
     goodput = await story.one(the_query("Goodput", "goodput"))
     assert goodput == pytest.approx((split["training"] - lost) / age, rel=0.01)
@@ -208,7 +208,7 @@ async def test_events_are_marked(story: Story) -> None:
     assert len(marked["Another size is wanted"]) == 1
     [size], [failure] = marked["Another size is wanted"], marked["Worker failed"]
     assert size < failure
-    # One with another size, and one after the failure; where the third node came on its own, one more.
+    # One with another size, and one after the failure; if the third node joined on its own, one more.
     assert len(marked["New round"]) >= 2
 
 

@@ -1,4 +1,4 @@
-"""Time to save before a planned change of the round, for workers that ask for it; the others are not held up by it."""
+"""Time to save before a planned change of the round, for workers that ask for it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ while not (here / "stop").exists():
         saving = False
     time.sleep(0.01)
 """
-"""Workers that ask for a notice, and have saved when a file says so. Arguments: a folder, seconds, and the ranks that
-ask (all of them, where none is named)."""
+"""Workers that ask for a notice, and have saved when a file exists. Arguments: a folder, seconds, and the ranks that
+ask (all of them if none is given)."""
 
 CALLED = """
 import os, sys, threading, time
@@ -86,17 +86,17 @@ def program(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of one to three nodes on a real etcd, whose workers have all the time in the world to save."""
+    """A run of one to three nodes on a real etcd, whose workers have unlimited time to save."""
 
     etcd: EtcdServer
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
     def node(self, *arguments: str | Path) -> AgentProcess:
-        """A node that begins soon with whoever is there, or joins them."""
+        """A node that soon starts a round with the present nodes, or joins them."""
         return self._node("--nnodes=1:3", "--rdzv-conf=last_call_timeout=1,lease=2", *arguments)
 
     def one_of_two(self, *arguments: str | Path) -> AgentProcess:
-        """A node that begins with another one."""
+        """A node that starts with another one."""
         size = SizeRecord(min=1, max=3, desired=2)
         return self._node("--rdzv-conf=last_call_timeout=60", *arguments, env={Env.SIZE: encode(size).decode()})
 
@@ -105,7 +105,7 @@ class Run:
         return AgentProcess(*line, "--notice=600", *arguments, **more)
 
     async def trains(self, *agents: AgentProcess, round: int = 1, asking: int | None = None) -> list[int]:
-        """Wait until these nodes train together, and as many of them ask for notices; the ids of their workers."""
+        """Wait until these nodes train together and as many ask for notices; returns the ids of their workers."""
         workers = [await agent.trains(world=len(agents)) for agent in agents]
         store = await connect(self.etcd.settings)
         nodes: dict[str, NodeRecord] = {}
@@ -128,7 +128,7 @@ def run(etcd: EtcdServer) -> Run:
 
 
 def before(agent: AgentProcess, first: str, then: str) -> bool:
-    """Whether an agent has said one thing before another."""
+    """Whether an agent printed one text before another."""
     numbers = [next(i for i, line in enumerate(agent.lines) if text in line) for text in (first, then)]
     return numbers[0] < numbers[1]
 

@@ -1,4 +1,4 @@
-"""What a real agent prints in a pod is what ``elasticjob logs`` on a cluster looks for."""
+"""``elasticjob logs`` on a cluster parses the output of a real agent."""
 
 from __future__ import annotations
 

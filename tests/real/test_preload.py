@@ -38,7 +38,7 @@ print(there, model.IMPORTED_BY == os.getpid(), os.environ["SET_BY_THE_MODEL"], s
 
 
 async def refusal(folder: Path, source: str) -> str:
-    """What is said of a module with this source."""
+    """The message about a module with this source."""
     (folder / "model.py").write_text(source)
     async with Workers(script(folder, "", preload=["json", "model"]), LogSettings()) as workers:
         with pytest.raises(StartError) as refused:

@@ -1,4 +1,4 @@
-"""How far training is, told by real programs: what stands in the store of it, and that it costs the program nothing."""
+"""Progress that real programs report: the records in the store, at no cost to the program."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ round, rank = int(os.environ.get("TORCHELASTIC_ROUND", 0)), os.environ.get("RANK
 
 
 class Told:
-    """All that a run's nodes have written of themselves, in the order in which they did.
+    """The node records of a run, in the order in which they were written.
 
     Args:
-        etcd: where.
+        etcd: the server.
         run: the run's id.
     """
 
@@ -72,7 +72,7 @@ class Told:
                     self._more.notify_all()
 
     async def until(self, condition: Callable[[NodeRecord], object]) -> NodeRecord:
-        """The first record of which that is true."""
+        """The first record that meets a condition."""
         async with asyncio.timeout(PATIENCE), self._more:
             while (found := next(filter(condition, self.records), None)) is None:
                 await self._more.wait()
@@ -80,7 +80,7 @@ class Told:
 
 
 class Run:
-    """A run on a real etcd, and what its nodes write there.
+    """A run on a real etcd, and the records of its nodes.
 
     Args:
         etcd: the server.

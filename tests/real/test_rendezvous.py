@@ -1,4 +1,4 @@
-"""Nodes meet in a real etcd: they join, leave, die, and outlive whatever happens to etcd."""
+"""Nodes meet in a real etcd: they join, leave, die, and survive every fault of etcd."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ async def test_a_notice_survives_every_etcd_fault(own_etcd: EtcdServer, meeting:
     await a.until_away()
     await own_etcd.start()
     a.inner.report(round.number, saved=1)
-    a.answers = True  # where etcd has lost the notice, another may be given
+    a.answers = True  # if etcd has lost the notice, another may be given
     after = await all_with(a, b, c)
     assert (after.number, after.nodes[:2]) == (2, round.nodes)
 
@@ -341,7 +341,7 @@ async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_end
     store = await meeting.connect()
     entry = await store.get(a.inner.keys.state)
     assert entry is not None
-    # Straight into the store: what this node has not heard of yet counts as well.
+    # Directly in the store: what this node has not read yet counts as well.
     later = msgspec.structs.replace(first, number=7)
     a.inner._run.changed.send = lambda: None  # type: ignore[method-assign]
     await store.put(a.inner.keys.state, encode(StateRecord(later)))
@@ -432,7 +432,7 @@ async def test_an_etcd_pause_that_expires_all_leases_is_not_a_loss(own_etcd: Etc
     a, b = [await meeting.node(name) for name in "ab"]
     first = await all_with(a, b)
     own_etcd.pause()
-    await asyncio.sleep(3 * LEASE)  # the passing of the leases' time is what this is about
+    await asyncio.sleep(3 * LEASE)  # the leases have to expire
     own_etcd.resume()
     c = await meeting.node("c")
     round = await all_with(a, b, c)
@@ -444,7 +444,7 @@ RUN_LEASE = 1.0
 
 
 async def time_goes_by(store: Store, seconds: float) -> None:
-    """Return when etcd says that so much time has passed."""
+    """Return when this time has passed by etcd's clock."""
     key = f"/clock/{uuid.uuid4()}"
     last = await store.put(key, b"", lease=await store.grant(seconds))
     async with aclosing(store.watch(key, last + 1)) as watch:

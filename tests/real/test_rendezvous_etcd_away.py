@@ -1,4 +1,4 @@
-"""Etcd is slow, silent, dead for a while, or another one than before: the round stays, and changes go on after it."""
+"""etcd is slow, silent, down for a while, or replaced: the round stays, and changes resume after it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.real
 
 LEASE = 1.0
 AWAY = 2.0
-"""Seconds for which a dead etcd is looked for, and counted how often."""
+"""Seconds in which connection attempts to a dead etcd are counted."""
 
 
 @pytest_asyncio.fixture(params=etcd_kinds.chosen())
@@ -43,7 +43,7 @@ async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 @pytest.fixture
 async def line(any_etcd: EtcdServer) -> AsyncIterator[TcpProxy]:
-    """The line through which all nodes reach it."""
+    """The proxy through which all nodes connect to it."""
     async with TcpProxy(any_etcd.endpoint) as proxy:
         yield proxy
 
@@ -69,8 +69,8 @@ def numbers(node: TestNode) -> list[int]:
 async def test_a_slow_etcd_delays_changes_only(meeting: Meeting, line: TcpProxy) -> None:
     a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
     first = await all_with(a, b, c)
-    line.delay = 0.3 / 5 * LEASE  # as 0.3 s are to the lease that is the default
-    await asyncio.sleep(2 * LEASE)  # the passing of the leases' time is what this is about
+    line.delay = 0.3 / 5 * LEASE  # 0.3 s, scaled from the default lease
+    await asyncio.sleep(2 * LEASE)  # the leases have to expire
     gone = next(node for node in (a, b, c) if node.inner.node == first.nodes[1])
     left = [node for node in (a, b, c) if node is not gone]
     await gone.crash()
@@ -91,10 +91,10 @@ async def test_an_unreachable_etcd_is_retried_with_backoff_and_reported_once(
     await until_away(a, b)
     caplog.clear()
     tries, busy = line.connections, time.process_time()
-    await asyncio.sleep(AWAY)  # for how often they try
+    await asyncio.sleep(AWAY)  # the time in which attempts are counted
     tries, busy = line.connections - tries, time.process_time() - busy
     # Each node has a watch and its own key, the leader another watch and the lasting keys: once or twice a second each,
-    # where a busy loop would try a hundred times as often.
+    # a busy loop would try a hundred times as often.
     assert 1 <= tries <= 20 * AWAY
     assert busy < AWAY / 2
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 4
@@ -123,7 +123,7 @@ async def test_a_replacement_etcd_is_filled_by_the_nodes(meeting: Meeting, any_e
 
 @contextlib.asynccontextmanager
 async def somebody_else(port: int) -> AsyncIterator[None]:
-    """In the place of etcd, what a proxy says of a server that it does not find."""
+    """A proxy's answer about a server that it does not find, in place of etcd's."""
     app = web.Application()
 
     async def say_no(_: web.Request) -> web.Response:
@@ -147,7 +147,7 @@ async def test_any_server_in_the_place_of_etcd_ends_nothing_during_an_outage(
     await any_etcd.kill()
     async with somebody_else(int(any_etcd.endpoint.rpartition(":")[2])):
         await until_away(a, b)
-        await asyncio.sleep(1.5 * LEASE)  # for all that the nodes ask meanwhile
+        await asyncio.sleep(1.5 * LEASE)  # the time in which the nodes send requests
     await any_etcd.start()
     c = await meeting.node("c")
     second = await all_with(a, b, c)
@@ -185,7 +185,7 @@ async def test_a_node_with_only_a_silent_connection_stays_in_the_round(meeting: 
         follower = nodes[first.nodes[1].partition(".")[0]]
         lines_of[follower.name].fall_silent()
         await follower.until_away()
-        await asyncio.sleep(1.5 * LEASE)  # its lease ends; its link does not
+        await asyncio.sleep(1.5 * LEASE)  # its lease ends; its connection does not
         lines_of[follower.name].speak_again()
         c = await meeting.node("c")
         second = await all_with(*nodes.values(), c)

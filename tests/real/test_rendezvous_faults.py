@@ -1,4 +1,4 @@
-"""Whatever befalls nodes, network and etcd: one round for each number, the right size, and progress once it is over."""
+"""Random faults of nodes, network and etcd: one round per number, the right size, and progress after the fault."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUNDS = 8 if EXHAUSTIVE else 2
 
 
 def seeds() -> list[int]:
-    """The one in the environment, or as many as there is time for."""
+    """The seed in the environment, or as many seeds as there is time for."""
     if given := os.environ.get(SEED_VARIABLE):
         return [int(given)]
     return list(range(1, 13 if EXHAUSTIVE else 3))
@@ -43,7 +43,7 @@ async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 @pytest.fixture(autouse=True)
 def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has lost etcd looks for it as often, for each lease that passes, as with the lease that is the default."""
+    """Scale the retries of etcd with the lease, as with the default lease."""
     scale = LEASE / RendezvousSettings.__dataclass_fields__["lease"].default
     monkeypatch.setattr(backoff, "RETRY_MAX", backoff.RETRY_MAX * scale)
 

@@ -1,4 +1,4 @@
-"""The page of ``elasticjob report`` as a browser shows it."""
+"""The page of ``elasticjob report`` in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random faults, one after the other, after which nothing is broken or left over; and the benchmarks themselves."""
+"""A sequence of random faults after which nothing is broken or left over; and the benchmarks themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command(benchmark: str, *arguments: str) -> list[str]:
 
 
 def measured(scratch: Path, argv: Sequence[str]) -> dict[str, Any]:
-    """The document that a benchmark prints; nothing is left when it has."""
+    """The document that a benchmark prints; afterwards none of its processes is left."""
     done = subprocess.run(
         argv, cwd=ROOT, env=environment(scratch), capture_output=True, text=True, timeout=LIMIT, check=False
     )
@@ -40,7 +40,7 @@ def measured(scratch: Path, argv: Sequence[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a benchmark has its files, which tells its processes from others; short, for sockets."""
+    """The folder of a benchmark, which identifies its processes; short, for sockets."""
     return tmp_path_factory.mktemp("b")
 
 
@@ -49,7 +49,7 @@ def environment(scratch: Path) -> dict[str, str]:
 
 
 def left_of(scratch: Path) -> list[str]:
-    """The command lines of all living processes that were started in such an environment."""
+    """The command lines of all living processes with such an environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What the operator knows of a run's store, and what becomes of the run's keys, on a real etcd."""
+"""The operator's mirror of a run's store, and the removal of the run's keys, on a real etcd."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def run_id() -> str:
 
 
 class Watched:
-    """A mirror that is followed within the block.
+    """A mirror that runs within the block.
 
     Attributes:
-        mirror: itself.
-        changes: how often it said that something has changed.
-        said: what it said of a store that is away.
+        mirror: the mirror.
+        changes: the number of changes that it reported.
+        said: its messages about an unreachable store.
     """
 
     def __init__(self, run_id: str, *, remembered: int = 1000) -> None:
@@ -256,7 +256,7 @@ async def test_a_hanging_store_costs_one_wait_and_receives_the_last_size_when_it
             begun = asyncio.get_running_loop().time()
             assert not await stores.write_size(run_id, SizeRecord(min=1, max=8, desired=2, generation=2))
             assert asyncio.get_running_loop().time() - begun >= WRITE_TIMEOUT
-            for generation in range(3, 203):  # each of them would have waited for the store, for a minute in all
+            for generation in range(3, 203):  # if each waited for the store, that would be a minute in all
                 assert not await stores.write_size(run_id, SizeRecord(min=1, max=8, desired=3, generation=generation))
             assert asyncio.get_running_loop().time() - begun < 100 * WRITE_TIMEOUT
             woken.clear()

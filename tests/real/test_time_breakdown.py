@@ -1,4 +1,4 @@
-"""Where the time of a run went: told by its leader, right whoever leads, and there when the run has ended."""
+"""The time breakdown of a run: correct under every leader, and available after the run's end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 BEFORE = 100.0
-"""Seconds from the making of the job until the first pod."""
+"""Seconds from the creation of the job until the first pod."""
 
 PROGRAM = """
 import os, signal, sys, time
@@ -72,16 +72,16 @@ for step in range(1_000_000):
     time.sleep(0.01)
 dist.destroy_process_group()
 """
-"""A program that tells of its steps and checkpoints, and that it trains once it has written one."""
+"""A program that reports its steps and checkpoints, and that it trains once it has written one."""
 
 
 class Run:
-    """Nodes of one run, each with a page of metrics; made some time ago.
+    """Nodes of one run, each with a metrics page; the job was created some time ago.
 
     Args:
-        etcd: where they meet.
+        etcd: the server.
         folder: for the program.
-        before: seconds since its job was made.
+        before: seconds since the job was created.
     """
 
     def __init__(self, etcd: EtcdServer, folder: Path, before: float = BEFORE) -> None:
@@ -123,7 +123,7 @@ class Run:
         return decode(entry.value, HistoryRecord)
 
     async def keeps(self, agent: AgentProcess, *, leader: str) -> Page:
-        """Wait until the leader knows of a checkpoint of the round that an agent trains in; gives back its page."""
+        """Wait until the leader knows a checkpoint of the agent's round; returns the agent's page."""
         while True:
             page = await self.page(leader)
             if page.value("torchelastic_job_lost_seconds_total") is not None:
@@ -135,7 +135,7 @@ class Run:
 
 
 def seconds_on(page: Page) -> dict[str, float]:
-    """The seconds by state that a page shows."""
+    """The seconds by state on a page."""
     shown = page.named("torchelastic_job_seconds_total")
     return {dict(labels)["state"]: value for (_, labels), value in shown.items()}
 

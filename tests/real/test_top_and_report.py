@@ -1,4 +1,4 @@
-"""``elasticjob top`` and ``elasticjob report`` on a real job: scaled, hurt, and at its end."""
+"""``elasticjob top`` and ``elasticjob report`` on a real job: scaled, after a failure, and at its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def program(tmp_path: Path) -> list[str]:
-    """Takes steps, of which those of the second rank are slow, until there is a file ``finish``."""
+    """Takes steps until there is a file ``finish``; those of the second rank are slow."""
     (tmp_path / "steps.py").write_text(PROGRAM)
     return [sys.executable, str(tmp_path / "steps.py"), str(tmp_path / "finish")]
 
@@ -73,7 +73,7 @@ def a_worker(home: Path) -> int:
 
 
 async def top_shows(home: Path, words: str) -> list[str]:
-    """What ``elasticjob top`` prints, as soon as these words are in it: agents tell each other a little later."""
+    """The output of ``elasticjob top``, as soon as it contains these words."""
     async with asyncio.timeout(LIMIT):
         while words not in (printed := (await answer(home, "top", "digits", "--once"))[1]):
             pass

@@ -1,4 +1,4 @@
-"""What programs measure through torch's own metrics, and what torch's values are, with the real torch."""
+"""Values that programs record through torch's own metrics, with the real torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ours.configure(Recorder())
 
 
 def said(program: str) -> list[str]:
-    """What a program prints in which any warning is an error."""
+    """The output of a program in which any warning is an error."""
     ended = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", dedent(program)], check=False, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""The watchdog ends what a dead agent has left, whenever that died."""
+"""The watchdog ends the processes of a dead agent, whenever it died."""
 
 from __future__ import annotations
 

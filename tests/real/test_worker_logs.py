@@ -1,4 +1,4 @@
-"""What workers print is complete, in order, and never torn, wherever it goes."""
+"""The output of workers is complete, in order, and intact at every destination."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> No
     while not console.full:
         console.write(writing, b"x" * 1000 + b"\n")
     os.write(pipe.writing, b"first words\n")
-    await eventually(lambda: pipe.tail)  # and from here on it is not read any more
+    await eventually(lambda: pipe.tail)  # from here on, it is not read
     os.write(pipe.writing, b"last words\n")
     output.handed_over()
     await output.drained(0)
@@ -186,7 +186,7 @@ async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> No
 
     reader = threading.Thread(target=read_slowly)
     reader.start()
-    await console.close(patience=0.5, limit=60)  # which is less than it takes to read it all
+    await console.close(patience=0.5, limit=60)  # less than it takes to read everything
     os.close(writing)
     reader.join()
     assert received.endswith(b"[rank 0] first words\n[rank 0] last words\n")

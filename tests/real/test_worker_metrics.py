@@ -1,4 +1,4 @@
-"""What workers measure, as their agent shows it: nothing is set up for it, and nothing is lost when a worker dies."""
+"""Worker metrics on the agent's page: they need no setup, and survive a worker's death."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_a_finished_worker_leaves_its_counters_while_others_continue(tmp_p
         page = await measured.after("measured")
         while (
             page.value("my_app_samples_total", rank="1") is None or page.value("my_app_loss", rank="1") is not None
-        ):  # until that worker has measured, and the agent has seen its end
+        ):  # until that worker has recorded values, and the agent has seen its end
             page = await measured.page()
     assert page.value("my_app_samples_total", rank="1") == 5
     assert page.value("my_app_loss", rank="0") == 1
@@ -331,7 +331,7 @@ async def test_values_are_dropped_without_metrics(tmp_path: Path) -> None:
         "import os\nfrom torchelastic import metrics\nmetrics.put_metric('loss', 1)\n"
         "print('memory:', os.environ.get('TORCHELASTIC_METRICS_FILE'))\n"
     )
-    # As where an agent is itself part of another one's worker.
+    # As if an agent is itself part of another agent's worker.
     async with AgentProcess("--standalone", program, env={"TORCHELASTIC_METRICS_FILE": "/of/another"}) as agent:
         assert await agent.code() == 0
     assert "[rank 0] memory: None" in agent.lines

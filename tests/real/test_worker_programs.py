@@ -1,4 +1,4 @@
-"""A worker is a process as if its program had been started by hand, whatever kind of program it is."""
+"""A worker's process is like that of its program in a plain interpreter, for every kind of program."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def comparable(path: Path) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(path.read_text())
     for name in OURS:
         facts["environment"].pop(name, None)
-    for number in ("1", "2"):  # where output goes is what differs
+    for number in ("1", "2"):  # only the output destination differs
         facts["descriptors"].pop(number)
     return facts
 
 
 @pytest.fixture
 def unusual_settings() -> Iterator[None]:
-    """A process whose umask and limits are not what they are elsewhere."""
+    """A process with an unusual umask and unusual limits."""
     umask, limit = os.umask(0o027), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit[0] - 7, limit[1]))
     yield

@@ -1,4 +1,4 @@
-"""The tools that people use with torch do in a worker what they do in a program that was started by hand."""
+"""Common tools for torch work in a worker as in a plain program."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ print(step(torch.ones(2)).item())
 
 
 def measured(data: Path) -> str:
-    """The lines of the program that were not run, as coverage tells them."""
+    """The lines of the program that did not run, according to coverage."""
     report = by_hand([sys.executable, "-m", "coverage", "report", f"--data-file={data}", "--show-missing"], {})
     lines = [line for line in report.stdout.splitlines() if "program.py" in line]
     assert lines, report.stdout
@@ -175,6 +175,6 @@ stuck()
 async def test_faulthandler_shows_where_a_worker_is(tmp_path: Path) -> None:
     end, printed = await run(script(tmp_path, STUCK), tmp_path / "logs")
     assert end.exit_code == 1
-    assert 'program.py", line 7 in stuck' in printed  # when it was asked by the signal
+    assert 'program.py", line 7 in stuck' in printed  # after the signal
     assert "Timeout" in printed
     assert 'program.py", line 8 in stuck' in printed

@@ -1,4 +1,4 @@
-"""Whatever a worker has started ends with it, and all of it ends with the agent, however that ends."""
+"""All processes of a worker end with the worker, and all end with the agent, however it ends."""
 
 from __future__ import annotations
 

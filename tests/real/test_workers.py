@@ -1,4 +1,4 @@
-"""Workers start, meet, end, and are ended; each end is told once, in words."""
+"""Workers start, meet, exit and are stopped; each exit is reported once, in words."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ while True:
     await crew.told("up")
     await asyncio.wait_for(group.stop(60), 50)
     assert (crew.here / "saved").read_text() == "all of it"
-    with pytest.raises(GroupEnded):  # an end that was asked for is not told
+    with pytest.raises(GroupEnded):  # a requested end is not reported
         await group.next_exit()
 
 
