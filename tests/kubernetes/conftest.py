@@ -28,7 +28,7 @@ DEFINITION = Path(__file__).parents[2] / "crds" / "elasticjob.yaml"
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def control_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """A Kubernetes without nodes that all tests share: keep to namespaces of your own, and leave it running."""
+    """A Kubernetes without nodes, shared by all tests: each test uses its own namespaces."""
     folder = tmp_path_factory.mktemp("control-plane")
     kubeconfig = user_cluster.named()
     async with UserCluster(folder, Path(kubeconfig)) if kubeconfig else ControlPlane(folder) as cluster:
@@ -38,7 +38,7 @@ async def control_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterat
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cluster_with_crd(control_plane: Cluster) -> AsyncIterator[Cluster]:
-    """The same, where ElasticJobs are defined."""
+    """The shared Kubernetes without nodes, with the CRD of ElasticJobs."""
     await control_plane.define(DEFINITION.read_text())
     yield control_plane
     await control_plane.kubectl("delete", "--filename", str(DEFINITION))
@@ -46,14 +46,14 @@ async def cluster_with_crd(control_plane: Cluster) -> AsyncIterator[Cluster]:
 
 @pytest_asyncio.fixture
 async def namespace(control_plane: Cluster) -> AsyncIterator[str]:
-    """A namespace of one test's own, in which pods can be made."""
+    """A namespace for one test, in which pods can be created."""
     async with control_plane.namespace() as name:
         yield name
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> AsyncIterator[Node]:
-    """A Kubernetes with one node, where pods run: keep to namespaces of your own, and leave it running."""
+    """A Kubernetes with one node, where pods run: each test uses its own namespaces."""
     from tests.support.testbed import images
     from tests.support.testbed.node import Node
 
@@ -70,7 +70,7 @@ async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def installed(node: Node) -> AsyncIterator[Node]:
-    """The same, with the operator in it, as the README installs it."""
+    """The Kubernetes with one node, with the operator installed as in the README."""
     place = ("elastic-operator", "--namespace", "elastic-system")
     await node.run("helm", "install", *place, str(ROOT / "charts"), "--create-namespace", "--wait", timeout=180)
     yield node
@@ -80,7 +80,7 @@ async def installed(node: Node) -> AsyncIterator[Node]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def user(installed: Node, request: pytest.FixtureRequest) -> AsyncIterator[User]:
-    """Somebody with a namespace that lets only restricted pods in."""
+    """A user with a namespace that admits only restricted pods."""
     namespace = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
     await installed.kubectl("create", "namespace", namespace)
     await installed.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")

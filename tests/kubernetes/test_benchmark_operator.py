@@ -1,4 +1,4 @@
-"""The benchmark of the operator runs on the real parts, and tells what was measured."""
+"""The operator benchmark runs on the real parts and prints its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What helm makes of the chart, on a real API server: installed, upgraded, removed, and what it refuses."""
+"""The Helm chart on a real API server: installed, upgraded, removed, and with invalid values."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ CRD = "elasticjobs.elastic.pytorch.org"
 RELEASE = "elastic-operator"
 OPERATOR = Path(sys.executable).with_name("elastic-operator")
 Right = tuple[str, str, str, str]
-"""A group, a kind of resource, a verb, and the names of the objects that may be dealt with."""
+"""An API group, a resource, a verb, and the names of the permitted objects."""
 
 
 Target = dict[str, str]
-"""What Kubernetes tells Prometheus of one port of a pod, or of a container without any."""
+"""The discovery labels of one port of a pod, or of a container without ports."""
 
 
 def of_a_pod(address: str, *ports: tuple[str, str, int], **about: str) -> list[Target]:
-    """What Kubernetes tells Prometheus of a pod.
+    """The discovery labels of a pod.
 
     Args:
         address: of the pod.
@@ -111,7 +111,7 @@ SOMEBODY_ELSE = of_a_pod(
 
 
 def scraped(folder: Path, rules: list[Any], *pods: list[Target]) -> list[str]:
-    """What Prometheus scrapes by these relabelling rules, of what Kubernetes tells it of these pods."""
+    """The targets that Prometheus scrapes among these pods with these relabelling rules."""
     told = folder / "told.json"
     told.write_text(json.dumps([{"targets": [each["__address__"]], "labels": each} for pod in pods for each in pod]))
     scrape = {"job_name": "elastic", "file_sd_configs": [{"files": [str(told)]}], "relabel_configs": rules}
@@ -123,7 +123,7 @@ def scraped(folder: Path, rules: list[Any], *pods: list[Target]) -> list[str]:
 
 
 class Helm:
-    """Somebody who types helm and kubectl, for one namespace that lets only restricted pods in."""
+    """A user of helm and kubectl, in one namespace that admits only restricted pods."""
 
     def __init__(self, cluster: ControlPlane, namespace: str, audit: AuditLog) -> None:
         self.cluster = cluster
@@ -131,11 +131,11 @@ class Helm:
         self.audit = audit
 
     async def __call__(self, *words: str, check: bool = True) -> Result:
-        """Type helm."""
+        """Run helm."""
         return await self.cluster.run("helm", "--namespace", self.namespace, *words, check=check)
 
     async def kubectl(self, *words: str, check: bool = True, stdin: str | None = None) -> Result:
-        """Type kubectl."""
+        """Run kubectl."""
         return await self.cluster.kubectl("--namespace", self.namespace, *words, check=check, stdin=stdin)
 
     async def get(self, *what: str) -> dict[str, Any]:
@@ -144,14 +144,14 @@ class Helm:
         return found
 
     async def rights(self, *, of: str, namespace: str) -> set[Right]:
-        """What a service account of this namespace may do in a namespace, more than everybody may."""
+        """The permissions of a service account in a namespace, beyond those of every user."""
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectRulesReview",
             "spec": {"namespace": namespace},
         }
         who = f"system:serviceaccount:{self.namespace}:{of}"
-        # Validation here would need a right that it has not; the server validates too.
+        # Client-side validation would need a permission that it lacks; the server validates too.
         words = ("create", "-f", "-", "-o", "json", "--validate=false", f"--as={who}")
         answer = await self.kubectl(*words, stdin=json.dumps(review))
         return {
@@ -167,13 +167,13 @@ class Helm:
 
 @pytest.fixture(scope="module")
 def audit(tmp_path_factory: pytest.TempPathFactory) -> AuditLog:
-    """What service accounts ask of the cluster's API server."""
+    """The requests of service accounts to the API server."""
     return AuditLog(tmp_path_factory.mktemp("audit"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, audit: AuditLog) -> AsyncIterator[ControlPlane]:
-    """A control plane for these tests alone: they install and remove what a cluster has only once."""
+    """A control plane for these tests alone: they install and remove cluster-wide objects."""
     flags = {"kube-apiserver": audit.flags}
     async with ControlPlane(tmp_path_factory.mktemp("control-plane"), flags=flags) as control_plane:
         yield control_plane
@@ -181,7 +181,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, audit: AuditLog) -> 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def helm(cluster: ControlPlane, audit: AuditLog) -> AsyncIterator[Helm]:
-    """Helm in a namespace of its own; whatever it has installed is gone afterwards."""
+    """Helm in its own namespace; afterwards its releases are uninstalled."""
     async with cluster.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
         helm = Helm(cluster, namespace, audit)
         yield helm
@@ -192,7 +192,7 @@ async def helm(cluster: ControlPlane, audit: AuditLog) -> AsyncIterator[Helm]:
 
 @pytest.fixture
 def own_chart(tmp_path: Path) -> Path:
-    """A copy of the chart that may be changed, with the definition itself in the place of the link."""
+    """A copy of the chart that may be changed, with the CRD in the place of the link."""
     return Path(shutil.copytree(CHART, tmp_path / "chart"))
 
 
@@ -258,7 +258,7 @@ async def test_invalid_values_are_refused_in_one_sentence(helm: Helm, setting: s
 
 
 def paths(values: dict[str, Any], *parents: str) -> list[tuple[str, ...]]:
-    """The way to every value of the chart that has one, and to what holds some."""
+    """The paths of all values of the chart, and of the mappings that hold them."""
     found = []
     for name, value in values.items():
         place = (*parents, name)
@@ -299,7 +299,7 @@ async def test_operator_replicas_prefer_different_nodes(helm: Helm, setting: str
             "topologyKey": "kubernetes.io/hostname",
             "labelSelector": {"matchLabels": deployment["spec"]["selector"]["matchLabels"]},
         }
-        # Nothing that is unknown to the API server.
+        # The API server knows every field.
         await helm.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(deployment))
 
 
@@ -482,7 +482,7 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     told = (await helm("install", RELEASE, str(CHART))).stdout
     assert "kubectl apply -f examples/digits.yaml" in told
     assert "kind load docker-image elastic-operator:dev elastic-agent:dev" in told
-    # Its pod is made, in a namespace that lets only restricted ones in.
+    # Its pod is created in a namespace that admits only restricted pods.
     await helm.kubectl("wait", f"deployment/{RELEASE}", "--for=jsonpath={.status.replicas}=1", "--timeout=60s")
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
     await helm.kubectl("apply", "-f", str(ROOT / "examples" / "digits.yaml"))
@@ -490,7 +490,7 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     await helm("upgrade", RELEASE, str(CHART), "--set=podLabels.upgraded=yes")
     template = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]
     assert template["metadata"]["labels"]["upgraded"] == "yes"
-    # To an operator without a Lease, and back.
+    # Switch to an operator without a Lease, and back.
     for election, strategy in (("false", "Recreate"), ("true", "RollingUpdate")):
         await helm("upgrade", RELEASE, str(CHART), f"--set=leaderElection={election}")
         assert (await helm.get(f"deployment/{RELEASE}"))["spec"]["strategy"]["type"] == strategy
@@ -504,7 +504,7 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     )  # fmt: skip
     assert left.stdout == ""
 
-    # The definition that stayed is taken up again by the release of the same name, and by no other.
+    # Only a release of the same name adopts the CRD that stayed.
     refused = await helm("install", "other", str(CHART), check=False)
     assert refused.returncode != 0
     assert f'CustomResourceDefinition "{CRD}" in namespace "" exists and cannot be imported' in refused.stderr
@@ -521,7 +521,7 @@ async def test_an_upgrade_brings_the_new_crd(helm: Helm, own_chart: Path) -> Non
     await helm("upgrade", RELEASE, str(own_chart))
     assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
 
-    # No longer part of the release, it stays all the same.
+    # It stays although it is no longer part of the release.
     await helm("upgrade", RELEASE, str(own_chart), "--set=crds.install=false")
     assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
 
@@ -546,7 +546,7 @@ async def test_a_crd_applied_by_others_is_left_to_them(helm: Helm) -> None:
 
 
 def jobs_rights() -> set[Right]:
-    """What the operator needs where it looks after jobs."""
+    """The permissions that the operator needs in namespaces with jobs."""
     group = "elastic.pytorch.org"
     owned = [("", "pods"), ("", "services"), ("apps", "deployments")]
     noted = ("", "pods", "patch", "")
@@ -568,7 +568,7 @@ def jobs_rights() -> set[Right]:
 
 
 def lease_rights() -> set[Right]:
-    """What it needs in its own namespace to lead."""
+    """The permissions that leader election needs in its own namespace."""
     group = "coordination.k8s.io"
     return {(group, "leases", "create", ""), *((group, "leases", verb, RELEASE) for verb in ("get", "update"))}
 
@@ -602,7 +602,7 @@ async def test_secrets_are_readable_only_in_the_listed_namespaces(helm: Helm) ->
 
 @contextlib.asynccontextmanager
 async def running_operator(helm: Helm, log: Path) -> AsyncIterator[None]:
-    """The operator as the release's deployment would run it, with the rights of its service account."""
+    """The operator as the release's Deployment would run it, with the permissions of its service account."""
     [container] = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]["spec"]["containers"]
     kubeconfig = await helm.cluster.kubeconfig_for(helm.namespace, RELEASE)
     arguments = [*container["args"], "--listen=127.0.0.1:0", f"--kubeconfig={kubeconfig}", "--log-level=debug"]
@@ -697,7 +697,7 @@ async def a_gang(helm: Helm, gang: str, groups: Resource, etcd: EtcdServer) -> N
 
 
 async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
-    """A job that is suspended after a round, so that what is known of it is kept, and added to at its end.
+    """A job that is suspended after a round, so that its report is stored, and extended at its end.
 
     Its agent has found a port for its metrics itself.
     """
@@ -737,7 +737,7 @@ async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
 
 
 async def a_job_that_needs_a_secret_and_goes_by_itself(helm: Helm, etcd: EtcdServer) -> None:
-    """A job whose etcd asks for credentials, which nobody has made, and that ends in another way."""
+    """A job whose etcd requires credentials from a missing Secret, and that fails."""
     outside = {"endpoint": f"https://{etcd.endpoint}", "tlsSecret": "nobody-has-made-it"}
     short = {"ttlSecondsAfterFinished": 0, "replicas": 1}
     await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("brief", etcd=outside, **short)))
@@ -748,7 +748,7 @@ async def a_job_that_needs_a_secret_and_goes_by_itself(helm: Helm, etcd: EtcdSer
 
 
 async def a_job_whose_pod_does_not_start(helm: Helm, etcd: EtcdServer) -> None:
-    """A job whose pod has a node that says in an event alone what is missing."""
+    """A job with a pod whose problem is reported by an event alone."""
     bound = {"spec": {"nodeName": "away", "securityContext": {"runAsNonRoot": True}}}
     stuck = job("stuck", etcd={"endpoint": etcd.endpoint}, template=bound, replicas=1)
     await helm.kubectl("apply", "-f", "-", stdin=json.dumps(stuck))
@@ -805,7 +805,7 @@ async def test_the_operator_has_no_permissions_without_its_roles(helm: Helm) -> 
 async def test_namespace_viewers_and_editors_have_the_same_access_to_jobs(helm: Helm) -> None:
     await helm("install", RELEASE, str(CHART))
     for role, sign in (("view", "elasticjobs"), ("edit", "elasticjobs/scale"), ("admin", "elasticjobs/scale")):
-        # The cluster adds them in its own time.
+        # The cluster adds them later.
         added = f"jsonpath={{.rules[?(@.resources[0]=='{sign}')].verbs}}"
         await helm.kubectl("wait", f"clusterrole/{role}", f"--for={added}", "--timeout=60s")
         account = f"{helm.namespace}:{role}"

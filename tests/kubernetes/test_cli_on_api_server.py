@@ -1,6 +1,6 @@
-"""``elasticjob`` against a real API server: what it lists, describes, scales and deletes there.
+"""``elasticjob`` against a real API server: list, describe, scale and delete jobs.
 
-No kubelet runs the pods here, and no operator makes them: they are written by hand, as is what is said of them.
+There is no kubelet and no operator: the test writes the pods, their statuses and the events.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.control_plane
 
 HOLD = "example.com/hold"
-"""A finalizer: what carries it is not gone before the test says so, as a pod that takes its time."""
+"""A finalizer that keeps an object until the test removes it, as a pod that ends slowly."""
 
 SPEC = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"]}
 
 
 class Team:
-    """A namespace, what is in it, and somebody who types ``elasticjob``."""
+    """A namespace, its objects, and a user of ``elasticjob``."""
 
     def __init__(self, cluster: Cluster, api: Api, namespace: str) -> None:
         self.cluster = cluster
@@ -78,7 +78,7 @@ class Team:
         ip: str = "10.1.0.9",
         metrics_port: int | None = None,
     ) -> Json:
-        """A worker pod that nobody will ever run, with what a kubelet would say of it."""
+        """A worker pod without a kubelet, with a status that a kubelet would write."""
         job = owner["metadata"]["name"]
         labels = {"job": job, "role": "worker", "index": name.split("-")[1]}
         reference = {"kind": "ElasticJob", "apiVersion": ELASTIC_JOBS.api_version, "controller": True, "name": job}
@@ -181,7 +181,7 @@ async def test_a_job_is_suspended_and_resumed_by_command(team: Team) -> None:
 
 
 async def test_delete_returns_when_the_job_and_its_pods_are_gone(team: Team) -> None:
-    # It may take half a minute: only now and then the garbage collector looks which kinds of objects there are.
+    # It may take half a minute: the garbage collector discovers kinds of objects periodically.
     job = await team.make_job()
     await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
     await team.make(SERVICES, "digits-etcd", spec={"ports": [{"port": 2379}]}, metadata=_of(job))
@@ -239,7 +239,7 @@ async def test_a_missing_job_or_context_gets_one_sentence(team: Team, tmp_path: 
 
 
 async def test_job_metrics_are_read_through_the_api_server(team: Team) -> None:
-    # No API server leads to an address of its own machine: that is what it says of each agent here.
+    # An API server proxies no request to its own machine: that is its answer for each agent here.
     job = await team.make_job()
     await team.say("digits")
     for name in ("digits-0-aaaaa", "digits-1-bbbbb"):
@@ -295,7 +295,7 @@ async def test_logs_of_a_job_without_a_started_pod_explain_why(team: Team) -> No
 
 
 def _of(job: Json) -> dict[str, Any]:
-    """Metadata of what belongs to a job."""
+    """Metadata of objects that belong to a job."""
     owner = {"kind": "ElasticJob", "apiVersion": ELASTIC_JOBS.api_version, "controller": True}
     return {
         "labels": {"elastic.pytorch.org/job": job["metadata"]["name"]},

@@ -1,4 +1,4 @@
-"""The control plane of the test bed: that it is a Kubernetes, harms nobody, and ends with the tests."""
+"""The control plane of the test bed: it is a Kubernetes, leaves the machine alone, and ends with the tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ asyncio.run(main())
 
 
 def listening_addresses(pid: int) -> set[str]:
-    """Where a process serves TCP; an IPv6 address as it stands in /proc."""
+    """The addresses on which a process listens; IPv6 addresses as in /proc."""
     sockets = {str(descriptor.readlink()) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
     lines = [
         line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""`elasticjob` and the API server agree: both accept and refuse the same jobs, the inside of the template apart."""
+"""`elasticjob` and the API server accept and refuse the same jobs, apart from the contents of the template."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.control_plane
 
 
 def examples(number: int) -> settings:
-    """So many, and always the same: what is refused today is refused tomorrow."""
+    """Settings for a fixed number of reproducible examples."""
     return settings(
         max_examples=number,
         derandomize=True,
@@ -40,7 +40,7 @@ def examples(number: int) -> settings:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def server(cluster_with_crd: Cluster) -> AsyncIterator[ElasticJobs]:
-    """The jobs of a namespace of these tests' own."""
+    """The jobs of a namespace for these tests."""
     # The first rule that it compiles makes celpy raise Python's recursion limit, and hypothesis wants that to stay.
     assert crd.validate(job("first")) == []
     async with cluster_with_crd.namespace() as name:
@@ -53,7 +53,7 @@ async def server(cluster_with_crd: Cluster) -> AsyncIterator[ElasticJobs]:
 
 
 def job(name: str, **spec: Any) -> dict[str, Any]:
-    """A job that is accepted, with these fields of the spec set besides."""
+    """An accepted job with these additional fields of the spec."""
     return {
         "apiVersion": "elastic.pytorch.org/v1alpha1",
         "kind": "ElasticJob",
@@ -63,7 +63,7 @@ def job(name: str, **spec: Any) -> dict[str, Any]:
 
 
 def assert_same(answer: Answer, new: dict[str, Any], old: dict[str, Any] | None = None) -> None:
-    """Both accept, or both refuse; what is accepted has the same defaults."""
+    """Check that both accept with the same defaults, or that both refuse."""
     problems = [str(problem) for problem in crd.validate(new, old=old)]
     different = f"""
 the API server says: {answer.words}
@@ -118,11 +118,11 @@ CHANGES = st.lists(
     min_size=1,
     max_size=5,
 )
-"""One after the other; None takes a field out."""
+"""Apply the changes in turn; None removes a field."""
 
 
 def changed(manifest: dict[str, Any], change: dict[str, int | None]) -> dict[str, Any]:
-    """The same manifest with some fields of its spec set or taken out."""
+    """The same manifest with some fields of its spec set or removed."""
     new = copy.deepcopy(manifest)
     spec = {**new["spec"], **change}
     return {**new, "spec": {key: value for key, value in spec.items() if value is not None}}
@@ -155,7 +155,7 @@ HOW_IT_STANDS: list[dict[str, Any]] = [
     {"replicas": 2},
     {"replicas": 0, "startTime": "2026-01-01T00:00:00Z"},
 ]
-"""That a job may have no pods yet, have them, or have had them."""
+"""Statuses of a job without pods yet, with pods, and after its pods."""
 
 
 def test_each_field_changes_under_the_same_rule(server: ElasticJobs) -> None:

@@ -1,4 +1,4 @@
-"""The ElasticJob on a real API server, as a user of kubectl sees it."""
+"""The ElasticJob on a real API server, with kubectl."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ OUT_OF_BOUNDS = "spec.replicas: Invalid value: must lie between minReplicas and 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def space(cluster_with_crd: Cluster) -> AsyncIterator[str]:
-    """A namespace for all these tests; each job in it has a name of its own."""
+    """A namespace for all these tests; each test uses its own job names."""
     async with cluster_with_crd.namespace() as name:
         yield name
 
 
 class User:
-    """Somebody who types kubectl in the namespace."""
+    """A user of kubectl in the namespace."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self._cluster = cluster
@@ -53,7 +53,7 @@ class User:
         return found
 
     async def refusal(self, *arguments: str, stdin: str | None = None) -> str:
-        """What is said of a command that is refused."""
+        """The error output of a refused command."""
         refused = await self(*arguments, stdin=stdin, check=False)
         assert refused.returncode != 0, refused.stdout
         return refused.stderr
@@ -70,7 +70,7 @@ def kubectl(cluster_with_crd: Cluster, space: str) -> User:
 
 
 def job(name: str, **spec: Any) -> dict[str, Any]:
-    """A job that is accepted, with these fields of the spec set besides."""
+    """An accepted job with these additional fields of the spec."""
     return {
         "apiVersion": "elastic.pytorch.org/v1alpha1",
         "kind": "ElasticJob",
@@ -79,7 +79,7 @@ def job(name: str, **spec: Any) -> dict[str, Any]:
     }
 
 
-# The definition
+# The CRD
 
 
 async def test_the_crd_is_accepted_without_a_warning(cluster_with_crd: Cluster) -> None:
@@ -110,7 +110,7 @@ async def test_a_job_without_replicas_can_be_scaled_and_then_has_them(kubectl: U
     assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/numberless", "--replicas=4")
     await kubectl("scale", "elasticjob/numberless", "--replicas=2")
     assert (await kubectl.get("numberless"))["spec"]["replicas"] == 2
-    await kubectl.apply(job("numberless", maxRestarts=1))  # a file that never named the number leaves it alone
+    await kubectl.apply(job("numberless", maxRestarts=1))  # a file that never set the replicas leaves them unchanged
     assert (await kubectl.get("numberless"))["spec"]["replicas"] == 2
 
 
@@ -140,7 +140,7 @@ async def test_an_autoscaler_finds_the_worker_pods(kubectl: User, space: str) ->
 async def test_a_job_keeps_the_etcd_in_which_its_pods_meet(kubectl: User) -> None:
     stays = "spec.etcd.endpoint: Forbidden: cannot be set, changed or removed while the job runs"
     await kubectl.apply(job("named-etcd", etcd={"endpoint": "c:1"}))
-    await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}))  # nobody has met there yet
+    await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}))  # no agents have met there yet
     await kubectl.apply(job("own-etcd", etcd={"storage": {"resources": {}}}))
     for name in ("named-etcd", "own-etcd"):
         await kubectl.say(name, {"replicas": 1})
@@ -150,11 +150,11 @@ async def test_a_job_keeps_the_etcd_in_which_its_pods_meet(kubectl: User) -> Non
         resting = yaml.safe_dump(job(name, etcd=etcd, suspend=True))
         assert stays in " ".join((await kubectl.refusal("apply", "--filename=-", stdin=resting)).split())
     await kubectl.apply(job("named-etcd", etcd={"endpoint": "a:1"}, maxReplicas=2, suspend=True))
-    await kubectl.apply(job("named-etcd", etcd={"endpoint": "b:1"}))  # it was at rest before
+    await kubectl.apply(job("named-etcd", etcd={"endpoint": "b:1"}))  # it was suspended before
     await kubectl.apply(job("own-etcd"))
 
 
-# A job's life
+# Suspension and completion
 
 
 async def test_pod_settings_change_only_while_the_job_is_suspended(kubectl: User) -> None:
@@ -229,7 +229,7 @@ async def test_a_name_of_45_characters_is_accepted(kubectl: User) -> None:
     await kubectl.apply(job("a" * 45))
 
 
-# What kubectl shows
+# The output of kubectl
 
 
 async def test_kubectl_explain_describes_a_job(kubectl: User) -> None:

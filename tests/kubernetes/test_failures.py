@@ -1,6 +1,6 @@
-"""What can go wrong with a job, caused on a real kubelet: what becomes of the job, and what is said of it.
+"""Failures of programs, pods and nodes on a real kubelet: the effect on the job, and its messages.
 
-No program here trains, and none needs torch: what matters is how it, its pod or its node comes to an end.
+No program here trains or needs torch: the tests are about the end of the program, its pod or its node.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytes
 
 NODE = "node1"
 WAITS = "import time; time.sleep(100_000)"
-"""A program that goes on until somebody ends it."""
+"""A program that runs until it is stopped."""
 UNPRIVILEGED = {"securityContext": {"runAsNonRoot": True}}
 Json = dict[str, Any]
 
 
 def a_job(name: str, program: str = WAITS, *, pod: Json | None = None, worker: Json | None = None, **spec: Any) -> Json:
-    """A job of this program; ``pod`` and ``worker`` are what its template says of these."""
+    """A job of this program; ``pod`` and ``worker`` are fields of its template."""
     containers = {"containers": [{"name": "worker", **worker}]} if worker else {}
     template = {"spec": {**UNPRIVILEGED, **containers, **(pod or {})}}
     return job(name, command=["python3", "-c", program], template=template, **spec)
 
 
 def said(status: Json, kind: str) -> str:
-    """The message of a condition that holds; empty for one that does not."""
+    """The message of a true condition; empty for a false one."""
     holds = (each for each in status.get("conditions", ()) if each["type"] == kind and each["status"] == "True")
     return str(next((each.get("message", "") for each in holds), ""))
 
@@ -50,14 +50,14 @@ def nobody_is_charged(status: Json) -> bool:
 
 
 async def evict(user: User, pod: str) -> None:
-    """Evict a pod by the API, as drains do."""
+    """Evict a pod through the API, as a drain does."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": user.namespace}}
     path = f"/api/v1/namespaces/{user.namespace}/pods/{pod}/eviction"
     await user.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
 async def serves(user: User, name: str, count: int) -> dict[str, Json]:
-    """The pods of a job, as soon as so many of them serve."""
+    """The pods of a job, as soon as this many are ready."""
     await user.wait(f"elasticjob/{name}", f"jsonpath={{.status.readyDesired}}={count}/{count}")
     return await user.pods(name)
 
@@ -258,7 +258,7 @@ async def test_a_drained_node_loses_its_pods_without_a_charge(user: User) -> Non
 
 @contextlib.asynccontextmanager
 async def another_node(node: Node) -> AsyncIterator[None]:
-    """A second node, which takes no pods: of a cluster whose nodes are all silent, Kubernetes gives none up."""
+    """A second, unschedulable node: if all nodes are silent, Kubernetes evicts no pods."""
     name = "witness"
     ready = {
         "type": "Ready",
@@ -303,7 +303,7 @@ async def test_pods_of_a_silent_node_are_replaced_without_a_charge(user: User) -
     async with another_node(user.node):
         await user.node.run("pkill", "-STOP", "-x", "kubelet")
         try:
-            # Its pods stay Terminating as long as nobody there says that they have ended.
+            # Its pods stay Terminating until their kubelet reports that they have ended.
             await user.wait(f"pod/{lost}", "jsonpath={.metadata.deletionTimestamp}")
             job = await user.sees("silent", lambda status: "no node takes it" in said(status, "Waiting"))
             assert len((await user.pods("silent")).keys() - {lost}) == 1

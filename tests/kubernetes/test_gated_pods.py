@@ -1,6 +1,6 @@
-"""Pods that somebody else lets in: they wait behind a gate, are held by a finalizer, and may be sent away.
+"""Pods with scheduling gates and finalizers of another controller.
 
-So do those that queue jobs by their pods. The test plays their part.
+Queueing systems that admit jobs by their pods work so. The test plays their part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(api: UserApi, cluster_with_crd: Cluster, tmp_path: Path) -> AsyncIterator[Place]:
-    """A namespace of the test's own, with an operator."""
+    """A namespace for the test, with an operator."""
     async with cluster_with_crd.namespace() as namespace:
         only_here = (f"--namespace={namespace}", f"--lease-namespace={namespace}")
         async with OperatorProcess(tmp_path, cluster_with_crd.kubeconfig, *only_here):
@@ -51,7 +51,7 @@ async def hold(place: Place, pod: str, *finalizers: str) -> None:
 
 
 async def workers(place: Place, true: Callable[[Objects], bool]) -> Objects:
-    """The worker pods, as soon as they are as wanted."""
+    """The worker pods, as soon as they meet a condition."""
     return await place.until(PODS, true, labels=worker_selector("digits"))
 
 

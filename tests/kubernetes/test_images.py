@@ -1,4 +1,4 @@
-"""The images that the Dockerfiles make: what is in them, and that they run as anybody and write nowhere."""
+"""The images of the Dockerfiles: their contents, and that they run as any user on a read-only file system."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def namespace(node: Node) -> AsyncIterator[str]:
 async def outcome(
     node: Node, namespace: str, image: str, *, seconds: int = 60, user: int | None = None, **container: Any
 ) -> tuple[int, str]:
-    """Run a pod of an image, without a disk but /tmp, to its end; returns its exit code and what it said."""
+    """Run a pod of an image, with only /tmp writable, to its end; returns its exit code and its output."""
     security = SECURITY if user is None else {**SECURITY, "runAsUser": user}
     manifest = {
         "apiVersion": "v1",
@@ -146,7 +146,7 @@ async def test_an_example_trains_with_only_tmp_writable(node: Node, namespace: s
 
 @pytest.mark.parametrize("image", ["operator", "agent"])
 async def test_an_image_contains_no_build_machine_settings(node: Node, namespace: str, image: str) -> None:
-    # The first of these is Debian's own: it shows that the search finds what is there.
+    # The first one is Debian's own: it shows that the search works.
     names = " -o ".join(f"-name '{name}'" for name in ("70debconf", "*this-machine*", "authorities.pem", "pip.conf"))
     command = ["sh", "-c", f"find / -xdev {names} 2> /dev/null; true"]
     assert await outcome(node, namespace, image, command=command) == (0, "/etc/apt/apt.conf.d/70debconf\n")

@@ -1,6 +1,6 @@
-"""What stands beside a job's pods on a real API server: PodGroups, disruption budgets; and jobs that go by themselves.
+"""PodGroups, disruption budgets and the time to live of jobs on a real API server.
 
-Neither kind of scheduler runs here: of them there are the definitions, with as much in them as the operator writes.
+No gang scheduler runs here: the cluster has only their CRDs, with the fields that the operator writes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
-    """A namespace of the test's own."""
+    """A namespace for the test."""
     async with cluster_with_crd.namespace() as namespace:
         yield Place(api, cluster_with_crd, namespace)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def operator(place: Place, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
-    """An operator for the test's own namespace."""
+    """An operator for the test's namespace."""
     async with an_operator(place, tmp_path) as operator:
         yield operator
 
@@ -157,7 +157,7 @@ async def test_a_disruption_budget_keeps_the_minimum_while_it_is_requested_and_u
 
 
 async def evict(place: Place, pod: str) -> None:
-    """Evict a pod by the API, as drains do."""
+    """Evict a pod through the API, as a drain does."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": place.namespace}}
     await place.api.create(replace(PODS, plural=f"pods/{pod}/eviction"), place.namespace, body)
 

@@ -1,6 +1,6 @@
-"""Dashboards and alerts on a real operator, which a real Prometheus scrapes, and which has jobs on a real API server.
+"""Dashboards and alerts of a real operator with a real Prometheus and a real API server.
 
-There is no kubelet; the test plays that, and the agents. What agents tell is looked at on real ones, in tests/real.
+There is no kubelet; the test plays it, and the agents. The metrics of agents are tested in tests/real.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ ALERTS = {alert.name: alert for alerts in GROUPS.values() for alert in alerts}
 
 
 class Watched:
-    """An operator with two jobs, of which one trains and the other lacks a pod, and what scrapes it.
+    """An operator with two jobs: one trains and the other lacks a pod; and its Prometheus.
 
     Attributes:
-        prometheus: has scraped the operator since before the jobs were made.
-        operator: leads.
-        namespace: of the jobs.
+        prometheus: has scraped the operator since before the jobs were created.
+        operator: the leader.
+        namespace: the namespace of the jobs.
     """
 
     prometheus: Prometheus
@@ -51,7 +51,7 @@ class Watched:
     namespace: str
 
     async def answer(self, expr: str, job: str) -> Answer:
-        """What a query of a page answers of a job, or of all of them."""
+        """The answer to a dashboard query about one job or all jobs."""
         return await self.prometheus.query(filled_in(expr, {"job_namespace": self.namespace, "elasticjob": job}))
 
 
@@ -59,7 +59,7 @@ class Watched:
 async def watched(
     cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Watched]:
-    """Of two pods of the one one has died and another has come; of the other's two pods one never runs."""
+    """In the first job, one of two pods failed and was replaced; in the second, one of two pods never runs."""
     folder = tmp_path_factory.mktemp("watched")
     store = await connect(etcd.settings)
     found = Watched()
@@ -79,7 +79,7 @@ async def watched(
                 for name in ("trains", "lacks")
             ]
             trains, lacks = (RunKeys.of(job["metadata"]["uid"]) for job in made)
-            # What grows is seen to grow where it was seen before.
+            # Prometheus sees an increase only of a series that it has scraped before.
             await prometheus.until(
                 "count_over_time(elastic_operator_job_min_pods[1m]) > 4", lambda seen: len(seen) == 2
             )
@@ -106,7 +106,7 @@ async def watched(
 
 
 def asked(page: Page) -> list[Any]:
-    """The queries of a page that an operator answers."""
+    """The dashboard queries that an operator answers."""
     return [
         pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
         for panel, query in queries(page)

@@ -1,6 +1,6 @@
-"""Dashboards on a real kubelet: a real Prometheus beside the pods scrapes them and the operator.
+"""Dashboards on a real kubelet: a real Prometheus on the node scrapes the pods and the operator.
 
-Debian's Prometheus cannot ask an API server for pods, so it is told where they are, as the API server says.
+Debian's Prometheus has no Kubernetes discovery, so the test writes its targets from the API server's pods.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ pytestmark = [
 
 TARGETS = "targets.json"
 PORT = 9090
-"""On the node, where nobody else has it."""
+"""A port that is unused on the node."""
 
 
 class PrometheusInside:
-    """A Prometheus on the node, asked with promtool."""
+    """A Prometheus on the node, queried with promtool."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
     async def query(self, expr: str) -> Answer:
-        """What a query answers now."""
+        """The present answer to a query."""
         where = f"http://127.0.0.1:{PORT}"
         asked = await self._node.run(str(program("promtool")), "query", "--format=json", "instant", where, expr)
         return answer_of(json.loads(asked.stdout))
 
     async def until(self, expr: str, condition: Callable[[Answer], object] = bool) -> Answer:
-        """Ask until the answer is as wished."""
+        """Query until the answer meets a condition."""
         answer: Answer = []
         try:
             async with asyncio.timeout(SIGHT):
@@ -85,7 +85,7 @@ async def prometheus_on(node: Node, folder: Path) -> AsyncIterator[PrometheusIns
 
 
 async def where_annotations_say(node: Node) -> list[dict[str, Any]]:
-    """The pods of the cluster that want to be scraped, as a Prometheus that goes by annotations would find them."""
+    """The pods with scrape annotations, as a Prometheus with annotation discovery finds them."""
     listing = json.loads((await node.kubectl("get", "pods", "--all-namespaces", "-o", "json")).stdout)
     found = []
     for pod in listing["items"]:
@@ -99,7 +99,7 @@ async def where_annotations_say(node: Node) -> list[dict[str, Any]]:
 
 async def test_every_panel_shows_a_job_that_is_scaled_and_loses_a_worker(user: User, tmp_path: Path) -> None:
     command = ["python3", "-c", PROGRAM, "/tmp"]
-    # The operator has looked at no job in the last seconds, but in the last minute.
+    # The operator has reconciled no job in the last seconds, but in the last minute.
     values = {"job_namespace": user.namespace, "elasticjob": "measured", **OWN, "__rate_interval": "1m"}
 
     async with prometheus_on(user.node, tmp_path) as prometheus:
@@ -152,7 +152,7 @@ async def test_every_panel_shows_a_job_that_is_scaled_and_loses_a_worker(user: U
 
 
 async def test_agents_on_host_network_are_found_on_their_actual_ports(user: User, tmp_path: Path) -> None:
-    """Several of them on one node; no port of any of them stands in the pod's spec."""
+    """Several agents on one node, without ports in the pod specs."""
     enforced = "pod-security.kubernetes.io/enforce"
     await user.kubectl("label", "namespace", user.namespace, f"{enforced}=privileged", "--overwrite")
     pod = {"hostNetwork": True, "securityContext": {"runAsNonRoot": True}}

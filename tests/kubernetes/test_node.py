@@ -1,4 +1,4 @@
-"""A node of the test bed: what a Kubernetes promises on it, and that nothing of it is left, however it ends."""
+"""The node of the test bed: it behaves as a Kubernetes node, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ async def main(folder, image, end):
 
 asyncio.run(main(pathlib.Path(sys.argv[1]), *sys.argv[2:]))
 """
-"""Somebody's tests: a node with a running pod, until a line comes."""
+"""A program with a node and a running pod, until it reads a line."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def namespace(node: Node) -> AsyncIterator[str]:
-    """Lets only restricted pods in; with an etcd in it, behind a Service."""
+    """A namespace that admits only restricted pods, with an etcd behind a Service."""
     await node.load_image(images.archive("etcd"))
     async with node.namespace(**RESTRICTED) as name:
         flags = [
@@ -215,7 +215,7 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
     said = (await user.communicate(b"\n"))[1].decode()
     assert await asyncio.to_thread(ended, keeper)
     if end == "SIGKILL of all":
-        node_keeper.sweep(cache_folder().resolve())  # as the next node does before all else
+        node_keeper.sweep(cache_folder().resolve())  # as the next node does first
 
     assert ("Traceback" in said) == (end in {"an error", "a part's death"})
     assert ("ValueError: a test has failed" in said) == (end == "an error")
@@ -292,10 +292,10 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def files_of_nodes() -> set[Path]:
-    """What nodes have in the cache only while they run."""
+    """The cache entries of running nodes."""
     return {path for name in ("kubelet", "groups.json") for path in (cache_folder() / "nodes").glob(f"*/{name}")}
 
 
 def ended(process: int) -> bool:
-    """Wait until the process of this descriptor has ended; whether it did."""
+    """Wait until the process of this descriptor has ended; returns whether it did."""
     return bool(select.select([process], [], [], 60)[0])

@@ -1,7 +1,7 @@
 """The operator as a process, against a real API server and a real controller manager.
 
-There is no kubelet: a test that wants a pod to run, to die or to end plays the kubelet. No agents run either: what they
-would say in the store, a test writes there.
+There is no kubelet: a test that needs a pod to run, fail or end plays the kubelet. No agents run either: what they
+would write to the store, a test writes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def holder(leases: Objects) -> str:
 
 
 async def nothing_below(store: Store, keys: RunKeys) -> None:
-    """Return when nothing of a run is left in its store."""
+    """Return when the store has no key of a run."""
     left: set[str] = set()
     async with asyncio.timeout(PATIENCE), contextlib.aclosing(follow(store, keys.root)) as news:
         async for each in news:
@@ -91,7 +91,7 @@ QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
 
 
 def rights(namespace: str) -> Json:
-    """What an operator of one namespace may do, and no more."""
+    """Exactly the permissions of an operator of one namespace."""
     rules = [
         ("elastic.pytorch.org", "elasticjobs", ["list", "watch", "delete"]),
         ("elastic.pytorch.org", "elasticjobs/status", ["update"]),
@@ -122,7 +122,7 @@ def rights(namespace: str) -> Json:
 
 
 def policy_against_pods(namespace: str) -> list[Json]:
-    """A rule of the cluster that no pod is made in a namespace, and where it holds."""
+    """An admission policy that denies pods, and its binding to a namespace."""
     about = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": f"none-in-{namespace}"}}
     pods = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
     here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
@@ -145,20 +145,20 @@ async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
-    """A namespace of the test's own, of which no operator knows yet."""
+    """A namespace for the test, without an operator yet."""
     async with cluster_with_crd.namespace() as namespace:
         yield Place(api, cluster_with_crd, namespace)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def operator(place: Place, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
-    """An operator for the test's own namespace."""
+    """An operator for the test's namespace."""
     async with an_operator(place, tmp_path) as operator:
         yield operator
 
 
 def an_operator(place: Place, folder: Path, **more: Any) -> OperatorProcess:
-    """A copy of the operator that looks after one namespace, where its lease is, too."""
+    """An operator replica for one namespace, which also has its lease."""
     only_here = (f"--namespace={place.namespace}", f"--lease-namespace={place.namespace}")
     return OperatorProcess(folder, place.cluster.kubeconfig, *only_here, **more)
 
@@ -247,7 +247,7 @@ async def test_a_deleted_pod_is_replaced_by_a_pod_with_another_name(
 async def test_the_last_output_of_a_deleted_pod_is_in_an_event(place: Place, operator: OperatorProcess) -> None:
     await place.apply(replicas=2)
     victim = min(await place.pods(2))
-    await place.bind(victim)  # else there is no kubelet whom the API server would wait for
+    await place.bind(victim)  # otherwise the API server has no kubelet to wait for
     await place.runs(victim)
     await place.kubectl("delete", "pod", victim, "--wait=false")
     await place.until(PODS, lambda pods: victim in pods and len(live(pods)) == 2, labels=worker_selector("digits"))
@@ -288,7 +288,7 @@ async def test_a_succeeded_job_gets_no_more_pods_and_loses_its_etcd(place: Place
 
     await place.kubectl("delete", "pod", "--all")
     await place.kubectl("scale", "elasticjob/digits", "--replicas=3")
-    # Whatever the operator would do about this one, it has done when it is through with another.
+    # When the operator has handled another job, it has handled this one.
     await place.job(lambda status: status.get("observedGeneration") == job["metadata"]["generation"] + 1)
     await place.apply("another", replicas=1)
     await place.pods(1, "another")
@@ -337,7 +337,7 @@ async def test_a_denial_by_policy_is_reported_and_retried(
     try:
         async with asyncio.timeout(PATIENCE):
             probe = ("run", "probe", "--image=i", "--dry-run=server")
-            # No event tells that a policy is in force.
+            # There is no event for a policy that takes effect.
             while "not today" not in (await place.kubectl(*probe, check=False)).stderr:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         await place.apply(etcd={"endpoint": etcd.endpoint})
@@ -420,13 +420,13 @@ async def test_an_etcd_removed_with_its_job_is_not_created_again_while_pods_end(
             seen.update(str(each["metadata"]["uid"]) for each in state.values())
 
     watching = asyncio.create_task(watch())
-    await place.bind(pod)  # only its kubelet, which there is not, could say that it has ended
+    await place.bind(pod)  # only its kubelet, which does not exist, could report its end
     held = {"metadata": {"finalizers": ["example.org/held"]}}
     await place.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(held)}")
     await place.kubectl("delete", "elasticjob/digits", "--wait=false")
     await place.until(PODS, lambda found: "deletionTimestamp" in found[pod]["metadata"])
     await place.kubectl("delete", "service,deployment", "digits-etcd")
-    # Whatever the operator would do about this one, it has done when it is through with another.
+    # When the operator has handled another job, it has handled this one.
     await place.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
     await place.pods(1, "another")
     await place.until(SERVICES, lambda found: not found)
@@ -461,7 +461,7 @@ async def test_agent_reports_in_an_external_etcd_are_read_and_removed_with_the_j
         await place.job(lambda status: status.get("state") == "Running" and status.get("worldSize") == 2)
         await place.told("Started", "training started with 2 pods and world size 2")
 
-        # A change of size is told before a pod is touched.
+        # A change of size is written before a pod is deleted.
         await place.kubectl("scale", "elasticjob/digits", "--replicas=1")
         await place.pods(1)
         told = await store.get(keys.size)
@@ -510,14 +510,14 @@ async def test_a_job_that_ended_during_an_operator_outage_is_not_restarted(
     operator.start()
     job = await place.job(lambda status: holds(status, "Finished"))
     assert job["status"]["state"] == "Succeeded"
-    # Whatever the operator would do about this one, it has done when it is through with another.
+    # When the operator has handled another job, it has handled this one.
     await place.apply("another", replicas=1, etcd={"endpoint": own_etcd.endpoint})
     await place.pods(1, "another")
     assert await place.pods(0) == {}
 
 
 async def test_an_operator_killed_while_creating_pods_creates_none_twice(place: Place, tmp_path: Path) -> None:
-    # In a pod its name stays the same, so it need not wait for its own lease to end.
+    # In a pod its name stays the same, so it need not wait for its own lease to expire.
     async with an_operator(place, tmp_path, environ={"POD_NAME": "operator-0"}) as operator:
         await operator.leads()
         await place.apply(maxReplicas=40)
@@ -546,7 +546,7 @@ async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(place
         assert await second.metric("elastic_operator_reconciles_total") == 0
 
         await second.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
-        # One to see that ElasticJobs are defined, five of watched kinds, and two of PodGroups.
+        # One for the CRD, five of watched kinds, and two of PodGroups.
         listings = 8
         await second.counts("elastic_operator_api_requests_total", listings, verb="list")
         first.kill()
@@ -564,7 +564,7 @@ async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(place
         first.start()
         await first.ready()
         assert await second.stop() == 0
-        # What is given back is taken without waiting for its end.
+        # A released lease is acquired without waiting for its expiry.
         leases = await place.until(LEASES, lambda leases: holder(leases) != holder_of(second))
         assert holder(leases) in ("", holder_of(first))
         await first.leads()
@@ -611,7 +611,7 @@ async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     async def reported(rounds: int) -> Json:
-        """The report, as soon as it tells of so many rounds."""
+        """The report, as soon as it has this many rounds."""
 
         def document(found: Objects) -> Json:
             return dict(json.loads(found["digits-report"]["data"]["report.json"])) if "digits-report" in found else {}

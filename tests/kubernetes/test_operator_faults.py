@@ -1,7 +1,7 @@
-"""The operator on bad days: its API server is slow, refuses, forgets to answer; it is killed between any two writes;
-and two copies of it act at once. What it is asked to do must come to the same end as on a good day.
+"""The operator under faults: its API server is slow, refuses or does not answer; it is killed between any two writes;
+and two replicas act at once. The jobs must reach the same end as without faults.
 
-Some of what can happen is tried each time, all of it with TORCHELASTIC_EXHAUSTIVE=1 in the environment.
+Each run tries a sample of the faults; TORCHELASTIC_EXHAUSTIVE=1 in the environment tries all of them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ pytestmark = [
 
 SEEDS = range(40 if EXHAUSTIVE else 2)
 PARTS = 8 if EXHAUSTIVE else 3
-"""In so many tests the numbers of writes are dealt out."""
+"""The number of tests over which the numbers of writes are distributed."""
 
 SPARED = 8
-"""So many writes fewer are a good day as well: what is told shortly one after the other may be written at once."""
+"""The permitted difference in writes: changes in quick succession may be written at once."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -55,13 +55,13 @@ async def a_place(api: UserApi, cluster: Cluster) -> AsyncIterator[Place]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
-    """A namespace of the test's own."""
+    """A namespace for the test."""
     async with a_place(api, cluster_with_crd) as place:
         yield place
 
 
 def an_operator(place: Place, folder: Path, proxy: ApiProxy, *flags: str, name: str = "operator") -> OperatorProcess:
-    """A copy of the operator that reaches the API server through a proxy; its name stays the same, as in a pod."""
+    """An operator replica that reaches the API server through a proxy; its name stays the same, as in a pod."""
     return OperatorProcess(
         folder,
         proxy.write_kubeconfig(folder / f"{name}.kubeconfig"),
@@ -74,7 +74,7 @@ def an_operator(place: Place, folder: Path, proxy: ApiProxy, *flags: str, name: 
 
 
 class GoodDay:
-    """How the story ends when nothing is in its way, and how many writes that takes."""
+    """The end of the scenario without faults, and the number of its writes."""
 
     def __init__(self, end: Json, writes: int) -> None:
         self.end = end
@@ -157,7 +157,7 @@ async def test_an_operator_killed_after_any_write_reaches_the_same_end(
 async def killed_after(
     number: int, good_day: GoodDay, api: UserApi, cluster: Cluster, etcd: EtcdServer, folder: Path
 ) -> None:
-    """Kill the operator once, when a write has been done and before it hears of it, and see how the story ends."""
+    """Kill the operator once, between a write and its answer, and check the end of the scenario."""
     killed: list[int] = []
 
     def wrote(count: int) -> None:

@@ -1,4 +1,4 @@
-"""The lease by which one of several copies of the operator leads, on a real API server."""
+"""Leader election among replicas of the operator, on a real API server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session
 
 
 class Candidate:
-    """A copy that would lead, and how its work goes."""
+    """A candidate for the lease, and the state of its work."""
 
     def __init__(self, api: UserApi, namespace: str, identity: str, *, duration: int = 60) -> None:
         self.elector = LeaderElector(
@@ -55,14 +55,14 @@ class Candidate:
             self.stopped.set()
 
     async def end(self) -> None:
-        """As with SIGTERM."""
+        """End it as SIGTERM does."""
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
 
 
 class Candidates:
-    """Makes candidates for one lease, and ends them."""
+    """Creates candidates for one lease, and ends them."""
 
     def __init__(self, api: UserApi, namespace: str) -> None:
         self.api = api
@@ -77,7 +77,7 @@ class Candidates:
         await self.api.patch(LEASES, self.namespace, "lease", {"spec": spec})
 
     async def left_by(self, holder: str, *, duration: int) -> None:
-        """The lease as somebody left it who was killed."""
+        """The lease of a holder that was killed."""
         spec = {"holderIdentity": holder, "leaseDurationSeconds": duration, "renewTime": "2026-01-01T00:00:00.000000Z"}
         lease = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": {"name": "lease"}, "spec": spec}
         await self.api.create(LEASES, self.namespace, lease)
@@ -105,7 +105,7 @@ async def test_a_released_lease_is_acquired_at_once(candidates: Candidates) -> N
     await soon(first.working)
     second = candidates.candidate("second")
     await first.end()
-    await soon(second.working)  # long before the minute of the lease is over
+    await soon(second.working)  # long before the lease's minute is over
     assert first.stopped.is_set()
     assert not first.elector.is_leader
     assert second.elector.is_leader

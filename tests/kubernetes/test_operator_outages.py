@@ -38,14 +38,14 @@ RIGHTS = {
     "tells": ("--verb=create,update,patch", f"--resource={_JOBS}/status,{_JOBS}/scale,events"),
     "creates": ("--verb=create", "--resource=pods"),
 }
-"""Some of what an operator may do, as ``kubectl create role`` has it."""
+"""Some permissions of an operator, as arguments of ``kubectl create role``."""
 
 DEFINITION = str(Path(__file__).parents[2] / "crds" / "elasticjob.yaml")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def own_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlPlane]:
-    """A control plane whose parts may be killed, and where ElasticJobs are not defined."""
+    """A control plane without the CRD, whose parts may be killed."""
     async with ControlPlane(tmp_path_factory.mktemp("own-plane")) as plane:
         yield plane
 
@@ -61,7 +61,7 @@ async def place(own_plane: ControlPlane) -> AsyncIterator[Place]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def defined(own_plane: ControlPlane) -> AsyncIterator[None]:
-    """ElasticJobs are defined."""
+    """Create the CRD."""
     await define(own_plane)
     yield
     await own_plane.kubectl("delete", "--filename", DEFINITION)
@@ -72,7 +72,7 @@ async def define(plane: ControlPlane) -> None:
 
 
 def waits_for(status: Json) -> str:
-    """What a job's condition Waiting says; empty where there is none."""
+    """The message of a job's condition Waiting; empty without one."""
     return str(conditions(status).get("Waiting", {}).get("message", ""))
 
 
@@ -244,7 +244,7 @@ async def test_a_pod_of_a_removed_node_is_replaced_without_a_charge(
         await place.bind(lost)
         await place.runs(lost)
         await own_plane.kubectl("delete", "node", "nowhere")
-        # Kubernetes is in no hurry: it looks every 20 s, and waits for 40 s whether the node comes back.
+        # Kubernetes checks every 20 s, and waits 40 s for the node to return.
         await place.kubectl("wait", f"pod/{lost}", "--for=delete", "--timeout=150s")
         after = await place.pods(1)
         assert pod["metadata"]["uid"] not in uids(after)

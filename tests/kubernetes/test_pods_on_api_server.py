@@ -1,4 +1,4 @@
-"""What is made for jobs, as a real API server sees it: it takes all of it, and says what is wrong with a bad template.
+"""The objects of jobs on a real API server: it accepts all of them, and names errors in a template.
 
 Nothing is stored (``dryRun=All``): validation and admission are those of a real creation.
 """
@@ -43,7 +43,7 @@ NON_ROOT = {"securityContext": {"runAsNonRoot": True}}
 
 
 def the_job(manifest: dict[str, Any], namespace: str) -> Job:
-    """The job of a manifest, as if it had been stored in this namespace."""
+    """The job of a manifest, as if it were stored in this namespace."""
     spec = ElasticJobSpec.of(apply_defaults(manifest)["spec"])
     assert problem_of(spec) is None
     return Job(name=manifest["metadata"]["name"], namespace=namespace, uid=UID, generation=1, spec=spec)
@@ -63,7 +63,7 @@ def its_pod(job: Job) -> dict[str, Any]:
 
 
 def pod_of(deployment: dict[str, Any]) -> dict[str, Any]:
-    """The pod that a deployment would have; a deployment itself is taken whatever the pod security standard."""
+    """The pod of a Deployment; a Deployment itself is accepted under every pod security standard."""
     metadata = {
         **deployment["spec"]["template"]["metadata"],
         **{key: deployment["metadata"][key] for key in ("name", "namespace")},
@@ -73,14 +73,14 @@ def pod_of(deployment: dict[str, Any]) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def free(control_plane: Cluster) -> AsyncIterator[str]:
-    """A namespace that takes any pod."""
+    """A namespace that admits any pod."""
     async with control_plane.namespace() as name:
         yield name
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def strict(control_plane: Cluster) -> AsyncIterator[str]:
-    """A namespace that takes restricted pods only."""
+    """A namespace that admits only restricted pods."""
     async with control_plane.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as name:
         yield name
 
@@ -97,7 +97,7 @@ async def priorities(control_plane: Cluster) -> AsyncIterator[None]:
 
 
 def template_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The template in a manifest, of whichever form; added where there is none."""
+    """The template in a manifest of either form; added if it is missing."""
     spec = manifest["spec"]
     place = spec["replicaSpecs"]["Worker"] if "replicaSpecs" in spec else spec
     template: dict[str, Any] = place.setdefault("template", {})
@@ -105,7 +105,7 @@ def template_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 async def answer(cluster: Cluster, kind: Resource, body: dict[str, Any]) -> str:
-    """What the API server says against an object, were it created so: an error or a warning; empty for nothing."""
+    """The API server's error or warning about the creation of an object; empty for none."""
     path = f"{kind.path(body['metadata']['namespace'])}?dryRun=All&fieldValidation=Strict"
     return (await cluster.kubectl("create", "--raw", path, "--filename=-", stdin=json.dumps(body), check=False)).stderr
 
@@ -120,7 +120,7 @@ async def test_every_object_made_for_a_manifest_is_accepted(
     assert await answer(control_plane, DEPLOYMENTS, etcd_deployment(job, SETTINGS)) == ""
     assert await answer(control_plane, SERVICES, etcd_service(job, cluster_ip=None)) == ""
 
-    # With a user that isn't root, which only those can promise who know the image, the pods are restricted ones.
+    # With a non-root user, which depends on the image, the pods are restricted.
     restricted = copy.deepcopy(manifest)
     pod = template_of(restricted).setdefault("spec", {})
     pod["securityContext"] = {**pod.get("securityContext", {}), **NON_ROOT["securityContext"]}

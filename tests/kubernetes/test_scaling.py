@@ -1,4 +1,4 @@
-"""A job's size, changed by a person and by an autoscaler: on a real kubelet, and with the real controller."""
+"""Scaling by a user on a real kubelet, and by the real HorizontalPodAutoscaler controller."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(100_000)
 """
-"""A program that takes its time to save when it is asked to end."""
+"""A program that saves slowly when it is stopped."""
 
 
 @pytest.mark.node
@@ -69,7 +69,7 @@ async def test_the_highest_pods_leave_and_save_together_while_the_others_stay(us
 
 @pytest.mark.node
 async def test_pods_that_are_not_ready_are_removed_first(user: User) -> None:
-    """The first of three can't start, and the last one can."""
+    """The first of three pods cannot start, and the last can."""
     late = job("half", command=["python3", "-c", SAVES], replicas=2)
     await user.apply(late)
     await user.wait("elasticjob/half", "jsonpath={.status.readyDesired}=2/2")
@@ -85,7 +85,7 @@ async def test_pods_that_are_not_ready_are_removed_first(user: User) -> None:
         await user.node.kubectl("uncordon", "node1")
 
 
-# An autoscaler, for which the control plane is enough
+# An autoscaler, which needs only the control plane
 
 POD_METRICS = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
 AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
@@ -93,7 +93,7 @@ AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "Horizon
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def metrics(cluster_with_crd: Cluster) -> AsyncIterator[Cluster]:
-    """A cluster with a stand-in for the API of metrics: what pods use is what somebody writes there."""
+    """A cluster with a stand-in for the metrics API, whose values the test writes."""
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     async with defined(cluster_with_crd, POD_METRICS, anything):
         yield cluster_with_crd
@@ -101,7 +101,7 @@ async def metrics(cluster_with_crd: Cluster) -> AsyncIterator[Cluster]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(metrics: Cluster) -> AsyncIterator[Place]:
-    """A namespace of the test's own."""
+    """A namespace for the test."""
     async with await UserApi.from_kubeconfig(str(metrics.kubeconfig)) as api, metrics.namespace() as namespace:
         yield Place(api, metrics, namespace)
 
@@ -111,7 +111,7 @@ def now(seconds_ago: float = 0.0) -> str:
 
 
 async def is_busy(place: Place, name: str, pod: Json, cpu: str) -> None:
-    """A pod has run for a while, and uses so much of the CPU now."""
+    """Let a pod have run for a while, and use this much CPU now."""
     await place.runs(name)
     ready = {"type": "Ready", "status": "True", "lastTransitionTime": now(900)}
     status: dict[str, Any] = {"startTime": now(1000), "conditions": [ready]}

@@ -1,4 +1,4 @@
-"""A user's story on a real kubelet, from ``helm install`` to ``helm uninstall``, with the images of the Dockerfiles."""
+"""A user's work on a real kubelet, from ``helm install`` to ``helm uninstall``, with the images of the Dockerfiles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> No
 
     await user.wait("elasticjob/digits", "condition=Succeeded", limit="600s")
     await user.wait("elasticjob/digits", "condition=Finished")
-    # What the pods have printed can still be read.
+    # The output of the pods is still available.
     printed = (await user.elasticjob("logs", "digits")).stdout
     assert re.search(r"test accuracy 0\.9\d\d", printed)
     split = (await user.get("elasticjob/digits"))["status"]["timeBreakdown"]["seconds"]
@@ -75,7 +75,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
     assert (await user.pods("rounds")).keys() == before.keys()
 
-    # A pod is deleted: another takes its place, that is free, and its last words are told.
+    # A pod is deleted: it is replaced without a charge, and its last output is reported.
     victim = min(before)
     await user.kubectl("delete", "pod", victim)
     await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=2/2")
@@ -84,7 +84,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
     assert status["podFailures"] == 0
     assert status["restarts"] == 1
 
-    # An agent dies: its pod stays for its log, and another takes its place.
+    # An agent dies: its pod stays for its log, and another replaces it.
     victim = max(await user.pods("rounds"))
     user.kill((await user.pods("rounds"))[victim], "torchelastic-run")
     await user.wait(f"pod/{victim}", "jsonpath={.status.phase}=Failed")
@@ -92,7 +92,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
     await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=2/2")
     assert "round" in (await user.kubectl("logs", victim, "-c", "worker")).stdout
 
-    # etcd dies: nobody stops training, and changes are possible again once it is back.
+    # etcd dies: training continues, and changes are possible again when it is back.
     round = (await user.get("elasticjob/rounds"))["status"]["round"]
     etcd = "-l=elastic.pytorch.org/job=rounds,elastic.pytorch.org/role=etcd"
     await user.kubectl("delete", "pod", etcd, "--grace-period=0", "--force")

@@ -1,4 +1,4 @@
-"""A job that rests: on a real kubelet nothing of it is left but what it has learned, and it goes on from there."""
+"""Suspension on a real kubelet: only checkpoints are left of the job, and it resumes from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: U
     assert resting["round"] >= before["round"]
     assert resting["timeBreakdown"]["seconds"]["training"] > 0
 
-    # What the pods are made of may change now.
+    # The pod settings may change now.
     template = {"metadata": {"labels": {"tier": "night"}}, "spec": UNPRIVILEGED}
     await user.apply(
         job("rests", command=["python3", "-c", WAITS], replicas=1, template=template, suspend=False, maxRestarts=1)
@@ -48,7 +48,7 @@ async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: U
     assert after["round"] > resting["round"]
     assert (after["restarts"], after["podFailures"]) == (1, 0)
 
-    # The charge of before counts: there may be one failure, and this is the second.
+    # Earlier charges count: one failure is permitted, and this is the second.
     user.kill(pod, WAITS)
     await user.wait("elasticjob/rests", "condition=Failed")
     kept = json.loads((await user.get(report))["data"]["report.json"])
