@@ -1,6 +1,6 @@
-"""A stand-in for the agent that can be killed: starts two workers of a source and says which processes there are.
+"""A stand-in for the agent that can be killed: it starts two workers of a source and lists the processes.
 
-Arguments: a folder, with ``source.py`` in it; what is said goes to ``pids`` in it, as JSON.
+Arguments: a folder that contains ``source.py``; the list is written to ``pids`` in it, as JSON.
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ def agent_page(
     own: Sequence[str] = (),
     recoveries: tuple[float, int] | None = None,
 ) -> str:
-    """Return the page of an agent whose workers have these ranks.
+    """The page of an agent whose workers have these ranks.
 
     Args:
-        ranks: of its workers.
-        round: the latest that it knows.
+        ranks: the ranks of its workers.
+        round: the latest round that it knows.
         seconds: the job's time breakdown; None for an agent that is not the leader.
-        lost: seconds of training that no checkpoint holds.
+        lost: seconds of training since the last checkpoint.
         steps: sum and count of the step durations of each worker.
-        memory: of each worker.
+        memory: the memory of each worker.
         own: lines of the program's own metrics.
         recoveries: sum and count of the recoveries from failed workers.
     """
@@ -74,7 +74,7 @@ def agent_page(
 
 
 def own_gauge(name: str, values: Mapping[int, float], *, of: str = "my_app", series: str = "my_app_loss") -> list[str]:
-    """Return the lines of a gauge of the program's own."""
+    """The lines of a gauge that the program defines."""
     lines = [
         f"# HELP {series} {name} of the group {of}, as the program measures it.",
         f"# TYPE {series} gauge",
@@ -83,7 +83,7 @@ def own_gauge(name: str, values: Mapping[int, float], *, of: str = "my_app", ser
 
 
 def own_counter(name: str, values: Mapping[int, float], *, of: str = "my_app") -> list[str]:
-    """Return the lines of a counter of the program's own."""
+    """The lines of a counter that the program defines."""
     series = f"{of}_{name}_total"
     lines = [
         f"# HELP {series} {name} of the group {of}, as the program measures it.",

@@ -1,4 +1,4 @@
-"""Real agents with real workers, as a user starts them, and what they say."""
+"""Real agents with real workers, as a user starts them, and their output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 PATIENCE = 180.0
-"""Seconds after which a test gives up, on a machine that is busy with others; nothing is measured by it."""
+"""Seconds after which a test gives up, also on a busy machine; no measurement uses it."""
 
 MEETING = """
 import os, sys, time
@@ -36,21 +36,21 @@ while True:
 dist.destroy_process_group()
 print(f"rank {rank} is done", flush=True)
 """
-"""A program whose workers meet, say so, and stay together until a file appears."""
+"""A program whose workers meet, print that, and run until a file appears."""
 
 
 class AgentProcess:
-    """One ``torchelastic-run`` with its output; ended, whatever happens, at the end of ``async with``.
+    """One ``torchelastic-run`` with its output; it is ended at the end of ``async with``.
 
     Args:
         arguments: its command line.
-        env: laid over the test's own environment.
+        env: variables in addition to the test's environment.
         cwd: its working directory.
-        within: a command that executes the agent, which is appended to it.
+        within: a command to which the agent's command line is appended.
     """
 
     program: Sequence[str] = ("-m", "torchelastic.run")
-    """What Python is told to run, before the arguments."""
+    """Python's arguments before those of the agent."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class AgentProcess:
         return self.process.pid
 
     async def said(self, pattern: str, *, since: int = 0) -> re.Match[str]:
-        """Wait for a line that matches; fail, with all that was said, where none comes."""
+        """Wait for a line that matches; fail with the complete output if none comes."""
         try:
             async with asyncio.timeout(PATIENCE), self._more:
                 position = since
@@ -118,7 +118,7 @@ class AgentProcess:
             raise AssertionError(f"never said {pattern!r}:\n{self.output}") from None
 
     async def trains(self, *, world: int, since: int = 0) -> int:
-        """Wait until a worker has met a world of this size; gives back its process id."""
+        """Wait until a worker has met a world of this size; returns its process id."""
         return int((await self.said(rf"round \d+ rank \d+ of {world} pid (\d+)", since=since))[1])
 
     async def code(self) -> int:
@@ -152,7 +152,7 @@ class AgentProcess:
 
 
 async def until_gone(pid: int) -> None:
-    """Wait for the end of a process that is not this one's child."""
+    """Wait for the end of a process that is not a child of this one."""
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(pid)
         ended = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A server of HTTP on the loopback that answers as a test says."""
+"""An HTTP server on loopback with answers from a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 async def answering(
     answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
 ) -> AsyncIterator[Configuration]:
-    """Have each request answered so; gives back how a client of Kubernetes reaches the server."""
+    """Give this answer to each request; yields the access for a Kubernetes client."""
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
     try:

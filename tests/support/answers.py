@@ -1,4 +1,4 @@
-"""A server that is no etcd, or an odd one: it answers as the test says."""
+"""A server in place of etcd, with answers from a test."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def http(status: str, body: str) -> Callable[[str], bytes]:
 
 @contextlib.asynccontextmanager
 async def answering(answer: Callable[[str], bytes]) -> AsyncIterator[str]:
-    """Within the block something listens, and gives this answer to the first line of what it gets.
+    """Listen within the block, and give this answer to the first line of each connection.
 
     Args:
-        answer: from the first line of a request to all the bytes that are sent back before the connection is closed.
+        answer: maps the first line of a request to the bytes that are sent back before the connection is closed.
 
     Yields:
         host:port.

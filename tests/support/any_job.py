@@ -1,6 +1,6 @@
-"""Manifests of ElasticJobs as people may write them: right ones, ones at the edge of that, and quite wrong ones.
+"""Strategies for manifests of ElasticJobs: valid ones, ones at the bounds, and invalid ones.
 
-:func:`edges` has each field of the schema at each of its bounds, one by one; :func:`jobs` any mixture.
+:func:`edges` has each field of the schema at each of its bounds, one at a time; :func:`jobs` any mixture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_operator.api.spec import GROUP, KIND, VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Numbers are as kubectl and elasticjob hand them on: 3.0 in YAML is 3.
+# Numbers are as kubectl and elasticjob send them: 3.0 in YAML is 3.
 
 Manifest = dict[str, Any]
 Values = st.SearchStrategy[Any]
@@ -23,17 +23,17 @@ Place = tuple[str | int, ...]
 
 
 def of(*values: Any) -> Values:
-    """One of these; the first is the plainest."""
+    """One of these; the first is the simplest."""
     return st.sampled_from(values)
 
 
 def mostly(usual: Values, edge: Values) -> Values:
-    """Five times out of six a value that is right by itself, else one that is, or is not, at the edge of that."""
+    """A valid value in five of six cases, otherwise one near the bounds."""
     return st.integers(0, 5).flatmap(lambda number: edge if number == 5 else usual)
 
 
 def nearly(usual: Values, edge: Values) -> Values:
-    """As :func:`mostly`, but for fields of which there are many."""
+    """Like :func:`mostly`, for fields that occur often."""
     return st.integers(0, 29).flatmap(lambda number: edge if number == 29 else usual)
 
 
@@ -147,7 +147,7 @@ LIFE = {
     "disruptionBudget": nearly(of(True, False), of(None, "yes")),
     "metricsPort": nearly(of(0, 9100), of(-1, 65_535, 65_536, None)),
 }
-"""Fields of a job's whole life."""
+"""Fields of a job's life cycle."""
 
 FORMER_WORKER = st.fixed_dictionaries(
     {
@@ -174,7 +174,7 @@ FORMER = st.fixed_dictionaries(
         },
     },
 )
-"""Specs of the first controller, and some that are not quite of any."""
+"""Specs of the first controller, and some that fit no controller."""
 
 ODD_NPROC = (4097, 0, -1, "1", "x", "auto\n", "Auto", "a" * 16, "a" * 17, 1.5, None, 2**63, -(2**63) - 1)
 SPECS = st.fixed_dictionaries(
@@ -194,7 +194,7 @@ SPECS = st.fixed_dictionaries(
         **LIFE,
     },
 )
-"""What stands in a spec beside maxReplicas."""
+"""The fields of a spec beside maxReplicas."""
 
 NAMES = ("digits", "a", "a-1", "a" * 45)
 ODD_NAMES = ("a" * 46, "a" * 253, "a" * 254, "Digits", "1a", "a.b", "a-", "-a", "", "a\n", "a_b", "a b", "é", None, 1)
@@ -281,7 +281,7 @@ FULL: Manifest = {
     "disruptionBudget": True,
     "metricsPort": 9100,
 }
-"""A spec with every field of today's that can stand beside the others."""
+"""A spec with all current fields that do not exclude each other."""
 
 FORMER_FULL: Manifest = {
     "minReplicas": 1,
@@ -309,10 +309,10 @@ FORMER_FIXED: Manifest = {
     "replicas": 2,
     "replicaSpecs": {"Worker": {"replicas": 3, "template": {"spec": {"containers": [{"name": "x"}]}}}},
 }
-"""One in which the number of pods to begin with is the upper bound, too."""
+"""A spec whose initial number of pods is also the upper bound."""
 
 BARE: Manifest = {"minReplicas": 1, "maxReplicas": 10_000, "image": "a", "args": ["a"]}
-"""A spec with little in it, in which the bounds are as far apart as can be."""
+"""A minimal spec with the widest bounds."""
 
 ODD_AT: dict[Place, tuple[Any, ...]] = {
     ("env", 0, "name"): ODD_VARIABLES,
@@ -324,13 +324,13 @@ ODD_AT: dict[Place, tuple[Any, ...]] = {
     ("etcd", "resources", "limits", "cpu"): ODD_QUANTITIES,
     ("etcd", "resources", "requests", "cpu"): ODD_QUANTITIES,
 }
-"""Values that are at the edge of what a rule or a pattern allows."""
+"""Values at the bounds of a rule or a pattern."""
 
 _ABSENT = object()
 
 
 def edges(schema: Manifest) -> Iterator[Manifest]:
-    """Specs that are right but for one field, which is at a bound of its schema, beyond it, odd, or absent.
+    """Specs that are valid except for one field, which is at a bound of its schema, beyond it, unusual, or absent.
 
     Args:
         schema: of the spec.
@@ -348,7 +348,7 @@ def edges(schema: Manifest) -> Iterator[Manifest]:
 
 
 def odd_metadata() -> Iterator[Manifest]:
-    """Metadata at the edge of what it may be, or beyond it, at one place each."""
+    """Metadata with one value at a bound or beyond it."""
     yield from ({"name": name} for name in (*NAMES, *ODD_NAMES))
     yield from ({"name": "a", "labels": labels} for labels in (*LABELS, *ODD_LABELS))
     yield from ({"name": "a", "annotations": annotations} for annotations in (*ANNOTATIONS, *ODD_ANNOTATIONS))
@@ -359,7 +359,7 @@ _OF_ANY_TYPE: tuple[Any, ...] = (None, True, 0, 1, 1.5, "", "x", "1", [], [None]
 
 
 def _bounds(schema: Manifest) -> Iterator[Any]:
-    """The values at which the schema begins and ceases to be kept, as far as it has bounds."""
+    """The values on both sides of the schema's bounds."""
     for bound in ("minimum", "maximum"):
         if bound in schema:
             yield from (schema[bound] - 1, schema[bound], schema[bound] + 1)
@@ -375,7 +375,7 @@ def _bounds(schema: Manifest) -> Iterator[Any]:
 
 
 def _schema_at(schema: Manifest, place: Place) -> Manifest:
-    """The schema of what stands at a place; empty inside of what is opaque."""
+    """The schema at a path; empty inside opaque values."""
     for step in place:
         below = schema.get("items") if isinstance(step, int) else schema.get("properties", {}).get(step)
         schema = below or schema.get("additionalProperties") or {}
@@ -389,7 +389,7 @@ def _at(value: Any, place: Place) -> Any:
 
 
 def _with(value: Manifest, place: Place, new: object) -> Manifest:
-    """A copy with something else at this place, or nothing."""
+    """A copy with another value at this path, or without the path."""
     made = copy.deepcopy(value)
     container = _at(made, place[:-1])
     if new is _ABSENT:
@@ -400,10 +400,10 @@ def _with(value: Manifest, place: Place, new: object) -> Manifest:
 
 
 def jobs(metadata: st.SearchStrategy[Manifest] = METADATA) -> st.SearchStrategy[Manifest]:
-    """Manifests, some of them spoilt.
+    """Manifests, some of them with errors.
 
     Args:
-        metadata: theirs.
+        metadata: the strategy for their metadata.
     """
     right = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND}
     today = st.tuples(mostly(st.integers(3, 6), EXTREMES), SPECS).map(
@@ -419,7 +419,7 @@ def jobs(metadata: st.SearchStrategy[Manifest] = METADATA) -> st.SearchStrategy[
 
 @st.composite
 def spoilt(draw: st.DrawFn, manifests: st.SearchStrategy[Manifest]) -> Manifest:
-    """A manifest with something at one or two places taken away, replaced or added."""
+    """A manifest with one or two values removed, replaced or added."""
     manifest = copy.deepcopy(draw(manifests))
     for _ in range(draw(st.integers(1, 2))):
         places = [place for place in _places(manifest) if place[0] not in {"apiVersion", "kind", "metadata"}]
@@ -443,7 +443,7 @@ def spoilt(draw: st.DrawFn, manifests: st.SearchStrategy[Manifest]) -> Manifest:
 
 
 def _places(value: object, at: Place = ()) -> Iterator[Place]:
-    """Every place below a value."""
+    """Every path below a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for step, below in items:
         yield (*at, step)

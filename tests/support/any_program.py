@@ -1,4 +1,4 @@
-"""A program that runs the source in the file that PROGRAM names: one set of workers serves many tests with it."""
+"""A program that runs the source in the file that PROGRAM names, so that one set of workers serves many tests."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A proxy before a real API server that does what networks and servers do on bad days, and counts what is written.
+"""A proxy before a real API server that injects faults of networks and servers, and counts writes.
 
-What it does to a request is decided anew for each by whoever uses it; :class:`BadDays` does so by chance, from a seed.
-It shows the API server the credentials that it was given itself, whoever asks.
+Its user chooses the fault of each request; :class:`BadDays` chooses at random, from a seed.
+It sends its own credentials to the API server for every client.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ if TYPE_CHECKING:
 
 _PASSED_ON: Final = ("Content-Type", "Content-Encoding", "Retry-After")
 _REMEMBERED: Final = 6
-"""So many listings of one kind are remembered, to be shown again when they are old."""
+"""The number of listings of one kind that are kept, to be repeated later."""
 _LONGEST_DELAY: Final = 0.5
 _LONGEST_WATCH: Final = 3.0
-"""Seconds after which a watch is cut that has to be."""
+"""Seconds after which a watch is cut by :attr:`Fault.CUT`."""
 
 
 class Fault(enum.StrEnum):
-    """What may happen to a request."""
+    """A fault of a request."""
 
     NONE = enum.auto()
     SLOW = enum.auto()
-    """The answer is late. Of a watch, each line."""
+    """The answer is late. For a watch: each line is late."""
     LOST = enum.auto()
-    """It never comes to the server; the connection breaks."""
+    """The request does not reach the server; the connection breaks."""
     UNANSWERED = enum.auto()
-    """It is done, and the connection breaks instead of an answer."""
+    """The request is executed, and the connection breaks before the answer."""
     REPEATED = enum.auto()
-    """It is done a second time, and what that one is told is the answer. Of a watch, each line comes twice."""
+    """The request is executed twice, with the second answer. For a watch: each line comes twice."""
     CONFLICT = enum.auto()
-    """It is not done, and answered with 409."""
+    """The request is not executed, and answered with 409."""
     TOO_MANY = enum.auto()
-    """The same with 429."""
+    """The request is not executed, and answered with 429."""
     BROKEN = enum.auto()
-    """The same with 500."""
+    """The request is not executed, and answered with 500."""
     BROKEN_AFTERWARDS = enum.auto()
-    """It is done, and answered with 500."""
+    """The request is executed, and answered with 500."""
     STALE = enum.auto()
-    """Of a listing: what was listed some time ago comes once more."""
+    """For a listing: an earlier listing is repeated."""
     CUT = enum.auto()
-    """Of a watch: the connection breaks after a while."""
+    """For a watch: the connection breaks after a while."""
     EXPIRED = enum.auto()
-    """Of a watch: it is told that what it begins with is too old."""
+    """For a watch: the answer is that its resource version is too old."""
 
 
 _OF_ALL: Final = (Fault.SLOW, Fault.LOST, Fault.UNANSWERED, Fault.TOO_MANY, Fault.BROKEN)
@@ -79,7 +79,7 @@ class Asked:
     """A request.
 
     Attributes:
-        method: of HTTP.
+        method: the HTTP method.
         path: without the query.
         watches: whether it is a watch.
         lists: whether it is a listing.
@@ -92,17 +92,17 @@ class Asked:
 
     @property
     def writes(self) -> bool:
-        """Whether it changes something."""
+        """Whether it is a write."""
         return self.method != "GET"
 
     @property
     def counts(self) -> bool:
-        """Whether it changes something of a job: events are told beside that, and leases are renewed by the clock."""
+        """Whether it writes an object of a job; writes of events and leases do not count."""
         return self.writes and self.path.rstrip("/").split("/")[-1] != "events" and "/leases" not in self.path
 
     @property
     def faults(self) -> Sequence[Fault]:
-        """What may happen to it."""
+        """The possible faults of this request."""
         if self.watches:
             return _OF_WATCHES
         if self.lists:
@@ -111,14 +111,14 @@ class Asked:
 
 
 class BadDays:
-    """Chooses by chance what happens to requests; called with each.
+    """Chooses the faults of requests at random; called with each request.
 
     Args:
-        seed: of what happens.
-        share: of the requests to which something happens; may be changed at any time.
+        seed: the seed of the choices.
+        share: the share of requests with a fault; may be changed at any time.
 
     Attributes:
-        happened: how often each fault was chosen.
+        happened: the number of times that each fault was chosen.
     """
 
     def __init__(self, seed: int, share: float) -> None:
@@ -135,21 +135,21 @@ class BadDays:
 
 
 def all_is_well(_: Asked) -> Fault:
-    """Nothing happens to any request."""
+    """Choose no fault for any request."""
     return Fault.NONE
 
 
 class ApiProxy:
-    """Stands before an API server within ``async with``.
+    """Proxies an API server within ``async with``.
 
     Args:
-        access: to the API server.
-        fault: chooses what happens to a request.
-        wrote: called when something of a job was written (see :attr:`Asked.counts`), with the number of such writes so
-            far, before whoever has asked for it is told.
+        access: the access to the API server.
+        fault: chooses the fault of a request.
+        wrote: called after each write of a job's object (see :attr:`Asked.counts`), with the number of such writes so
+            far, before the client gets the answer.
 
     Attributes:
-        writes: how often something of a job was written.
+        writes: the number of writes of jobs' objects.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class ApiProxy:
         await self._stack.aclose()
 
     def write_kubeconfig(self, file: Path) -> Path:
-        """A kubeconfig of somebody who comes through here."""
+        """A kubeconfig for clients of this proxy."""
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -278,7 +278,7 @@ class ApiProxy:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a server has answered."""
+    """The answer of the API server."""
 
     status: int
     headers: dict[str, str]
@@ -296,7 +296,7 @@ class _Answer:
 
 
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a watch, however long, as they come."""
+    """The lines of a watch of any length, as they come."""
     begun = b""
     async for piece in stream.iter_any():
         *whole, begun = (begun + piece).split(b"\n")
@@ -309,7 +309,7 @@ def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 def _broken_off(request: web.BaseRequest) -> web.Response:
-    """The connection breaks."""
+    """Break the connection."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response()

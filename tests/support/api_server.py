@@ -1,4 +1,4 @@
-"""An API server asked for plain JSON over one connection: for thousands of questions in a test."""
+"""An API server over one connection with plain JSON, for tests with thousands of requests."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server answered: the object, or a Status that says what is wrong."""
+    """The server's answer: the object, or a Status with the error."""
 
     status: int
     body: dict[str, Any]
 
     @property
     def accepted(self) -> bool:
-        """Whether it did as it was told.
+        """Whether the request succeeded.
 
         Raises:
-            AssertionError: it did not for another reason than that the object is wrong.
+            AssertionError: it failed for another reason than an invalid object.
         """
         assert self.status in {200, 201, 400, 422}, self.words
         return self.status < 300
 
     @property
     def words(self) -> str:
-        """What it says, in a line."""
+        """The message, in one line."""
         return f"{self.status} {self.body.get('message', 'accepted')}"
 
 
@@ -60,7 +60,7 @@ class ElasticJobs:
         self._connection.close()
 
     def try_to_create(self, manifest: dict[str, Any]) -> Answer:
-        """What would come of a creation; nothing is created."""
+        """The result of a creation with ``dryRun``."""
         return self._ask("POST", "?fieldValidation=Strict&dryRun=All", manifest)
 
     def create(self, manifest: dict[str, Any]) -> Answer:
@@ -68,15 +68,15 @@ class ElasticJobs:
         return self._ask("POST", "?fieldValidation=Strict", manifest)
 
     def replace(self, name: str, manifest: dict[str, Any]) -> Answer:
-        """Put this into a job's place; its resourceVersion must be in it."""
+        """Replace a job; the object must have its resourceVersion."""
         return self._ask("PUT", f"/{name}?fieldValidation=Strict", manifest)
 
     def replace_status(self, manifest: dict[str, Any]) -> Answer:
-        """Put the status of this into the place of its job's."""
+        """Replace the status of a job."""
         return self._ask("PUT", f"/{manifest['metadata']['name']}/status?fieldValidation=Strict", manifest)
 
     def try_to_replace_status(self, name: str, manifest: dict[str, Any]) -> Answer:
-        """What would come of putting the status of this into a job's place; nothing is changed."""
+        """The result of replacing the status of a job with ``dryRun``."""
         return self._ask("PUT", f"/{name}/status?fieldValidation=Strict&dryRun=All", manifest)
 
     def delete(self, name: str) -> None:

@@ -1,7 +1,7 @@
-"""A stand-in for an API server with kubelets behind it: it has the objects that a test puts there, and pods' logs.
+"""A stand-in for an API server with kubelets: it has the objects that a test puts there, and logs of pods.
 
-What matters of logs and watches cannot be caused at will on a real one: a stream that breaks off in the middle of a
-line, a pod that prints a line at the very moment at which its successor starts.
+Some faults of logs and watches cannot be caused at will on a real one: a stream that breaks in the middle of a
+line, a pod that prints a line at the moment when its successor starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "team"
 START = 1_700_000_000
-"""When the first line was printed; each further one comes half a second later."""
+"""The time of the first line; each further line is half a second later."""
 
 _COLLECTIONS = {
     f"/api/v1/namespaces/{NAMESPACE}/pods": "Pod",
@@ -34,7 +34,7 @@ _COLLECTIONS = {
 
 
 class _Output:
-    """What the container of a pod prints."""
+    """The output of a pod's container."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -48,10 +48,10 @@ class ApiStandIn:
     """Serves on loopback within ``async with``.
 
     Attributes:
-        requests: what was asked for: method and path with query.
+        requests: the requests: method and path with query.
         asked: set by every request.
-        failing: paths that are answered with this status and these words.
-        pages: what pods serve, by the path under which the API server leads there.
+        failing: paths that are answered with this status and this message.
+        pages: the metrics pages of pods, by the API server's proxy path.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class ApiStandIn:
         await self._runner.cleanup()
 
     def kubeconfig(self, folder: Path) -> Path:
-        """A kubeconfig that leads here, into the namespace :data:`NAMESPACE`."""
+        """A kubeconfig for this server, with the namespace :data:`NAMESPACE`."""
         path = folder / "kubeconfig"
         config = {
             "apiVersion": "v1",
@@ -101,7 +101,7 @@ class ApiStandIn:
         return path
 
     async def put(self, kind: str, obj: dict[str, Any]) -> None:
-        """Make an object, or change it."""
+        """Create or change an object."""
         uid = obj["metadata"]["uid"]
         change = "MODIFIED" if uid in self._objects[kind] else "ADDED"
         await self._record(change, kind, obj)
@@ -112,7 +112,7 @@ class ApiStandIn:
         await self._record("DELETED", kind, self._objects[kind].pop(uid))
 
     async def print(self, pod: str, text: str) -> None:
-        """Have a pod print lines; what does not end with a newline is a line that is not ended yet."""
+        """Have a pod print lines; text without a final newline is an unfinished line."""
         stamp = ""
         for part in text.splitlines(keepends=True):
             second, half = divmod(next(self._now), 2)
@@ -121,25 +121,25 @@ class ApiStandIn:
         await self._grow(pod, stamp.encode())
 
     async def print_raw(self, pod: str, data: bytes) -> None:
-        """Have a pod's log grow by this, whatever it is."""
+        """Append raw bytes to a pod's log."""
         await self._grow(pod, data)
 
     async def end(self, pod: str) -> None:
-        """Have a pod's container end, as far as its log shows it."""
+        """End a pod's log."""
         output = self._output(pod)
         async with output.grown:
             output.ended = True
             output.grown.notify_all()
 
     async def cut(self, pod: str) -> None:
-        """Break off all streams of a pod's log."""
+        """Break all streams of a pod's log."""
         output = self._output(pod)
         async with output.grown:
             output.cuts += 1
             output.grown.notify_all()
 
     async def followed(self, pod: str, times: int = 1) -> None:
-        """Wait until somebody follows a pod's log, for so many times in all."""
+        """Wait until a pod's log has been followed this many times in all."""
         output = self._output(pod)
         async with output.grown:
             await output.grown.wait_for(lambda: output.followers >= times)
@@ -247,7 +247,7 @@ def _selected(request: web.Request, obj: dict[str, Any]) -> bool:
 
 
 def _first_since(data: bytes, since: str) -> int:
-    """Where the lines begin that came at this second or later."""
+    """The offset of the first line of this second or later."""
     at = 0
     for line in data.splitlines(keepends=True):
         if line[:19] >= since.removesuffix("Z").encode():

@@ -1,4 +1,4 @@
-"""What service accounts have asked of an API server, and with which right: from its audit log."""
+"""The requests of service accounts and their permissions, from an API server's audit log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AuditLog:
     """The audit log of an API server that is started with :attr:`flags`.
 
     Args:
-        folder: where it lies.
+        folder: the folder of the log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,11 +39,11 @@ class AuditLog:
         return (f"--audit-policy-file={self._policy}", f"--audit-log-path={self._log}")
 
     def used(self, namespace: str, account: str) -> set[tuple[str, str, str]]:
-        """What a service account has asked for and may ask for: group, kind of resource, verb."""
+        """The permitted requests of a service account: group, resource, verb."""
         return {what for what, allowed in self._asked(namespace, account) if allowed}
 
     def refused(self, namespace: str, account: str) -> set[tuple[str, str, str]]:
-        """What it has asked for and may not."""
+        """The denied requests of a service account."""
         return {what for what, allowed in self._asked(namespace, account) if not allowed}
 
     def _asked(self, namespace: str, account: str) -> Iterator[tuple[tuple[str, str, str], bool]]:

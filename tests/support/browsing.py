@@ -1,4 +1,4 @@
-"""A page in a real browser, and all that it asks for and complains of."""
+"""A page in a real browser, with its requests and errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def started() -> AsyncIterator[Browser]:
-    """A browser that has begun; it ends after the block."""
+    """A running browser; it ends after the block."""
     found = browser()
     async with async_playwright() as playwright:
-        # Its own sandbox needs rights that a container may not give; what it opens here is ours.
+        # Its own sandbox needs permissions that a container may lack; it opens only our pages.
         running = await playwright.chromium.launch(
             executable_path=str(found.program), env=dict(found.environment), args=["--no-sandbox"]
         )
@@ -32,12 +32,12 @@ async def started() -> AsyncIterator[Browser]:
 
 
 class Look:
-    """A page that is open.
+    """An open page.
 
     Attributes:
-        page: it.
-        asked: the addresses that it asked for, beside its own.
-        complaints: what it printed on the console, and what went wrong in it.
+        page: the page.
+        asked: the addresses that it requested, beside its own.
+        complaints: its console messages and errors.
     """
 
     def __init__(self, page: Page) -> None:
@@ -53,10 +53,10 @@ class Look:
         """Open a file.
 
         Args:
-            browser: that has begun.
+            browser: a running browser.
             file: the page.
-            width: of the window.
-            dark: whether the user prefers it dark.
+            width: the width of the window.
+            dark: whether the user prefers a dark theme.
         """
         page = await browser.new_page(
             viewport={"width": width, "height": 800}, color_scheme="dark" if dark else "light"
@@ -67,7 +67,7 @@ class Look:
         return look
 
     async def boxes(self, selector: str) -> list[tuple[float, float]]:
-        """Where the elements begin from the left, and how wide they are, in pixels."""
+        """The left edges and the widths of elements, in pixels."""
         found: list[tuple[float, float]] = []
         for element in await self.page.query_selector_all(selector):
             box = await element.bounding_box()
@@ -76,7 +76,7 @@ class Look:
         return found
 
     async def contrast(self, selector: str) -> float:
-        """How well the first such text stands out from what is behind it, as WCAG measures it; 1 is not at all."""
+        """The WCAG contrast ratio of the first such text and its background; 1 is no contrast."""
         return float(await self.page.evaluate(_CONTRAST, selector))
 
 

@@ -1,4 +1,4 @@
-"""Jobs, pods and worlds for tests, made by words that read as sentences: ``a_job(replicas=2)``, ``running(0)``,
+"""Builders for jobs, pods and observed states in tests: ``a_job(replicas=2)``, ``running(0)``,
 ``died(1, code=137)``.
 """
 
@@ -31,7 +31,7 @@ UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
 
 
 def a_job(*, minimum: int = 1, maximum: int = 4, replicas: int | None = 2, generation: int = 1, **more: Any) -> Job:
-    """A job that nobody has looked at yet; ``more`` are fields of its spec, and ``deleting``."""
+    """A job before its first reconcile; ``more`` are fields of its spec, and ``deleting``."""
     deleting = more.pop("deleting", False)
     if "failure_rules" in more:
         more["failure_policy"] = FailurePolicy(more.pop("failure_rules"))
@@ -59,25 +59,25 @@ def with_status(job: Job, **fields: Any) -> Job:
 
 
 def that_had_pods(job: Job, **fields: Any) -> Job:
-    """The same job, when its pods were made some time ago."""
+    """The same job, with pods that were created some time ago."""
     return with_status(
         job, **{"size_generation": 1, "desired": job.spec.desired, "observed_generation": job.generation, **fields}
     )
 
 
 def that_trained(job: Job, **fields: Any) -> Job:
-    """The same job, when its first round formed a minute ago."""
+    """The same job, with a first round that formed a minute ago."""
     known = {"started": NOW - 60, "round": 1, "world_size": 2, "state": JobState.RUNNING}
     return that_had_pods(job, **{**known, **fields})
 
 
 def with_spec_applied(job: Job, **fields: Any) -> Job:
-    """The same job, whose pods are made from its spec as it is now, since a minute ago."""
+    """The same job, with pods that were created from its present spec a minute ago."""
     return that_trained(job, **{"applied_spec": job.spec.applied, "active": NOW - 60, **fields})
 
 
 def that_rests(job: Job, **fields: Any) -> Job:
-    """The same job, when it was suspended after five rounds with two restarts; its spec says whether it still is."""
+    """The same job, suspended after five rounds with two restarts; its spec says whether it still is."""
     rests = Condition(ConditionType.SUSPENDED, status=True, reason=Reason.SUSPENDED, since=NOW - 60)
     known = {"state": JobState.SUSPENDED, "round": 5, "restarts": 2, "uncharged_restarts": 3, "started": NOW - 600}
     return that_had_pods(job, **{**known, "conditions": (rests,), "size_generation": 0, **fields})
@@ -86,22 +86,22 @@ def that_rests(job: Job, **fields: Any) -> Job:
 def size(
     wanted: int = 2, *, generation: int = 1, minimum: int = 1, maximum: int = 4, going: tuple[str, ...] = ()
 ) -> SizeRecord:
-    """The wanted size, as pods are started with it and as it stands in the store."""
+    """The wanted size, as pods are started with it and as it is in the store."""
     return SizeRecord(min=minimum, max=maximum, generation=generation, desired=wanted, draining=going)
 
 
 def pending(index: int, **more: Any) -> Pod:
-    """A pod that was made and does not run yet."""
+    """A pod that was created and does not run yet."""
     return _pod(index, PodPhase.PENDING, **more)
 
 
 def running(index: int, **more: Any) -> Pod:
-    """A pod whose agent serves."""
+    """A pod whose agent is ready."""
     return _pod(index, PodPhase.RUNNING, **{"ready": True, "started": NOW - 10, **more})
 
 
 def unready(index: int, **more: Any) -> Pod:
-    """A pod that runs, but whose agent does not serve yet."""
+    """A running pod whose agent is not ready yet."""
     return running(index, ready=False, **more)
 
 
@@ -111,7 +111,7 @@ def going(index: int, **more: Any) -> Pod:
 
 
 def died(index: int, code: int | None = 137, **more: Any) -> Pod:
-    """A pod that came to an end by itself, with this exit code."""
+    """A pod that ended by itself with this exit code."""
     return _pod(index, PodPhase.FAILED, **{"exit_code": code, "ended": NOW, "started": NOW - 10, **more})
 
 
@@ -121,7 +121,7 @@ def left(index: int, **more: Any) -> Pod:
 
 
 def succeeded(index: int, **more: Any) -> Pod:
-    """A pod whose agent says that the run succeeded."""
+    """A pod whose agent reports that the run succeeded."""
     return replace(died(index, 0, **more), phase=PodPhase.SUCCEEDED)
 
 
@@ -133,7 +133,7 @@ def out_of_memory(index: int, **more: Any) -> Pod:
 
 
 def evicted(index: int, **more: Any) -> Pod:
-    """A pod that its node's kubelet has evicted."""
+    """A pod that was evicted by its kubelet."""
     return died(
         index,
         None,
@@ -149,7 +149,7 @@ def evicted(index: int, **more: Any) -> Pod:
 
 
 def preempted(index: int, **more: Any) -> Pod:
-    """A pod that the scheduler is removing for the sake of another."""
+    """A pod that the scheduler preempts."""
     return going(
         index,
         **{
@@ -167,7 +167,7 @@ def lost(index: int, **more: Any) -> Pod:
 
 
 def turned_away(index: int, **more: Any) -> Pod:
-    """A pod for which its node had no room after all."""
+    """A pod that its node rejected for lack of resources."""
     return died(
         index,
         None,
@@ -183,17 +183,17 @@ def turned_away(index: int, **more: Any) -> Pod:
 
 
 def on_reasons(action: FailureAction, *reasons: str, exclude: bool = False) -> FailureRule:
-    """A rule of the failure policy on why pods ended."""
+    """A rule of the failure policy about reasons of pod failures."""
     return FailureRule(action, pod_reasons=frozenset(reasons), exclude_node=exclude)
 
 
 def on_disruption(action: FailureAction, *, exclude: bool = False) -> FailureRule:
-    """A rule of the failure policy on pods that had to go."""
+    """A rule of the failure policy about disrupted pods."""
     return FailureRule(action, pod_conditions=(PodCondition("DisruptionTarget"),), exclude_node=exclude)
 
 
 def says(message: str, reason: str = "WorkerFailed") -> TerminationMessage:
-    """An agent's last words."""
+    """An agent's termination message."""
     return TerminationMessage(reason=reason, message=message)
 
 
@@ -205,7 +205,7 @@ def _pod(index: int, phase: PodPhase, *, after: Pod | None = None, **more: Any) 
 
 
 def a_world(*pods: Pod, store_read: bool = True, **more: Any) -> Observed:
-    """What is observed: these pods and a store that answers; ``more`` are its keys."""
+    """An observation of these pods and a reachable store; ``more`` are its keys."""
     return Observed(pods=pods, etcd=EtcdState.READY, store_read=store_read, **more)
 
 
@@ -218,7 +218,7 @@ def a_round(
     reason: RoundReason = RoundReason.NODE_JOINED,
     failure: FailureRecord | None = None,
 ) -> RoundRecord:
-    """A round of these pods, one worker each; none: nobody trains."""
+    """A round of these pods, one worker each; without pods there is no round."""
     members = tuple(Member(node=f"{pod.name}.1", address="10.0.0.1", workers=1) for pod in pods)
     return RoundRecord(
         number=number,
@@ -232,7 +232,7 @@ def a_round(
 
 
 def a_failure(**fields: Any) -> FailureRecord:
-    """How a worker failed: the one of rank 3, with an exception."""
+    """The failure of rank 3 with an exception."""
     known = {"round": 1, "rank": 3, "local_rank": 1, "node": "digits-1-abcde.7f", "exit_code": 1}
     return FailureRecord(**{**known, "message": "ValueError: no", **fields})
 
@@ -248,6 +248,6 @@ def failure(message: str = "", *, record: FailureRecord | None = None, restarts:
 
 
 def condition(status: JobStatus | None, kind: ConditionType) -> Condition:
-    """The condition of that kind, which the status must have."""
+    """The condition of this type, which the status must have."""
     assert status is not None, "the plan writes no status"
     return next(condition for condition in status.conditions if condition.type == kind)

@@ -16,10 +16,10 @@ class Certificates:
     """Files with certificates.
 
     Attributes:
-        authority: of whoever signed the others.
-        server: for 127.0.0.1.
+        authority: the certificate of the authority.
+        server: the certificate for 127.0.0.1.
         server_key: its private key.
-        client: for client.test.
+        client: the certificate for client.test.
         client_key: its private key.
     """
 
@@ -31,17 +31,17 @@ class Certificates:
 
     @property
     def etcd_flags(self) -> list[str]:
-        """With which an etcd shows the server's."""
+        """The etcd flags for a server certificate."""
         return [f"--cert-file={self.server}", f"--key-file={self.server_key}"]
 
     @property
     def etcd_flags_for_clients(self) -> list[str]:
-        """With which it also wants to see its clients'."""
+        """The etcd flags for a server certificate and required client certificates."""
         return [*self.etcd_flags, f"--trusted-ca-file={self.authority}", "--client-cert-auth"]
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """New ones, below a folder."""
+    """Create new certificates below a folder."""
 
     def written(name: str, blob: trustme.Blob) -> str:
         blob.write_to_path(folder / name)

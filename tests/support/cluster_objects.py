@@ -13,12 +13,12 @@ JOB_UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
 
 
 def at(seconds: float) -> str:
-    """Return the time this many seconds after the start, as Kubernetes writes it."""
+    """The time this many seconds after the start, as Kubernetes writes it."""
     return datetime.fromtimestamp(START + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    """Return the status of a job of three pods, one of which has just been created."""
+    """The status of a job of three pods, one of which has just been created."""
     return {
         "state": "Running",
         "observedGeneration": 1,
@@ -47,7 +47,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 
 def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
-    """Return the job; ``spec`` and ``status`` are merged with the defaults, ``status=None`` leaves it out."""
+    """The job; ``spec`` and ``status`` are merged with the defaults, ``status=None`` omits it."""
     spec = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"]}
     told = changes.pop("status", {})
     whole = {
@@ -67,12 +67,12 @@ def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
 
 
 def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
-    """Return a worker pod of the job ``digits``.
+    """A worker pod of the job ``digits``.
 
     Args:
-        index: of the pod.
-        suffix: of its name.
-        state: of its container ``worker``; None if it runs.
+        index: the index of the pod.
+        suffix: the suffix of its name.
+        state: the state of its container ``worker``; None if it runs.
         about: fields of its status.
     """
     state = {"running": {"startedAt": at(2)}} if state is None else state
@@ -99,12 +99,12 @@ def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about
 
 
 def died(code: int, message: str, *, after: float = 68) -> dict[str, Any]:
-    """Return the state of a container that has ended."""
+    """The state of a terminated container."""
     return {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": at(after)}}
 
 
 def event(after: float, message: str, **changes: Any) -> dict[str, Any]:
-    """Return an event of the job, this many seconds after the start."""
+    """An event of the job, this many seconds after the start."""
     return {
         "apiVersion": "v1",
         "kind": "Event",

@@ -1,4 +1,4 @@
-"""A person at a cluster: types kubectl, helm and elasticjob, waits for what they promise, and reads what they print."""
+"""A user of a cluster, who runs kubectl, helm and elasticjob, waits for conditions, and reads the output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 ELASTICJOB = Path(sys.executable).with_name("elasticjob")
 PATIENCE = "180s"
-"""How long a person waits for anything; nothing here should take a tenth of it, but machines may be busy."""
+"""The limit of each wait; everything is much faster, except on a busy machine."""
 
 SIGHT = 180.0
 """The same in seconds."""
@@ -43,11 +43,11 @@ while True:
         break
     time.sleep(0.02)
 """
-"""Trains nothing, but as all training does: all workers go through each round together. It ends when it is asked to."""
+"""A program without training, whose workers take each step together until it is asked to end."""
 
 
 def job(name: str, **spec: Any) -> dict[str, Any]:
-    """A job of one or more pods in which every worker goes through rounds until ``/tmp/finish`` is there in one pod."""
+    """A job of one or more pods in which every worker takes steps until one pod has the file ``/tmp/finish``."""
     return {
         "apiVersion": "elastic.pytorch.org/v1alpha1",
         "kind": "ElasticJob",
@@ -70,15 +70,15 @@ class User:
         self.namespace = namespace
 
     async def kubectl(self, *words: str, check: bool = True, stdin: str | None = None, limit: float = 240) -> Any:
-        """Type kubectl in this namespace; gives back its result."""
+        """Run kubectl in this namespace; returns its result."""
         return await self.node.run("kubectl", "-n", self.namespace, *words, check=check, stdin=stdin, timeout=limit)
 
     async def elasticjob(self, *words: str, check: bool = True) -> Any:
-        """Type elasticjob for this namespace."""
+        """Run elasticjob in this namespace."""
         return await self.node.run(str(ELASTICJOB), *words, "-n", self.namespace, check=check, timeout=240)
 
     async def first_words(self, name: str, *words: str) -> str:
-        """The first line that ``elasticjob logs -f`` shows, as soon as there is one."""
+        """The first line of ``elasticjob logs -f``, as soon as there is one."""
         argv = (str(ELASTICJOB), "logs", name, "-f", *words, "-n", self.namespace)
         following = await self.node.popen(*argv)
         assert following.stdout is not None
@@ -101,11 +101,11 @@ class User:
         await self.kubectl("wait", what, f"--for={condition}", f"--timeout={limit}", limit=float(limit[:-1]) + 30)
 
     async def sees(self, name: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """A job, as soon as its status is as wanted; watched as ``kubectl get -w`` shows it.
+        """A job, as soon as its status meets a condition; it is watched with ``kubectl get -w``.
 
         Args:
             name: of the job.
-            true: whether a status is as wanted.
+            true: the condition on the status.
         """
         argv = ("kubectl", "-n", self.namespace, "get", "elasticjob", name, "-w", "-o", "json", "--output-watch-events")
         watching = await self.node.popen(*argv)
@@ -130,7 +130,7 @@ class User:
         return found
 
     async def pods(self, name: str) -> dict[str, dict[str, Any]]:
-        """The worker pods of a job that neither have ended nor are going, by name."""
+        """The worker pods of a job that neither have ended nor are being deleted, by name."""
         listing = await self.get("pods", "-l", f"elastic.pytorch.org/job={name},elastic.pytorch.org/role=worker")
         return {
             pod["metadata"]["name"]: pod
@@ -143,15 +143,15 @@ class User:
 
         Args:
             pod: the pod.
-            what: such as torchelastic-run.
+            what: a part of the command line, such as torchelastic-run.
         """
         processes = self.node.processes(pod["metadata"]["uid"])
         os.kill(max(pid for pid, command in processes.items() if what in command), signal.SIGKILL)
 
     async def prints(self, pod: str, words: str) -> asyncio.Task[str]:
-        """Return when a pod's worker has printed a line that ends with these words; gives back a task that reads on.
+        """Wait until a pod's worker has printed a line that ends with these words; returns a task that reads on.
 
-        Its result is all that the worker prints until it ends.
+        Its result is the complete output of the worker.
         """
         argv = ("kubectl", "-n", self.namespace, "logs", pod, "-c", "worker", "-f")
         reading = await self.node.popen(*argv)
@@ -172,7 +172,7 @@ class User:
         return asyncio.create_task(rest())
 
     async def events(self, name: str) -> str:
-        """What ``kubectl describe`` tells of a job."""
+        """The output of ``kubectl describe`` for a job."""
         return str((await self.kubectl("describe", f"elasticjob/{name}")).stdout)
 
     async def finish(self, name: str) -> None:
@@ -181,15 +181,15 @@ class User:
         await self.kubectl("exec", pod, "-c", "worker", "--", "touch", "/tmp/finish")
 
     async def delete(self, name: str) -> list[str]:
-        """``kubectl delete`` a job, and wait until what belongs to it is gone; gives back what is left all the same."""
+        """``kubectl delete`` a job, and wait until its objects are gone; returns those that are left."""
         await self.kubectl("delete", f"elasticjob/{name}")
         return await self.left_for_good()
 
     async def left_for_good(self, *staying: str) -> list[str]:
-        """What is left in the namespace when Kubernetes has collected its garbage.
+        """The objects that are left in the namespace after garbage collection.
 
         Args:
-            staying: what need not be waited for, such as job.example.org/digits.
+            staying: objects that may stay, such as job.example.org/digits.
         """
         for each in await self._objects():
             if each not in staying:
@@ -197,7 +197,7 @@ class User:
         return await self._objects()
 
     async def _objects(self) -> list[str]:
-        """All objects in the namespace but what Kubernetes itself puts into each, and events."""
+        """All objects in the namespace, except events and those that Kubernetes itself creates in each."""
         kinds = (await self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name")).stdout.split()
         wanted = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics"))]
         names = (await self.kubectl("get", ",".join(wanted), "-o", "name", "--ignore-not-found")).stdout.split()

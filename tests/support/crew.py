@@ -1,4 +1,4 @@
-"""Real workers for tests: any source text, started in rounds of its own."""
+"""Real workers for tests: any source text, each started in a new round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
 
 LIMIT = 180.0
-"""Seconds after which a test gives up waiting; nothing depends on it but how long a hanging test hangs."""
+"""Seconds after which a test gives up; no measurement uses it."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Crew:
     """Workers of :data:`ANY_PROGRAM`, one group at a time.
 
     Args:
-        folder: for programs, logs and whatever the programs write.
+        folder: for programs, logs and files that the programs write.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class Crew:
         await self.workers.__aexit__(kind, error, trace)
 
     async def clear(self) -> None:
-        """End what the test before has left."""
+        """End what the previous test has left."""
         if self.group is not None:
             await self.group.stop(0)
         if self.store is not None:
@@ -56,7 +56,7 @@ class Crew:
         self.group = self.store = None
 
     async def start(self, source: str, count: int = 1, **env: str) -> WorkerGroup:
-        """Start workers of a source text; they find a folder of their round's own in HERE."""
+        """Start workers of a source text; HERE is the folder of their round."""
         self.round += 1
         here = self.here
         here.mkdir()
@@ -70,7 +70,7 @@ class Crew:
         return self.group
 
     async def start_with_store(self, source: str, count: int = 2, **env: str) -> WorkerGroup:
-        """The same, with a store for them to meet in."""
+        """Start workers with a TCPStore."""
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self.store = await self.workers.serve_store(listener)
@@ -87,11 +87,11 @@ class Crew:
         return self.folder / f"round_{self.round}"
 
     def log(self, rank: int = 0) -> str:
-        """What a worker of the present round printed."""
+        """The output of a worker of the present round."""
         return (self.folder / f"logs/round_{self.round}/rank_{rank}/output.log").read_text()
 
     async def told(self, name: str) -> str:
-        """What a program wrote into a file of its folder, once it is there: see :data:`TELL`."""
+        """The contents of a file in the program's folder, once it exists: see :data:`TELL`."""
         return await told(self.here / name)
 
 
@@ -104,34 +104,34 @@ def tell(name, text=""):
     (here / f"{name}.part").write_text(str(text))
     (here / f"{name}.part").rename(here / name)
 """
-"""Source of a function that writes a file at once, for :meth:`Crew.told`."""
+"""Source of a function that writes a file atomically, for :meth:`Crew.told`."""
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Return when the condition holds, for what cannot be awaited: other processes' files and ends."""
+    """Return when the condition holds; for files and exits of other processes, which cannot be awaited."""
     async with asyncio.timeout(LIMIT):
         while not condition():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.005)
 
 
 async def told(path: Path) -> str:
-    """A file's text, once it is there."""
+    """The text of a file, once it exists."""
     await eventually(path.exists)
     return path.read_text()
 
 
 async def exit_of(group: WorkerGroup) -> WorkerExit:
-    """The next exit, without waiting for ever."""
+    """The next exit, with a time limit."""
     async with asyncio.timeout(LIMIT):
         return await group.next_exit()
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process that has not ended."""
+    """Whether the process exists and has not ended."""
     entry = read_process(pid)
     return entry is not None and not entry.dead
 
 
 async def gone(pid: int) -> None:
-    """Return when there is no such process any more."""
+    """Return when the process has ended."""
     await eventually(lambda: not lives(pid))

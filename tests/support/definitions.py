@@ -1,4 +1,4 @@
-"""Definitions of kinds whose own controllers or servers do not run in tests."""
+"""CRDs of kinds whose controllers do not run in tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def defined(cluster: Cluster, resource: Resource, schema: Mapping[str, Any]) -> AsyncIterator[None]:
-    """A cluster that knows a kind of objects.
+    """Create a CRD in a cluster.
 
     Args:
         cluster: the cluster.
         resource: the kind.
-        schema: what such an object may say.
+        schema: the schema of the objects.
     """
     version = {"name": resource.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
     definition = {

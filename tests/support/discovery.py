@@ -1,4 +1,4 @@
-"""How an API server describes its kinds, as kopf asks for it."""
+"""The discovery answers of an API server, as kopf requests them."""
 
 from __future__ import annotations
 

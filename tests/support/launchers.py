@@ -1,4 +1,4 @@
-"""Launchers in Python for tests, as their authors would write them: each is a script of its own."""
+"""Launcher scripts in Python for tests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def script(folder: Path, source: str, *, name: str = "launcher.py") -> Path:
     """A script of this source.
 
     Args:
-        folder: where it is put.
-        source: its source; what all tests' functions use is put before it.
+        folder: the folder of the script.
+        source: its source; the functions of all tests are put before it.
         name: its file's name.
     """
     path = folder / name
@@ -61,4 +61,4 @@ def meet_and_stay(stop):
     stay(dist, stop)
     return rank
 """
-"""Functions for workers: they meet and say so, and stay together until a file appears."""
+"""Functions for workers: they meet, print that, and run until a file appears."""

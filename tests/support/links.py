@@ -1,4 +1,4 @@
-"""The links between agents, as the kernel sees them: found, and cut, while both sides live."""
+"""Find and cut the TCP connections between agents while both sides live."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def links_to(pid: int, port: int) -> dict[int, int]:
 
 
 def cut(pid: int, descriptor: int) -> None:
-    """End a connection of another process, as a firewall on its way would: both sides see it end, and live on."""
+    """End a connection of another process, as a firewall would: both sides see it end, and live on."""
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd = os.pidfd_open(pid)
     try:

@@ -1,4 +1,4 @@
-"""`elasticjob run` as a user starts it: a process of its own, watched over its control socket."""
+"""`elasticjob run` as a user starts it: a process that is watched through its control socket."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     Snapshot = dict[str, Any]
 
 LIMIT = 240.0
-"""Seconds within which whatever is waited for happens, even on a machine that is busy."""
+"""The limit of each wait in seconds, even on a busy machine."""
 
 WAITS = "echo rank $RANK of $WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.05; done"
-"""A worker that ends when there is a file; a shell, so that nobody waits for torch."""
+"""A worker that ends when a file exists; a shell, which starts faster than torch."""
 
 
 class LocalRun:
@@ -31,8 +31,8 @@ class LocalRun:
     Args:
         home: its home folder, which also marks its processes.
         manifest: the file to run.
-        arguments: more of its command line.
-        environ: more of its environment.
+        arguments: more arguments.
+        environ: more variables.
     """
 
     def __init__(self, home: Path, manifest: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
@@ -59,7 +59,7 @@ class LocalRun:
         if self.process.returncode is None:
             self.process.kill()
             await self.process.wait()
-            with contextlib.suppress(AssertionError):  # it had not come so far
+            with contextlib.suppress(AssertionError):  # it did not start
                 Path(self.record["run"]["socket"]).unlink(missing_ok=True)
         await self._reading
 
@@ -72,12 +72,12 @@ class LocalRun:
 
     @property
     def output(self) -> str:
-        """What it printed so far."""
+        """Its output so far."""
         return "".join(self._printed)
 
     @property
     def record(self) -> Snapshot:
-        """What its folder says of it; of several runs below this home, of the one of this process."""
+        """The record in its folder; if this home has several runs, that of this process."""
         for file in self.home.glob("runs/*/job.json"):
             record: Snapshot = json.loads(file.read_bytes())
             if record["run"]["pid"] == self.process.pid:
@@ -119,7 +119,7 @@ class LocalRun:
         raise AssertionError(f"the run {why}; last snapshot: {json.dumps(snapshot, indent=1)}\n{self.output}")
 
     async def trains(self, workers: int, *, after: int = 0) -> Snapshot:
-        """A snapshot in which so many workers train in a round later than ``after``."""
+        """A snapshot in which this many workers train in a round later than ``after``."""
         return await self.until(
             lambda snapshot: (
                 snapshot["status"]["worldSize"] == workers
@@ -130,7 +130,7 @@ class LocalRun:
         )
 
     async def _socket(self) -> str:
-        """Its control socket, as soon as it serves there: then the view prints where logs are."""
+        """Its control socket, as soon as it serves: then the view prints the folder of the logs."""
         await self._serves.wait()
         found: str = self.record["run"]["socket"]
         return found
@@ -169,7 +169,7 @@ def manifest(folder: Path, name: str = "job", **spec: Any) -> Path:
 
 
 def training(snapshot: Snapshot) -> list[Snapshot]:
-    """The pods that live and have a place in the current round."""
+    """The living pods that are members of the current round."""
     return [pod for pod in snapshot["pods"] if pod["ranks"] and pod["ended"] is None and not pod["terminating"]]
 
 

@@ -1,4 +1,4 @@
-"""A real agent with a program that measures, and the page that it serves."""
+"""A real agent with a program that records metrics, and the agent's page."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ WAIT = """
 if __name__ == "__main__":
     open(sys.argv[1]).read()
 """
-"""The end of a program that stays until it is told to go on, through a pipe."""
+"""The end of a program that waits for a byte from a pipe."""
 
 
 class Measured:
-    """An agent with a program that measures, and the page that it serves.
+    """An agent with a program that records metrics, and the agent's page.
 
     Args:
         folder: for the program.
-        source: the program, in Python; what it needs of the standard library is imported.
-        flags: of the agent.
-        endpoint: of an etcd, where the run has one.
-        env: of the agent, beside the test's own.
+        source: the program, in Python; the needed standard modules are imported.
+        flags: flags of the agent.
+        endpoint: the endpoint of the run's etcd, if it has one.
+        env: variables of the agent, beside those of the test.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Measured:
         return await scraped_text(self._port, accept=accept)
 
     async def until(self, holds: Callable[[Page], object]) -> Page:
-        """The first page of which it holds."""
+        """The first page that meets a condition."""
         async with asyncio.timeout(PATIENCE):
             while True:
                 with suppress(aiohttp.ClientConnectionError):  # not served yet
@@ -66,7 +66,7 @@ class Measured:
                 await asyncio.sleep(0.02)
 
     async def after(self, pattern: str, count: int = 1) -> Page:
-        """The page once a line was said, by so many workers."""
+        """The page once this many workers have printed a line."""
         since = 0
         for _ in range(count):
             await self.agent.said(pattern, since=since)

@@ -1,4 +1,4 @@
-"""A control group with a limit of memory, as a container has one, of whichever version this machine has."""
+"""A control group with a memory limit, in the version that this machine has."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def memory_limit(megabytes: int) -> Iterator[tuple[str, ...]]:
-    """A command that executes what is appended to it within a control group of so many megabytes.
+    """A command that executes its arguments in a control group with a limit in megabytes.
 
-    Where this user may not make one, the test is told as skipped; on the machine that must miss nothing it fails.
+    If this user may not create one, the test is skipped; with CI=true it fails.
     """
     try:
         found = node_cgroups.of_this_machine()

@@ -1,4 +1,4 @@
-"""What the queries of dashboards and alerts become without a Grafana that fills them in, and what they must answer."""
+"""The queries of dashboards and alerts with their variables filled in, and checks of the answers."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ for step in range(1_000_000):
         with torchelastic.checkpoint():
             time.sleep(0.02)
 """
-"""Steps of a tenth of a second, and a checkpoint after each ten."""
+"""Steps of a tenth of a second, and a checkpoint after every ten."""
 OWN: Final = {
     "gauge": "my_app_train_loss",
     "counter": "my_app_samples_total",
     "histogram": "my_app_batch_seconds",
     "group": "",
 }
-"""What is chosen of the metrics that it measures itself."""
+"""The selected metrics of the program."""
 IN_GRAFANA: Final = {"__rate_interval": "10s", "__range": "10m", "__interval": "1s"}
-"""What Grafana would fill in, for pages that are scraped twice in a second."""
+"""The values of Grafana's variables, for pages that are scraped twice a second."""
 
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
 def filled_in(expr: str, values: Mapping[str, str]) -> str:
-    """The query as Grafana would ask it.
+    """The query as Grafana would send it.
 
     Raises:
-        KeyError: it has a variable that nobody knows.
+        KeyError: it has an unknown variable.
     """
     known = {**IN_GRAFANA, **values}
     return _VARIABLE.sub(lambda found: known[found[1] or found[2]], expr)
 
 
 def queries(page: Page) -> Iterator[tuple[Panel, Query]]:
-    """All queries of a page, each with its panel."""
+    """All queries of a dashboard, each with its panel."""
     for panel in page.panels:
         for query in panel.queries:
             yield panel, query
 
 
 def unit_of(panel: Panel, query: Query) -> Unit:
-    """The unit in which the answers of a query are shown."""
+    """The unit of the answers of a query."""
     return dict(panel.units).get(query.legend, panel.unit)
 
 
@@ -78,12 +78,12 @@ _MOST: Final = {Unit.SHARE: 1.0, Unit.BYTES: 1e11, Unit.NUMBER: 1e5, Unit.PER_SE
 
 
 def complaints(answer: Answer, unit: Unit, *, age: float) -> Iterator[str]:
-    """What is wrong with an answer by its unit alone.
+    """The errors in an answer that follow from its unit.
 
     Args:
-        answer: of one query.
-        unit: as it is shown.
-        age: seconds since the job was made: nothing took longer.
+        answer: the answer to one query.
+        unit: its unit.
+        age: seconds since the job was created; no duration is longer.
     """
     if not answer:
         yield "no answer"
@@ -94,6 +94,6 @@ def complaints(answer: Answer, unit: Unit, *, age: float) -> Iterator[str]:
 
 
 def names_in(exprs: Iterable[str]) -> set[str]:
-    """The names of all series that queries ask for."""
+    """The names of all series in queries."""
     found = {name for expr in exprs for name in re.findall(r"\b((?:torchelastic|elastic_operator|process)_\w+)", expr)}
     return {name for name in found if not name.endswith("_")}

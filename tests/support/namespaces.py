@@ -1,6 +1,6 @@
-"""Commands that execute what is appended to them in namespaces of its own, as a container has them.
+"""Commands that execute their arguments in new namespaces, as a container has them.
 
-Where this user may not have any, the test is told as skipped; on the machine that must miss nothing it fails.
+If this user may not create any, the test is skipped; with CI=true it fails.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tests.support.testbed import availability
 
 
 def first_process() -> tuple[str, ...]:
-    """As the first process of a PID namespace."""
+    """Execute as the first process of a PID namespace."""
     return _tried("--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 def network(interface: str, address: str) -> tuple[str, ...]:
-    """In a network in which there is nothing but the loopback interface, and one with this address."""
+    """Execute in a network namespace with only loopback and an interface with this address."""
     other = f"{interface}-peer"
     lines = (
         "ip link set lo up",

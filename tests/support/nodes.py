@@ -1,4 +1,4 @@
-"""Nodes of a run within the test's own process: the real protocol, without agents and workers."""
+"""Nodes of a run within the test process: the real protocol, without agents and workers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torchelastic.store.api import Store
 
 PATIENCE = 90.0
-"""Seconds after which a test gives up; nothing is measured by it."""
+"""Seconds after which a test gives up; no measurement uses it."""
 
 
 class Clients:
-    """Hands out clients of one store, and remembers them by the order in which they came."""
+    """Creates clients of one store, and keeps them in order."""
 
     def __init__(self) -> None:
         self.data = MemoryStore()
@@ -34,13 +34,13 @@ class Clients:
         return self.all[-1]
 
     def reach(self, reachable: bool) -> None:
-        """Whether the store can be reached by all of them from now on."""
+        """Set whether all of them can reach the store."""
         for client in self.all:
             client.reachable = reachable
 
 
 class Meeting:
-    """Makes nodes that meet in one place, and takes them down at the end."""
+    """Creates nodes of one run, and ends them."""
 
     def __init__(self, connect: Callable[[], Awaitable[Store]], run_id: str, **settings: Any) -> None:
         self.connect = connect
@@ -85,7 +85,7 @@ class Meeting:
 
 
 class TestNode:
-    """One node, and what it was told."""
+    """One node, and the events that it received."""
 
     __test__ = False
 
@@ -94,15 +94,15 @@ class TestNode:
         self.inner = inner
         self.rounds: list[RoundRecord] = []
         self.notices: list[NoticeRecord] = []
-        """Those of the present round."""
+        """The members of the present round."""
         self.answers = False
-        """Whether its workers save at once when they are told."""
+        """Whether its workers save at once when they get a notice."""
         self.outcome: OutcomeRecord | None = None
         self.partitioned = False
         self._open = True
 
     async def until(self, wanted: Callable[[TestNode], bool]) -> TestNode:
-        """Take in what the node is told until this holds."""
+        """Process the node's events until a condition holds."""
         async with asyncio.timeout(PATIENCE):
             while not wanted(self):
                 event = await self.inner.events.get()
@@ -122,7 +122,7 @@ class TestNode:
         return self
 
     async def says(self, **changes: Any) -> None:
-        """Report something of the present round, and wait until it stands in the store."""
+        """Report on the present round, and wait until the report is in the store."""
         self.inner.report(self.rounds[-1].number, **changes)
         await self.inner.flush()
 
@@ -132,14 +132,14 @@ class TestNode:
         return self.rounds[-1]
 
     async def until_noticed(self, *, serial: int = 1, taken_back: bool = False) -> NoticeRecord:
-        """Wait until the node is told that its round is about to change, or no longer is."""
+        """Wait until the node learns that its round is about to change, or no longer is."""
         await self.until(
             lambda node: any((told.serial, not told.seconds) == (serial, taken_back) for told in node.notices)
         )
         return self.notices[-1]
 
     async def until_away(self) -> None:
-        """Wait until the node has noticed that it does not reach the store."""
+        """Wait until the node has noticed that it cannot reach the store."""
         control = self.inner._run
         async with asyncio.timeout(PATIENCE):
             while control.away_since is None:
@@ -150,7 +150,7 @@ class TestNode:
         return [node.rpartition(".")[0] for node in self.rounds[-1].nodes]
 
     def drain(self) -> list[RoundRecord]:
-        """Rounds that it was told of since it was last asked."""
+        """The rounds that it received since the last call."""
         told = []
         while not self.inner.events.empty():
             event = self.inner.events.get_nowait()
@@ -163,7 +163,7 @@ class TestNode:
         return told
 
     async def crash(self) -> None:
-        """Go without a word, as on a SIGKILL: connections are closed, the lease is left to end by itself."""
+        """End as on a SIGKILL: connections are closed, the lease expires."""
         self._open = False
         await self.inner.abort()
 
@@ -174,7 +174,7 @@ class TestNode:
 
 
 async def all_with(*nodes: TestNode) -> RoundRecord:
-    """Wait until these nodes, and no others, are told of one round with all of them."""
+    """Wait until exactly these nodes are in one round, and know it."""
     names = [node.name for node in nodes]
     records = await asyncio.gather(*(node.until_with(*names) for node in nodes))
     assert len({record.number for record in records}) == 1

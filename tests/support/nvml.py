@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 class NvmlError(Exception):
-    """As ``NVMLError``: an error with its number."""
+    """The stand-in for ``NVMLError``: an error with its number."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"error {value}")
@@ -18,15 +18,15 @@ class NvmlError(Exception):
 
 
 class StandIn:
-    """Is put in the place of the module.
+    """The stand-in for the module.
 
     Args:
-        gpus: how many there are.
+        gpus: the number of GPUs.
 
     Attributes:
         wrong: errors by function, or by function and GPU.
         answers: cleared while the driver does not answer.
-        opened: how often it was initialized.
+        opened: the number of initializations.
     """
 
     NVMLError = NvmlError

@@ -1,7 +1,7 @@
-"""A small API server that takes writes: it keeps what it is given, and fails where a test says so.
+"""A small API server that stores objects, with faults from a test.
 
-What the real one says of a webhook that is down, or of an object that another made in the same moment, cannot be caused
-there at will.
+Answers about a failing webhook, or about an object that was created at the same moment, cannot be caused
+at will on a real one.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ NAMESPACE = "team"
 MADE = "2026-01-01T00:00:00Z"
 
 Fault = tuple[int, str, str]
-"""HTTP status, reason, and words."""
+"""HTTP status, reason, and message."""
 
 
 class ObjectServer:
     """Serves on loopback within ``async with``.
 
     Attributes:
-        objects: by path.
-        asked: what was asked for: method and path.
-        fault: says how a request of this method and path fails; None for not at all.
-        stuck: folders to which nothing is ever added: who tries gets no answer.
-        most: how many requests of a method were there at once at most.
-        url: where it listens.
+        objects: the objects by path.
+        asked: the requests: method and path.
+        fault: returns the failure of a request with this method and path; None for success.
+        stuck: collections in which creations get no answer.
+        most: the maximum number of concurrent requests by method.
+        url: its address.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ObjectServer:
 
     @property
     def configuration(self) -> Configuration:
-        """How a client reaches it."""
+        """The access for a client."""
         configuration = Configuration()
         configuration.host = self.url
         return configuration
@@ -74,12 +74,12 @@ class ObjectServer:
         await self._runner.cleanup()
 
     async def until(self, what: Callable[[], bool], *, patience: float = 30.0) -> None:
-        """Wait until this is so; it is seen to after each request."""
+        """Wait until a condition holds; it is checked after each request."""
         async with asyncio.timeout(patience), self._something:
             await self._something.wait_for(what)
 
     def put(self, resource: Resource, name: str, **body: Any) -> dict[str, Any]:
-        """Have an object there; gives back a copy of it."""
+        """Store an object; returns a copy of it."""
         path = resource.path(NAMESPACE, name)
         about = {"name": name, "namespace": NAMESPACE, "uid": f"uid-{name}-{next(self._versions)}"}
         former = self.objects.get(path, {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": about})
@@ -89,7 +89,7 @@ class ObjectServer:
         return self._keep(path, {**former, **body, "metadata": metadata})
 
     def pop(self, resource: Resource, name: str) -> None:
-        """Have an object gone, without anybody's being told."""
+        """Remove an object without an event."""
         del self.objects[resource.path(NAMESPACE, name)]
 
     def get(self, resource: Resource, name: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class ObjectServer:
         return [body for path, body in self.objects.items() if path.rpartition("/")[0] == folder]
 
     def times(self, method: str, resource: Resource) -> int:
-        """How often objects of a kind were asked for with a method."""
+        """The number of requests for a kind with a method."""
         return sum(asked == method and path.startswith(resource.path(NAMESPACE)) for asked, path in self.asked)
 
     def _keep(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class ObjectServer:
         self.asked.append((method, path))
         self._there[method] = self._there.get(method, 0) + 1
         self.most[method] = max(self.most.get(method, 0), self._there[method])
-        await asyncio.sleep(0)  # others that are sent side by side come
+        await asyncio.sleep(0)  # so that concurrent requests arrive
         if method == "POST" and path in self.stuck:
             await self._closing.wait()
         failure = self.fault(method, path)
@@ -136,7 +136,7 @@ class ObjectServer:
         return web.json_response(answer, status=status)
 
     def release(self) -> None:
-        """Answer those who wait for folders that were stuck."""
+        """Answer the requests to stuck collections."""
         self._closing.set()
         self._closing = asyncio.Event()
 
@@ -166,7 +166,7 @@ class ObjectServer:
 
     def _read(self, request: web.BaseRequest) -> tuple[int, dict[str, Any]]:
         folder, _, last = request.path.rpartition("/")
-        if folder.count("/") - folder.startswith("/apis/") == 5:  # it ends with a kind, and then comes a name
+        if folder.count("/") - folder.startswith("/apis/") == 5:  # the path of a kind; a name follows
             there = self.objects.get(request.path)
             return (200, there) if there is not None else _status(404, "NotFound", f"there is no {last}")
         name = request.query.get("fieldSelector", "").removeprefix("metadata.name=")
@@ -183,7 +183,7 @@ class ObjectServer:
         if path in self.objects:
             return _status(409, "AlreadyExists", f"{path} already exists")
         if folder.endswith("/services"):
-            body["spec"]["clusterIP"] = "127.9.9.9"  # where nobody listens
+            body["spec"]["clusterIP"] = "127.9.9.9"  # an address without a listener
         body["metadata"] |= {"uid": f"uid-{next(self._versions)}", "generation": 1, "creationTimestamp": MADE}
         return 201, self._keep(path, body)
 

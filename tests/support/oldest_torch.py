@@ -1,6 +1,6 @@
-"""The oldest torch that is supported: tests run programs with a Python that has it before this environment's own.
+"""The oldest supported torch: a Python for test programs that has it before this environment's torch.
 
-CUDA's libraries are left out (:mod:`tests.support.testbed.cuda_stubs`); everything else is torch as released.
+CUDA's libraries are stubs (:mod:`tests.support.testbed.cuda_stubs`); everything else is torch as released.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 VERSION: Final = "2.8.0"
 
 MINUTES: Final = 2.0
-"""How long it takes on two cores, the first time."""
+"""The duration of the first installation on two cores."""
 
 _LAST_PYTHON: Final = (3, 13)
 _LAYOUT: Final = 1
 _GIGABYTES: Final = 4.0
-"""Needed while it is made; 1.8 afterwards."""
+"""Gigabytes during the installation; 1.8 afterwards."""
 
 _WITH_CUDA: Final = ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-cupti-cu12==12.8.90")
-"""What torch calls while it is imported."""
+"""Functions that torch calls during its import."""
 
 
 def make_python(folder: Path) -> Path:
-    """A Python like this one, with all its packages, in which torch is the oldest one.
+    """A Python with the packages of this one and the oldest supported torch.
 
     Args:
-        folder: in which it is made; it may not be there yet.
+        folder: a folder that does not exist yet.
 
     Raises:
-        Missing: that torch cannot be had here.
+        Missing: this torch cannot be installed here.
     """
     torch = packages()
     venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
@@ -55,10 +55,10 @@ def make_python(folder: Path) -> Path:
 
 
 def packages() -> Path:
-    """The folder with the packages that go before this environment's; made if it is not there.
+    """The folder with the packages that precede this environment's; created if it is missing.
 
     Raises:
-        Missing: something that is needed for it is not here.
+        Missing: a requirement is missing here.
     """
     folder = _folder()
     if not folder.exists():
@@ -69,7 +69,7 @@ def packages() -> Path:
 
 
 def is_ready() -> bool:
-    """Whether :func:`packages` finds them without making them."""
+    """Whether :func:`packages` has been run."""
     return _folder().exists()
 
 

@@ -1,4 +1,4 @@
-"""All that carries out plans, on a small API server; instead of watches, a test changes the store of objects."""
+"""The reconciler and its backend on a small API server; a test changes the object cache in place of watches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RUNS = {"name": "worker", "ready": True, "state": {"running": {"startedAt": MAD
 
 
 class OperatedCluster:
-    """Works within ``async with``.
+    """An operator without watches; runs within ``async with``.
 
     Args:
         patience: seconds before an unreachable etcd is reported.
@@ -43,8 +43,8 @@ class OperatedCluster:
         server: the API server.
         api: the operator's connection.
         store: the objects that the operator knows.
-        queue: the jobs that it is to look at.
-        backend: what its reconciler works with.
+        queue: the jobs to reconcile.
+        backend: the backend of its reconciler.
     """
 
     def __init__(self, *, patience: float = 0.5, transient: float = 0.5) -> None:
@@ -92,25 +92,25 @@ class OperatedCluster:
         await self._stack.aclose()
 
     def add_job(self, **spec: Any) -> None:
-        """Make a job of two pods, or change its spec."""
+        """Create a job of two pods, or change its spec."""
         whole = {"minReplicas": 2, "maxReplicas": 2, "replicas": 2, "image": "i", "args": ["a.py"], **spec}
         self.change(ELASTIC_JOBS, NAME, spec=whole)
 
     def change(self, resource: Resource, name: str, **body: Any) -> None:
-        """Have an object say this, and the operator know it."""
+        """Change an object, and the operator's cache."""
         self.store.put(resource, self.server.put(resource, name, **body))
 
     def run_pods(self) -> None:
-        """Have all pods run."""
+        """Make all pods run."""
         for pod in self.server.of_kind(PODS):
             self.run_pod(pod["metadata"]["name"])
 
     def run_pod(self, name: str) -> None:
-        """Have a pod run."""
+        """Make a pod run."""
         self.change(PODS, name, status={"phase": "Running", "conditions": _READY, "containerStatuses": [_RUNS]})
 
     def tell_of_etcd(self, **status: Any) -> None:
-        """Have the Deployment of the job's etcd say this of itself."""
+        """Set the status of the Deployment of the job's etcd."""
         self.change(DEPLOYMENTS, etcd_name(NAME), status={"observedGeneration": 1, **status})
 
     @property
@@ -124,18 +124,18 @@ class OperatedCluster:
         return self.message(condition) is not None
 
     def message(self, condition: str) -> str | None:
-        """What a condition of the job that holds says; None where it does not hold."""
+        """The message of a true condition of the job; None for a false one."""
         for each in self.status.get("conditions", ()):
             if (each["type"], each["status"]) == (condition, "True"):
                 return str(each["message"])
         return None
 
     def told(self, reason: str) -> list[str]:
-        """What was told of the job for this reason."""
+        """The messages of the job's events with this reason."""
         return [event["message"] for event in self.server.of_kind(EVENTS) if event["reason"] == reason]
 
     async def look(self) -> None:
-        """Have the operator look at the job, and wait until it has done what it then does."""
+        """Reconcile the job once."""
         asked = time.monotonic()
         self.queue.put(f"{NAMESPACE}/{NAME}")
         async with asyncio.timeout(_PATIENCE):
@@ -152,11 +152,11 @@ class OperatedCluster:
         self._looked.set()
 
     async def until(self, what: Callable[[], bool]) -> None:
-        """Wait until this is so."""
+        """Wait until a condition holds."""
         await self.server.until(what)
 
     async def have_pods(self, number: int = 2) -> None:
-        """Wait until so many pods are there."""
+        """Wait until there are this many pods."""
         await self.until(lambda: len(self.server.of_kind(PODS)) == number)
 
 

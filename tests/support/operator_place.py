@@ -1,7 +1,7 @@
-"""A namespace in which an operator is at work, and what tests do there: they are its users, the kubelet and the agents.
+"""A namespace with an operator, in which a test plays the users, the kubelet and the agents.
 
-There is no kubelet on a control plane alone: pods stay Pending, and who wants one to run, to die or to end plays the
-kubelet. Where there is one, pods stay Pending all the same, for no scheduler is theirs.
+A control plane alone has no kubelet: pods stay Pending, and a test that needs one to run, fail or end plays the
+kubelet. On a cluster with nodes, pods stay Pending as well, because no scheduler handles them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 Objects = dict[str, Json]
-"""By name."""
+"""Objects by name."""
 
 
 class Place:
-    """A namespace, as somebody sees it who may do everything there."""
+    """A namespace with all permissions."""
 
     def __init__(self, api: UserApi, cluster: Cluster, namespace: str) -> None:
         self.api = api
@@ -37,7 +37,7 @@ class Place:
         self.namespace = namespace
 
     async def apply(self, name: str = "digits", **spec: Any) -> Json:
-        """Create a job whose pods no scheduler touches."""
+        """Create a job whose pods are not scheduled."""
         return dict(await self.api.create(ELASTIC_JOBS, self.namespace, a_manifest(name, **spec)))
 
     async def change(self, name: str = "digits", **spec: Any) -> None:
@@ -45,11 +45,11 @@ class Place:
         await self.api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": spec})
 
     async def kubectl(self, *words: str, check: bool = True) -> Any:
-        """Type kubectl in this namespace."""
+        """Run kubectl in this namespace."""
         return await self.cluster.kubectl("--namespace", self.namespace, *words, check=check)
 
     async def until(self, resource: Resource, true: Callable[[Objects], bool], **select: str) -> Objects:
-        """The objects of a kind, by name, as soon as they are as wanted."""
+        """The objects of a kind, by name, as soon as they meet a condition."""
         last: Objects = {}
         try:
             async with (
@@ -67,30 +67,30 @@ class Place:
         raise AssertionError(f"never so, at last it was {sorted(last)}: {json.dumps(last, indent=1)[-4000:]}")
 
     async def job(self, true: Callable[[Json], bool], name: str = "digits") -> Json:
-        """A job, as soon as its status is as wanted."""
+        """A job, as soon as its status meets a condition."""
         jobs = await self.until(
             ELASTIC_JOBS, lambda found: name in found and true(found[name].get("status") or {}), name=name
         )
         return jobs[name]
 
     async def pods(self, count: int, name: str = "digits") -> Objects:
-        """The worker pods of a job, as soon as exactly so many are live."""
+        """The worker pods of a job, as soon as exactly this many live."""
         found = await self.until(PODS, lambda pods: len(live(pods)) == count, labels=worker_selector(name))
         return live(found)
 
     async def told(self, *words: str) -> str:
-        """The events, a line each, as soon as one has all of these words."""
+        """The events, one per line, as soon as one contains all of these words."""
         found = await self.until(
             EVENTS, lambda events: any(all(word in line for word in words) for line in lines_of(events))
         )
         return "\n".join(lines_of(found))
 
     async def runs(self, pod: str) -> None:
-        """The kubelet says that a pod's worker runs."""
+        """Report as the kubelet that a pod's worker runs."""
         await self._says(pod, "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
 
     async def ends(self, pod: str, code: int, message: str = "") -> None:
-        """The kubelet says that a pod's worker has ended."""
+        """Report as the kubelet that a pod's worker has ended."""
         terminated = {
             "exitCode": code,
             "message": message,
@@ -101,7 +101,7 @@ class Place:
         await self._says(pod, "Failed" if code else "Succeeded", {"terminated": terminated})
 
     async def bind(self, pod: str) -> None:
-        """The scheduler gives a pod to a node, of which nobody has heard."""
+        """Bind a pod to a node that does not exist."""
         target = {"apiVersion": "v1", "kind": "Node", "name": "nowhere"}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
         await self.api.create(replace(PODS, plural=f"pods/{pod}/binding"), self.namespace, binding)
@@ -116,7 +116,7 @@ class Place:
 
 
 def a_manifest(name: str, **spec: Any) -> Json:
-    """A job of one to three pods, which stay Pending also where there are nodes."""
+    """A job of one to three pods, which stay Pending also on a cluster with nodes."""
     template = spec.pop("template", {"spec": {"schedulerName": "nobody"}})
     fields = {"maxReplicas": 3, "image": "elastic-agent:dev", "args": ["train.py"], "template": template, **spec}
     return {
@@ -128,7 +128,7 @@ def a_manifest(name: str, **spec: Any) -> Json:
 
 
 def live(pods: Objects) -> Objects:
-    """Those that neither have ended nor are going."""
+    """The pods that neither have ended nor are being deleted."""
     return {
         name: pod
         for name, pod in pods.items()
@@ -153,5 +153,5 @@ def uids(objects: Objects) -> set[str]:
 
 
 def index_of(pod: Json) -> int:
-    """Which of its job's places a pod fills."""
+    """The index of a pod in its job."""
     return int(pod["metadata"]["labels"][LABEL_INDEX])

@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 PATIENCE = 120.0
-"""Seconds within which it does what is asked of it, even on a machine that is busy."""
+"""The limit of each wait in seconds, even on a busy machine."""
 
 _POLL = 0.05
-"""Seconds between two questions; there is nothing that tells."""
+"""Seconds between two requests; there is no event to wait for."""
 
 EXECUTABLE = Path(sys.executable).with_name("elastic-operator")
 
 
 class OperatorProcess:
-    """One copy of the operator; within ``async with`` it runs, and is ready when the block begins.
+    """One replica of the operator; within ``async with`` it runs, and is ready when the block begins.
 
     Args:
-        folder: where its log goes.
-        kubeconfig: with which it reaches the API server.
-        args: more of its flags.
-        name: of its log.
+        folder: the folder of its log.
+        kubeconfig: its access to the API server.
+        args: more flags.
+        name: the name of its log.
         wait: whether to wait until it is ready.
-        environ: more of its environment.
+        environ: more variables.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class OperatorProcess:
 
     @property
     def log(self) -> str:
-        """What it has logged."""
+        """Its log."""
         return self.log_file.read_text(errors="replace")
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The id of its process."""
         return self._running().pid
 
     @property
     def address(self) -> str:
-        """Where it serves its pages: host:port."""
+        """The address of its HTTP server: host:port."""
         return f"127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start it, also again after it has ended."""
+        """Start it; it may have run before."""
         if self._process is not None:
             raise RuntimeError("this operator runs already")
         (self._port,) = free_ports(1)
@@ -107,14 +107,14 @@ class OperatorProcess:
             )
 
     def kill(self) -> None:
-        """End it with SIGKILL. Nothing happens where it does not run."""
+        """End it with SIGKILL if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
     async def stop(self) -> int:
-        """End it with SIGTERM; gives back its exit code."""
+        """End it with SIGTERM; returns its exit code."""
         process, self._process = self._running(), None
         process.send_signal(signal.SIGTERM)
         try:
@@ -130,7 +130,7 @@ class OperatorProcess:
         return code
 
     async def ready(self) -> None:
-        """Return when /readyz says that it is ready."""
+        """Return when /readyz reports that it is ready."""
         await self.until(lambda answers: answers.get("/readyz") == 200, "/readyz")
 
     async def leads(self) -> None:
@@ -142,7 +142,7 @@ class OperatorProcess:
         return await self.metric("elastic_operator_leader") == 1
 
     async def until(self, true: Callable[[dict[str, int]], bool], *paths: str) -> None:
-        """Return when the statuses of these pages are as wanted; 0 stands for no answer."""
+        """Return when these pages have these statuses; 0 stands for no answer."""
 
         async def so() -> bool:
             return true({path: (await self.get(path))[0] for path in paths})
@@ -150,7 +150,7 @@ class OperatorProcess:
         await self._until(so)
 
     async def counts(self, name: str, at_least: float, **labels: str) -> None:
-        """Return when a metric has come to this."""
+        """Return when a metric has reached a value."""
 
         async def so() -> bool:
             return await self.metric(name, **labels) >= at_least
@@ -158,7 +158,7 @@ class OperatorProcess:
         await self._until(so)
 
     async def says(self, *words: str) -> None:
-        """Return when its log has all of these words."""
+        """Return when its log contains all of these words."""
 
         async def so() -> bool:
             return all(word in self.log for word in words)
@@ -166,7 +166,7 @@ class OperatorProcess:
         await self._until(so)
 
     async def get(self, path: str) -> tuple[int, str]:
-        """What it answers to a GET: the status, 0 where it does not answer, and the text."""
+        """The answer to a GET: the status, 0 without an answer, and the text."""
         limit = aiohttp.ClientTimeout(total=5)
         try:
             async with (
@@ -178,7 +178,7 @@ class OperatorProcess:
             return 0, ""
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples of this name with these labels; 0 where there is none."""
+        """The sum of the samples with this name and these labels; 0 without samples."""
         _, text = await self.get("/metrics")
         return sum(
             sample.value
