@@ -11,7 +11,6 @@ import contextlib
 import enum
 import json
 import random
-import ssl
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from elastic_operator.kubernetes.client import Access
+    import kopf
 
 _PASSED_ON: Final = ("Content-Type", "Content-Encoding", "Retry-After")
 _REMEMBERED: Final = 6
@@ -154,7 +153,7 @@ class ApiProxy:
 
     def __init__(
         self,
-        access: Access,
+        access: kopf.ConnectionInfo,
         *,
         fault: Callable[[Asked], Fault] = all_is_well,
         wrote: Callable[[int], None] = lambda _count: None,
@@ -170,10 +169,7 @@ class ApiProxy:
         self._port = 0
 
     async def __aenter__(self) -> Self:
-        trusted = ssl.create_default_context(cafile=self._access.authority_file)
-        if self._access.certificate_file is not None:
-            trusted.load_cert_chain(self._access.certificate_file, self._access.key_file)
-        connector = aiohttp.TCPConnector(limit=0, ssl=trusted)
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._access.as_ssl_context())
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         session = aiohttp.ClientSession(connector=connector, timeout=limit, auto_decompress=False)
         self._session = await self._stack.enter_async_context(session)
@@ -268,8 +264,7 @@ class ApiProxy:
         if self._session is None:
             raise RuntimeError("used outside of its `async with` block")
         headers = {name: request.headers[name] for name in ("Accept", "Content-Type") if name in request.headers}
-        if self._access.authorization is not None:
-            headers["Authorization"] = self._access.authorization
+        headers |= self._access.as_http_headers()
         url = f"{self._access.server}{request.path_qs}"
         body = await request.read()
         async with self._session.request(request.method, url, data=body or None, headers=headers) as upstream:

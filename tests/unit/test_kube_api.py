@@ -77,6 +77,27 @@ async def test_what_is_no_api_server_is_called_that(server: Server, answer: byte
             await api.get(ELASTIC_JOBS, "default", "digits")
 
 
+@pytest.mark.parametrize("answer", [b"", b"<html>", b"[]", b'{"items": []}', b'{"metadata": {}, "items": []}'])
+async def test_what_is_not_a_list_is_not_taken_for_an_empty_one(server: Server, answer: bytes) -> None:
+    server.answers.append(answer)
+    async with api_of(server) as api:
+        with pytest.raises(ClusterError, match="no Kubernetes API server"):
+            _ = [page async for page in api.pages(ELASTIC_JOBS, None)]
+
+
+@pytest.mark.parametrize(
+    ("authorization", "header"), [("bearer abc", "bearer abc"), ("abc", "Bearer abc"), (None, None)]
+)
+async def test_kopf_gets_the_same_credentials(authorization: str | None, header: str | None) -> None:
+    configuration = Configuration()
+    configuration.host, configuration.proxy, configuration.ca_cert_data = "https://server:6443", "http://proxy", "PEM"
+    if authorization is not None:
+        configuration.api_key["BearerToken"] = authorization
+    info = await Api(configuration).access()
+    assert (info.server, info.ca_data, info.proxy_url) == ("https://server:6443", "PEM", "http://proxy")
+    assert info.as_http_headers().get("Authorization") == header
+
+
 async def test_a_proxy_that_the_environment_names_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
 

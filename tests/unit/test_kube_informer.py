@@ -7,11 +7,12 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
+import kopf
 import pytest
 from aiohttp import web
 
-from elastic_operator.kubernetes.client import PODS, Access, Api, Page
-from elastic_operator.kubernetes.informer import ChangeQueue, Informer, Sessions, connection_info
+from elastic_operator.kubernetes.client import PODS, Api
+from elastic_operator.kubernetes.informer import ChangeQueue, Informer, WatchSession
 from elastic_operator.kubernetes.store import Store
 from tests.support.answering import answering
 from tests.support.discovery import WATCHED, discovered
@@ -23,36 +24,6 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.client import Resource
 
 PATIENCE = 20.0
-
-
-def test_a_page_decodes_its_items_as_they_are_looked_at() -> None:
-    page = Page.of(
-        b'{"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "7", "continue": "more"}, '
-        b'"items": [{"metadata": {"name": "a"}, "spec": {"x": [1, null]}}, {"metadata": {"name": "b"}}]}'
-    )
-    assert (page.version, page.after) == ("7", "more")
-    assert list(page) == [{"metadata": {"name": "a"}, "spec": {"x": [1, None]}}, {"metadata": {"name": "b"}}]
-    for items in (b"null", b"[]"):
-        last = Page.of(b'{"metadata": {"resourceVersion": "7", "continue": ""}, "items": ' + items + b"}")
-        assert (last.after, list(last)) == ("", [])
-
-
-@pytest.mark.parametrize("text", [b"", b"<html>", b"[]", b'{"items": []}', b'{"metadata": {}, "items": []}'])
-def test_what_is_not_a_list_is_not_taken_for_an_empty_one(text: bytes) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        Page.of(text)
-
-
-@pytest.mark.parametrize(
-    ("authorization", "header"),
-    [("bearer abc", "bearer abc"), ("abc", "Bearer abc"), (None, None)],
-)
-def test_kopf_gets_the_token_with_its_scheme(authorization: str | None, header: str | None) -> None:
-    access = Access("https://server:6443", authority="PEM", authorization=authorization, proxy="http://proxy")
-    info = connection_info(access)
-    assert (info.server, info.ca_data, info.proxy_url) == ("https://server:6443", "PEM", "http://proxy")
-    assert info.as_http_headers().get("Authorization") == header
-    assert "abc" not in repr(access)
 
 
 async def test_changes_from_another_thread_are_handled_in_order_whatever_fails(
@@ -81,22 +52,17 @@ async def test_changes_from_another_thread_are_handled_in_order_whatever_fails(
     assert caplog.text.count("an unexpected error while a change was handled") == 1
 
 
-async def test_the_same_credentials_give_the_same_session() -> None:
-    async with Sessions(no_list) as sessions:
-        old = await sessions.get(Access("https://server:6443", authorization="Bearer old"))
-        assert await sessions.get(Access("https://server:6443", authorization="Bearer old")) == old
-        new = await sessions.get(Access("https://server:6443", authorization="Bearer new"))
-        assert new != old
-        assert new.aiohttp_session.headers["Authorization"] == "Bearer new"
-
-
 async def test_a_session_opens_again_after_it_was_closed_and_throttles_watches() -> None:
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         return web.json_response(request.headers["Authorization"])
 
     now = asyncio.get_running_loop().time
-    async with answering(answer) as configuration, Sessions(no_list) as sessions:
-        session = (await sessions.get(Access(configuration.host, authorization="Bearer it"))).aiohttp_session
+
+    async def no_list(_resource: Resource, _namespace: str | None) -> str:
+        raise AssertionError("nothing was asked for")
+
+    async with answering(answer) as configuration:
+        session = WatchSession(kopf.ConnectionInfo(server=configuration.host, token="it"), no_list)
         begun = now()
         for query in ("", "?watch=true", "?watch=true&resourceVersion=5"):
             url = f"{configuration.host}/api/v1/things{query}"
@@ -105,10 +71,6 @@ async def test_a_session_opens_again_after_it_was_closed_and_throttles_watches()
             await session.close()
             assert not session.closed
         assert now() - begun >= 0.4
-
-
-async def no_list(_resource: Resource, _namespace: str | None) -> str:
-    raise AssertionError("nothing was asked for")
 
 
 class Server:

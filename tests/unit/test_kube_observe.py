@@ -252,7 +252,7 @@ def test_a_failing_api_server_is_reported_after_some_tries_and_some_time(cluster
 )
 def test_what_a_policy_rejects_may_be_accepted_later(status: int, message: str, *, by_policy: bool) -> None:
     error = ApiError(status, "Invalid", message)
-    assert (error.by_policy, error.invalid) == (by_policy, not by_policy)
+    assert (error.blocked, error.invalid) == (by_policy, not by_policy)
 
 
 def test_a_requeue_is_the_earliest_that_was_asked_for() -> None:

@@ -110,16 +110,16 @@ class UserApi(Api):
                     yield dict(state)
             await asyncio.sleep(_WATCH_DELAY)  # a watch that ends at once must not become a hot loop
 
-    async def _json(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # noqa: ANN401 - the parent's arguments
+    async def _send(self, *args: Any, **keywords: Any) -> bytes:  # noqa: ANN401 - the parent's arguments
         """Retry requests that the server throttles; it has not executed them."""
         for _ in range(_MAX_THROTTLED):
             try:
-                return await super()._json(*args, **keywords)
+                return await super()._send(*args, **keywords)
             except ApiError as error:
                 if error.status != 429:
                     raise
             await asyncio.sleep(1)
-        return await super()._json(*args, **keywords)
+        return await super()._send(*args, **keywords)
 
 
 @contextlib.asynccontextmanager
@@ -139,7 +139,7 @@ async def connect(
         raise BadInput(f"there can be no namespace {namespace!r}; check what stands after -n")
     api = await kubeconfigs.connection(UserApi, kubeconfigs.find(kubeconfig, environ), context)
     api.namespace = namespace or api.namespace
-    async with kubeconfigs.opened(api):
+    async with api:
         yield api
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.request import getproxies_environment
@@ -27,7 +27,27 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping
     from types import TracebackType
 
+    import kopf
+
     from elastic_operator.api.spec import Json
+
+_TIMEOUT: Final = 30.0
+_WATCH_SECONDS: Final = 300
+"""The server ends a watch after this time."""
+_CONNECTIONS: Final = 96
+_MAX_ERROR_BYTES: Final = 1 << 20
+"""An error that a pod sends through the API server's proxy may have any length."""
+_PAGE_SIZE: Final = 500
+"""Objects per page of a list: all pods of a large cluster at once would fill the memory."""
+_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_USER_AGENT: Final = "elastic-operator"
+_NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
+_POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
+"""How the API server's message names an admission policy, which may reject with any status."""
+_JSON: Final = "application/json"
+_MERGE_PATCH: Final = "application/merge-patch+json"
+_APPLY_PATCH: Final = "application/apply-patch+yaml"
+"""Server-side apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +72,10 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
-        """Where the API server has the objects of a namespace (None: of all), one of them, or a part of it."""
+        """The path of the objects of a namespace (None: of all), of one of them, or of a part of it."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        parts = [root]
-        if namespace is not None:
-            parts += ["namespaces", namespace]
-        parts.append(self.plural)
-        if name is not None:
-            parts.append(name)
-        if subresource:
-            parts.append(subresource)
-        return "/".join(parts)
+        within = "" if namespace is None else f"namespaces/{namespace}"
+        return "/".join(part for part in (root, within, self.plural, name, subresource) if part)
 
 
 ELASTIC_JOBS: Final = Resource(GROUP, VERSION, "elasticjobs", "ElasticJob")
@@ -80,58 +93,6 @@ POD_GROUPS: Final[Mapping[GangScheduler, Resource]] = {
     GangScheduler.SCHEDULER_PLUGINS: SCHEDULER_PLUGINS_GROUPS,
     GangScheduler.VOLCANO: VOLCANO_GROUPS,
 }
-
-
-_HINTS: Final = tuple(
-    (re.compile(pattern), hint)
-    for pattern, hint in (
-        (
-            r"error looking up service account|serviceaccount \"[^\"]*\" not found",
-            "create it, or name another one in spec.template.spec.serviceAccountName",
-        ),
-        (
-            r"no PriorityClass with name ",
-            "create it, or name another one in spec.schedulingPolicy.priorityClassName, or in the template",
-        ),
-        (
-            r"certificate of etcd at .* cannot be trusted: .*(self.signed|issuer|first certificate)",
-            "name a Secret in spec.etcd.tlsSecret whose ca.crt is the certificate of its authority",
-        ),
-        (r"User \"[^\"]*\" cannot \w+ resource ", "grant the operator its rights there (the chart's role has them)"),
-        (r"exceeded quota: ", "raise that quota, free some of it, or have the job ask for less"),
-        (
-            r"failed quota: .* must specify ",
-            "say so in spec.template.spec.containers, and for the job's etcd in spec.etcd.resources",
-        ),
-        (r"(secret|configmap) \"[^\"]*\" not found", "create it, or name another one in spec.template"),
-        (r"violates PodSecurity ", "say so in spec.template.spec, or have the namespace admit such pods"),
-    )
-)
-
-
-def with_hint(message: str) -> str:
-    """Add a hint to an error message, if there is one."""
-    hint = next((hint for pattern, hint in _HINTS if pattern.search(message)), "")
-    return f"{message.removesuffix('.')}; {hint}" if hint else message
-
-
-_TIMEOUT: Final = 30.0
-_WATCH_SECONDS: Final = 300
-"""The server ends a watch after this time."""
-_CONNECTIONS: Final = 96
-_MAX_ERROR_BYTES: Final = 1 << 20
-"""An error that a pod sends through the API server's proxy may have any length."""
-_PAGE_SIZE: Final = 500
-"""Objects per page of a list: all pods of a large cluster at once would fill the memory."""
-_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_USER_AGENT: Final = "elastic-operator"
-_NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
-_POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
-"""How the API server's message names an admission policy, which may reject with any status."""
-
-_MERGE_PATCH: Final = "application/merge-patch+json"
-_APPLY_PATCH: Final = "application/apply-patch+yaml"
-"""Server-side apply."""
 
 
 class ApiTimeout(ClusterError):  # noqa: N818 - as TimeoutError's
@@ -178,39 +139,53 @@ class ApiError(ClusterError):
         return self.status >= 500 or self.status == 429
 
     @property
-    def by_policy(self) -> bool:
-        """Whether an admission policy of the cluster rejects the request; it may be changed at any time."""
-        return any(policy in self.message for policy in _POLICIES)
+    def blocked(self) -> bool:
+        """Whether a permission, a quota or an admission policy forbids the request; that may change at any time."""
+        return self.status == 403 or any(policy in self.message for policy in _POLICIES)
 
     @property
     def invalid(self) -> bool:
         """Whether the object itself is unacceptable, so that trying again is useless."""
-        return self.status in (400, 413, 415, 422) and not self.by_policy
+        return self.status in (400, 413, 415, 422) and not self.blocked
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How to reach an API server, for another client.
+_HINTS: Final[tuple[tuple[str, str], ...]] = (
+    (
+        r"error looking up service account|serviceaccount \"[^\"]*\" not found",
+        "create it, or name another one in spec.template.spec.serviceAccountName",
+    ),
+    (
+        r"no PriorityClass with name ",
+        "create it, or name another one in spec.schedulingPolicy.priorityClassName, or in the template",
+    ),
+    (
+        r"certificate of etcd at .* cannot be trusted: .*(self.signed|issuer|first certificate)",
+        "name a Secret in spec.etcd.tlsSecret whose ca.crt is the certificate of its authority",
+    ),
+    (r"User \"[^\"]*\" cannot \w+ resource ", "grant the operator its rights there (the chart's role has them)"),
+    (r"exceeded quota: ", "raise that quota, free some of it, or have the job ask for less"),
+    (
+        r"failed quota: .* must specify ",
+        "say so in spec.template.spec.containers, and for the job's etcd in spec.etcd.resources",
+    ),
+    (r"(secret|configmap) \"[^\"]*\" not found", "create it, or name another one in spec.template"),
+    (r"violates PodSecurity ", "say so in spec.template.spec, or have the namespace admit such pods"),
+)
+"""Patterns of the most frequent errors of Kubernetes and etcd, which only say what is wrong, and what to do."""
 
-    Attributes:
-        server: its URL.
-        authority_file: file with its CA certificate; None for the system's.
-        authority: the CA certificate itself.
-        certificate_file: the client's certificate.
-        key_file: the key of the client's certificate.
-        insecure: whether the server's certificate is not verified.
-        authorization: the value of the header of this name. A secret.
-        proxy: URL of a proxy.
-    """
 
-    server: str
-    authority_file: str | None = None
-    authority: str | bytes | None = None
-    certificate_file: str | None = None
-    key_file: str | None = None
-    insecure: bool = False
-    authorization: str | None = field(default=None, repr=False)
-    proxy: str | None = None
+def with_hint(message: str) -> str:
+    """Add a hint to an error message, if there is one."""
+    hint = next((hint for pattern, hint in _HINTS if re.search(pattern, message)), "")
+    return f"{message.removesuffix('.')}; {hint}" if hint else message
+
+
+def backoff(first: float, longest: float) -> Iterator[float]:
+    """The seconds to wait before each further try: each time twice as long, up to ``longest``."""
+    delay = first
+    while True:
+        yield delay
+        delay = min(delay * 2, longest)
 
 
 class _ListMeta(msgspec.Struct, frozen=True):
@@ -218,38 +193,19 @@ class _ListMeta(msgspec.Struct, frozen=True):
     after: str = msgspec.field(name="continue", default="")
 
 
-class _List(msgspec.Struct, frozen=True):
+class Page(msgspec.Struct, frozen=True):
+    """A page of a list. Iterating decodes its objects one at a time: all at once would take many times their memory."""
+
     metadata: _ListMeta
     items: tuple[msgspec.Raw, ...] | None
 
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page of a list. Iterating decodes its objects one at a time: all at once would take many times their memory.
-
-    Attributes:
-        version: the resource version of the list, the same on all its pages.
-        after: the token of the next page; empty on the last one.
-    """
-
-    version: str
-    after: str
-    _items: tuple[msgspec.Raw, ...]
-
-    @classmethod
-    def of(cls, text: bytes) -> Page:
-        """Decode the frame of a page.
-
-        Raises:
-            ValueError: it is not a list.
-        """
-        read = msgspec.json.decode(text, type=_List)
-        return cls(read.metadata.version, read.metadata.after, read.items or ())
+    @property
+    def version(self) -> str:
+        """The resource version of the list, the same on all its pages."""
+        return self.metadata.version
 
     def __iter__(self) -> Iterator[Json]:
-        for item in self._items:
-            body: Json = msgspec.json.decode(item)
-            yield body
+        return map(msgspec.json.decode, self.items or ())
 
 
 class Api:
@@ -257,6 +213,7 @@ class Api:
 
     Attributes:
         namespace: of the kubeconfig's context, or of this pod.
+        source: where the credentials come from, in words.
         on_request: called after each request with its verb and the HTTP status, 0 if there was no response.
     """
 
@@ -268,6 +225,7 @@ class Api:
         self._configuration = configuration
         self._client: ApiClient | None = None
         self.namespace = namespace
+        self.source = "the kubeconfig"
         self.on_request: Callable[[str, int], None] = lambda _verb, _status: None
 
     @classmethod
@@ -304,20 +262,27 @@ class Api:
             load_incluster_config(client_configuration=configuration)
         except ConfigException as error:
             raise BadInput(f"this is not a pod with a service account ({error}); use --kubeconfig") from None
-        try:
-            namespace = _NAMESPACE_FILE.read_text().strip()
-        except OSError:
-            namespace = ""
-        return cls(configuration, namespace or "default")
+        namespace = _NAMESPACE_FILE.read_text().strip() if _NAMESPACE_FILE.is_file() else ""
+        api = cls(configuration, namespace or "default")
+        api.source = "the service account"
+        return api
 
     def another(self) -> Self:
         """The same API server over connections of its own."""
         return type(self)(self._configuration, self.namespace)
 
     async def __aenter__(self) -> Self:
-        self._client = ApiClient(self._configuration)
-        self._client.user_agent = _USER_AGENT
-        await self._client.__aenter__()
+        """Open the connection.
+
+        Raises:
+            BadInput: the certificates or keys are invalid.
+        """
+        try:
+            self._client = ApiClient(self._configuration)
+            self._client.user_agent = _USER_AGENT
+            await self._client.__aenter__()
+        except (OSError, ValueError) as error:
+            raise BadInput(f"the certificates of {self.source} cannot be used: {error}") from None
         return self
 
     async def __aexit__(
@@ -327,30 +292,35 @@ class Api:
         if client is not None:
             await client.__aexit__(kind, error, trace)
 
-    async def access(self) -> Access:
-        """How another client reaches the same API server, with a fresh token."""
+    async def access(self) -> kopf.ConnectionInfo:
+        """How kopf reaches the same API server, with a fresh token."""
+        import kopf  # slow to import, and `elasticjob` does not need it
+
         configuration = self._configuration
-        return Access(
+        authorization = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        scheme, _, token = (authorization or "").rpartition(" ")
+        return kopf.ConnectionInfo(
             server=configuration.host,
-            authority_file=configuration.ssl_ca_cert or None,
-            authority=configuration.ca_cert_data or None,
-            certificate_file=configuration.cert_file or None,
-            key_file=configuration.key_file or None,
+            ca_path=configuration.ssl_ca_cert or None,
+            ca_data=configuration.ca_cert_data or None,
             insecure=not configuration.verify_ssl,
-            authorization=await configuration.get_api_key_with_prefix("BearerToken", alias="authorization"),
-            proxy=configuration.proxy or None,
+            certificate_path=configuration.cert_file or None,
+            private_key_path=configuration.key_file or None,
+            scheme=(scheme or "Bearer") if token else None,
+            token=token or None,
+            proxy_url=configuration.proxy or None,
         )
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Json:
         """Read an object."""
-        return await self._json("GET", resource.path(namespace, name))
+        return self._decoded(await self._send("GET", resource.path(namespace, name)))
 
     async def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", name: str = "", fields: str = ""
     ) -> tuple[list[Json], str]:
         """List the objects of a namespace (None: of all); return them and the resource version of the list."""
         query = _selectors(labels, name, fields)
-        found = await self._json("GET", resource.path(namespace), query=query, verb="LIST")
+        found = self._decoded(await self._send("GET", resource.path(namespace), query, verb="LIST"))
         return list(found.get("items") or ()), str(found["metadata"]["resourceVersion"])
 
     async def pages(self, resource: Resource, namespace: str | None, *, labels: str = "") -> AsyncGenerator[Page, None]:
@@ -361,35 +331,36 @@ class Api:
         """
         query = {**_selectors(labels), "limit": str(_PAGE_SIZE)}
         while True:
-            text = await self._text("GET", resource.path(namespace), query=query, verb="LIST")
+            data = await self._send("GET", resource.path(namespace), query, verb="LIST")
             try:
-                page = Page.of(text)
+                page = msgspec.json.decode(data, type=Page)
             except ValueError:
                 raise self._not_an_api_server() from None
-            del text
+            del data
             yield page
-            if not page.after:
+            if not page.metadata.after:
                 return
-            query["continue"] = page.after
+            query["continue"] = page.metadata.after
 
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
         """Create an object; unknown and duplicate fields are rejected. Return the object as created."""
-        return await self._json("POST", resource.path(namespace), query={"fieldValidation": "Strict"}, body=body)
+        query = {"fieldValidation": "Strict"}
+        return self._decoded(await self._send("POST", resource.path(namespace), query, body))
 
     async def replace(self, resource: Resource, namespace: str, name: str, body: Json, subresource: str = "") -> Json:
         """Replace an object, or its subresource, that still has the same resource version."""
-        return await self._json("PUT", resource.path(namespace, name, subresource), body=body)
+        return self._decoded(await self._send("PUT", resource.path(namespace, name, subresource), body=body))
 
     async def patch(self, resource: Resource, namespace: str, name: str, body: Json, subresource: str = "") -> Json:
         """Change an object, or its subresource, with a JSON merge patch."""
         path = resource.path(namespace, name, subresource)
-        return await self._json("PATCH", path, body=body, content_type=_MERGE_PATCH)
+        return self._decoded(await self._send("PATCH", path, body=body, content_type=_MERGE_PATCH))
 
     async def apply(self, resource: Resource, namespace: str, name: str, body: Json) -> Json:
         """Apply an object on the server side, with force; return the object as it is now."""
         query = {"fieldManager": _USER_AGENT, "force": "true", "fieldValidation": "Strict"}
         path = resource.path(namespace, name)
-        return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY_PATCH, verb="APPLY")
+        return self._decoded(await self._send("PATCH", path, query, body, content_type=_APPLY_PATCH, verb="APPLY"))
 
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
@@ -408,7 +379,7 @@ class Api:
             body["preconditions"] = {"uid": uid}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
-        return await self._json("DELETE", resource.path(namespace, name), body=body)
+        return self._decoded(await self._send("DELETE", resource.path(namespace, name), body=body))
 
     async def watch(
         self, resource: Resource, namespace: str | None, *, start: str, labels: str = "", name: str = ""
@@ -436,7 +407,7 @@ class Api:
         """Yield a response as it arrives; give up after ``silence`` seconds without a byte."""
         limit = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=silence)
         try:
-            response = await self._request("GET", path, query=query, time_limit=limit, verb=verb)
+            response = await self._request("GET", path, query, None, _JSON, limit, verb)
             with contextlib.closing(response):
                 if response.status >= 400:
                     raise ApiError.of(response.status, await _beginning(response))
@@ -445,35 +416,19 @@ class Api:
         except _NETWORK_ERRORS as error:
             raise _unreachable(error) from None
 
-    async def _json(
+    async def _send(
         self,
         method: str,
         path: str,
-        *,
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
-        content_type: str = "application/json",
-        verb: str = "",
-    ) -> dict[str, Any]:
-        data = await self._text(method, path, query=query, body=body, content_type=content_type, verb=verb)
-        try:
-            found: dict[str, Any] = msgspec.json.decode(data)
-        except ValueError:  # not JSON, or not UTF-8
-            raise self._not_an_api_server() from None
-        return found
-
-    async def _text(
-        self,
-        method: str,
-        path: str,
         *,
-        query: Mapping[str, str] | None = None,
-        body: Json | None = None,
-        content_type: str = "application/json",
+        content_type: str = _JSON,
         verb: str = "",
     ) -> bytes:
+        """Send a request and return the body of the response."""
         try:
-            response = await self._request(method, path, query=query, body=body, content_type=content_type, verb=verb)
+            response = await self._request(method, path, query or {}, body, content_type, _TIMEOUT, verb)
             with contextlib.closing(response):
                 data = await response.read()
         except _NETWORK_ERRORS as error:
@@ -486,31 +441,33 @@ class Api:
         self,
         method: str,
         path: str,
-        *,
-        query: Mapping[str, str] | None = None,
-        body: Json | None = None,
-        content_type: str = "application/json",
-        time_limit: float | aiohttp.ClientTimeout = _TIMEOUT,
-        verb: str = "",
+        query: Mapping[str, str],
+        body: Json | None,
+        content_type: str,
+        limit: float | aiohttp.ClientTimeout,
+        verb: str,
     ) -> aiohttp.ClientResponse:
         if self._client is None:
             raise RuntimeError("used outside of its `async with` block")
-        request = await self._client.param_serialize(
-            method,
-            path,
-            query_params=list((query or {}).items()),
-            header_params={"Accept": "application/json", "Content-Type": content_type},
-            auth_settings=["BearerToken"],
+        headers = {"Accept": _JSON, "Content-Type": content_type}
+        _, url, headers, _, _ = await self._client.param_serialize(
+            method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
         )
-        method, url, headers, _, _ = request
         status = 0
         try:
-            answer = await self._client.call_api(method, url, headers, body=body, _request_timeout=time_limit)
+            answer = await self._client.call_api(method, url, headers, body=body, _request_timeout=limit)
             response: aiohttp.ClientResponse = answer.response
             status = response.status
         finally:
             self.on_request(verb or method, status)
         return response
+
+    def _decoded(self, data: bytes) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = msgspec.json.decode(data)
+        except ValueError:  # not JSON, or not UTF-8
+            raise self._not_an_api_server() from None
+        return found
 
     def _not_an_api_server(self) -> ClusterError:
         return ClusterError(f"what answers under {self._configuration.host} is no Kubernetes API server")

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -34,13 +34,14 @@ from elastic_operator.kubernetes.client import (
     PODS,
     SERVICES,
     ApiError,
+    backoff,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.client import Access, Api, Resource
+    from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.store import Store
 
     Change = tuple[Resource, str | None, Json]
@@ -130,26 +131,24 @@ class Informer:
         Raises:
             ApiError: the cluster does not know the kind.
         """
-        delay = self._base_delay
-        while True:
+        for delay in backoff(self._base_delay, _MAX_DELAY):
             try:
                 if resource == ELASTIC_JOBS:  # without its pods, a job would seem to have none
                     await self._until_listed(namespace)
-                    await self._list_pod_groups(namespace)
                 version = await self._list(resource, namespace)
             except ClusterError as error:
-                if isinstance(error, ApiError) and error.not_found:
+                status = error.status if isinstance(error, ApiError) else 0
+                if status == 404:
                     raise
-                if isinstance(error, ApiError) and error.status == 403:
+                if status == 403 and isinstance(error, ApiError):
                     self._is_forbidden(namespace, error)
-                    await asyncio.sleep(self._forbidden_retry)
-                    continue
-                self._report(_explained(error))
+                else:
+                    self._report(_explained(error))
+                await asyncio.sleep(self._forbidden_retry if status == 403 else delay)
             else:
                 self._has_listed(resource, namespace)
                 return version
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, _MAX_DELAY)
+        raise AssertionError("unreachable")
 
     async def _until_listed(self, namespace: str | None) -> None:
         others = {(resource, namespace) for resource in _WATCHED if resource != ELASTIC_JOBS}
@@ -157,21 +156,22 @@ class Informer:
             self._progress.clear()
             await self._progress.wait()
 
-    async def _list_pod_groups(self, namespace: str | None) -> None:
-        """List the kinds that not every cluster has. Only the operator changes its own, so they are not watched."""
-        for resource in POD_GROUPS.values():
-            try:
-                await self._list(resource, namespace, LABEL_JOB)
-            except ApiError as error:
-                if error.not_found:
-                    self._store.keep_only(resource, (), sys.maxsize, namespace)
-                elif error.status != 403:
-                    raise
+    async def _list(self, resource: Resource, namespace: str | None) -> str:
+        if resource == ELASTIC_JOBS:
+            # Not every cluster has these kinds. Only the operator changes its own, so they are not watched.
+            for group in POD_GROUPS.values():
+                try:
+                    await self._list_into_store(group, namespace, LABEL_JOB)
+                except ApiError as error:
+                    if error.not_found:
+                        self._store.keep_only(group, (), sys.maxsize, namespace)
+                    elif error.status != 403:
+                        raise
+        return await self._list_into_store(resource, namespace, _WATCHED[resource])
 
-    async def _list(self, resource: Resource, namespace: str | None, labels: str | None = None) -> str:
+    async def _list_into_store(self, resource: Resource, namespace: str | None, labels: str) -> str:
         uids: set[str] = set()
         version = ""
-        labels = _WATCHED[resource] if labels is None else labels
         async with contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:
             async for page in pages:
                 version = page.version
@@ -192,12 +192,8 @@ class Informer:
 
     def _is_forbidden(self, namespace: str | None, error: ApiError) -> None:
         if namespace not in self._forbidden and len(self._namespaces) > 1:
-            _log.warning(
-                "the namespace %s cannot be looked after: %s; %s, or take it out of --namespace",
-                namespace,
-                error,
-                _GRANT,
-            )
+            sentence = "the namespace %s cannot be looked after: %s; %s, or take it out of --namespace"
+            _log.warning(sentence, namespace, error, _GRANT)
         self._forbidden.add(namespace)
         if self._forbidden.issuperset(self._namespaces):
             self._report(_explained(error))
@@ -223,33 +219,30 @@ class Informer:
             await asyncio.sleep(self._resync_period)
             for resource, namespace in tuple(self._listed):
                 try:
-                    if resource == ELASTIC_JOBS:
-                        await self._list_pod_groups(namespace)
                     await self._list(resource, namespace)
                 except ClusterError as error:
                     _log.info("the %s could not be listed again: %s", resource.plural, error)
 
     async def _watch(self) -> NoReturn:
         """Run kopf, again and again."""
-        clock = asyncio.get_running_loop().time
-        delay = 1.0
+        home = asyncio.get_running_loop()
+        delays = backoff(1.0, _MAX_RESTART_DELAY)
         while True:
             await self._until_possible()
-            begun = clock()
-            why = await _in_thread(self._run_kopf(asyncio.get_running_loop()))
-            if clock() - begun >= _STABLE:
-                delay = 1.0
+            begun = home.time()
+            why = await _in_thread(lambda stop: self._run_kopf(home, stop))
+            if home.time() - begun >= _STABLE:
+                delays = backoff(1.0, _MAX_RESTART_DELAY)
+            delay = next(delays)
             _log.warning("the watches have ended%s; they begin again in %.0f s", why and f" ({why})", delay)
             await asyncio.sleep(delay)
-            delay = min(delay * 2, _MAX_RESTART_DELAY)
 
     async def _until_possible(self) -> None:
         """Wait until the cluster has ElasticJobs that may be listed in one of the namespaces.
 
         kopf never watches a kind that is defined after it has started.
         """
-        delay = self._base_delay
-        while True:
+        for delay in backoff(self._base_delay, _MAX_DELAY):
             for namespace in self._namespaces:
                 try:
                     await self._api.list(ELASTIC_JOBS, namespace, name="none")
@@ -259,41 +252,48 @@ class Informer:
                     return
             self._report(problem)
             await asyncio.sleep(delay)
-            delay = min(delay * 2, _MAX_DELAY)
 
-    def _run_kopf(self, home: asyncio.AbstractEventLoop) -> Callable[[asyncio.Event], Coroutine[Any, Any, None]]:
-        """What runs in the thread, until the event is set."""
+    async def _run_kopf(self, home: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+        """Watch until the event is set; this runs in kopf's thread."""
         namespaces = [each for each in self._namespaces if each is not None]
+        registry = kopf.OperatorRegistry()
+        queue = ChangeQueue(home, self._handle)
+        for resource in _WATCHED:
+            kopf.on.event(
+                group=resource.group,
+                version=resource.version,
+                plural=resource.plural,
+                id=resource.plural,
+                registry=registry,
+            )(_handler(resource, queue))
+        sessions: list[WatchSession] = []
 
-        async def run(stop: asyncio.Event) -> None:
-            registry = kopf.OperatorRegistry()
-            async with Sessions(lambda resource, namespace: _in_loop(home, self.list(resource, namespace))) as sessions:
-
-                async def login(**_: object) -> kopf.AiohttpSession:
-                    return await sessions.get(await _in_loop(home, self._api.access()))
-
-                kopf.on.login(id="login", registry=registry)(login)
-                queue = ChangeQueue(home, self._handle)
-                for resource in _WATCHED:
-                    kopf.on.event(
-                        group=resource.group,
-                        version=resource.version,
-                        plural=resource.plural,
-                        id=resource.plural,
-                        registry=registry,
-                    )(_handler(resource, queue))
-                await kopf.operator(
-                    registry=registry,
-                    settings=_settings(),
-                    standalone=True,
-                    clusterwide=not namespaces,
-                    namespaces=namespaces,
-                    stop_flag=stop,
-                    # The default asks for the user's name, and in a container a user may have none.
-                    identity="elastic-operator",  # type: ignore[arg-type]  # a str; kopf does not export its NewType
+        @kopf.on.login(id="login", registry=registry)
+        async def login(**_: object) -> kopf.AiohttpSession:
+            # kopf asks again when credentials are rejected. Given the same session, it ends instead of asking forever.
+            info = await _in_loop(home, self._api.access())
+            if not sessions or sessions[-1].info != info:
+                if sessions:
+                    await sessions.pop().close()
+                sessions.append(
+                    WatchSession(info, lambda resource, namespace: _in_loop(home, self.list(resource, namespace)))
                 )
+            return kopf.AiohttpSession(server=info.server, aiohttp_session=cast("Any", sessions[-1]))
 
-        return run
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=_settings(),
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=namespaces,
+                stop_flag=stop,
+                # The default asks for the user's name, and in a container a user may have none.
+                identity="elastic-operator",  # type: ignore[arg-type]  # a str; kopf does not export its NewType
+            )
+        finally:
+            for session in sessions:
+                await session.close()
 
     def _handle(self, resource: Resource, kind: str | None, body: Json) -> None:
         if kind == "DELETED":
@@ -337,55 +337,25 @@ class ChangeQueue:
         self._home.call_soon(self._drain)
 
 
-class Sessions:
-    """The sessions that kopf works with; to be entered in kopf's loop.
-
-    Args:
-        on_list: lists a kind in a namespace (None: in all) and returns the resource version.
-    """
-
-    def __init__(self, on_list: Callable[[Resource, str | None], Awaitable[str]]) -> None:
-        self._on_list = on_list
-        self._info: kopf.ConnectionInfo | None = None
-        self._session: kopf.AiohttpSession | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.aiohttp_session.close()
-
-    async def get(self, access: Access) -> kopf.AiohttpSession:
-        """A session with these credentials; the same one for the same credentials.
-
-        kopf asks again when credentials are rejected. Given the same session, it ends instead of asking forever.
-        """
-        info = connection_info(access)
-        if self._session is None or info != self._info:
-            if self._session is not None:
-                await self._session.aiohttp_session.close()
-            self._info = info
-            session: Any = _Session(info, self._on_list)
-            self._session = kopf.AiohttpSession(server=info.server, aiohttp_session=session)
-        return self._session
-
-
-class _Session:
-    """The part of aiohttp's session that kopf uses.
+class WatchSession:
+    """The part of aiohttp's session that kopf uses; lists go to ``on_list``, and kopf gets an empty list.
 
     It opens again when it is used after it was closed: kopf closes its session before its watches, and a watch that
     finds it closed would wait for another login forever.
+
+    Args:
+        info: the API server, and the credentials.
+        on_list: lists a kind in a namespace (None: in all) and returns the resource version.
     """
 
     closed: Final = False
 
     def __init__(self, info: kopf.ConnectionInfo, on_list: Callable[[Resource, str | None], Awaitable[str]]) -> None:
-        self._info = info
+        self.info = info
+        self.headers = {**info.as_http_headers(), "User-Agent": "elastic-operator"}
         self._on_list = on_list
         self._session: aiohttp.ClientSession | None = None
         self._next_watch: dict[str, float] = {}
-        self.headers = {**info.as_http_headers(), "User-Agent": "elastic-operator"}
 
     async def request(self, *, url: str, **how: Any) -> aiohttp.ClientResponse | _EmptyList:  # noqa: ANN401 - aiohttp's
         """Send a request, except for a list."""
@@ -394,13 +364,12 @@ class _Session:
             await self._throttle(parts.path)
         elif (resource := _BY_PLURAL.get(parts.path.rpartition("/")[2])) is not None:
             before, _, namespace = parts.path.rpartition("/")[0].rpartition("/")
-            in_one = before.endswith("/namespaces")
-            return _EmptyList(await self._on_list(resource, namespace if in_one else None))
+            return _EmptyList(await self._on_list(resource, namespace if before.endswith("/namespaces") else None))
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=self._info.as_ssl_context()),
+                connector=aiohttp.TCPConnector(limit=0, ssl=self.info.as_ssl_context()),
                 headers=self.headers,
-                proxy=self._info.proxy_url,
+                proxy=self.info.proxy_url,
             )
         return await self._session.request(url=url, **how)
 
@@ -451,22 +420,6 @@ class _NoDiffBase(kopf.DiffBaseStorage):
         """Store nothing."""
 
 
-def connection_info(access: Access) -> kopf.ConnectionInfo:
-    """The same connection, as kopf describes it."""
-    scheme, _, token = (access.authorization or "").rpartition(" ")
-    return kopf.ConnectionInfo(
-        server=access.server,
-        ca_path=access.authority_file,
-        ca_data=access.authority,
-        insecure=access.insecure,
-        certificate_path=access.certificate_file,
-        private_key_path=access.key_file,
-        scheme=(scheme or "Bearer") if token else None,
-        token=token or None,
-        proxy_url=access.proxy,
-    )
-
-
 def _handler(resource: Resource, queue: ChangeQueue) -> Callable[..., Awaitable[None]]:
     async def handle(event: Mapping[str, Any], **_: object) -> None:
         queue.put(resource, event["type"], event["object"])
@@ -503,30 +456,22 @@ async def _in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _R
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
-async def _in_thread(make: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> str:
+async def _in_thread(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> str:
     """Run a coroutine in a thread with an event loop of its own; return why it ended.
 
     Cancelling this sets the coroutine's event and waits for the thread to end.
     """
-    home = asyncio.get_running_loop()
+    home, loop, stop = asyncio.get_running_loop(), asyncio.new_event_loop(), asyncio.Event()
     ended: asyncio.Future[str] = home.create_future()
-    inside: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-    ready = threading.Event()
-
-    async def within() -> None:
-        stop = asyncio.Event()
-        inside.append((asyncio.get_running_loop(), stop))
-        ready.set()
-        await make(stop)
 
     def thread() -> None:
         why = ""
         try:
-            asyncio.run(within())
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(work(stop))
         except Exception as error:  # noqa: BLE001 - the caller logs it and goes on
             why = str(error) or type(error).__name__
         finally:
-            ready.set()
             with contextlib.suppress(RuntimeError):
                 home.call_soon_threadsafe(ended.set_result, why)
 
@@ -534,9 +479,7 @@ async def _in_thread(make: Callable[[asyncio.Event], Coroutine[Any, Any, None]])
     try:
         return await asyncio.shield(ended)
     except asyncio.CancelledError:
-        await asyncio.to_thread(ready.wait)
-        for loop, stop in inside:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(stop.set)
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(stop.set)
         await asyncio.wait([ended], timeout=_STOP_TIMEOUT)
         raise

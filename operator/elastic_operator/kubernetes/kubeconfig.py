@@ -13,7 +13,7 @@ import yaml
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from elastic_operator.kubernetes.client import Api
 
@@ -55,23 +55,6 @@ async def connection(kind: type[_AnyApi], files: Sequence[Path], context: str | 
     if problems:
         raise BadInput(f"the kubeconfig {paths} gives no credentials: {problems[0]}")
     return api
-
-
-@contextlib.asynccontextmanager
-async def opened(api: _AnyApi, source: str = "the kubeconfig") -> AsyncGenerator[_AnyApi, None]:
-    """Open a connection for the block.
-
-    Raises:
-        BadInput: the certificates or keys that ``source`` gives are invalid.
-    """
-    try:
-        await api.__aenter__()
-    except (OSError, ValueError) as error:
-        raise BadInput(f"the certificates of {source} cannot be used: {error}") from None
-    try:
-        yield api
-    finally:
-        await api.__aexit__(None, None, None)
 
 
 def _check(files: Sequence[Path], context: str | None) -> None:

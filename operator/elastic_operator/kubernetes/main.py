@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import enum
 import gc
 import json
@@ -24,7 +23,7 @@ from elastic_operator.errors import BadInput
 from elastic_operator.resources.metadata import AGENT_METRICS_PORT, ETCD_IMAGE, PodSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from elastic_operator.kubernetes.client import Api
 
@@ -369,22 +368,17 @@ async def _run(settings: OperatorSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with _connection(settings) as api:
+    async with await _connection(settings) as api:
         await Manager(settings, api).run(stop)
 
 
-@contextlib.asynccontextmanager
-async def _connection(settings: OperatorSettings) -> AsyncGenerator[Api, None]:
+async def _connection(settings: OperatorSettings) -> Api:
     from elastic_operator.kubernetes import kubeconfig
     from elastic_operator.kubernetes.client import Api
 
     if settings.in_pod:
-        unopened, source = await Api.in_cluster(), "the service account"
-    else:
-        files = kubeconfig.find(settings.kubeconfig, os.environ)
-        unopened, source = await kubeconfig.connection(Api, files, settings.context), "the kubeconfig"
-    async with kubeconfig.opened(unopened, source) as api:
-        yield api
+        return await Api.in_cluster()
+    return await kubeconfig.connection(Api, kubeconfig.find(settings.kubeconfig, os.environ), settings.context)
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def _config_map(job: Job, report: Report) -> dict[str, Any]:
 def _is_final(error: ClusterError) -> bool:
     """Whether trying again soon is useless."""
     if isinstance(error, ApiError):
-        return error.invalid or error.status == 403 or error.by_policy
+        return error.invalid or error.blocked
     return isinstance(error, Blocked)
 
 
@@ -421,6 +421,6 @@ def raise_worst(results: Iterable[object]) -> None:
 def _classified(error: ApiError) -> ClusterError:
     if error.invalid:
         return Rejected(error.message)
-    if error.status == 403 or error.by_policy:
+    if error.blocked:
         return Blocked(with_hint(_FORBIDDEN.sub("", error.message)))
     return TransientError(str(error), error.message) if error.transient else error
