@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from elastic_operator.controller.reconciler import Reconciler, WorkQueue
 from elastic_operator.kubernetes.apply import Applier
-from elastic_operator.kubernetes.backend import KubernetesBackend, Observer
+from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, Api
 from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import EventRecorder, RunReportStore, Writer
+from elastic_operator.kubernetes.writer import EventRecorder, Writer
 from elastic_operator.resources.etcd import etcd_name
 from elastic_operator.resources.metadata import PodSettings
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
@@ -70,16 +70,15 @@ class OperatedCluster:
                 store=store,
                 writer=writer,
                 stores=stores,
-                reports=RunReportStore(api),
                 events=events,
                 settings=PodSettings(),
                 patience=self._transient,
             )
             self.backend = KubernetesBackend(
                 store=store,
-                observer=Observer(api, store, stores, secrets),
+                api=api,
                 applier=applier,
-                writer=writer,
+                secrets=secrets,
                 stores=stores,
                 events=events,
             )

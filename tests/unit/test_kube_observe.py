@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +9,13 @@ import pytest
 from aiohttp import web
 
 from elastic_operator.controller.failures import pod_end
-from elastic_operator.controller.model import Job, Observed, PodEnd, PodPhase
-from elastic_operator.kubernetes.apply import CreateBackoff, JobRecord
-from elastic_operator.kubernetes.backend import Observer, job_of, remember_deleted, startup_problem
+from elastic_operator.controller.model import Job, Observed, Plan, PodEnd, PodPhase
+from elastic_operator.kubernetes.apply import Applier, CreateBackoff
+from elastic_operator.kubernetes.backend import KubernetesBackend, job_of, startup_problem
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
 from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
 from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.writer import EventRecorder, Writer
 from elastic_operator.resources.etcd import etcd_deployment, etcd_service
 from elastic_operator.resources.metadata import PodSettings
 from tests.support import cluster_objects
@@ -79,8 +79,9 @@ class Cluster:
         self.now = 100.0
         self.store = Store(changed=lambda _key: None)
         self.job: Job = job_of(cluster_objects.job())
-        self.record = JobRecord("team/digits", cluster_objects.job())
+        self.requeue: float | None = None
         self.versions = iter(range(1, 1000))
+        self.store.put(ELASTIC_JOBS, cluster_objects.job())
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path.endswith("/events"):
@@ -123,53 +124,67 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 @pytest.fixture
-async def observer(cluster: Cluster) -> AsyncIterator[Observer]:
+async def backend(cluster: Cluster) -> AsyncIterator[KubernetesBackend]:
     async with (
         answering(cluster.answer) as configuration,
         Api(configuration) as api,
         JobStores(lambda _key: None) as stores,
+        EventRecorder(api, "operator-0") as events,
     ):
-        yield Observer(api, cluster.store, stores, EtcdSecrets(api, ()))
+        applier = Applier(
+            store=cluster.store, writer=Writer(api, cluster.store), stores=stores, events=events, settings=PodSettings()
+        )
+        yield KubernetesBackend(
+            api=api,
+            store=cluster.store,
+            stores=stores,
+            secrets=EtcdSecrets(api, ()),
+            applier=applier,
+            events=events,
+        )
 
 
-async def look(cluster: Cluster, observer: Observer) -> Observed:
-    cluster.record.requeue = None
-    return await observer.observe(cluster.job, cluster.record)
+async def look(cluster: Cluster, backend: KubernetesBackend) -> Observed:
+    """Observe the job, and note when it is to be observed again."""
+    found = await backend.observe("team/digits")
+    assert found is not None
+    cluster.requeue = await backend.apply(found[0], Plan(hands_off=True))
+    return found[1]
 
 
 async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time_and_less_and_less_often(
-    cluster: Cluster, observer: Observer
+    cluster: Cluster, backend: KubernetesBackend
 ) -> None:
     uids = [cluster.pod(0), cluster.pod(1)]
     cluster.events = {uids[0]: [event(1, "no network")], uids[1]: [event(1, "no volume")]}
     waits = []
     for _ in range(7):
-        observed = await look(cluster, observer)
-        waits.append(cluster.record.requeue)
+        observed = await look(cluster, backend)
+        waits.append(cluster.requeue)
         cluster.now += waits[-1] or 0.0
     assert waits == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
     assert cluster.requests == uids * 3
     assert [pod.waiting for pod in observed.pods] == ["no network", "no volume"]
 
     cluster.status = 500
-    assert [pod.waiting for pod in (await look(cluster, observer)).pods] == ["no network", "no volume"]
+    assert [pod.waiting for pod in (await look(cluster, backend)).pods] == ["no network", "no volume"]
     for index in (0, 1):
         cluster.pod(index, {"running": {}})
-    assert [pod.waiting for pod in (await look(cluster, observer)).pods] == ["", ""]
-    assert cluster.record.requeue is None
+    assert [pod.waiting for pod in (await look(cluster, backend)).pods] == ["", ""]
+    assert cluster.requeue is None
     cluster.pod(0)
-    await look(cluster, observer)
-    assert cluster.record.requeue == 5.0, "it starts again"
+    await look(cluster, backend)
+    assert cluster.requeue == 5.0, "it starts again"
 
 
-async def test_it_says_as_long_as_an_etcd_is_not_ready_why(cluster: Cluster, observer: Observer) -> None:
+async def test_it_says_as_long_as_an_etcd_is_not_ready_why(cluster: Cluster, backend: KubernetesBackend) -> None:
     cluster.start_etcd()
-    assert (await look(cluster, observer)).etcd_error is None
-    assert (cluster.requests, cluster.record.requeue) == ([], 15.0)
+    assert (await look(cluster, backend)).etcd_error is None
+    assert (cluster.requests, cluster.requeue) == ([], 15.0)
 
     async def later() -> str | None:
         cluster.now += 15
-        return (await look(cluster, observer)).etcd_error
+        return (await look(cluster, backend)).etcd_error
 
     cluster.etcd_state = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}
     error = "its etcd does not serve yet: the image team/etcd:9 cannot be pulled: not found"
@@ -184,62 +199,67 @@ async def test_it_says_as_long_as_an_etcd_is_not_ready_why(cluster: Cluster, obs
     assert await later() == f"its etcd does not serve yet: {attach}"
 
 
+def deleted(index: int, suffix: str) -> dict[str, Any]:
+    pod = cluster_objects.pod(index, suffix)
+    pod["metadata"]["ownerReferences"][0]["apiVersion"] = ELASTIC_JOBS.api_version
+    return pod
+
+
 async def test_a_pod_that_is_gone_is_observed_as_deleted_until_another_takes_its_place(
-    cluster: Cluster, observer: Observer
+    cluster: Cluster, backend: KubernetesBackend
 ) -> None:
-    remember_deleted(cluster.record, cluster_objects.pod(1, "older"))
-    remember_deleted(cluster.record, cluster_objects.pod(1, "old"))
+    backend.pod_deleted(deleted(1, "older"))
+    backend.pod_deleted(deleted(1, "old"))
     cluster.pod(0)
-    [gone] = [pod for pod in (await look(cluster, observer)).pods if pod.index == 1]
+    [gone] = [pod for pod in (await look(cluster, backend)).pods if pod.index == 1]
     assert (gone.name, gone.ready, gone.phase, pod_end(gone)) == ("digits-1-old", False, PodPhase.FAILED, PodEnd.LEFT)
 
     cluster.pod(1, {"terminated": {"exitCode": 1}})
-    assert len((await look(cluster, observer)).pods) == 3, "what is left of another one does not take its place"
+    assert len((await look(cluster, backend)).pods) == 3, "what is left of another one does not take its place"
     cluster.pod(1)
-    assert len((await look(cluster, observer)).pods) == 2
-    assert not cluster.record.deleted
+    assert len((await look(cluster, backend)).pods) == 2
 
-    remember_deleted(cluster.record, cluster_objects.pod(2, "old"))
+    backend.pod_deleted(deleted(2, "old"))
     cluster.now += 901
-    assert len((await look(cluster, observer)).pods) == 2
+    assert len((await look(cluster, backend)).pods) == 2
 
 
 def test_what_is_blocked_is_tried_less_and_less_often(cluster: Cluster) -> None:
-    backoff, waits = CreateBackoff(), []
+    creates, waits = CreateBackoff(), []
     for _ in range(9):
-        backoff.block("exceeded quota")
-        waits.append(backoff.wait)
+        creates.block("exceeded quota")
+        waits.append(creates.wait)
         cluster.now += waits[-1]
-        assert (backoff.blocked, backoff.wait) == ("exceeded quota", 0)
+        assert (creates.blocked, creates.wait) == ("exceeded quota", 0)
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert [backoff.succeed(), backoff.succeed()] == [True, False]
-    assert backoff.blocked is None
-    backoff.block("exceeded quota")
-    assert backoff.wait == 0.5
+    assert [creates.succeed(), creates.succeed()] == [True, False]
+    assert creates.blocked is None
+    creates.block("exceeded quota")
+    assert creates.wait == 0.5
 
 
 def test_another_generation_is_tried_at_once(cluster: Cluster) -> None:
-    backoff = CreateBackoff()
-    backoff.see(2)
-    backoff.reject('unknown field "spec.x"')
-    backoff.see(2)
-    assert backoff.rejected == 'unknown field "spec.x"'
-    backoff.see(3)
-    assert backoff.rejected is None
-    backoff.block("exceeded quota")
-    backoff.see(4)
-    assert (backoff.blocked, backoff.wait) == ("exceeded quota", 0)
+    creates = CreateBackoff()
+    creates.see(2)
+    creates.reject('unknown field "spec.x"')
+    creates.see(2)
+    assert creates.rejected == 'unknown field "spec.x"'
+    creates.see(3)
+    assert creates.rejected is None
+    creates.block("exceeded quota")
+    creates.see(4)
+    assert (creates.blocked, creates.wait) == ("exceeded quota", 0)
 
 
 def test_a_failing_api_server_is_reported_after_some_tries_and_some_time(cluster: Cluster) -> None:
-    backoff = CreateBackoff()
-    assert [backoff.fail(5.0) for _ in range(4)] == [False] * 4
+    creates = CreateBackoff()
+    assert [creates.fail(5.0) for _ in range(4)] == [False] * 4
     cluster.now += 6
-    assert backoff.fail(5.0)
-    backoff.progress()
-    assert not backoff.fail(5.0)
+    assert creates.fail(5.0)
+    creates.progress()
+    assert not creates.fail(5.0)
     cluster.now += 14
-    assert [backoff.fail(5.0), backoff.fail(5.0)] == [False, True]
+    assert [creates.fail(5.0), creates.fail(5.0)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -253,10 +273,3 @@ def test_a_failing_api_server_is_reported_after_some_tries_and_some_time(cluster
 def test_what_a_policy_rejects_may_be_accepted_later(status: int, message: str, *, by_policy: bool) -> None:
     error = ApiError(status, "Invalid", message)
     assert (error.blocked, error.invalid) == (by_policy, not by_policy)
-
-
-def test_a_requeue_is_the_earliest_that_was_asked_for() -> None:
-    record = replace(JobRecord("team/digits", cluster_objects.job()))
-    for seconds in (5.0, 0.5, 3.0):
-        record.requeue_after(seconds)
-    assert record.requeue == 0.5

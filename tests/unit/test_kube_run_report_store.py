@@ -10,9 +10,9 @@ import pytest
 
 from elastic_operator.api.report import Report, decode_report
 from elastic_operator.api.status import JobState
-from elastic_operator.kubernetes.apply import ReportWrite
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, PODS, Api
-from elastic_operator.kubernetes.writer import RunReportStore
+from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.writer import ReportWrite, Writer
 from tests.support.builders import NAME, NOW, UID, a_job
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 from tests.support.operated_cluster import OperatedCluster
@@ -58,7 +58,8 @@ class Reports:
     """Keeps the reports of one job; a new one knows nothing of those before it."""
 
     def __init__(self, api: Api, *, patience: float = 60.0) -> None:
-        self._store = RunReportStore(api, patience=patience)
+        self._writer = Writer(api, Store(changed=lambda _key: None))
+        self._patience = patience
         self._write = ReportWrite()
 
     @property
@@ -66,7 +67,7 @@ class Reports:
         return self._write.error
 
     async def keep(self, job: Job, report: Report) -> str | None:
-        return await self._store.keep(job, report, self._write)
+        return await self._writer.keep_report(job, report, self._write, patience=self._patience)
 
 
 async def test_a_report_is_written_once_and_belongs_to_its_job(server: ObjectServer, api: Api, job: Job) -> None:
@@ -99,7 +100,7 @@ async def test_a_config_map_of_another_owner_is_left_alone(server: ObjectServer,
     server.put(CONFIG_MAPS, REPORT, data={"mine": "1"})
     assert await Reports(api).keep(job, a_report(1)) == (
         f"what is known of its run cannot be kept in the ConfigMap {REPORT}: a ConfigMap called {REPORT} is there that "
-        "does not belong to this job"
+        "does not belong to this job: remove it, or give the job another name"
     )
     assert server.get(CONFIG_MAPS, REPORT)["data"] == {"mine": "1"}
 

@@ -191,8 +191,8 @@ def test_whatever_it_is_given_the_plan_never_raises_and_never_asks_for_too_much(
     assert len({pod.index for pod in made.create}) == len(made.create)
     if observed.rejected is not None:
         assert made.create == ()
-    if made.managed_elsewhere:
-        assert made == Plan(managed_elsewhere=True)
+    if made.hands_off:
+        assert made == Plan(hands_off=True)
     if job.status.state.finished or job.deleting or job.spec.suspend:
         assert (made.create, made.replicas, made.size, made.min_member, made.min_available) == (
             (),

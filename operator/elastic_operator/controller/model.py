@@ -188,6 +188,7 @@ class Observed:
         store_forbidden: whether the operator lacks a permission for the store, so that waiting does not help.
         etcd_error: why the job's own etcd does not serve; None if unknown.
         disruption_budget_error: why the disruption budget could not be created; None if it could, or if none is wanted.
+        unreadable: why the job's spec cannot be read; then nothing else was observed. None if it can.
     """
 
     pods: tuple[Pod, ...] = ()
@@ -205,6 +206,7 @@ class Observed:
     store_forbidden: bool = False
     etcd_error: str | None = None
     disruption_budget_error: str | None = None
+    unreadable: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +309,8 @@ class Plan:
         create: pods to create.
         delete_job: whether to delete the job itself.
         wake_at: when to plan again in any case; None for never.
-        managed_elsewhere: whether another controller manages the job: then nothing at all is done.
+        hands_off: whether all objects of the job stay as they are: another controller manages it, or its spec cannot be
+            read.
     """
 
     report: Report | None = None
@@ -323,4 +326,4 @@ class Plan:
     create: tuple[NewPod, ...] = ()
     delete_job: bool = False
     wake_at: float | None = None
-    managed_elsewhere: bool = False
+    hands_off: bool = False

@@ -33,7 +33,13 @@ from elastic_operator.controller.model import EtcdState, Plan, PodPhase
 from elastic_operator.controller.run_report import report_at_completion, report_at_suspension
 from elastic_operator.controller.scaling import PlannedPods, plan_pods, removals
 from elastic_operator.controller.snapshot import PATIENCE, Snapshot, without
-from elastic_operator.controller.status import finished_status, running_status, suspended_status, unless_the_same
+from elastic_operator.controller.status import (
+    finished_status,
+    running_status,
+    suspended_status,
+    unless_the_same,
+    unreadable_status,
+)
 
 if TYPE_CHECKING:
     from elastic_operator.api.status import JobStatus
@@ -59,7 +65,10 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
         now: seconds since the Unix epoch.
     """
     if job.spec.managed_by != MANAGER:
-        return Plan(managed_elsewhere=True)
+        return Plan(hands_off=True)
+    if observed.unreadable is not None:
+        status = unreadable_status(job, observed.unreadable, now)
+        return Plan(status=unless_the_same(job.status, status), hands_off=True)
     snapshot = Snapshot.of(job, observed, now)
     if job.deleting:
         return _tear_down(snapshot)

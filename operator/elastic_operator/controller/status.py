@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elastic_operator.controller.applied_spec import SpecInEffect
     from elastic_operator.controller.completion import Completion
     from elastic_operator.controller.failures import FailureCount
-    from elastic_operator.controller.model import Observed, Pod
+    from elastic_operator.controller.model import Job, Observed, Pod
     from elastic_operator.controller.scaling import PlannedPods
     from elastic_operator.controller.snapshot import Snapshot
     from torchelastic.protocol import RoundRecord
@@ -125,6 +125,14 @@ def finished_status(snapshot: Snapshot, count: FailureCount, completion: Complet
         last_failure=failure or before.last_failure,
         conditions=_finished_conditions(before, completion, now),
     )
+
+
+def unreadable_status(job: Job, problem: str, now: float) -> JobStatus:
+    """The status of a job whose spec cannot be read: only its condition Invalid changes."""
+    before = job.status
+    others = tuple(each for each in before.conditions if each.type != ConditionType.INVALID)
+    invalid = _with_times(before, {ConditionType.INVALID: (True, Reason.SPEC_INVALID, problem)}, now)
+    return replace(before, observed_generation=job.generation, conditions=(*others, *invalid))
 
 
 def unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod] = ()) -> JobStatus | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from elastic_operator.api.constants import EventReason
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Job, NewPod, Plan, Pod, Removal
+    from elastic_operator.controller.model import Job, NewPod, Plan, Removal
+    from elastic_operator.kubernetes.backend import JobRecord
     from elastic_operator.kubernetes.client import Resource
     from elastic_operator.kubernetes.job_store import JobStores
     from elastic_operator.kubernetes.store import Store
-    from elastic_operator.kubernetes.writer import EventRecorder, RunReportStore, Writer
+    from elastic_operator.kubernetes.writer import EventRecorder, Writer
     from elastic_operator.resources.metadata import PodSettings
 
 
@@ -107,93 +108,6 @@ class CreateBackoff:
         return changed
 
 
-@dataclass(frozen=True, slots=True)
-class DeletedPod:
-    """A pod that is gone and not replaced yet.
-
-    Attributes:
-        pod: its last state, as a pod that has ended and is leaving.
-        expires: a monotonic time.
-    """
-
-    pod: Pod
-    expires: float
-
-
-@dataclass(slots=True)
-class StartupDiagnosis:
-    """What keeps slow pods from starting.
-
-    Attributes:
-        wait: seconds between this look at their events and the next.
-        due: when to look next, a monotonic time; None if no pod is starting.
-        messages: by UID, the pod that was looked at last at the end.
-    """
-
-    wait: float = 0.0
-    due: float | None = None
-    messages: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class ReportWrite:
-    """How far the ConfigMap with a job's report is.
-
-    Attributes:
-        written: digest of the report that was written, or given up, last.
-        pending: digest of the one that could not be written yet.
-        failing_since: a monotonic time.
-        error: why it could not be written; None if nothing is pending.
-    """
-
-    written: bytes = b""
-    pending: bytes = b""
-    failing_since: float = 0.0
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class JobRecord:
-    """What is remembered of one job.
-
-    Attributes:
-        key: of the job.
-        body: the job as last observed.
-        observed: whether it was observed by this copy of the operator.
-        creates: pods, etcd and PodGroup.
-        pdb: the PodDisruptionBudget.
-        pdb_error: why it could not be created.
-        annotations: the metrics ports that are written on pods.
-        deleted: by index, the pods that are gone and not replaced yet.
-        startup: why pods do not start.
-        etcd_startup: why the pod of the job's own etcd does not start.
-        report: the report of the run.
-        requeue: seconds after which to look at the job again; None for no need.
-    """
-
-    key: str
-    body: Json
-    observed: bool = False
-    creates: CreateBackoff = field(default_factory=CreateBackoff)
-    pdb: CreateBackoff = field(default_factory=CreateBackoff)
-    pdb_error: str | None = None
-    annotations: CreateBackoff = field(default_factory=CreateBackoff)
-    deleted: dict[int, DeletedPod] = field(default_factory=dict)
-    startup: StartupDiagnosis = field(default_factory=StartupDiagnosis)
-    etcd_startup: StartupDiagnosis = field(default_factory=StartupDiagnosis)
-    report: ReportWrite = field(default_factory=ReportWrite)
-    requeue: float | None = None
-
-    @property
-    def uid(self) -> str:
-        """The job's UID."""
-        return str(self.body["metadata"]["uid"])
-
-    def requeue_after(self, seconds: float) -> None:
-        """Look at the job again after this time at the latest."""
-        self.requeue = seconds if self.requeue is None else min(self.requeue, seconds)
-
-
 _Result = TypeVar("_Result")
 
 _log: Final = logging.getLogger(__name__)
@@ -210,7 +124,6 @@ class Applier:
         store: the known objects.
         writer: creates, changes and deletes them.
         stores: the jobs' etcds.
-        reports: keeps the report of a run.
         events: tells users.
         settings: of the pods.
         status_written: called with the job as it was and the plan, once its status is written.
@@ -223,7 +136,6 @@ class Applier:
         store: Store,
         writer: Writer,
         stores: JobStores,
-        reports: RunReportStore,
         events: EventRecorder,
         settings: PodSettings,
         status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None,
@@ -232,7 +144,6 @@ class Applier:
         self._store = store
         self._writer = writer
         self._stores = stores
-        self._reports = reports
         self._events = events
         self._settings = settings
         self._status_written = status_written
@@ -244,10 +155,11 @@ class Applier:
         Raises:
             ClusterError: a part of it failed.
         """
-        if plan.managed_elsewhere:
-            return
         body = record.body
-        if plan.report is not None and (why := await self._reports.keep(job, plan.report, record.report)) is not None:
+        if (
+            plan.report is not None
+            and (why := await self._writer.keep_report(job, plan.report, record.report)) is not None
+        ):
             _log.warning("%s: %s", record.key, why)
             self._events.event(body, JobEvent(EventReason.REPORT_NOT_KEPT, why, warning=True))
         if plan.replicas is not None:
@@ -263,6 +175,8 @@ class Applier:
                 raise
             self._status_written(job, plan)
         self._tell(body, plan)
+        if plan.hands_off:
+            return
         try:
             await self._apply_objects(with_applied_spec(job, plan), plan, record)
         except Rejected as error:

@@ -1,43 +1,46 @@
-"""Kubernetes as a backend of the reconciler: observes jobs, and carries out plans."""
+"""Kubernetes as a backend of the reconciler: observes jobs, and carries out plans.
+
+What is observed comes from the store of objects, the job's etcd and the job's record. The API server is asked only
+about pods that are slow to start: nothing else says why.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType, EventReason, Reason
-from elastic_operator.api.json_access import integer, mapping, text
+from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType, EventReason
+from elastic_operator.api.json_access import integer, mapping, mappings, text
 from elastic_operator.api.spec import MANAGER, ElasticJobSpec
-from elastic_operator.api.status import Condition, JobState, status_from_json
+from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller import messages
 from elastic_operator.controller.applied_spec import with_applied_spec
 from elastic_operator.controller.model import EtcdState, Job, JobEvent, Observed, PodPhase
 from elastic_operator.errors import BadInput, ClusterError
-from elastic_operator.kubernetes.apply import DeletedPod, JobRecord, StartupDiagnosis
-from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
+from elastic_operator.kubernetes.apply import CreateBackoff
+from elastic_operator.kubernetes.client import EVENTS, PODS, backoff, with_hint
 from elastic_operator.kubernetes.pod_status import container_states, in_a_line, pod_of, seconds, why_waiting
-from elastic_operator.kubernetes.store import ManagedEtcd, managed_etcd, owner_of
+from elastic_operator.kubernetes.store import managed_etcd, owner_of
+from elastic_operator.kubernetes.writer import ReportWrite
 from elastic_operator.resources.etcd import ETCD
 from torchelastic.protocol import ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.model import Plan, Pod
     from elastic_operator.kubernetes.apply import Applier
     from elastic_operator.kubernetes.client import Api
     from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
-    from elastic_operator.kubernetes.store import Store
-    from elastic_operator.kubernetes.writer import EventRecorder, Writer
+    from elastic_operator.kubernetes.store import ManagedEtcd, Store
+    from elastic_operator.kubernetes.writer import EventRecorder
     from elastic_operator.store_mirror import StoreMirror
-
 
 _log: Final = logging.getLogger(__name__)
 
@@ -52,24 +55,186 @@ _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 """The components whose events say why a scheduled pod does not start."""
 
 
-class Observer:
-    """Observes jobs.
+@dataclass(frozen=True, slots=True)
+class DeletedPod:
+    """A pod that is gone and not replaced yet.
+
+    Attributes:
+        pod: its last state, as a pod that has ended and is leaving.
+        expires: a monotonic time.
+    """
+
+    pod: Pod
+    expires: float
+
+
+@dataclass(slots=True)
+class StartupDiagnosis:
+    """What keeps slow pods from starting.
+
+    Attributes:
+        delays: seconds between two looks at their events.
+        due: when to look next, a monotonic time; None if no pod is starting.
+        messages: by UID, the pod that was looked at last at the end.
+    """
+
+    delays: Iterator[float] = field(default_factory=lambda: backoff(_FIRST_LOOK, _MAX_WAIT))
+    due: float | None = None
+    messages: dict[str, str] = field(default_factory=dict)
+
+    def is_due(self) -> bool:
+        """Whether to look now."""
+        now = time.monotonic()
+        first, due = self.due is None, self.due or 0.0
+        if not first and due > now:
+            return False
+        self.due = now + next(self.delays)
+        return not first
+
+
+def _etcd_diagnosis() -> StartupDiagnosis:
+    return StartupDiagnosis(backoff(_ETCD_PATIENCE, _ETCD_PATIENCE))
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """What the operator remembers of a job beside its status; it may be lost at any time without harm.
+
+    Attributes:
+        key: of the job.
+        body: the job as last observed.
+        creates: pods, etcd and PodGroup.
+        pdb: the PodDisruptionBudget.
+        pdb_error: why it could not be created.
+        annotations: the metrics ports that are written on pods.
+        deleted: by index, the pods that are gone and not replaced yet.
+        startup: why pods do not start.
+        etcd_startup: why the pod of the job's own etcd does not start.
+        report: the report of the run.
+        requeue: seconds after which to look at the job again; None for no need.
+    """
+
+    key: str
+    body: Json
+    creates: CreateBackoff = field(default_factory=CreateBackoff)
+    pdb: CreateBackoff = field(default_factory=CreateBackoff)
+    pdb_error: str | None = None
+    annotations: CreateBackoff = field(default_factory=CreateBackoff)
+    deleted: dict[int, DeletedPod] = field(default_factory=dict)
+    startup: StartupDiagnosis = field(default_factory=StartupDiagnosis)
+    etcd_startup: StartupDiagnosis = field(default_factory=_etcd_diagnosis)
+    report: ReportWrite = field(default_factory=ReportWrite)
+    requeue: float | None = None
+
+    @property
+    def uid(self) -> str:
+        """The job's UID."""
+        return str(self.body["metadata"]["uid"])
+
+    def requeue_after(self, seconds: float) -> None:
+        """Look at the job again after this time at the latest."""
+        self.requeue = seconds if self.requeue is None else min(self.requeue, seconds)
+
+
+class KubernetesBackend:
+    """The jobs of a cluster.
 
     Args:
         api: reads events of slow pods.
         store: the known objects.
-        stores: what the agents say.
+        stores: the jobs' etcds.
         secrets: the credentials for external etcds.
+        applier: carries out plans.
+        events: tells users.
     """
 
-    def __init__(self, api: Api, store: Store, stores: JobStores, secrets: EtcdSecrets) -> None:
+    def __init__(
+        self,
+        *,
+        api: Api,
+        store: Store,
+        stores: JobStores,
+        secrets: EtcdSecrets,
+        applier: Applier,
+        events: EventRecorder,
+    ) -> None:
         self._api = api
         self._store = store
         self._stores = stores
         self._secrets = secrets
+        self._applier = applier
+        self._events = events
+        self._records: dict[str, JobRecord] = {}
 
-    async def observe(self, job: Job, record: JobRecord) -> Observed:
-        """Return everything that is known of a job."""
+    async def observe(self, key: str) -> tuple[Job, Observed] | None:
+        """The job and everything that is known of it; None if there is no such job.
+
+        Raises:
+            BadInput: the job's status is invalid.
+        """
+        body = self._store.job(key)
+        self._forget_former(key, body)
+        if body is None or text(body, "spec", "managedBy") not in ("", MANAGER):
+            return None
+        record = self._record(key, body)
+        record.body = body
+        record.requeue = None
+        try:
+            spec = _spec_of(body)
+        except BadInput as error:
+            _log.warning("%s: %s", key, error)
+            return _job(body, ElasticJobSpec(min_replicas=0, max_replicas=0)), Observed(unreadable=str(error))
+        job = _job(body, spec)
+        for creates in (record.creates, record.pdb, record.annotations):
+            creates.see(job.generation)
+        return job, await self._observe(job, record)
+
+    async def apply(self, job: Job, plan: Plan) -> float | None:
+        """Carry out a plan; return the seconds after which to look at the job again, None for no need.
+
+        Raises:
+            ClusterError: a part of it failed.
+        """
+        record = self._records[f"{job.namespace}/{job.name}"]
+        await self._applier.apply(job, plan, record)
+        return record.requeue
+
+    def pod_deleted(self, pod: Json) -> None:
+        """A pod is gone: remember it until it is replaced, and tell its last words.
+
+        A pod that was deleted by force, or without a node, may be gone at once. The planner has to see it all the same:
+        its successor needs another name, for its agent may still run.
+        """
+        owner = owner_of(pod)
+        if owner is None:
+            return
+        key = f"{pod['metadata']['namespace']}/{owner.name}"
+        job = self._store.job(key)
+        if job is None or job["metadata"]["uid"] != owner.uid:
+            return
+        last = pod_of(pod)
+        phase = last.phase if last.phase.ended else PodPhase.FAILED
+        gone = replace(last, phase=phase, ready=False, terminating=True, waiting="", sidecars_running=False)
+        self._record(key, job).deleted[last.index] = DeletedPod(gone, time.monotonic() + _DELETED_TTL)
+        if (event := deleted_pod_event(pod)) is not None:
+            self._events.event(job, event)
+
+    def _record(self, key: str, body: Json) -> JobRecord:
+        record = self._records.get(key)
+        if record is None or record.uid != body["metadata"]["uid"]:
+            record = self._records[key] = JobRecord(key, body, pdb_error=_pdb_error(body))
+        return record
+
+    def _forget_former(self, key: str, body: Json | None) -> None:
+        """Forget former jobs with this key, and their runs once none of their pods is left."""
+        current = body["metadata"]["uid"] if body is not None else None
+        for uid in self._stores.uids_of(key):
+            if uid != current and not self._store.owned_by(PODS, key.partition("/")[0], uid):
+                self._stores.leave(uid)
+        if (record := self._records.get(key)) is not None and record.uid != current:
+            del self._records[key]
+
+    async def _observe(self, job: Job, record: JobRecord) -> Observed:
         applied = with_applied_spec(job)
         await self._diagnose_pods(job, record)
         managed = managed_etcd(self._store, job) if applied.spec.etcd.endpoint is None else None
@@ -86,15 +251,22 @@ class Observer:
         serving = _serving(job, mirror) if forbidden is None else None
         unreachable = self._store_error(applied)
         not_ready = etcd_error or (unreachable and f"the operator cannot read the job's store: {unreachable}")
-        return Observed(
+        read = (
+            Observed()
+            if mirror is None
+            else Observed(
+                store_read=mirror.readable,
+                round=mirror.round,
+                outcome=mirror.outcome,
+                size=mirror.size,
+                time_breakdown=mirror.time_breakdown,
+                history=mirror.history,
+            )
+        )
+        return replace(
+            read,
             pods=(*(_ready(pod, serving, not_ready) for pod in pods), *_recently_deleted(record, pods)),
             etcd=managed.state if managed is not None else EtcdState.READY,
-            store_read=mirror is not None and mirror.readable,
-            round=mirror.round if mirror is not None else None,
-            outcome=mirror.outcome if mirror is not None else None,
-            size=mirror.size if mirror is not None else None,
-            time_breakdown=mirror.time_breakdown if mirror is not None else None,
-            history=mirror.history if mirror is not None else None,
             rejected=record.creates.rejected,
             blocked=record.creates.blocked or (managed.blocked if managed is not None else None),
             etcd_blocked=managed is not None and managed.blocked is not None,
@@ -111,11 +283,8 @@ class Observer:
         if not slow:
             record.startup = StartupDiagnosis()
             return
-        now = time.monotonic()
-        if startup.due is None:
-            startup.due, startup.wait = now + _FIRST_LOOK, _FIRST_LOOK
         startup.messages = {uid: message for uid, message in startup.messages.items() if uid in slow}
-        if startup.due <= now:
+        if startup.is_due():
             uid = next((uid for uid in slow if uid not in startup.messages), next(iter(startup.messages), ""))
             message = startup.messages.pop(uid, "")
             try:
@@ -123,22 +292,17 @@ class Observer:
             except ClusterError as error:
                 _log.debug("%s: the events of its pods cannot be read: %s", record.key, error)
             startup.messages[uid] = message
-            startup.wait = min(startup.wait * 2, _MAX_WAIT)
-            startup.due = time.monotonic() + startup.wait
-        record.requeue_after(max(startup.due - time.monotonic(), 0.0))
+        record.requeue_after(max((startup.due or 0.0) - time.monotonic(), 0.0))
 
     async def _diagnose_etcd(self, job: Job, record: JobRecord, etcd: ManagedEtcd) -> str | None:
         """Why the job's own etcd is not ready, as a clause; None if unknown, or if it is too early to ask."""
         if etcd.state is not EtcdState.STARTING:
-            record.etcd_startup = StartupDiagnosis()
+            record.etcd_startup = _etcd_diagnosis()
             return None
         if etcd.blocked is not None:
             return f"its etcd does not serve yet: its pod cannot be made for now: {etcd.blocked}"
-        startup, now = record.etcd_startup, time.monotonic()
-        if startup.due is None:
-            startup.due = now + _ETCD_PATIENCE
-        if startup.due <= now:
-            startup.due = now + _ETCD_PATIENCE
+        startup = record.etcd_startup
+        if startup.is_due():
             try:
                 pods, _ = await self._api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
                 found = [await self._why_etcd_waits(job, pod) for pod in pods]
@@ -146,9 +310,8 @@ class Observer:
                 _log.debug("%s: the pod of its etcd cannot be read: %s", record.key, error)
             else:
                 startup.messages = {"etcd": next(filter(None, found), "")}
-        return next(
-            (f"its etcd does not serve yet: {message}" for message in startup.messages.values() if message), None
-        )
+        message = startup.messages.get("etcd")
+        return f"its etcd does not serve yet: {message}" if message else None
 
     async def _why_etcd_waits(self, job: Job, pod: Json) -> str:
         if (why := why_waiting(pod, ETCD)) or not text(pod, "spec", "nodeName"):
@@ -198,27 +361,40 @@ def job_of(body: Json) -> Job:
     Raises:
         BadInput: it does not fit this operator's definition, or its status is not one that the operator writes.
     """
-    metadata = mapping(body, "metadata")
-    name = text(metadata, "name")
-    spec = body.get("spec")
+    return _job(body, _spec_of(body))
+
+
+def _spec_of(body: Json) -> ElasticJobSpec:
     try:
-        decoded = ElasticJobSpec.of(msgspec.convert(spec, dict[str, Any]))
+        return ElasticJobSpec.of(msgspec.convert(body.get("spec"), dict[str, Any]))
     except msgspec.ValidationError as error:
         raise BadInput(
-            f"the spec of the job {name} is not as this operator's definition has it ({error}); update the definition "
-            "(crds/elasticjob.yaml), or the job"
+            f"the spec of the job {text(body, 'metadata', 'name')} is not as this operator's definition has it "
+            f"({error}); update the definition (crds/elasticjob.yaml), or the job"
         ) from None
+
+
+def _job(body: Json, spec: ElasticJobSpec) -> Job:
+    metadata = mapping(body, "metadata")
     return Job(
-        name=name,
+        name=text(metadata, "name"),
         namespace=text(metadata, "namespace"),
         uid=text(metadata, "uid"),
         generation=integer(metadata, "generation") or 0,
-        spec=decoded,
+        spec=spec,
         status=status_from_json(body.get("status")),
         created=seconds(metadata.get("creationTimestamp")) or 0.0,
         deleting=bool(metadata.get("deletionTimestamp")),
-        problem=problem_of(decoded),
+        problem=problem_of(spec),
     )
+
+
+def _pdb_error(body: Json) -> str | None:
+    """Why the disruption budget could not be created, by the job's status: it is not reported again."""
+    for condition in mappings(body, "status", "conditions"):
+        if condition.get("type") == ConditionType.DISRUPTION_BUDGET_FAILED and condition.get("status") == "True":
+            return text(condition, "message")
+    return None
 
 
 async def why_not_started(api: Api, namespace: str, uid: str) -> str:
@@ -245,18 +421,6 @@ def startup_problem(events: Iterable[Json]) -> str:
     if text(last, "type") == "Warning":
         return with_hint(message or text(last, "reason"))
     return f"its node is {message[:1].lower()}{message[1:]}" if message and text(last, "reason") == "Pulling" else ""
-
-
-def remember_deleted(record: JobRecord, body: Json) -> None:
-    """Remember a pod that is gone until another one takes its place.
-
-    A pod that was deleted by force, or without a node, may be gone at once. The planner has to see it all the same: its
-    successor needs another name, for its agent may still run.
-    """
-    pod = pod_of(body)
-    phase = pod.phase if pod.phase.ended else PodPhase.FAILED
-    gone = replace(pod, phase=phase, ready=False, terminating=True, waiting="", sidecars_running=False)
-    record.deleted[pod.index] = DeletedPod(gone, time.monotonic() + _DELETED_TTL)
 
 
 def deleted_pod_event(body: Json) -> JobEvent | None:
@@ -323,123 +487,3 @@ def _event_time(event: Json) -> tuple[float, bool]:
         text(event, "metadata", "creationTimestamp"),
     )
     return next((at for at in map(seconds, times) if at is not None), 0.0), text(event, "type") == "Warning"
-
-
-class KubernetesBackend:
-    """The jobs of a cluster.
-
-    Args:
-        store: the known objects.
-        observer: observes jobs.
-        applier: carries out plans.
-        writer: writes the status of invalid jobs.
-        stores: the jobs' etcds.
-        events: tells users.
-    """
-
-    def __init__(
-        self,
-        *,
-        store: Store,
-        observer: Observer,
-        applier: Applier,
-        writer: Writer,
-        stores: JobStores,
-        events: EventRecorder,
-    ) -> None:
-        self._store = store
-        self._observer = observer
-        self._applier = applier
-        self._writer = writer
-        self._stores = stores
-        self._events = events
-        self._records: dict[str, JobRecord] = {}
-
-    async def observe(self, key: str) -> tuple[Job, Observed] | None:
-        """The job and everything that is known of it; None if there is no such job.
-
-        Raises:
-            BadInput: the job, or its status, is invalid.
-        """
-        body = self._store.job(key)
-        self._forget_former(key, body)
-        if body is None or text(body, "spec", "managedBy") not in ("", MANAGER):
-            return None
-        try:
-            job = job_of(body)
-        except BadInput as error:
-            await self._write_invalid(key, body, str(error))
-            raise
-        if (record := self._records.get(key)) is None:
-            record = self._records[key] = JobRecord(key, body)
-        if not record.observed:
-            record.observed = True
-            record.pdb_error = _pdb_error(job.status)
-        record.body = body
-        record.requeue = None
-        for backoff in (record.creates, record.pdb, record.annotations):
-            backoff.see(job.generation)
-        return job, await self._observer.observe(job, record)
-
-    async def apply(self, job: Job, plan: Plan) -> float | None:
-        """Carry out a plan; return the seconds after which to look at the job again, None for no need.
-
-        Raises:
-            ClusterError: a part of it failed.
-        """
-        record = self._records[f"{job.namespace}/{job.name}"]
-        await self._applier.apply(job, plan, record)
-        return record.requeue
-
-    def pod_deleted(self, pod: Json) -> None:
-        """A pod is gone: remember it until it is replaced, and tell its last words."""
-        owner = owner_of(pod)
-        key = f"{pod['metadata']['namespace']}/{owner.name}" if owner is not None else ""
-        job = self._store.job(key)
-        if job is None or owner is None or job["metadata"]["uid"] != owner.uid:
-            return
-        record = self._records.get(key)
-        if record is None or record.uid != owner.uid:
-            record = self._records[key] = JobRecord(key, job)
-        remember_deleted(record, pod)
-        if (event := deleted_pod_event(pod)) is not None:
-            self._events.event(job, event)
-
-    def _forget_former(self, key: str, body: Json | None) -> None:
-        """Forget former jobs with this key, and their runs once none of their pods is left."""
-        current = body["metadata"]["uid"] if body is not None else None
-        for uid in self._stores.uids_of(key):
-            if uid != current and not self._store.owned_by(PODS, key.partition("/")[0], uid):
-                self._stores.leave(uid)
-        if (record := self._records.get(key)) is not None and record.uid != current:
-            del self._records[key]
-
-    async def _write_invalid(self, key: str, body: Json, why: str) -> None:
-        """Write the condition Invalid; the rest of the status stays."""
-        try:
-            before = status_from_json(body.get("status"))
-        except BadInput:
-            return  # nothing of an unreadable status may be lost
-        generation = integer(body, "metadata", "generation") or 0
-        others = tuple(each for each in before.conditions if each.type != ConditionType.INVALID)
-        former = next((each for each in before.conditions if each.type == ConditionType.INVALID), None)
-        since = former.since if former is not None and former.status else time.time()
-        invalid = Condition(
-            type=ConditionType.INVALID, status=True, reason=Reason.SPEC_INVALID, message=why, since=since
-        )
-        if former == invalid and before.observed_generation == generation:
-            return
-        try:
-            await self._writer.write_status(
-                body, replace(before, observed_generation=generation, conditions=(*others, invalid))
-            )
-        except ClusterError as error:
-            _log.warning("%s: its status does not say that it cannot be read: %s", key, error)
-
-
-def _pdb_error(status: JobStatus) -> str | None:
-    """Why the disruption budget could not be created, by the status: it is not reported again."""
-    for condition in status.conditions:
-        if condition.type == ConditionType.DISRUPTION_BUDGET_FAILED and condition.status:
-            return condition.message
-    return None

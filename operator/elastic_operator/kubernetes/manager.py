@@ -17,14 +17,14 @@ from aiohttp import web
 from elastic_operator.controller.reconciler import Reconciler, WorkQueue
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.apply import Applier
-from elastic_operator.kubernetes.backend import KubernetesBackend, Observer
+from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.kubernetes.informer import Informer
 from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
 from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
 from elastic_operator.kubernetes.metrics import OperatorMetrics
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import EventRecorder, RunReportStore, Writer
+from elastic_operator.kubernetes.writer import EventRecorder, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -190,16 +190,15 @@ class Manager:
                 store=self._store,
                 writer=writer,
                 stores=stores,
-                reports=RunReportStore(self._api),
                 events=events,
                 settings=settings.pods,
                 status_written=self._status_written,
             )
             self._backend = KubernetesBackend(
                 store=self._store,
-                observer=Observer(self._api, self._store, stores, secrets),
+                api=self._api,
                 applier=applier,
-                writer=writer,
+                secrets=secrets,
                 stores=stores,
                 events=events,
             )

@@ -32,8 +32,6 @@ from torchelastic.errors import MalformedRecord
 from torchelastic.protocol import PROTOCOL_VERSION, ExitCode, SizeRecord, TerminationMessage, decode, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from elastic_operator.api.spec import Json
 
 
@@ -177,7 +175,9 @@ def why_waiting(pod: Json, name: str = WORKER) -> str:
         return why
     init_containers = container_states(pod, "initContainerStatuses")
     sidecars = {
-        text(entry, "name") for entry in _specs(pod, "initContainers") if entry.get("restartPolicy") == "Always"
+        text(entry, "name")
+        for entry in mappings(pod, "spec", "initContainers")
+        if entry.get("restartPolicy") == "Always"
     }
     for container in init_containers:
         if (obstacle := _obstacle(pod, container, "initContainers")) is not None:
@@ -188,11 +188,6 @@ def why_waiting(pod: Json, name: str = WORKER) -> str:
         if container.name == name:
             return _obstacle(pod, container, "containers") or ""
     return ""
-
-
-def why_not_ready(pod: Json, worker: ContainerState) -> str:
-    """Why a running worker container is not ready, as a clause; empty if unknown."""
-    return f"its node {text(pod, 'spec', 'nodeName')} is silent" if node_is_silent(pod, worker) else ""
 
 
 def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str | None:
@@ -207,15 +202,11 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
         pass
     # The cluster's message comes last: of a plain text, the last line is shown.
     parts = [said, _end_in_words(worker), _end_of_pod(pod)]
-    if worker.terminated is None:
-        parts.append(_failed_init_container(pod))
+    if worker.terminated is None and (failed := _failed_init_container(pod)) is not None:
+        lines = text(failed.terminated, "message").strip().splitlines()
+        code = "came to an unknown end" if failed.exit_code is None else f"exited with code {failed.exit_code}"
+        parts.append(f"its init container {failed.name} {code}{f': {in_a_line(lines[-1])}' if lines else ''}")
     return "\n".join(part for part in parts if part) or None
-
-
-def init_exit_code(pod: Json) -> int | None:
-    """The exit code of the first init container that failed, if it is known."""
-    failed = _first_that_failed(pod)
-    return None if failed is None else failed.exit_code
 
 
 def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage | None:
@@ -308,40 +299,22 @@ def _end_in_words(worker: ContainerState) -> str:
 
 def _end_of_pod(pod: Json) -> str:
     """Why the whole pod ended: evicted, preempted, its node lost."""
-    status = mapping(pod, "status")
-    told = _joined(text(status, "reason"), text(status, "message"))
-    disruption = disruption_of(pod)
-    return told or _joined(text(disruption, "reason"), text(disruption, "message"))
+    for said in (mapping(pod, "status"), disruption_of(pod)):
+        parts = (text(said, "reason"), in_a_line(text(said, "message")))
+        if any(parts):
+            return ": ".join(filter(None, parts))
+    return ""
 
 
-def _failed_init_container(pod: Json) -> str:
-    container = _first_that_failed(pod)
-    if container is None:
-        return ""
-    lines = text(container.terminated, "message").strip().splitlines()
-    code = "came to an unknown end" if container.exit_code is None else f"exited with code {container.exit_code}"
-    return f"its init container {container.name} {code}{f': {in_a_line(lines[-1])}' if lines else ''}"
-
-
-def _first_that_failed(pod: Json) -> ContainerState | None:
+def _failed_init_container(pod: Json) -> ContainerState | None:
     init_containers = container_states(pod, "initContainerStatuses")
     return next((each for each in init_containers if each.terminated is not None and each.exit_code != 0), None)
 
 
-def _joined(reason: str, message: str) -> str:
-    return ": ".join(part for part in (reason, in_a_line(message)) if part)
-
-
 def _image(pod: Json, name: str, kind: str) -> str:
     """The image of a container, as in the spec."""
-    return next((text(entry, "image") for entry in _specs(pod, kind) if entry.get("name") == name), "")
+    return next((text(entry, "image") for entry in mappings(pod, "spec", kind) if entry.get("name") == name), "")
 
-
-def _specs(pod: Json, kind: str) -> tuple[Json, ...]:
-    return mappings(pod, "spec", kind)
-
-
-MAX_PORT: Final = 65535
 
 _MAX_NUMBER: Final = 1_000_000
 _NODE_LOST: Final = "NodeLost"
@@ -362,36 +335,28 @@ _NOT_ADMITTED: Final = frozenset(
 """Reasons of kubelets that reject a scheduled pod, beside ``OutOf<resource>``. Other reasons, such as SysctlForbidden,
 would be the same on the next node."""
 
-_SPEC_FIELDS: Final = ("nodeName", "schedulerName", "schedulingGates", "readinessGates")
+MAX_PORT: Final = 65535
+
 _METADATA_FIELDS: Final = (
-    "name",
-    "namespace",
-    "uid",
-    "resourceVersion",
-    "creationTimestamp",
-    "deletionTimestamp",
-    "deletionGracePeriodSeconds",
-    "ownerReferences",
+    "name namespace uid resourceVersion creationTimestamp deletionTimestamp deletionGracePeriodSeconds ownerReferences"
 )
-
-
-def worker_of(pod: Json) -> ContainerState:
-    """The state of the worker container."""
-    states = container_states(pod)
-    return next((state for state in states if state.name == WORKER), ContainerState(WORKER, waiting={}))
+_CONTAINER_STATES: Final = ("containerStatuses", "initContainerStatuses")
 
 
 def pod_of(body: Json) -> Pod:
     """Convert a pod, whatever its object says."""
-    worker = worker_of(body)
+    states = container_states(body)
+    worker = next((state for state in states if state.name == WORKER), ContainerState(WORKER, waiting={}))
     phase = _phase(body, worker)
     annotations = mapping(body, "metadata", "annotations")
+    port = _number(text(annotations, ANNOTATION_METRICS_PORT)) or 0
     message = last_message(body, worker) if phase.ended else None
+    failed_init = _failed_init_container(body) if phase.ended and worker.terminated is None else None
     waiting = ""
     if phase is PodPhase.PENDING:
         waiting = why_waiting(body)
     elif not phase.ended:
-        waiting = why_not_ready(body, worker)
+        waiting = f"its node {text(body, 'spec', 'nodeName')} is silent" if node_is_silent(body, worker) else ""
     return Pod(
         name=text(body, "metadata", "name"),
         uid=text(body, "metadata", "uid"),
@@ -404,19 +369,20 @@ def pod_of(body: Json) -> Pod:
         started=worker.started,
         ended=_ended(body, worker) if phase.ended else None,
         exit_code=worker.exit_code,
-        init_exit_code=init_exit_code(body) if phase.ended and worker.terminated is None else None,
+        init_exit_code=None if failed_init is None else failed_init.exit_code,
         message=message,
         failures=_number(text(annotations, ANNOTATION_FAILURES)) or 0,
         failed=seconds(annotations.get(ANNOTATION_FAILED)),
         size=_size(text(annotations, ANNOTATION_SIZE)),
         waiting=waiting,
         incompatible_image=incompatible_image(body, worker),
-        sidecars_running=phase.ended and _sidecars_run(body),
+        # The kubelet itself ends sidecars among the init containers.
+        sidecars_running=phase.ended and any(s.running is not None and s.name != WORKER for s in states),
         node=text(body, "spec", "nodeName"),
         termination_cause=termination_cause_of(body, worker, message),
         reasons=reasons_of(body, worker),
         conditions=conditions_of(body),
-        metrics_port=_port(text(annotations, ANNOTATION_METRICS_PORT)),
+        metrics_port=port if port <= MAX_PORT else 0,
     )
 
 
@@ -460,40 +426,38 @@ def reasons_of(pod: Json, worker: ContainerState) -> frozenset[str]:
 def etcd_address_of(pod: Json) -> str | None:
     """The address at which a pod looks for the job's own etcd."""
     for container in mappings(pod, "spec", "containers"):
-        for entry in mappings(container, "env"):
-            endpoint = text(entry, "value")
-            if container.get("name") == WORKER and entry.get("name") == Pet.RDZV_ENDPOINT and ":" in endpoint:
-                return endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]") or None
+        if container.get("name") == WORKER:
+            for endpoint in (text(entry, "value") for entry in _endpoint(container)):
+                if ":" in endpoint:
+                    return endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]") or None
     return None
 
 
 def trimmed_pod(pod: Json) -> dict[str, Any]:
     """The fields of a pod that the operator reads, a tenth of the whole."""
-    metadata = mapping(pod, "metadata")
+
+    def each(keys: str, *path: str) -> list[dict[str, Any]]:
+        return [_only(entry, keys) for entry in mappings(pod, *path)]
+
+    notes = {
+        kind: {key: value for key, value in mapping(pod, "metadata", kind).items() if str(key).startswith(OWN_PREFIX)}
+        for kind in ("labels", "annotations")
+    }
+    states = {kind: each("name state lastState ready", "status", kind) for kind in _CONTAINER_STATES}
     return {
-        "metadata": {
-            **_only(metadata, _METADATA_FIELDS),
-            "labels": _ours(mapping(metadata, "labels")),
-            "annotations": _ours(mapping(metadata, "annotations")),
-        },
+        "metadata": {**_only(mapping(pod, "metadata"), _METADATA_FIELDS), **notes},
         "spec": {
-            **_only(mapping(pod, "spec"), _SPEC_FIELDS),
-            "containers": [_trimmed_container(container) for container in mappings(pod, "spec", "containers")],
-            "initContainers": [
-                _only(container, ("name", "image", "restartPolicy"))
-                for container in mappings(pod, "spec", "initContainers")
+            **_only(mapping(pod, "spec"), "nodeName schedulerName schedulingGates readinessGates"),
+            "containers": [
+                {**_only(container, "name image"), "env": _endpoint(container)}
+                for container in mappings(pod, "spec", "containers")
             ],
+            "initContainers": each("name image restartPolicy", "spec", "initContainers"),
         },
         "status": {
-            **_only(mapping(pod, "status"), ("phase", "reason", "message")),
-            "conditions": [
-                _only(entry, ("type", "status", "reason", "message", "lastTransitionTime"))
-                for entry in mappings(pod, "status", "conditions")
-            ],
-            **{
-                kind: [_only(entry, ("name", "state", "lastState", "ready")) for entry in mappings(pod, "status", kind)]
-                for kind in ("containerStatuses", "initContainerStatuses")
-            },
+            **_only(mapping(pod, "status"), "phase reason message"),
+            "conditions": each("type status reason message lastTransitionTime", "status", "conditions"),
+            **states,
         },
     }
 
@@ -522,11 +486,6 @@ def _ended(pod: Json, worker: ContainerState) -> float | None:
     return max((time for time in changes if time is not None), default=None)
 
 
-def _sidecars_run(pod: Json) -> bool:
-    """Whether another container still runs; the kubelet itself ends sidecars among the init containers."""
-    return any(state.running is not None and state.name != WORKER for state in container_states(pod))
-
-
 def _index(pod: Json) -> int:
     """The pod's index from its label, or else from its name."""
     index = _number(text(pod, "metadata", "labels", LABEL_INDEX))
@@ -541,11 +500,6 @@ def _number(digits: str) -> int | None:
     return min(int(digits), _MAX_NUMBER)
 
 
-def _port(digits: str) -> int:
-    port = _number(digits) or 0
-    return port if port <= MAX_PORT else 0
-
-
 def _size(record: str) -> SizeRecord | None:
     try:
         return decode(record.encode(errors="replace"), SizeRecord)
@@ -553,14 +507,10 @@ def _size(record: str) -> SizeRecord | None:
         return None
 
 
-def _trimmed_container(container: Json) -> dict[str, Any]:
-    endpoint = [entry for entry in mappings(container, "env") if entry.get("name") == Pet.RDZV_ENDPOINT]
-    return {**_only(container, ("name", "image")), **({"env": endpoint} if endpoint else {})}
+def _endpoint(container: Json) -> list[Json]:
+    """The variable that says where the store is."""
+    return [entry for entry in mappings(container, "env") if entry.get("name") == Pet.RDZV_ENDPOINT]
 
 
-def _only(body: Json, keys: Iterable[str]) -> dict[str, Any]:
-    return {key: body[key] for key in keys if key in body}
-
-
-def _ours(notes: Json) -> dict[str, Any]:
-    return {key: value for key, value in notes.items() if str(key).startswith(OWN_PREFIX)}
+def _only(body: Json, keys: str) -> dict[str, Any]:
+    return {key: body[key] for key in keys.split() if key in body}

@@ -6,9 +6,11 @@ import asyncio
 import collections
 import contextlib
 import hashlib
+import itertools
 import logging
 import re
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.api.constants import MANAGED_BY, ROLE_REPORT, report_name, worker_selector
@@ -17,7 +19,16 @@ from elastic_operator.api.report import REPORT_KEY, decode_report, encode_report
 from elastic_operator.api.status import status_to_json
 from elastic_operator.api.wire import rfc3339
 from elastic_operator.errors import BadInput, ClusterError
-from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, ApiError, ApiTimeout, with_hint
+from elastic_operator.kubernetes.client import (
+    CONFIG_MAPS,
+    ELASTIC_JOBS,
+    EVENTS,
+    PODS,
+    ApiError,
+    ApiTimeout,
+    backoff,
+    with_hint,
+)
 from elastic_operator.kubernetes.store import owner_of
 from elastic_operator.resources.metadata import own_metadata
 from torchelastic.protocol import shorten
@@ -29,213 +40,23 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.model import Job, JobEvent
-    from elastic_operator.kubernetes.apply import ReportWrite
     from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.store import Store
 
-
 _log: Final = logging.getLogger(__name__)
-
-_MAX_PENDING: Final = 2000
-_CONCURRENCY: Final = 4
-_RETRY_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-_STOP_TIMEOUT: Final = 2.0
-_MAX_MESSAGE: Final = 1024
-
-
-class EventRecorder:
-    """Records events; an async context manager, at whose end pending events are tried once more.
-
-    Args:
-        api: the connection.
-        identity: the name of this copy of the operator.
-    """
-
-    def __init__(self, api: Api, identity: str) -> None:
-        self._api = api
-        self._identity = identity
-        self._slots = asyncio.Semaphore(_CONCURRENCY)
-        self._pending: set[asyncio.Task[None]] = set()
-        self._stopping = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stopping.set()
-        if not self._pending:
-            return
-        try:
-            await asyncio.wait(self._pending, timeout=_STOP_TIMEOUT)
-        finally:
-            if self._pending:
-                _log.debug("%d events were not recorded", len(self._pending))
-                for task in self._pending:
-                    task.cancel()
-                await asyncio.wait(self._pending)
-
-    def event(self, job: Json, event: JobEvent) -> None:
-        """Record an event of a job soon.
-
-        Args:
-            job: in the version that the event is about.
-            event: what happened.
-        """
-        if len(self._pending) >= _MAX_PENDING:
-            _log.debug("too many events are pending; one is dropped: %s", event.message)
-            return
-        task = asyncio.create_task(self._record(event_object(job, event, identity=self._identity, now=time.time())))
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
-
-    async def _record(self, event: Json) -> None:
-        for pause in (*_RETRY_DELAYS, None):
-            last = pause is None or self._stopping.is_set()
-            try:
-                async with self._slots:
-                    await self._api.create(EVENTS, event["metadata"]["namespace"], event)
-                return
-            except ClusterError as error:
-                final = isinstance(error, ApiError) and not error.transient
-                if last or final:
-                    if not (isinstance(error, ApiError) and error.conflict):  # it was recorded before
-                        _log.debug("an event was not recorded: %s", error)
-                    return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._stopping.wait()
-
-
-def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> dict[str, Any]:
-    """The Event object.
-
-    Args:
-        job: that it is about.
-        event: what happened.
-        identity: the name of this copy of the operator.
-        now: seconds since the Unix epoch.
-    """
-    about = job["metadata"]
-    content = "\n".join((about["uid"], about.get("resourceVersion", ""), event.reason, event.message))
-    digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    when = rfc3339(now)
-    return {
-        "apiVersion": EVENTS.api_version,
-        "kind": EVENTS.kind,
-        "metadata": {"name": f"{about['name']}.{digest}", "namespace": about["namespace"]},
-        "involvedObject": {
-            "apiVersion": ELASTIC_JOBS.api_version,
-            "kind": ELASTIC_JOBS.kind,
-            "name": about["name"],
-            "namespace": about["namespace"],
-            "uid": about["uid"],
-            "resourceVersion": about.get("resourceVersion", ""),
-        },
-        "reason": str(event.reason),
-        "message": shorten(event.message, _MAX_MESSAGE),
-        "type": "Warning" if event.warning else "Normal",
-        "source": {"component": MANAGED_BY},
-        "reportingComponent": MANAGED_BY,
-        "reportingInstance": identity,
-        "firstTimestamp": when,
-        "lastTimestamp": when,
-        "count": 1,
-    }
-
-
-_PATIENCE: Final = 60.0
-"""Seconds for which the API server may fail before a report is given up."""
-
-
-class RunReportStore:
-    """Writes the reports of jobs.
-
-    Args:
-        api: the connection.
-        patience: seconds for which the API server may fail before a report is given up.
-    """
-
-    def __init__(self, api: Api, *, patience: float = _PATIENCE) -> None:
-        self._api = api
-        self._patience = patience
-
-    async def keep(self, job: Job, report: Report, write: ReportWrite) -> str | None:
-        """Write a report, merged with the one that exists, unless it was written last.
-
-        Args:
-            job: the owner.
-            report: what to write.
-            write: how far the writing is; it is updated.
-
-        Returns:
-            Why the report is given up; None if it was written, or is to be tried again.
-        """
-        digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
-        if write.written == digest:
-            return None
-        if write.pending != digest:
-            write.pending, write.error = digest, None
-        why = ""
-        try:
-            await self._write(job, report)
-        except ClusterError as error:
-            now = time.monotonic()
-            if write.error is None:
-                write.failing_since = now
-            if not _is_final(error) and now - write.failing_since < self._patience:
-                write.error = str(error)
-                return None
-            why = with_hint(error.message if isinstance(error, ApiError) else str(error))
-        write.written, write.error = digest, None
-        if not why:
-            return None
-        return f"what is known of its run cannot be kept in the ConfigMap {report_name(job.name)}: {why}"
-
-    async def _write(self, job: Job, report: Report) -> None:
-        name = report_name(job.name)
-        try:
-            await self._api.create(CONFIG_MAPS, job.namespace, _config_map(job, report))
-        except ApiError as error:
-            if error.reason != "AlreadyExists":
-                raise
-        else:
-            return
-        existing = await self._api.get(CONFIG_MAPS, job.namespace, name)
-        owner = owner_of(existing)
-        if owner is None or owner.uid != job.uid:
-            if owner is not None and owner.name == job.name:
-                raise ClusterError(f"the ConfigMap {name} of the former job of this name is still being removed")
-            raise Blocked(f"a ConfigMap called {name} is there that does not belong to this job")
-        former = None
-        try:
-            former = decode_report(text(existing, "data", REPORT_KEY))
-        except BadInput as error:
-            _log.warning("%s: %s", name, error)
-        wanted = _config_map(job, merged(former, report))
-        if text(existing, "data", REPORT_KEY) != wanted["data"][REPORT_KEY]:
-            wanted["metadata"]["uid"] = existing["metadata"]["uid"]
-            await self._api.apply(CONFIG_MAPS, job.namespace, name, wanted)
-
-
-def _config_map(job: Job, report: Report) -> dict[str, Any]:
-    return {
-        "apiVersion": CONFIG_MAPS.api_version,
-        "kind": CONFIG_MAPS.kind,
-        "metadata": own_metadata(job, report_name(job.name), ROLE_REPORT),
-        "data": {REPORT_KEY: encode_report(report).decode()},
-    }
-
-
-def _is_final(error: ClusterError) -> bool:
-    """Whether trying again soon is useless."""
-    if isinstance(error, ApiError):
-        return error.invalid or error.blocked
-    return isinstance(error, Blocked)
-
 
 _FORBIDDEN: Final = re.compile(r"^\S+( \"[^\"]*\")? is forbidden: ")
 _MAX_PER_NAMESPACE: Final = 64
 """Concurrent writes in a namespace, fewer than there are connections: a slow webhook there holds up no other."""
+_REPORT_PATIENCE: Final = 60.0
+"""Seconds for which the API server may fail before a report is given up."""
+
+_MAX_PENDING: Final = 2000
+_CONCURRENT_EVENTS: Final = 4
+_EVENT_TRIES: Final = 8
+_FIRST_RETRY: Final = 0.25
+_STOP_TIMEOUT: Final = 2.0
+_MAX_MESSAGE: Final = 1024
 
 
 class Rejected(ClusterError):  # noqa: N818 - a result rather than an error
@@ -256,6 +77,23 @@ class TransientError(ClusterError):
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
         self.why = why or message
+
+
+@dataclass(slots=True)
+class ReportWrite:
+    """How far the ConfigMap with a job's report is.
+
+    Attributes:
+        written: digest of the report that was written, or given up, last.
+        pending: digest of the one that could not be written yet.
+        failing_since: a monotonic time.
+        error: why it could not be written; None if nothing is pending.
+    """
+
+    written: bytes = b""
+    pending: bytes = b""
+    failing_since: float = 0.0
+    error: str | None = None
 
 
 class Writer:
@@ -379,6 +217,73 @@ class Writer:
         after = await self._api.replace(ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
         self._store.put(ELASTIC_JOBS, after)
 
+    async def keep_report(
+        self, job: Job, report: Report, write: ReportWrite, *, patience: float = _REPORT_PATIENCE
+    ) -> str | None:
+        """Write the report of a run into a ConfigMap, merged with the report that exists, unless it was written last.
+
+        The ConfigMap belongs to the job, and keeps the report after the job's etcd is gone.
+
+        Args:
+            job: the owner.
+            report: what to write.
+            write: how far the writing is; it is updated.
+            patience: seconds for which the API server may fail before the report is given up.
+
+        Returns:
+            Why the report is given up; None if it was written, or is to be tried again.
+        """
+        digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
+        if write.written == digest:
+            return None
+        if write.pending != digest:
+            write.pending, write.error = digest, None
+        why = ""
+        try:
+            await self._write_report(job, report)
+        except ClusterError as error:
+            now = time.monotonic()
+            if write.error is None:
+                write.failing_since = now
+            if not isinstance(error, Rejected | Blocked) and now - write.failing_since < patience:
+                write.error = str(error)
+                return None
+            why = error.why if isinstance(error, TransientError) else str(error)
+        write.written, write.error = digest, None
+        return (
+            f"what is known of its run cannot be kept in the ConfigMap {report_name(job.name)}: {why}" if why else None
+        )
+
+    async def _write_report(self, job: Job, report: Report) -> None:
+        name = report_name(job.name)
+        wanted: dict[str, Any] = {
+            "apiVersion": CONFIG_MAPS.api_version,
+            "kind": CONFIG_MAPS.kind,
+            "metadata": own_metadata(job, name, ROLE_REPORT),
+            "data": {REPORT_KEY: encode_report(report).decode()},
+        }
+        try:
+            await self._api.create(CONFIG_MAPS, job.namespace, wanted)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise _classified(error) from None
+        else:
+            return
+        try:
+            existing = await self._api.get(CONFIG_MAPS, job.namespace, name)
+            _check_owner(existing, CONFIG_MAPS, job)
+            former = None
+            try:
+                former = decode_report(text(existing, "data", REPORT_KEY))
+            except BadInput as error:
+                _log.warning("%s: %s", name, error)
+            wanted["data"] = {REPORT_KEY: encode_report(merged(former, report)).decode()}
+            if text(existing, "data", REPORT_KEY) != wanted["data"][REPORT_KEY]:
+                wanted["metadata"]["uid"] = existing["metadata"]["uid"]
+                await self._api.apply(CONFIG_MAPS, job.namespace, name, wanted)
+        except ApiError as error:
+            raise _classified(error) from None
+
     async def _expect_gone(self, error: ApiError, resource: Resource, namespace: str, name: str, uid: str) -> None:
         """Raise an error, unless its cause is that the object is gone."""
         # A UID that does not fit is called a conflict, or invalid.
@@ -396,17 +301,23 @@ class Writer:
         found, _ = await self._api.list(resource, job.namespace, name=name)
         if not found:
             raise ClusterError(f"the {resource.kind} {name} was there a moment ago and is not now")
-        owner = owner_of(found[0])
-        if owner is not None and owner.uid != job.uid and owner.name == job.name:
-            raise TransientError(f"the {resource.kind} {name} of the former job of this name is still being removed")
-        if owner is None or owner.uid != job.uid:
-            raise Blocked(
-                f"a {resource.kind} called {name} is there that does not belong to this job: remove it, or give the "
-                "job another name"
-            )
+        _check_owner(found[0], resource, job)
         if resource != PODS and mapping(found[0], "metadata").get("deletionTimestamp"):
             raise ClusterError(f"the {resource.kind} {name} of this job is still being removed")
         return found[0]
+
+
+def _check_owner(found: Json, resource: Resource, job: Job) -> None:
+    """Raise an error if an object with a name that a job needs does not belong to the job."""
+    name = found["metadata"]["name"]
+    owner = owner_of(found)
+    if owner is not None and owner.uid != job.uid and owner.name == job.name:
+        raise TransientError(f"the {resource.kind} {name} of the former job of this name is still being removed")
+    if owner is None or owner.uid != job.uid:
+        raise Blocked(
+            f"a {resource.kind} called {name} is there that does not belong to this job: remove it, or give the "
+            "job another name"
+        )
 
 
 def raise_worst(results: Iterable[object]) -> None:
@@ -424,3 +335,106 @@ def _classified(error: ApiError) -> ClusterError:
     if error.blocked:
         return Blocked(with_hint(_FORBIDDEN.sub("", error.message)))
     return TransientError(str(error), error.message) if error.transient else error
+
+
+class EventRecorder:
+    """Records Kubernetes events of jobs in the background; at the end of its block, pending events are tried once more.
+
+    The name of an event is a hash of its content and of the job's version: recorded twice, it exists once. So an event
+    that fails can be tried again.
+
+    Args:
+        api: the connection.
+        identity: the name of this copy of the operator.
+    """
+
+    def __init__(self, api: Api, identity: str) -> None:
+        self._api = api
+        self._identity = identity
+        self._slots = asyncio.Semaphore(_CONCURRENT_EVENTS)
+        self._pending: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopping.set()
+        if not self._pending:
+            return
+        try:
+            await asyncio.wait(self._pending, timeout=_STOP_TIMEOUT)
+        finally:
+            if self._pending:
+                _log.debug("%d events were not recorded", len(self._pending))
+                for task in self._pending:
+                    task.cancel()
+                await asyncio.wait(self._pending)
+
+    def event(self, job: Json, event: JobEvent) -> None:
+        """Record an event of a job soon.
+
+        Args:
+            job: in the version that the event is about.
+            event: what happened.
+        """
+        if len(self._pending) >= _MAX_PENDING:
+            _log.debug("too many events are pending; one is dropped: %s", event.message)
+            return
+        task = asyncio.create_task(self._record(event_object(job, event, identity=self._identity, now=time.time())))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+
+    async def _record(self, event: Json) -> None:
+        for tries, pause in zip(itertools.count(1), backoff(_FIRST_RETRY, 60.0), strict=False):
+            try:
+                async with self._slots:
+                    await self._api.create(EVENTS, event["metadata"]["namespace"], event)
+                return
+            except ClusterError as error:
+                if isinstance(error, ApiError) and error.conflict:  # it was recorded before
+                    return
+                final = isinstance(error, ApiError) and not error.transient
+                if final or tries == _EVENT_TRIES or self._stopping.is_set():
+                    _log.debug("an event was not recorded: %s", error)
+                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._stopping.wait()
+
+
+def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> dict[str, Any]:
+    """The Event object.
+
+    Args:
+        job: that it is about.
+        event: what happened.
+        identity: the name of this copy of the operator.
+        now: seconds since the Unix epoch.
+    """
+    about = job["metadata"]
+    content = "\n".join((about["uid"], about.get("resourceVersion", ""), event.reason, event.message))
+    digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    when = rfc3339(now)
+    return {
+        "apiVersion": EVENTS.api_version,
+        "kind": EVENTS.kind,
+        "metadata": {"name": f"{about['name']}.{digest}", "namespace": about["namespace"]},
+        "involvedObject": {
+            "apiVersion": ELASTIC_JOBS.api_version,
+            "kind": ELASTIC_JOBS.kind,
+            "name": about["name"],
+            "namespace": about["namespace"],
+            "uid": about["uid"],
+            "resourceVersion": about.get("resourceVersion", ""),
+        },
+        "reason": str(event.reason),
+        "message": shorten(event.message, _MAX_MESSAGE),
+        "type": "Warning" if event.warning else "Normal",
+        "source": {"component": MANAGED_BY},
+        "reportingComponent": MANAGED_BY,
+        "reportingInstance": identity,
+        "firstTimestamp": when,
+        "lastTimestamp": when,
+        "count": 1,
+    }
