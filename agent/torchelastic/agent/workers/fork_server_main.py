@@ -315,7 +315,7 @@ def _run_worker(
         error.__traceback__ = _without_our_frames(error.__traceback__)
         record_exception(error)
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.excepthook = _nothing  # it has been told already, without our frames
+        sys.excepthook = lambda *_: None  # it has been printed, without our frames
         raise
 
 
@@ -390,10 +390,6 @@ def _without_our_frames(trace: types.TracebackType | None) -> types.TracebackTyp
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return trace
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _run_program(kind: str, argv: Sequence[str]) -> None:

@@ -54,6 +54,7 @@ class WorkerGroup:
     """The workers of one round on this node; only one task may wait for the next exit.
 
     `mark` is the tree mark of all workers of this agent. If heartbeats are expected, a worker without any is ended.
+    When the group is `stopped`, none of its processes is left.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class WorkerGroup:
         self._changed = asyncio.Event()
         self._unreported = {worker.child.pid for worker in self._workers}
         self._stopping = False
-        self._stopped = False
+        self.stopped = False
         for worker in self._workers:
             watchdog.add(worker.child.pid)
             worker.child.ended.add_done_callback(lambda _, worker=worker: self._ended(worker))  # type: ignore[misc]
@@ -96,11 +97,6 @@ class WorkerGroup:
     def running(self) -> frozenset[int]:
         """Local ranks of running workers."""
         return frozenset(worker.start.local_rank for worker in self._workers if worker.child.running)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether :meth:`stop` has ended, so that no process of the group is left."""
-        return self._stopped
 
     async def next_exit(self) -> WorkerExit:
         """The next exit, in the order of the ends; cancelling this loses none.
@@ -133,15 +129,12 @@ class WorkerGroup:
             for child in children:
                 child.signal(signal.SIGTERM)
             await asyncio.wait([child.ended for child in children], timeout=grace)
-        if self._reaper.owns_process:  # otherwise a process without session and mark is found by its parent alone
-            for child in children:
-                child.signal(signal.SIGKILL)
         await self._reaper.kill_trees([worker.child for worker in self._workers], self._mark)
         await asyncio.gather(*self._exits, return_exceptions=True)
         for worker in self._workers:
             await worker.output.drained(_DRAIN_TIMEOUT)
             worker.output.close()
-        self._stopped = True
+        self.stopped = True
 
     def _ended(self, worker: Worker) -> None:
         self._watchdog.remove(worker.child.pid)
@@ -192,6 +185,4 @@ class WorkerGroup:
             await asyncio.gather(*(hang.end(each.child, self._hangs[each.start.local_rank]) for each in hung))
             exits = await asyncio.gather(*(self._exit_of(worker) for worker in hung))
             for exit_ in sorted(exits, key=lambda exit_: exit_.kind is not FailureKind.PROGRAM):
-                reported: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
-                reported.set_result(exit_)
-                self._report(reported, workers[exit_.local_rank])
+                self._report(asyncio.create_task(self._exit_of(workers[exit_.local_rank])), workers[exit_.local_rank])
