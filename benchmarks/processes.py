@@ -78,8 +78,6 @@ class Household:
             pid = spawn([program, *argv[1:]], environment, {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()})
         child = self._reaper.adopt(pid)
         self._children.append(child)
-        self._guard.add(pid)
-        child.ended.add_done_callback(lambda _: self._guard.remove(pid))
         return child
 
     def all(self, roots: Iterable[int] | None = None) -> dict[int, ProcessEntry]:

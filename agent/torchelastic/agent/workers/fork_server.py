@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.failures import OUT_OF_MEMORY
@@ -93,7 +92,6 @@ class ForkServer:
         memory_kills: MemoryKills,
         spares: int = 0,
     ) -> None:
-        self.report_address = ""
         self._reaper = reaper
         self._environment = environment
         self._program = program
@@ -104,7 +102,8 @@ class ForkServer:
         self._import_error: str | None = None
         self._trains = False
         self._compiler_imported = False
-        self._reports: socket.socket | None = None
+        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.report_address = self._listen_to_reports()
         self._refill = asyncio.Event()
         self._lock = asyncio.Lock()
         self._process: Child | None = None
@@ -132,7 +131,6 @@ class ForkServer:
             pid, connection = _spawn(self._environment)
         except OSError as error:
             raise StartError(f"the fork server cannot be started: {error.strerror}") from None
-        self._listen_to_reports()
         program = self._program
         order = {"preload": program.preload, "search_path": search_path(program.kind.value, program.argv[0])}
         with contextlib.suppress(OSError):  # it is dead already, which is noticed as any later death
@@ -163,9 +161,8 @@ class ForkServer:
             spare.link.close()
         if self._connection is not None:
             self._connection.close()
-        if self._reports is not None:
-            asyncio.get_running_loop().remove_reader(self._reports)
-            self._reports.close()
+        asyncio.get_running_loop().remove_reader(self._reports)
+        self._reports.close()
 
     async def ready(self) -> None:
         """Wait until everything is imported; a server that dies meanwhile is restarted.
@@ -248,19 +245,17 @@ class ForkServer:
         if (missing := self._wanted - len(self._spares)) > 0:
             self._spares += await self._request(missing)
 
-    def _listen_to_reports(self) -> None:
-        if self._reports is not None:
-            return
-        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    def _listen_to_reports(self) -> str:
         self._reports.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._reports, self._read_report)
         with contextlib.suppress(OSError):  # not all sandboxes have abstract addresses
             self._reports.bind("")
-            self.report_address = self._reports.getsockname().decode("latin-1")
-        asyncio.get_running_loop().add_reader(self._reports, self._read_report, self._reports)
+            return str(self._reports.getsockname(), "latin-1")
+        return ""
 
-    def _read_report(self, reports: socket.socket) -> None:
+    def _read_report(self) -> None:
         with contextlib.suppress(OSError):
-            reports.recv(64)
+            self._reports.recv(64)
             self._trains = True
             self._refill.set()
 
@@ -321,10 +316,10 @@ class ForkServer:
 def _spawn(environment: Mapping[str, str]) -> tuple[int, socket.socket]:
     """Start a fork server; returns its id and the connection to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with contextlib.ExitStack() as stack, theirs, Path(os.devnull).open("rb") as nothing:
+    with contextlib.ExitStack() as stack, theirs:
         stack.enter_context(ours)
         # What modules print during import goes to the agent's standard error.
-        descriptors = {0: nothing.fileno(), 1: 2, 2: 2, CONTROL: theirs.fileno()}
+        descriptors = {1: 2, 2: 2, CONTROL: theirs.fileno()}
         pid = spawn(python_code("torchelastic.agent.workers.fork_server_main"), environment, descriptors)
         ours.setblocking(False)
         stack.pop_all()

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torchelastic.agent.failures import MemoryKills
     from torchelastic.agent.logs import WorkerOutput
     from torchelastic.agent.workers.processes import Child, Reaper
-    from torchelastic.agent.workers.watchdog import Watchdog
 
 _DRAIN_TIMEOUT: Final = 0.5
 """Seconds to wait for the rest of an ended worker's output."""
@@ -62,14 +61,12 @@ class WorkerGroup:
         workers: Sequence[Worker],
         *,
         reaper: Reaper,
-        watchdog: Watchdog,
         memory_kills: MemoryKills,
         mark: str,
         heartbeats: hang.Heartbeats | None = None,
     ) -> None:
         self._workers = tuple(workers)
         self._reaper = reaper
-        self._watchdog = watchdog
         self._memory_kills = memory_kills
         self._mark = mark
         self._exits: deque[asyncio.Future[WorkerExit]] = deque()
@@ -78,7 +75,6 @@ class WorkerGroup:
         self._stopping = False
         self.stopped = False
         for worker in self._workers:
-            watchdog.add(worker.child.pid)
             worker.child.ended.add_done_callback(lambda _, worker=worker: self._ended(worker))  # type: ignore[misc]
         self._hangs: dict[int, hang.Hang] = {}
         self._monitor = None if heartbeats is None else asyncio.create_task(self._end_hanging(heartbeats))
@@ -137,7 +133,6 @@ class WorkerGroup:
         self.stopped = True
 
     def _ended(self, worker: Worker) -> None:
-        self._watchdog.remove(worker.child.pid)
         if not self._stopping and worker.start.local_rank not in self._hangs:
             self._report(asyncio.create_task(self._exit_of(worker)), worker)
 

@@ -140,9 +140,9 @@ class Workers:
             stack.enter_context(self._reaper)
             self._console = Console(carries_log=self._reaper.owns_process)
             stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
-            self._watchdog = Watchdog(self._reaper, self._mark, folders)
-            self._watchdog.start()
-            stack.push_async_callback(self._watchdog.close)
+            watchdog = Watchdog(self._reaper, self._mark, folders)
+            watchdog.start()
+            stack.push_async_callback(watchdog.close)
             self._fork_server = self._make_fork_server()
             self._fork_server.start()
             stack.push_async_callback(self._end_all)
@@ -292,7 +292,6 @@ class Workers:
                 for start, child, output in zip(workers, children, outputs, strict=True)
             ],
             reaper=self._reaper,
-            watchdog=self._watchdog,
             memory_kills=self._memory_kills,
             mark=self._mark,
             heartbeats=heartbeats,

@@ -244,11 +244,12 @@ def _wait(kind: int, pid: int, options: int) -> os.waitid_result | None:
 def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
     """Start a process that leads its own session, with default signal handling; returns its id.
 
-    `descriptors` are ours, by the numbers that they have in the process.
+    `descriptors` are ours, by the numbers that they have in the process. Its standard input is empty by default.
     """
     with contextlib.ExitStack() as stack:
+        nothing = stack.enter_context(Path(os.devnull).open("rb")).fileno()
         actions = []
-        for target, source in descriptors.items():
+        for target, source in {0: nothing, **descriptors}.items():
             # A copy with a high number, so that none is overwritten before it is copied.
             copy = fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_DESCRIPTOR)
             stack.callback(os.close, copy)
