@@ -4,9 +4,7 @@ import copy
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic_operator.api.spec import GROUP, KIND, PLURAL, VERSION, AppliedSpec, ElasticJobSpec
 from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_to_json
-from elastic_operator.api.validation_error import Problem, in_words
+from elastic_operator.api.validation_error import in_words
 from elastic_operator.controller.applied_spec import changed_fields
 from elastic_operator.manifest import crd, structural
 
@@ -102,16 +100,6 @@ BELOW_SPEC_AND_STATUS = {path: schema for path, schema in FIELDS.items() if re.m
 
 
 # The definition itself
-
-
-def test_the_package_carries_the_very_file_that_kubectl_applies() -> None:
-    packaged = resources.files("elastic_operator").joinpath("elasticjob.yaml").read_bytes()
-    assert packaged == (REPOSITORY / "crds" / "elasticjob.yaml").read_bytes()
-
-
-def test_a_wheel_has_the_definition_in_it() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    assert "elasticjob.yaml" in project["tool"]["setuptools"]["package-data"]["elastic_operator"]
 
 
 def test_it_defines_what_the_operator_calls_its_kind() -> None:
@@ -298,9 +286,6 @@ REFUSED: list[tuple[Any, str]] = [
     (named("Digits"), 'metadata.name: must begin with a small letter, …45 characters… (name is "Digits")'),
     (named("1digits"), "metadata.name: must begin with a small lette"),
     (named("digits-"), "metadata.name: must begin with a small lette"),
-    (named("digits\n"), "metadata.name: must begin with a small lette"),
-    (named("my.digits"), "metadata.name: must begin with a small lette"),
-    (named("a" * 46), "metadata.name: must begin with a small lette"),
     (
         named("a", namespace="My space"),
         'metadata.namespace: "My space" is not possible here; expected is: at most 63 small letters',
@@ -313,45 +298,28 @@ REFUSED: list[tuple[Any, str]] = [
     (named("a", annotations={"x": "y" * 300_000}), "metadata.annotations: have 300001 bytes in all; at most 262144"),
     # Unknown fields
     (job(maxReplica=3), "spec.maxReplica: there is no such field; did you mean maxReplicas?"),
-    (job(max_restarts=3), "spec.max_restarts: there is no such field; did you mean maxRestarts?"),
     ({**job(), "replicas": 2}, "replicas: there is no such field here; it belongs below spec"),
     (job(endpoint="a"), "spec.endpoint: there is no such field here; it belongs below etcd"),
-    (job(checkpoint={"zzz": 1}), "spec.checkpoint.zzz: there is no such field; remove it, or write one of volume"),
     (job(template={"containers": []}), "spec.template.containers: there is no such field; remove it, or write one of"),
-    (job(env=[{"name": "A", "from": {}}]), "spec.env[0].from: there is no such field"),
     # Types and bounds
     (without("maxReplicas"), "spec.maxReplicas: must be given; more pods than this are never made"),
     (job(maxReplicas="3"), 'spec.maxReplicas: "3" is a text and not a whole number; write it without quotes'),
-    (job(maxReplicas="three"), 'spec.maxReplicas: "three" is not a whole numbe'),
-    (job(maxReplicas=True), "spec.maxReplicas: true is not a whole numbe"),
-    (job(maxReplicas=2.5), "spec.maxReplicas: 2.5 is not a whole numbe"),
     (job(maxReplicas=0), "spec.maxReplicas: 0 is too small; the smallest number possible is 1"),
-    (job(maxReplicas=10001), "spec.maxReplicas: 10001 is too large; the largest number possible is 10000"),
-    (job(minReplicas=0), "spec.minReplicas: 0 is too small; the smallest number possible is 1"),
-    (job(maxRestarts=-1), "spec.maxRestarts: -1 is too small; the smallest number possible is 0"),
     (job(image=""), "spec.image: must not be empty"),
     (job(image="a" * 1025), "spec.image: has 1025 characters; at most 1024 are possible"),
     (job(args="--lr 1"), 'spec.args: "--lr 1" is not a list; write it in brackets'),
-    (job(args=["--l", 1]), "spec.args[1]: 1 is not a text; write it in quotes"),
     (job(args=[None]), "spec.args[0]: nothing is given; a text is expected"),
-    (job(args=["a"] * 1025), "spec.args: has 1025 items; at most 1024 are possible"),
-    (job(env={"A": "1"}), 'spec.env: {"A": "1"} is not a list'),
     (job(env=[{"name": "A", "value": True}]), "spec.env[0].value: true is not a text; write it in quotes"),
     (job(env=[{"value": "x"}]), "spec.env[0].name: this field is missing; it must be given"),
     (job(env=[{"name": "A"}, {"name": "A"}]), 'spec.env[1]: name "A" stands in this list already; remove one of the'),
-    (job(env=[{"name": "A", "valueFrom": {}}]), "spec.env[0].valueFrom: must not be empty"),
-    (job(nprocPerNode=1.5), "spec.nprocPerNode: 1.5 is not a whole number or a text; write it in quotes"),
-    (job(nprocPerNode=2**70), "spec.nprocPerNode: 1180591620717411303424 is too large"),
     (
         job(etcd={"resources": {"limits": {"cpu": 0.5}}}),
         "spec.etcd.resources.limits.cpu: 0.5 is not … write it in quo",
     ),
-    (job(etcd={"resources": {"limits": {"cpu": -1}}}), "spec.etcd.resources.limits.cpu: -1 is too small; the smallest"),
     (
         job(etcd={"resources": {"limits": {"cpu": "1\n"}}}),
         'spec.etcd.resources.limits.cpu: "1\\n" is not possible here; expected is: A quantity such as 2, "0.5", 500m',
     ),
-    (job(checkpoint={"volume": {}}), "spec.checkpoint.volume: must not be empty"),
     (
         job(checkpoint={"volume": {"nfs": {}, "csi": {}}}),
         'spec.checkpoint.volume: has 2 fields, ["nfs", "csi"]; only one',
@@ -372,7 +340,6 @@ REFUSED: list[tuple[Any, str]] = [
     (job(env=[{"name": "1A"}]), 'spec.env[0].name: must consist of … (name is "1A")'),
     (job(env=[{"name": "A", "value": "x", "valueFrom": {"fieldRef": {}}}]), "spec.env[0].value: must not stand beside"),
     (job(nprocPerNode="tpu"), 'spec.nprocPerNode: must be a number from 1 to 4096 … (it is "tpu")'),
-    (job(nprocPerNode="4"), "spec.nprocPerNode: must be a number from 1 to 4096 without quotes, or auto, cpu or gpu"),
     (job(nprocPerNode=0), "spec.nprocPerNode: must be a number from 1 to 4096 … (it is 0)"),
     (
         job(etcd={"endpoint": "a:1", "image": "b"}),
@@ -381,28 +348,14 @@ REFUSED: list[tuple[Any, str]] = [
     (job(etcd={"endpoint": "a:1", "storage": {"x": 1}}), "spec.etcd.endpoint: must not stand beside image, resources"),
     (job(etcd={"endpoint": "a b"}), "spec.etcd.endpoint: must be host:port"),
     (job(etcd={"endpoint": ""}), "spec.etcd.endpoint: must be host:port"),
-    (job(etcd={"endpoint": "a:1,"}), "spec.etcd.endpoint: must be host:port"),
-    (job(etcd={"endpoint": "a:1,b:65536"}), "spec.etcd.endpoint: must be host:port"),
-    (job(etcd={"endpoint": "a:99999"}), "spec.etcd.endpoint: must be host:port"),
-    (job(etcd={"endpoint": "a:0"}), "spec.etcd.endpoint: must be host:port"),
-    (job(etcd={"endpoint": "ftp://a"}), "spec.etcd.endpoint: must be host:port"),
     (job(etcd={"tlsSecret": "s"}), "spec.etcd.tlsSecret: is of an endpoint that begins with https:// alone"),
     (job(etcd={"endpoint": "http://a", "tlsSecret": "s"}), "spec.etcd.tlsSecret: is of an endpoint that begins with"),
     # The life of the job
-    (job(suspend="yes"), 'spec.suspend: "yes" is not true or false'),
     (job(managedBy="kueue"), "spec.managedBy: must be a domain, a slash and a name, such as kueue.x-k8s.io/multikueue"),
-    (job(managedBy="a/" + "b" * 62), "spec.managedBy: has 64 characters; at most 63 are possible"),
-    (job(backoffLimit=-1), "spec.backoffLimit: -1 is too small; the smallest number possible is 0"),
-    (job(activeDeadlineSeconds=0), "spec.activeDeadlineSeconds: 0 is too small; the smallest number possible is 1"),
-    (job(ttlSecondsAfterFinished=-1), "spec.ttlSecondsAfterFinished: -1 is too small"),
     (
         job(cleanPodPolicy="Never"),
         'spec.cleanPodPolicy: "Never" is not possible here; write "All", "Running" or "None"',
     ),
-    (job(nodeLossSeconds=86401), "spec.nodeLossSeconds: 86401 is too large; the largest number possible is 86400"),
-    (job(gracePeriodSeconds=604801), "spec.gracePeriodSeconds: 604801 is too large"),
-    (job(metricsPort=65536), "spec.metricsPort: 65536 is too large; the largest number possible is 65535"),
-    (job(disruptionBudget=1), "spec.disruptionBudget: 1 is not true or false"),
     (rule(), "spec.failurePolicy.rules[0]: must have exactly one of onExitCodes, onPodReasons and onPodConditions"),
     (
         rule(onExitCodes={"operator": "In", "values": [1]}, onPodReasons=["Evicted"]),
@@ -413,34 +366,14 @@ REFUSED: list[tuple[Any, str]] = [
         "spec.failurePolicy.rules[0].excludeNode: cannot stand beside onExitCodes: a worker that fails is started",
     ),
     (
-        rule(onExitCodes={"operator": "In", "values": [0]}),
-        "spec.failurePolicy.rules[0].onExitCodes.values[0]: 0 is too small; the smallest number possible is 1",
-    ),
-    (
         rule(onExitCodes={"operator": "In", "values": [3, 3]}),
         "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 stands in this list already; remove one of the two",
     ),
-    (
-        rule(onExitCodes={"operator": "Is", "values": [3]}),
-        'spec.failurePolicy.rules[0].onExitCodes.operator: "Is" is not possible here; write "In" or "NotIn"',
-    ),
-    (rule(onPodReasons=[]), "spec.failurePolicy.rules[0].onPodReasons: must not be empty"),
-    (
-        rule(onPodConditions=[{"status": "True"}]),
-        "spec.failurePolicy.rules[0].onPodConditions[0].type: this field is missing; it must be given",
-    ),
-    (
-        rule(action="Retry"),
-        'spec.failurePolicy.rules[0].action: "Retry" is not possible here; write "FailJob", "Ignore"',
-    ),
-    (job(schedulingPolicy={"gang": "Kueue"}), 'spec.schedulingPolicy.gang: "Kueue" is not possible here; write'),
     (job(schedulingPolicy={"queue": "q"}), "spec.schedulingPolicy.queue: is of Volcano's PodGroup alone"),
     (
         job(schedulingPolicy={"gang": "SchedulerPlugins", "queue": "q"}),
         "spec.schedulingPolicy.queue: is of Volcano's PodGroup alone; set gang to Volcano, or remove it",
     ),
-    (job(rendezvous={"leaseSeconds": 0}), "spec.rendezvous.leaseSeconds: 0 is too small"),
-    (job(rendezvous={"ports": {"first": 2000}}), "spec.rendezvous.ports.last: this field is missing"),
     (
         job(rendezvous={"ports": {"first": 2000, "last": 2014}}),
         "spec.rendezvous.ports.last: must lie at least 15 above first: … (last is 2014, first is 2000)",
@@ -472,14 +405,6 @@ REFUSED: list[tuple[Any, str]] = [
     (
         fixed(replicas=3),
         "spec.replicas: must not be larger than replicaSpecs.Worker.replicas, which is the upper bound too where",
-    ),
-    (
-        archived(replicaSpecs={"Worker": {"replicas": 1}}),
-        "spec.replicaSpecs.Worker.template: this field is missing; it must be given",
-    ),
-    (
-        archived(replicaSpecs={**ARCHIVED["replicaSpecs"], "Master": {}}),
-        "spec.replicaSpecs.Master: there is no such field; remove it, or write one of Worker",
     ),
 ]
 
@@ -529,11 +454,7 @@ def test_all_problems_are_told_at_once() -> None:
     assert len(others) == 2
 
 
-def test_one_problem_is_told_in_one_sentence() -> None:
-    assert in_words([Problem(("spec", "args", 0), "is wrong")]) == "spec.args[0]: is wrong"
-
-
-# Replicas while the bounds move
+# Changes of the number of pods
 
 
 def changed(old: dict[str, Any], **spec: Any) -> list[str]:
@@ -543,33 +464,15 @@ def changed(old: dict[str, Any], **spec: Any) -> list[str]:
     return [problem.path for problem in crd.validate(new, old=old)]
 
 
-def test_the_maximum_can_be_lowered_below_a_number_that_stays_as_it_was() -> None:
+def test_a_number_of_pods_must_be_in_range_only_if_it_is_changed() -> None:
     assert changed(job(replicas=3), maxReplicas=2) == []
-
-
-def test_the_minimum_can_be_raised_above_a_number_that_stays_as_it_was() -> None:
     assert changed(job(replicas=1), minReplicas=2) == []
-
-
-def test_a_number_that_was_out_of_range_before_may_stay_while_something_else_changes() -> None:
     assert changed(job(replicas=5), maxRestarts=3) == []
-
-
-def test_a_number_that_is_changed_must_be_in_range() -> None:
-    assert changed(job(replicas=2), replicas=4) == ["spec.replicas"]
-    assert changed(job(replicas=5), replicas=4) == ["spec.replicas"]
     assert changed(job(replicas=5), replicas=3) == []
-
-
-def test_a_number_that_is_newly_given_must_be_in_range() -> None:
-    assert changed(job(), replicas=4) == ["spec.replicas"]
-    assert changed(job(replicas=None), replicas=4) == ["spec.replicas"]
-    assert changed(job(), replicas=2) == []
-
-
-def test_a_number_may_be_taken_back() -> None:
-    old = job(replicas=5)
-    assert crd.validate(job(), old=old) == []
+    assert crd.validate(job(), old=job(replicas=5)) == []
+    for before in (job(), job(replicas=2), job(replicas=5), job(replicas=None)):
+        assert changed(before, replicas=4) == ["spec.replicas"]
+    assert changed(job(minReplicas=2, replicas=2), maxReplicas=1) == ["spec.minReplicas"]
 
 
 # What stays while a job runs
@@ -749,55 +652,24 @@ def test_a_job_of_the_first_controller_can_be_written_anew_as_it_runs(said: dict
     )
 
 
-# Bounds
-
-
-def test_bounds_must_fit_each_other_after_a_change_too() -> None:
-    assert changed(job(minReplicas=2, replicas=2), maxReplicas=1) == ["spec.minReplicas"]
-
-
-# Defaults
-
-
-def test_what_is_left_out_gets_the_default() -> None:
-    spec = crd.apply_defaults(job())["spec"]
-    assert (spec["minReplicas"], spec["nprocPerNode"], spec["maxRestarts"]) == (1, 1, 100)
-    lives = {"suspend": False, "cleanPodPolicy": "Running", "nodeLossSeconds": 15, "disruptionBudget": False}
-    assert spec == {**job()["spec"], "minReplicas": 1, "nprocPerNode": 1, "maxRestarts": 100, **lives}
+def test_defaults_fill_in_what_is_left_out_or_null() -> None:
     policy = {"rules": [{"action": "Count", "onPodConditions": [{"type": "DisruptionTarget"}]}]}
-    [filled] = crd.apply_defaults(job(failurePolicy=policy))["spec"]["failurePolicy"]["rules"]
-    assert filled["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert filled["excludeNode"] is False
-
-
-def test_the_budget_for_pods_is_that_for_workers_where_it_is_not_given() -> None:
-    assert ElasticJobSpec.of(crd.apply_defaults(job(maxRestarts=7))["spec"]).backoff_limit == 7
-    assert ElasticJobSpec.of(crd.apply_defaults(job(maxRestarts=7, backoffLimit=0))["spec"]).backoff_limit == 0
-
-
-def test_the_typed_form_has_the_same_defaults() -> None:
+    inside = {"containers": [{"name": "worker", "command": None}]}
+    manifest = job(replicas=None, maxRestarts=None, failurePolicy=policy, template={"spec": inside})
+    before = copy.deepcopy(manifest)
+    spec = crd.apply_defaults(manifest)["spec"]
+    assert crd.validate(manifest) == []
+    assert manifest == before, "the manifest itself is left as it was"
+    numbers = {"minReplicas": 1, "nprocPerNode": 1, "maxRestarts": 100, "nodeLossSeconds": 15}
+    others = {"suspend": False, "cleanPodPolicy": "Running", "disruptionBudget": False}
+    rest = {"failurePolicy", "template"}
+    assert {key: spec[key] for key in spec.keys() - rest} == {**job()["spec"], **numbers, **others}
+    [rule] = spec["failurePolicy"]["rules"]
+    assert (rule["onPodConditions"][0]["status"], rule["excludeNode"]) == ("True", False)
+    assert spec["template"]["spec"] == inside, "what is opaque keeps its nulls"
     without_any = {"minReplicas": 1, "maxReplicas": 3}
     assert ElasticJobSpec.of(without_any) == ElasticJobSpec.of(crd.apply_defaults({"spec": without_any})["spec"])
-
-
-def test_a_null_counts_as_left_out() -> None:
-    spec = crd.apply_defaults(job(replicas=None, maxRestarts=None, env=None))["spec"]
-    assert "replicas" not in spec
-    assert "env" not in spec
-    assert spec["maxRestarts"] == 100
-
-
-def test_the_inside_of_what_is_opaque_keeps_its_nulls() -> None:
-    inside = {"containers": [{"name": "worker", "command": None}]}
-    assert crd.apply_defaults(job(template={"spec": inside}))["spec"]["template"]["spec"] == inside
-
-
-def test_the_manifest_itself_is_left_as_it_was() -> None:
-    manifest = job(replicas=None, etcd={"endpoint": None})
-    before = copy.deepcopy(manifest)
-    crd.validate(manifest)
-    crd.apply_defaults(manifest)
-    assert manifest == before
+    assert ElasticJobSpec.of(crd.apply_defaults(job(maxRestarts=7))["spec"]).backoff_limit == 7
 
 
 # Whatever is given

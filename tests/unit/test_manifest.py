@@ -1,9 +1,6 @@
 """A manifest is read as kubectl reads it, and every mistake in it is one sentence with file, line and field."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +87,10 @@ def test_image_and_program_may_stand_in_the_template() -> None:
     assert spec.etcd.endpoint == "etcd-0.etcd:2379,etcd-1.etcd:2379"
 
 
-def test_documents_that_are_empty_do_not_count() -> None:
-    Path("job.yaml").write_text(f"---\n# a comment\n---\n{HEAD}spec: {{maxReplicas: 1, image: a, args: [b]}}\n---\n")
-    assert manifest.load_checked(Path("job.yaml")).name == "digits"
-
-
-def test_a_file_may_begin_with_a_byte_order_mark_and_have_another_systems_line_ends() -> None:
-    text = f"{HEAD}spec: {{maxReplicas: 1, image: a, args: [b]}}\n".replace("\n", "\r\n")
-    Path("job.yaml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_empty_documents_and_a_byte_order_mark_do_not_count(line_end: str) -> None:
+    text = f"---\n# a comment\n---\n{HEAD}spec: {{maxReplicas: 1, image: a, args: [b]}}\n---\n"
+    Path("job.yaml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", line_end).encode())
     assert manifest.load_checked(Path("job.yaml")).name == "digits"
 
 
@@ -117,13 +110,11 @@ SPEC = "spec:\n  image: a\n  args: [b]\n"
 
 REFUSED: list[tuple[str, str | bytes, str]] = [
     ("empty", "", "job.yaml: is empty; it should hold an ElasticJob"),
-    ("only null", "---\nnull\n", "job.yaml: is empty; it should hold an ElasticJob"),
     (
         "several documents",
         f"{HEAD}---\n{HEAD}",
         "job.yaml:5: a second document begins here; put each job into a file of its own",
     ),
-    ("a list", "- a\n", 'job.yaml: should begin with apiVersion, kind, metadata and spec, but holds ["a"]'),
     ("a text", "digits.py", 'job.yaml: should begin with apiVersion, kind, metadata and spec, but holds "digits.py"'),
     ("not UTF-8", HEAD.encode() + b"# \xe9t\xe9\n", "job.yaml:4: is not UTF-8; save it in that encoding (is it the"),
     (
@@ -149,7 +140,6 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
         f"{HEAD}{SPEC}  env:\n  - name: A\n    name: B\n",
         "job.yaml:9: name stands here for the second time (before: line 8); remove one of the two",
     ),
-    ("a key twice, once in quotes", '1: a\n"1": b\n', "job.yaml:2: 1 stands here for the second time (before: line 1)"),
     (
         "a list as a key",
         "? [a]\n: b\n",
@@ -164,13 +154,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("one that holds itself", "a: &a\n  b: *a\n", "job.yaml: is nested too deeply"),
     ("nested far too deeply", "[" * 100_000, "job.yaml: is nested too deeply"),
     ("too large", "#" * (MAX_BYTES + 1), "job.yaml: is larger than a manifest may be (256 KiB); is it the right file?"),
-    (
-        "of another kind",
-        "apiVersion: elastic.pytorch.org/v1alpha1\nkind: Deployment\n",
-        "job.yaml:2: kind: is Deployment,",
-    ),
     ("of no kind", HEAD.replace("kind", "# kind"), "job.yaml:1: kind: this field is missing; write kind: ElasticJob"),
-    ("of another version", HEAD.replace("alpha1", "1"), "job.yaml:1: apiVersion: is elastic.pytorch.org/v11, expected"),
     (
         "an unknown field",
         f"{HEAD}{SPEC}  maxReplicas: 1\n  maxRestart: 1\n",
@@ -180,11 +164,6 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
         "the minimum above the maximum",
         f"{HEAD}{SPEC}  maxReplicas: 3\n  minReplicas: 4\n",
         "job.yaml:8: spec.minReplicas: must not be larger than maxReplicas; lower minReplicas or raise maxRep",
-    ),
-    (
-        "replicas out of range",
-        f"{HEAD}{SPEC}  maxReplicas: 3\n  replicas: 4\n",
-        "job.yaml:8: spec.replicas: must lie between minReplicas and maxReplicas; change it, or move the bounds fi",
     ),
     ("a missing field", f"{HEAD}{SPEC}", "job.yaml:4: spec.maxReplicas: must be given; more pods than"),
     (
@@ -196,21 +175,6 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
         "a truth value in place of a text",
         f"{HEAD}{SPEC}  maxReplicas: 1\n  env:\n  - {{name: A, value: on}}\n",
         "job.yaml:9: spec.env[0].value: true is not a text; write it in quotes (YAML reads on as true)",
-    ),
-    (
-        "a text in place of a number",
-        f'{HEAD}{SPEC}  maxReplicas: "3"\n',
-        'job.yaml:7: spec.maxReplicas: "3" is a text and not a whole number; write it without quotes',
-    ),
-    (
-        "a bad name",
-        HEAD.replace("digits", "Digits") + SPEC + "  maxReplicas: 1\n",
-        "job.yaml:3: metadata.name: must begin",
-    ),
-    (
-        "no name",
-        HEAD.replace("name: digits", "") + SPEC + "  maxReplicas: 1\n",
-        "job.yaml:3: metadata.name: this field is missing",
     ),
 ]
 
@@ -233,36 +197,21 @@ def test_what_is_wrong_is_told_in_the_order_of_the_lines() -> None:
     ]
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(BadInput, match=r"^examples/digts\.yaml: there is no such file; check the path$"):
-        manifest.load_checked(Path("examples/digts.yaml"))
-
-
-def test_a_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^\.: is a directory; name the manifest's file in it$"):
-        manifest.load_checked(Path())
-    (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match=r"^file/job\.yaml: cannot be read: Not a directory$"):
-        manifest.load_checked(Path("file/job.yaml"))
-
-
-def test_a_file_that_may_not_be_read_is_named() -> None:
-    Path("job.yaml").write_text(HEAD)
-    Path("job.yaml").chmod(0)
-    # As another user, where this one may read everything.
-    code = (
-        "import os, pathlib\n"
-        "from elastic_operator.manifest import loader as manifest\n"
-        "if os.geteuid() == 0: os.setresuid(65534, 65534, 65534)\n"
-        "try: manifest.load(pathlib.Path('job.yaml'))\n"
-        "except manifest.BadInput as error: print(error)\n"
-    )
-    Path().chmod(0o755)
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
-    )
-    assert "cannot be read: Permission denied" in done.stdout, done.stderr
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("digts.yaml", "digts.yaml: there is no such file; check the path"),
+        (".", ".: is a directory; name the manifest's file in it"),
+        ("file/job.yaml", "file/job.yaml: cannot be read: Not a directory"),
+        ("a" * 5000, f"{'a' * 5000}: cannot be read: File name too long"),
+    ],
+    ids=["missing", "directory", "below a file", "long"],
+)
+def test_a_file_that_cannot_be_read_is_named(path: str, sentence: str) -> None:
+    Path("file").touch()
+    with pytest.raises(BadInput) as caught:
+        manifest.load_checked(Path(path))
+    assert str(caught.value) == sentence
 
 
 # YAML, as kubectl reads it

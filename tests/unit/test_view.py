@@ -50,12 +50,6 @@ def test_the_picture_says_what_matters(width: int) -> None:
         assert f"elasticjob {command}" in text
 
 
-def test_a_terminal_of_24_lines_has_room_for_all_that_matters() -> None:
-    lines = "\n".join(picture(snapshot())[:24])
-    for text in ("digits-2-ddddd", "last checkpoint.", f"{FOLDER}/logs", "elasticjob scale digits --replicas 2"):
-        assert text in lines
-
-
 def test_each_pod_has_a_line() -> None:
     last_words = {"reason": "StoreUnavailable", "message": "etcd at 127.0.0.1:1 does not answer", "protocol": 1}
     ended = pod(1, "bbbbb", phase="Failed", ended=NOW, exitCode=3, message=last_words)
@@ -68,20 +62,26 @@ def test_each_pod_has_a_line() -> None:
     assert any(line.startswith("digits-1-bbbbb - failed (3) - 1m12s etcd at 127.0.0.1:1 does n") for line in lines)
 
 
+def test_the_picture_fits_24_lines_and_shortens_no_path() -> None:
+    lines = "\n".join(picture(snapshot())[:24])
+    for text in ("digits-2-ddddd", "last checkpoint.", f"{FOLDER}/logs", "elasticjob scale digits --replicas 2"):
+        assert text in lines
+    path = "/" + "x" * 90 + "/logs"
+    assert path in "".join("".join(picture(snapshot(run={"logs": path}))).split())
+
+
+def test_events_are_timed_from_the_start_of_the_job_and_steps_of_the_demo_are_marked() -> None:
+    steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
+    events = [event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]
+    lines = {*words(picture(snapshot(events=events), steps=steps))}
+    assert {"0:03 round 1: 2 workers.", "1:02:03 round 2: 3 workers."} <= lines
+    assert {"✔ start with 2 pods 4.1 s", "▶ scale to 3", "· kill -9 a worker"} <= lines
+
+
 def test_pods_beyond_the_eighth_are_counted() -> None:
     lines = words(picture(snapshot(pods=[pod(index, "aaaaa") for index in range(12)])))
     assert len([line for line in lines if "aaaaa" in line and "kill" not in line]) == 8
     assert "and 4 more pods" in lines
-
-
-def test_events_are_timed_from_the_start_of_the_job() -> None:
-    lines = picture(snapshot(events=[event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]))
-    assert {"0:03 round 1: 2 workers.", "1:02:03 round 2: 3 workers."} <= {*words(lines)}
-
-
-def test_a_long_path_is_never_shortened() -> None:
-    path = "/" + "x" * 90 + "/logs"
-    assert path in "".join("".join(picture(snapshot(run={"logs": path}))).split())
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,6 @@ def test_a_snapshot_of_an_early_moment_or_another_version_is_shown() -> None:
     assert lines[0].split()[:2] == ["digits", "Pending"]
     assert JobView.of(snapshot(news=[1, 2], status={"suspended": True})).status.round == 4
     assert JobView.of({"manifest": {"metadata": {"name": "old"}}}).name == "old"
-
-
-def test_the_steps_of_the_demo_are_marked() -> None:
-    steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
-    lines = words(picture(snapshot(), steps=steps))
-    assert {"✔ start with 2 pods 4.1 s", "▶ scale to 3", "· kill -9 a worker"} <= {*lines}
 
 
 # Plain lines
@@ -173,16 +167,6 @@ def test_plain_lines_announce_each_step_of_the_demo() -> None:
     plain.view.on_steps([Step("scale to 3", ">"), Step("success")])
     plain.view.on_steps([Step("scale to 3", "+", "0.4 s"), Step("success", ">")])
     assert plain.printed() == ["--- scale to 3", "--- scale to 3: 0.4 s", "--- success"]
-
-
-def test_a_reader_that_goes_away_does_not_end_the_training() -> None:
-    class Gone(io.StringIO):
-        def write(self, _: str) -> int:
-            raise BrokenPipeError
-
-    view = PlainView(Gone(), Hints())
-    view.on_snapshot(snapshot())
-    view.say_outcome(0)
 
 
 # The outcome

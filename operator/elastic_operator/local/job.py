@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from elastic_operator.api.json_access import mapping, mappings
+from elastic_operator.api.json_access import at, mapping, mappings
 from elastic_operator.api.legacy import modern
 from elastic_operator.api.spec import MANAGER, CleanPodPolicy, ElasticJobSpec, FailurePolicy, SchedulingSpec
 from elastic_operator.api.status import JobStatus, status_to_json
@@ -45,7 +45,19 @@ _RIGHTS: Final = frozenset(
         "privileged",
     }
 )
-_NODE_LOSS_DEFAULT: Final = 15
+_NO_EFFECT: Final = (
+    ("managedBy", MANAGER, " (a job here is managed by `elasticjob run`)"),
+    ("ttlSecondsAfterFinished", None, " (a run's directory stays)"),
+    ("cleanPodPolicy", CleanPodPolicy.RUNNING, " (no process outlives its run, and all logs stay)"),
+    *((f"schedulingPolicy.{field}", None, "") for field in ("gang", "schedulerName", "queue", "priorityClassName")),
+    ("rendezvous.ports", None, " (all pods share this machine's)"),
+    ("nodeLossSeconds", 15, ""),
+    ("disruptionBudget", False, ""),
+    ("metricsPort", 0, " (each pod takes a free one)"),
+    *((f"etcd.{field}", None, "") for field in ("tlsSecret", "image", "resources", "storage")),
+    ("checkpoint.volume", None, " (checkpoints are in the run's directory)"),
+)
+"""Fields without effect, each with the value that would change nothing on a cluster either, and why."""
 
 
 class LiveJob:
@@ -163,38 +175,20 @@ def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
 
 def warning_of(spec: Json) -> str | None:
     """Return the warning for a spec that has passed the CRD's validation; None if it has no unsupported field."""
-    fields = tuple(unsupported_fields(spec))
-    if not fields:
-        return None
-    return "without effect on this machine, where pods are processes: " + ", ".join(fields)
+    fields = ", ".join(unsupported_fields(spec))
+    return f"without effect on this machine, where pods are processes: {fields}" if fields else None
 
 
 def unsupported_fields(spec: Json) -> Iterator[str]:
     """Yield the paths below ``spec`` of the fields without effect; an archived spec is converted first."""
     spec = modern(spec)
     yield from _values_from("env", spec.get("env"))
-    if spec.get("managedBy", MANAGER) != MANAGER:
-        yield "managedBy (a job here is managed by `elasticjob run`)"
-    if "ttlSecondsAfterFinished" in spec:
-        yield "ttlSecondsAfterFinished (a run's directory stays)"
-    if spec.get("cleanPodPolicy", CleanPodPolicy.RUNNING) != CleanPodPolicy.RUNNING:
-        yield "cleanPodPolicy (no process outlives its run, and all logs stay)"
+    for path, neutral, why in _NO_EFFECT:
+        if at(spec, *path.split(".")) not in (None, neutral):
+            yield path + why
     for position, rule in enumerate(mappings(spec.get("failurePolicy"), "rules")):
         fields = ("onPodReasons", "onPodConditions")
         yield from (f"failurePolicy.rules[{position}].{field}" for field in fields if field in rule)
-    yield from (f"schedulingPolicy.{field}" for field in spec.get("schedulingPolicy") or {})
-    if "ports" in (spec.get("rendezvous") or {}):
-        yield "rendezvous.ports (all pods share this machine's)"
-    if spec.get("nodeLossSeconds", _NODE_LOSS_DEFAULT) != _NODE_LOSS_DEFAULT:
-        yield "nodeLossSeconds"
-    if spec.get("disruptionBudget"):
-        yield "disruptionBudget"
-    if spec.get("metricsPort"):
-        yield "metricsPort (each pod takes a free one)"
-    etcd = spec.get("etcd") or {}
-    yield from (f"etcd.{field}" for field in ("tlsSecret", "image", "resources", "storage") if field in etcd)
-    if (spec.get("checkpoint") or {}).get("volume"):
-        yield "checkpoint.volume (checkpoints are in the run's directory)"
     yield from _of_pod(mapping(spec.get("template"), "spec"))
 
 

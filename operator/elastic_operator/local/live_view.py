@@ -7,7 +7,7 @@ pager does. What stays afterwards is the last picture and the outcome.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Group
 from rich.constrain import Constrain
@@ -16,13 +16,12 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from elastic_operator.local.view import DONE, FAILED, NOW, event_text, outcome, paths, suggestions
+from elastic_operator.local.view import DONE, FAILED, NOW, View, event_text, outcome, paths, suggestions
 from elastic_operator.views import formatting
 from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from rich.console import Console, RenderableType
 
@@ -38,7 +37,7 @@ _TONE: Final = {True: "green", None: "yellow", False: "red"}
 _MARKS: Final = {"": ("·", "dim"), NOW: ("▶", "bold yellow"), DONE: ("✔", "green"), FAILED: ("✘", "red")}
 
 
-class LiveView:
+class LiveView(View):
     """The picture of a job, kept up to date on a terminal."""
 
     def __init__(self, console: Console, hints: Hints, clock: Callable[[], float] = time.time) -> None:
@@ -53,12 +52,7 @@ class LiveView:
             console=console, screen=True, refresh_per_second=_REPAINTS, get_renderable=self._picture, transient=True
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over = True
         self._live.stop()
 

@@ -227,7 +227,7 @@ def lock_name(home: Path, job: str, resume: str | None = None) -> Iterator[NameL
             ) from None
         raise BadInput(
             f"cannot write and lock {path}: {error.strerror}; "
-            "set ELASTICJOB_HOME to a directory on a local file system that can be written"
+            "set ELASTICJOB_HOME to a directory that can be written, on a local file system"
         ) from None
     lock = NameLock(file)
     try:

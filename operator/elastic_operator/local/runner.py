@@ -226,15 +226,12 @@ def _logging_to(file: Path) -> Iterator[None]:
     except OSError as error:
         raise BadInput(f"cannot write {file}: {error.strerror}") from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    loggers = [logging.getLogger(name) for name in ("elastic_operator", "torchelastic", "aiohttp", "asyncio")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(handler.close)
+        for name in ("elastic_operator", "torchelastic", "aiohttp", "asyncio"):
+            logging.getLogger(name).addHandler(handler)
+            stack.callback(logging.getLogger(name).removeHandler, handler)
         yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-        handler.close()
 
 
 class LocalRun:
@@ -258,7 +255,7 @@ class LocalRun:
         self._socket: Path | None = None
         self._end = end
         self._ended: dict[str, Any] | None = None
-        self._record_failed = False
+        self._unwritten: set[Path] = set()
         self._queue = WorkQueue()
         self.snapshots = SnapshotFeed(self._snapshot)
         commands = PodCommands(files, self._manifest_path.parent, request.environ)
@@ -377,26 +374,27 @@ class LocalRun:
                 take(snapshot)
 
     def _write_record(self, snapshot: dict[str, Any]) -> None:
-        try:
-            self._files.write_record(snapshot)
-        except OSError as error:
-            if not self._record_failed:
-                self._record_failed = True
-                self._warn_unwritten(self._files.record, error)
+        self._write(self._files.record, lambda: self._files.write_record(snapshot))
 
     def _keep_report(self, report: Report) -> None:
         """Write a report, merged with the one from before the job was suspended."""
+        self._write(self._files.report, lambda: self._files.write_report(self._merged(report)))
+
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
+        """Write a file of the run's directory; warn if that fails, once for each file."""
         try:
-            self._files.write_report(self._merged(report))
+            write()
         except OSError as error:
-            self._warn_unwritten(self._files.report, error)
+            if path not in self._unwritten:
+                self._unwritten.add(path)
+                self._warn(LocalReason.NOT_RECORDED, f"{path} cannot be written: {error.strerror}")
 
     def _merged(self, report: Report) -> bytes:
         kept = self._files.read_report()
-        try:
-            before = decode_report(kept) if kept is not None else None
-        except BadInput:
-            before = None
+        before = None
+        if kept is not None:
+            with contextlib.suppress(BadInput):
+                before = decode_report(kept)
         return encode_report(merged(before, report))
 
     async def _follow_manifest(self) -> None:
@@ -413,15 +411,13 @@ class LocalRun:
     def _apply_file(self) -> None:
         try:
             file = load(self._manifest_path)
-            if not self._live.apply(file):
-                return
-            self._files.write_manifest(file.data)
+            changed = self._live.apply(file)
         except BadInput as error:
             self._warn(LocalReason.REFUSED, f"not applied: {error}")
             return
-        except OSError as error:
-            self._warn_unwritten(self._files.manifest, error)
-        self._backend.tell(JobEvent(LocalReason.APPLIED, f"{self._manifest_path.name} was applied"))
+        if changed:
+            self._write(self._files.manifest, lambda: self._files.write_manifest(file.data))
+            self._backend.tell(JobEvent(LocalReason.APPLIED, f"{self._manifest_path.name} was applied"))
 
     async def _follow_output(self) -> None:
         """Make a snapshot when the program prints."""
@@ -431,9 +427,6 @@ class LocalRun:
 
     def _warn(self, reason: LocalReason, sentence: str) -> None:
         self._backend.tell(JobEvent(reason, sentence, warning=True))
-
-    def _warn_unwritten(self, path: Path, error: OSError) -> None:
-        self._warn(LocalReason.NOT_RECORDED, f"{path} cannot be written: {error.strerror}")
 
     def _snapshot(self) -> dict[str, Any]:
         run = {

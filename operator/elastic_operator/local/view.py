@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import shutil
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from elastic_operator.views import formatting
 from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from elastic_operator.views.job_view import EventView
 
@@ -122,28 +122,27 @@ def event_text(event: EventView) -> str:
     return formatting.printed(event.message.replace("\n", " ")) or event.reason
 
 
-class View(Protocol):
-    """Shows a job while it goes on; a context manager."""
+class View(contextlib.AbstractContextManager["View"]):
+    """Shows a job while it goes on; a context manager, which gives the terminal back."""
 
-    def __enter__(self) -> Self:
-        """Begin."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        """Give the terminal back."""
-
+    @abc.abstractmethod
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
-        """The job has changed."""
+        """Show that the job has changed."""
 
+    @abc.abstractmethod
     def on_steps(self, steps: Sequence[Step]) -> None:
-        """A step of the demo has begun or ended."""
+        """Show that a step of the demo has begun or ended."""
 
+    @abc.abstractmethod
     def on_ending(self, sentence: str) -> None:
-        """The run is ending."""
+        """Show that the run is ending."""
 
+    @abc.abstractmethod
     def say_outcome(self, code: int) -> None:
         """Say how the run has ended, after the view has ended."""
+
+    def __exit__(self, *_: object) -> None:
+        """Give the terminal back."""
 
 
 def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[str, str]) -> View:
@@ -164,7 +163,7 @@ def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[s
     return LiveView(Console(file=output, highlight=False), hints)
 
 
-class PlainView:
+class PlainView(View):
     """Prints a line for each change, with the time of day."""
 
     def __init__(self, output: TextIO, hints: Hints, clock: Callable[[], float] = time.time) -> None:
@@ -175,14 +174,6 @@ class PlainView:
         self._snapshot: Mapping[str, Any] = {}
         self._said_progress = 0.0
         self._steps: tuple[Step, ...] = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        pass
 
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         """Print what has changed."""
