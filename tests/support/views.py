@@ -13,10 +13,12 @@ from torchelastic.protocol import (
     Member,
     NodePhase,
     NodeRecord,
+    OutcomeRecord,
     RoundRecord,
     SizeRecord,
 )
-from torchelastic.rendezvous.policy.snapshot import Peer, Snapshot
+from torchelastic.rendezvous.policy.plan import plan
+from torchelastic.rendezvous.policy.snapshot import EndRun, FormRound, Peer, Snapshot
 
 SETTINGS = RendezvousSettings(run_id="run", size=SizeRecord(min=1, max=4))
 
@@ -77,3 +79,22 @@ def failure(
 
 def done(name: str, number: int = 1) -> Peer:
     return peer(name, phase=NodePhase.DONE, round=number)
+
+
+def next_round(situation: Snapshot, settings: RendezvousSettings = SETTINGS) -> RoundRecord:
+    """The round that the leader forms at once."""
+    decision = plan(situation, settings)
+    assert isinstance(decision, FormRound), decision
+    return decision.record
+
+
+def outcome_of(situation: Snapshot, settings: RendezvousSettings = SETTINGS) -> OutcomeRecord:
+    """The outcome that the leader commits at once."""
+    decision = plan(situation, settings)
+    assert isinstance(decision, EndRun), decision
+    return decision.record
+
+
+def members(record: RoundRecord) -> tuple[str, ...]:
+    """The names of a round's members, in rank order."""
+    return tuple(node.partition(".")[0] for node in record.nodes)

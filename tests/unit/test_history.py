@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
 from tests.support.views import SETTINGS
 from torchelastic.errors import StoreUnavailable
 from torchelastic.protocol import (
-    COUNT_LIMIT,
     HISTORY_LIMIT,
     FailureRecord,
     HistoryRecord,
@@ -28,6 +28,7 @@ from torchelastic.protocol import (
     SizeRecord,
     TimeBreakdown,
     decode,
+    decode_state,
     encode,
 )
 from torchelastic.rendezvous.history import (
@@ -125,13 +126,23 @@ def test_a_leader_goes_on_where_the_one_before_has_stopped_writing() -> None:
     assert spent(second) == {"waiting": 10, "starting": 1, "training": 44, "rendezvous": 1}
 
 
-def test_what_passed_without_anybody_was_waiting() -> None:
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        pytest.param(TimeBreakdown(until=CREATED + 40, seconds={RunState.TRAINING: 40.0}), (40, 70), id="waiting"),
+        pytest.param(TimeBreakdown(until=CREATED - 5, seconds={RunState.STOPPING: 5.0}), (0, 110), id="earlier"),
+        pytest.param(TimeBreakdown(until=CREATED + 10 * MAX_CLOCK_SKEW), (0, 110), id="a wrong clock"),
+    ],
+)
+def test_a_newcomer_continues_from_what_was_written_if_that_can_be(
+    written: TimeBreakdown, expected: tuple[float, float]
+) -> None:
     clock = Clock(100.0)
     newcomer = History(CREATED, clock=clock)
-    newcomer.adopt(TimeBreakdown(until=CREATED + 40, state=RunState.TRAINING, seconds={RunState.TRAINING: 40.0}))
+    newcomer.adopt(written)
     clock.seconds = 110
 
-    assert spent(newcomer) == {"training": 40, "waiting": 70}
+    assert (spent(newcomer).get("training", 0), spent(newcomer)["waiting"]) == expected
 
 
 def test_a_resumed_run_goes_on_with_what_was_before_its_suspension() -> None:
@@ -145,14 +156,6 @@ def test_a_resumed_run_goes_on_with_what_was_before_its_suspension() -> None:
 
     assert spent(history) == {"training": 100, "suspended": 400, "waiting": 3}
     assert (split.lost, split.joined) == (3.0, 3)
-
-
-def test_an_earlier_word_is_not_adopted_over_a_later_one() -> None:
-    clock = Clock(60.0)
-    history = History(CREATED, TimeBreakdown(until=CREATED + 50, seconds={RunState.TRAINING: 50.0}), clock=clock)
-    history.adopt(TimeBreakdown(until=CREATED + 20, seconds={RunState.STOPPING: 20.0}))
-
-    assert spent(history) == {"training": 50, "waiting": 10}
 
 
 @pytest.mark.parametrize("round_first", [True, False], ids=["the round first", "the other first"])
@@ -221,23 +224,13 @@ def test_the_states_add_up_to_the_wall_time_whoever_leads_when(happened: list[tu
         assert split.lost is None or split.lost >= 0
 
 
-def test_a_program_that_says_nothing_trains_from_its_start_and_restores_nothing() -> None:
-    clock = Clock(0.0)
-    history = History(CREATED, clock=clock)
-    begin(history, round(1))
-    history.workers_started()
-    clock.seconds = 30
-
-    assert history.breakdown().seconds == {RunState.TRAINING: 30}
-    assert history.breakdown().lost is None
-
-
 def test_a_program_that_says_its_steps_restores_until_the_first_one() -> None:
     clock = Clock(0.0)
     history = History(CREATED, clock=clock)
     begin(history, round(1))
     history.workers_started()
     clock.seconds = 8
+    assert history.breakdown().seconds == {RunState.TRAINING: 8}, "it has not reported steps yet"
     assert progressed(history, 1, first_step_at=CREATED + 7)
     assert not progressed(history, 1, first_step_at=CREATED + 7), "the same again is no news"
     clock.seconds = 10
@@ -292,35 +285,11 @@ def test_what_no_checkpoint_held_when_an_round_ended_is_lost() -> None:
     assert history.breakdown().lost == 9
 
 
-def test_the_loss_is_counted_once_however_often_a_commit_is_tried() -> None:
-    clock = Clock(0.0)
-    history = trained_and_kept(clock)
-    for _ in range(3):
-        history.with_breakdown(round(2, "bc"), nobody_ended)
-    begin(history, round(2, "bc"))
-    split = history.breakdown()
-
-    assert split.lost == 5
-    assert (split.joined, split.gone) == (3, {NodeEnd.NOT_NEEDED: 1})
-
-
 def test_a_run_that_succeeds_has_lost_nothing_of_its_last_round_and_one_that_fails_has() -> None:
     history = trained_and_kept(Clock(0.0))
 
     assert history.final_breakdown(succeeded=True).lost == 0
     assert history.final_breakdown(succeeded=False).lost == 5
-
-
-def test_a_leader_that_was_not_there_knows_the_last_checkpoint_by_what_was_written() -> None:
-    clock = Clock(0.0)
-    written = trained_and_kept(clock).breakdown()
-    newcomer = History(CREATED, clock=clock)
-    newcomer.note_round(round(1))
-    newcomer.adopt(written)
-    clock.seconds = 60
-    begin(newcomer, round(2))
-
-    assert newcomer.breakdown().lost == 5
 
 
 @pytest.mark.parametrize("member", [True, False], ids=["a member", "a newcomer"])
@@ -362,24 +331,6 @@ def test_nodes_that_come_and_go_are_counted_by_what_became_of_them() -> None:
     assert split.gone == {NodeEnd.DIED: 1, NodeEnd.LEFT: 1, NodeEnd.NOT_NEEDED: 1}
 
 
-def test_a_node_that_died_before_a_pause_is_counted_once() -> None:
-    history = History(CREATED, clock=Clock(0.0))
-    begin(history, round(1, "ab"))
-    begin(history, round(2, ""), {"b": NodeEnd.DIED})
-    assert history.state is RunState.WAITING
-    begin(history, round(3, "ac"), {"b": NodeEnd.DIED})
-    split = history.breakdown()
-
-    assert (split.joined, split.gone) == (3, {NodeEnd.DIED: 1})
-
-
-def test_an_round_that_the_store_had_lost_is_given_back_as_it_was() -> None:
-    history = History(CREATED, clock=Clock(5.0))
-    record = begin(history, round(3))
-
-    assert history.with_breakdown(record, nobody_ended) == record
-
-
 def test_the_history_tells_of_each_round_why_it_came_and_shortens_long_texts() -> None:
     failure = FailureRecord(1, 0, 0, "b", 1, message="x" * 16_000)
     history = History(CREATED, clock=Clock(5.0))
@@ -396,27 +347,18 @@ def test_the_history_tells_of_each_round_why_it_came_and_shortens_long_texts() -
     assert third.failure is None, "the failure before is not why this one came"
 
 
-def test_a_long_history_keeps_its_beginning_and_its_end() -> None:
-    history = History(CREATED, clock=Clock(0.0))
-    for number in range(1, HISTORY_LIMIT + 51):
-        begin(history, round(number))
-    history = history.record()
-
-    assert len(history.rounds) == HISTORY_LIMIT
-    assert history.omitted == 50
-    assert history.rounds[0].number == 1
-    assert history.rounds[-1].number == HISTORY_LIMIT + 50
-
-
-def test_who_takes_the_lead_in_a_long_history_counts_no_round_twice() -> None:
+def test_a_long_history_keeps_its_beginning_and_its_end_whoever_leads() -> None:
     first, heir = (History(CREATED, clock=Clock(0.0)) for _ in range(2))
     for number in range(1, HISTORY_LIMIT + 51):
         settled = begin(first, round(number))
         if number > HISTORY_LIMIT // 2:
             heir.note_round(settled)
-    heir.adopt_rounds(first.record())
+    kept = first.record()
+    heir.adopt_rounds(kept)
 
-    assert heir.record() == first.record()
+    assert heir.record() == kept
+    assert (kept.rounds[0].number, kept.rounds[-1].number) == (1, HISTORY_LIMIT + 50)
+    assert (len(kept.rounds), kept.omitted) == (HISTORY_LIMIT, 50)
 
 
 def test_a_history_of_long_texts_in_any_script_stays_small_enough_for_the_store() -> None:
@@ -508,24 +450,20 @@ async def test_a_split_that_cannot_be_read_costs_no_rounds(store: MemoryStore) -
     assert [past.number for past in newcomer.record().rounds] == [1]
 
 
-def test_a_word_from_far_ahead_is_not_believed() -> None:
-    clock = Clock(30.0)
-    history = History(CREATED, clock=clock)
-    history.adopt(TimeBreakdown(until=CREATED + 10 * MAX_CLOCK_SKEW, seconds={RunState.TRAINING: 1e9}))
-
-    assert spent(history) == {"waiting": 30}
-
-
-def test_whoever_goes_on_from_a_last_word_counts_no_loss_twice() -> None:
+@pytest.mark.parametrize("final", [True, False])
+def test_a_leader_that_was_not_there_counts_the_loss_once_by_what_was_written(*, final: bool) -> None:
     clock = Clock(0.0)
     first = trained_and_kept(clock)
     heir = History(CREATED, clock=clock)
     heir.note_round(round(1))
-    heir.adopt(first.final_breakdown(succeeded=False))
-    clock.seconds = 25
-    begin(heir, round(2))
+    heir.adopt(first.final_breakdown(succeeded=False) if final else first.breakdown())
+    clock.seconds = 60
+    for _ in range(2):  # a commit may be tried again
+        heir.with_breakdown(round(2), nobody_ended)
+    record = begin(heir, round(2))
 
     assert heir.breakdown().lost == 5
+    assert heir.with_breakdown(record, nobody_ended) == record, "a store that lost the round gets it back as it was"
 
 
 def test_a_node_that_was_only_told_of_a_pause_knows_who_is_still_there() -> None:
@@ -540,13 +478,6 @@ def test_a_node_that_was_only_told_of_a_pause_knows_who_is_still_there() -> None
         begin(heir, round(3, "ad"), {"b": NodeEnd.DIED, "c": NodeEnd.LEFT})
         split = heir.breakdown()
         assert (split.joined, split.gone) == (4, {NodeEnd.DIED: 1, NodeEnd.LEFT: 1})
-
-
-def test_a_count_stays_within_what_a_record_may_hold() -> None:
-    history = History(CREATED, TimeBreakdown(until=CREATED, joined=COUNT_LIMIT), clock=Clock(0.0))
-    begin(history, round(1, "ab"))
-
-    assert history.breakdown().joined == COUNT_LIMIT
 
 
 def test_an_round_ends_when_its_workers_run_no_more() -> None:
@@ -589,20 +520,14 @@ def test_that_all_nodes_died_is_why_there_is_another_round_and_the_one_before_en
     newcomer.adopt_rounds(history)
     begin(newcomer, round(2, "cd", cause="c and d joined"), dict.fromkeys("ab", NodeEnd.DIED))
     begin(newcomer, round(3, "ef", cause="e and f joined"), dict.fromkeys("cd", NodeEnd.LEFT))
-    former, after, later = newcomer.record().rounds
+    ends = {"e": NodeEnd.DIED, "f": NodeEnd.LEFT}
+    begin(newcomer, round(4, "g", cause="g joined"), ends)
+    former, after, later, last = newcomer.record().rounds
 
     assert (former.began, former.ended) == (CREATED, CREATED + 20)
     assert (after.reason, after.cause) == (RoundReason.NODE_LOST, "all 2 nodes died; c and d joined")
     assert later.reason is RoundReason.NODE_JOINED
-
-
-def test_where_one_died_and_the_others_left_that_is_told() -> None:
-    history = History(CREATED, clock=Clock(0.0))
-    begin(history, round(1, "abc"))
-    ends = {"a": NodeEnd.DIED, "b": NodeEnd.LEFT, "c": NodeEnd.LEFT}
-    begin(history, round(2, "d", cause="d joined"), ends)
-
-    assert history.record().rounds[1].cause == "1 of the 3 nodes died, and the others left; d joined"
+    assert last.cause == "1 of the 2 nodes died, and the others left; g joined"
 
 
 def test_what_a_new_leader_has_seen_of_an_end_outlives_an_older_history() -> None:
@@ -642,15 +567,21 @@ def test_the_loss_is_the_same_whether_the_round_or_what_was_written_of_it_is_hea
     assert losses == [20, 20]
 
 
-def test_a_new_leader_knows_the_rounds_before_its_time() -> None:
-    clock = Clock(0.0)
-    first = History(CREATED, clock=clock)
-    for number in (1, 2, 3):
-        begin(first, round(number, cause=f"cause {number}"))
-    newcomer = History(CREATED, clock=clock)
-    newcomer.note_round(round(3))
-    newcomer.adopt_rounds(first.record())
-    begin(newcomer, round(4))
-
-    assert [past.number for past in newcomer.record().rounds] == [1, 2, 3, 4]
-    assert newcomer.record().rounds[2].cause == "cause 3"
+async def test_training_time_goes_on_counting_while_the_store_lacks_its_round() -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run") as meeting:
+        a = await meeting.node("a", wanted=1)
+        first = await all_with(a)
+        a.inner.history.workers_started()
+        before = spent(a.inner.history)
+        async with asyncio.timeout(PATIENCE):
+            watch = clients.data.watch(KEYS.state, 0)
+            await anext(watch)
+            await clients.data.delete(KEYS.state)
+            while (entry := await clients.data.get(KEYS.state)) is None:
+                await anext(watch)
+            await watch.aclose()
+        assert decode_state(entry.value).round == first
+        assert a.inner.history.state is RunState.TRAINING
+        after = spent(a.inner.history)
+        assert {state for state in after if after[state] > before.get(state, 0.0)} == {"training"}

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.views import SETTINGS, failure, node_id, peer, round, snapshot
-from torchelastic.protocol import FailureKind, NodePhase, NoticeRecord, OutcomeState, RoundReason
+from tests.support.views import SETTINGS, failure, members, next_round, node_id, peer, round, snapshot
+from torchelastic.protocol import FailureKind, NodePhase, NoticeRecord, RoundReason, RoundRecord
 from torchelastic.rendezvous.policy.plan import plan
-from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, Hold, Peer, Snapshot
+from torchelastic.rendezvous.policy.snapshot import Decision, GiveNotice, Hold, Peer, Snapshot
 
 NOTICE = NoticeRecord(round=1, serial=4, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
 
@@ -31,9 +31,8 @@ def noticed(*peers: Peer, **changes: Any) -> Snapshot:
     )
 
 
-def formed(decision: Decision) -> tuple[int, list[str]]:
-    assert isinstance(decision, FormRound), decision
-    return decision.record.number, [node.partition(".")[0] for node in decision.record.nodes]
+def formed(record: RoundRecord) -> tuple[int, list[str]]:
+    return record.number, list(members(record))
 
 
 def given(decision: Decision) -> NoticeRecord:
@@ -47,24 +46,12 @@ def test_before_a_member_that_leaves_is_done_without_those_who_asked_have_notice
     assert notice == NoticeRecord(round=1, serial=1, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
 
 
-def test_before_somebody_joins_those_who_asked_have_notice() -> None:
-    here = (trains("a"), peer("b", joined=5))
-    notice = given(plan(snapshot(*here, wanted=2, round=round(1, "a")), SETTINGS))
-    assert (notice.reason, notice.cause) == (RoundReason.NODE_JOINED, "b joined")
-
-
 def test_before_the_size_changes_those_who_asked_have_notice() -> None:
     here = (trains("a"), trains("b"))
     notice = given(plan(snapshot(*here, wanted=1, going=("b",), round=round(1, "a", "b")), SETTINGS))
     assert (notice.reason, notice.cause) == (RoundReason.RESIZED, "b is taken away")
     raised = snapshot(*here, wanted=4, low=3, round=round(1, "a", "b"))
     assert given(plan(raised, SETTINGS)).reason is RoundReason.RESIZED
-
-
-def test_nobody_has_more_time_than_the_run_allows() -> None:
-    here = (trains("a", notice=500.0), leaves("b", notice=0.0))
-    notice = given(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
-    assert notice.seconds == SETTINGS.notice
 
 
 @pytest.mark.parametrize(
@@ -88,7 +75,7 @@ def test_the_change_waits_for_the_last_answer() -> None:
     assert waiting.until == 120.0
     assert waiting.why == "b left: the workers have 20 s to save before the round changes"
     answered = noticed(trains("a", saved=4), leaves("b", saved=4), wanted=2)
-    assert formed(plan(answered, SETTINGS)) == (2, ["a"])
+    assert formed(next_round(answered)) == (2, ["a"])
 
 
 def test_the_change_waits_for_an_answer_that_is_on_its_way_back() -> None:
@@ -97,45 +84,35 @@ def test_the_change_waits_for_an_answer_that_is_on_its_way_back() -> None:
 
 
 def test_the_change_comes_when_the_time_is_over_though_nobody_has_answered() -> None:
-    assert formed(plan(noticed(trains("a"), leaves("b"), wanted=2, now=120.0), SETTINGS)) == (2, ["a"])
+    assert formed(next_round(noticed(trains("a"), leaves("b"), wanted=2, now=120.0))) == (2, ["a"])
 
 
 def test_who_joins_meanwhile_is_taken_along_and_who_leaves_meanwhile_does_not_begin_the_time_anew() -> None:
     here = (trains("a"), leaves("b"), peer("c", joined=9, arrived=50.0))
-    assert formed(plan(noticed(*here, now=120.0), SETTINGS)) == (2, ["a", "c"])
+    assert formed(next_round(noticed(*here, now=120.0))) == (2, ["a", "c"])
     both = noticed(leaves("a"), leaves("b"), peer("c", joined=9, arrived=50.0), wanted=1)
     assert plan(both, SETTINGS) == Hold(120.0, "b left: the workers have 20 s to save before the round changes")
 
 
 def test_a_loss_ends_the_waiting() -> None:
     lost = noticed(trains("a"), leaves("b"), wanted=3, round=round(1, "a", "b", "c"))
-    decision = plan(lost, SETTINGS)
+    decision = next_round(lost)
     assert formed(decision) == (2, ["a"])
-    assert isinstance(decision, FormRound)
-    assert decision.record.cause == "c is gone and b left"
+    assert decision.cause == "c is gone and b left"
 
 
 def test_a_failure_ends_the_waiting_and_is_charged_where_nobody_who_leaves_explains_it() -> None:
     failed = trains("a", failure=failure("a", message="ValueError: bad"))
-    decision = plan(noticed(failed, leaves("b"), wanted=2, failed_since=101.0), SETTINGS)
-    assert isinstance(decision, FormRound)
-    assert (decision.record.restarts, decision.record.reason) == (1, RoundReason.WORKER_FAILED)
+    decision = next_round(noticed(failed, leaves("b"), wanted=2, failed_since=101.0))
+    assert (decision.restarts, decision.reason) == (1, RoundReason.WORKER_FAILED)
 
     broken = trains("a", failure=failure("a", kind=FailureKind.COMMUNICATION))
-    decision = plan(noticed(broken, leaves("b"), wanted=2, failed_since=101.0), SETTINGS)
-    assert isinstance(decision, FormRound)
-    assert (decision.record.restarts, decision.record.reason) == (0, RoundReason.NODE_LEFT)
+    decision = next_round(noticed(broken, leaves("b"), wanted=2, failed_since=101.0))
+    assert (decision.restarts, decision.reason) == (0, RoundReason.NODE_LEFT)
 
     own = leaves("b", failure=failure("b", message="stopped"))
-    decision = plan(noticed(trains("a"), own, wanted=2, failed_since=101.0), SETTINGS)
-    assert isinstance(decision, FormRound)
-    assert (decision.record.restarts, decision.record.reason) == (0, RoundReason.NODE_LEFT)
-
-
-def test_a_failure_ends_the_waiting_for_newcomers_who_are_then_taken_along() -> None:
-    failed = trains("a", failure=failure("a"))
-    decision = plan(noticed(failed, trains("b"), peer("c", joined=9), failed_since=101.0), SETTINGS)
-    assert formed(decision) == (2, ["a", "b", "c"])
+    decision = next_round(noticed(trains("a"), own, wanted=2, failed_since=101.0))
+    assert (decision.restarts, decision.reason) == (0, RoundReason.NODE_LEFT)
 
 
 def test_a_change_that_is_called_off_is_taken_back_once() -> None:
@@ -152,12 +129,6 @@ def test_the_notice_after_one_that_was_taken_back_has_a_higher_serial_than_any_a
     assert given(plan(noticed(*here, wanted=2, notice=taken_back), SETTINGS)).serial == 10
 
 
-def test_a_notice_of_another_round_is_none_of_this_one() -> None:
-    here = (trains("a", round=2), leaves("b", round=2))
-    notice = given(plan(noticed(*here, wanted=2, round=round(2, "a", "b")), SETTINGS))
-    assert (notice.round, notice.serial) == (2, 5)
-
-
 def test_a_run_about_to_finish_takes_back_the_notice_of_a_join() -> None:
     here = (trains("a", phase=NodePhase.FINISHING), trains("b"), peer("c", joined=9))
     assert given(plan(noticed(*here, wanted=3), SETTINGS)).seconds == 0.0
@@ -167,25 +138,11 @@ def test_where_all_leave_the_round_ends_when_they_have_saved_and_the_next_run_be
     waiting = noticed(leaves("a", saved=4), leaves("b"), wanted=2)
     assert isinstance(plan(waiting, SETTINGS), Hold)
     saved = noticed(leaves("a", saved=4), leaves("b", saved=4), wanted=2, round=round(1, "a", "b", restarts=3))
-    decision = plan(saved, SETTINGS)
-    assert formed(decision) == (2, [])
-    assert isinstance(decision, FormRound)
-    assert decision.record.cause.startswith("a and b left")
+    pause = next_round(saved)
+    assert formed(pause) == (2, [])
+    assert pause.cause.startswith("a and b left")
 
-    late = snapshot(peer("n", joined=90, round=2), wanted=2, round=decision.record, since=80, now=5.0)
-    assert "last call" in plan(late, SETTINGS).why
-    decision = plan(dataclasses.replace(late, now=10.0), SETTINGS)
-    assert formed(decision) == (3, ["n"])
-    assert decision.record.restarts == 0
-
-
-def test_where_all_leave_and_nobody_asked_nothing_is_formed_for_nobody() -> None:
-    here = (leaves("a", notice=0.0), leaves("b", notice=0.0))
-    assert isinstance(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS), Hold)
-
-
-def test_success_during_a_notice_is_a_success() -> None:
-    ids = frozenset({node_id("a"), node_id("b")})
-    decision = plan(noticed(leaves("a"), leaves("b"), wanted=2, done=ids), SETTINGS)
-    assert isinstance(decision, EndRun)
-    assert decision.record.state is OutcomeState.SUCCEEDED
+    late = snapshot(peer("n", joined=90, round=2), wanted=2, round=pause, since=80, now=5.0)
+    assert isinstance(plan(late, SETTINGS), Hold)
+    first = next_round(dataclasses.replace(late, now=10.0))
+    assert (formed(first), first.restarts) == ((3, ["n"]), 0)

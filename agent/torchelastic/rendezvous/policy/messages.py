@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torchelastic.protocol import FailureRecord
-    from torchelastic.rendezvous.policy.rank_assignment import Candidates
-    from torchelastic.rendezvous.policy.snapshot import Peer, Snapshot
+    from torchelastic.rendezvous.policy.snapshot import Candidates, Peer, Snapshot
 
 _MAX_NAMES: Final = 8
 """More nodes than these are counted, not named."""

@@ -3,7 +3,7 @@
 The leader calls :func:`plan` after every change and carries out the result. The rules, in order:
 
 1. A run that has an outcome is over.
-2. A store that lost data is restored (:mod:`.recover`).
+2. A store that lost data is restored.
 3. All workers of all members exited with 0: the run has succeeded.
 4. A worker failed in a way that is configured as non-retryable: the run has failed.
 5. A member is lost, or a worker failed: the next round forms at once with the nodes that are present. A failure is
@@ -42,9 +42,18 @@ from torchelastic.rendezvous.policy.messages import (
     waiting_for,
 )
 from torchelastic.rendezvous.policy.notices import after_notice, current_notice, requested_seconds, withdraw_notice
-from torchelastic.rendezvous.policy.rank_assignment import Candidates, candidates, may_join
-from torchelastic.rendezvous.policy.recover import recover
-from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, Hold, Peer, Snapshot
+from torchelastic.rendezvous.policy.snapshot import (
+    Candidates,
+    Decision,
+    EndRun,
+    FormRound,
+    GiveWay,
+    Hold,
+    Peer,
+    Snapshot,
+    candidates,
+    may_join,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,7 +83,7 @@ def plan(snapshot: Snapshot, settings: RendezvousSettings) -> Decision:
     """Return what the leader should do now."""
     if snapshot.outcome is not None:
         return Hold()
-    round = recover(snapshot, settings)
+    round = _recover(snapshot, settings)
     if not isinstance(round, RoundRecord):
         return round
     if snapshot.round is None:
@@ -89,6 +98,31 @@ def plan(snapshot: Snapshot, settings: RendezvousSettings) -> Decision:
     if all(node in snapshot.done for node in snapshot.ranks):
         return EndRun(OutcomeRecord(OutcomeState.SUCCEEDED, round.number, round.restarts))
     return _continue(snapshot, round, settings)
+
+
+def _recover(snapshot: Snapshot, settings: RendezvousSettings) -> Decision | RoundRecord:
+    """Return the round from which the run continues, or the decision that restores a round that the store has lost.
+
+    A node's key holds the highest round number and the restart counts that it knows. A leader that remembers the lost
+    round commits it again. A leader that does not yields for one lease to a node that may remember it. If no node does,
+    the leader continues from the highest number and counts that any node knows.
+    """
+    round, remembered, highest = snapshot.round, snapshot.remembered, snapshot.highest_round_seen
+    if remembered is not None and remembered.number > snapshot.number and remembered.number >= highest:
+        return FormRound(remembered)
+    if round is not None and highest <= round.number:
+        return round
+    if highest > settings.resume.round and not snapshot.gave_way:
+        return GiveWay("the store has lost a round; yielding the lead to a node that can restore it")
+    resume = settings.resume
+    known = round or RoundRecord(resume.round, restarts=resume.restarts, uncharged_restarts=resume.uncharged_restarts)
+    records = [peer.record for peer in snapshot.peers.values()]
+    return msgspec.structs.replace(
+        known,
+        number=max(known.number, highest),
+        restarts=max([known.restarts, *(record.restarts for record in records)]),
+        uncharged_restarts=max([known.uncharged_restarts, *(record.uncharged_restarts for record in records)]),
+    )
 
 
 def _continue(snapshot: Snapshot, round: RoundRecord, settings: RendezvousSettings) -> Decision:
