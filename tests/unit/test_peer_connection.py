@@ -7,22 +7,18 @@ import contextlib
 import json
 import socket
 from contextlib import asynccontextmanager, closing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.nodes import PATIENCE
 from tests.support.ports import free_range
-from tests.support.views import SETTINGS, record
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.errors import NoPortFree
-from torchelastic.protocol import NodeRecord, RunKeys, SizeRecord, encode
+from torchelastic.protocol import NodeRecord, SizeRecord
 from torchelastic.rendezvous import peer_connection
-from torchelastic.rendezvous.membership import LivenessProber, Membership
 from torchelastic.rendezvous.node import RendezvousNode
 from torchelastic.rendezvous.peer_connection import PeerServer, Verdict, hold_connection, listen, probe, run_digest
-from torchelastic.rendezvous.run_state import ChangeSignal, RunStateWatch
-from torchelastic.store import Entry, MemoryStore
+from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -151,31 +147,6 @@ async def test_whoever_listens_and_says_nothing_is_silent() -> None:
     with closing(listen("127.0.0.1")) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is Verdict.SILENT
-
-
-async def test_a_leader_finds_the_one_that_answers_without_waiting_for_those_that_do_not() -> None:
-    class Connections:
-        def is_connected(self, node: str) -> bool:
-            return True
-
-    keys = RunKeys.of("run")
-    run = RunStateWatch("a.1", SETTINGS, MemoryStore())
-    membership = Membership(run)
-    prober = LivenessProber(
-        run,
-        membership,
-        cast("PeerServer", Connections()),
-        changed=ChangeSignal(),
-        connections_work=True,
-    )
-    with closing(listen("127.0.0.1")) as mute:
-        async with serving(node="c.1") as (server, _):
-            for name, port in (("b", mute.getsockname()[1]), ("c", server.port)):
-                said = encode(record(name, address="127.0.0.1", link=port))
-                membership.saw(Entry(keys.node(f"{name}.1"), said, 1, 1), now=0.0, answers=True)
-            async with asyncio.timeout(PATIENCE):
-                assert await prober.reaches_a_peer(within=10 * PATIENCE)
-        assert not await prober.reaches_a_peer(within=0.05)
 
 
 async def test_nonsense_in_the_place_of_an_address_is_a_silence() -> None:

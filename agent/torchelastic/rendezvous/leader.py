@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -25,11 +25,13 @@ from torchelastic.protocol import (
     RoundRecord,
     RunState,
     StateRecord,
+    bracketed,
     encode,
 )
 from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
-from torchelastic.rendezvous.membership import LivenessProber, Membership
+from torchelastic.rendezvous.membership import Membership
+from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_TIMEOUT, Verdict, probe
 from torchelastic.rendezvous.policy.plan import plan
 from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold
 from torchelastic.rendezvous.run_state import ChangeSignal
@@ -38,14 +40,28 @@ from torchelastic.store.backoff import Backoff
 from torchelastic.store.list_and_watch import follow_forever
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from torchelastic.rendezvous.history import History
     from torchelastic.rendezvous.leader_election import LeaderElection
     from torchelastic.rendezvous.peer_connection import PeerServer
-    from torchelastic.rendezvous.policy.snapshot import Snapshot
+    from torchelastic.rendezvous.policy.snapshot import Peer, Snapshot
     from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
+
+MEMBER_CONNECT_TIMEOUT: Final = 0.1
+"""Seconds after which a new leader probes a member of the current round that has not connected to it."""
+
+CONNECT_TIMEOUT: Final = 1.0
+"""Seconds after which a node that has not connected counts as alive by its key: a network may forbid connections."""
+
+CONNECTIONS_PER_SECOND: Final = 1000
+"""Connections that a new leader accepts in a second; of many members, one is probed correspondingly later."""
+
+SILENT_RECHECK: Final = 1.0
+"""Seconds between probes of a member whose key is gone but which answers."""
 
 QUICK_DECISION: Final = 1e-3
 """Seconds; a slower decision is not made again for every single change."""
@@ -69,7 +85,6 @@ class Leader:
 
     Attributes:
         membership: the nodes.
-        liveness: its probes.
         history_writer: writes the history while this node leads.
         changed: sent after every change that may change the decision.
     """
@@ -78,14 +93,14 @@ class Leader:
         self.changed = ChangeSignal()
         self.history_writer = HistoryWriter(history, run)
         self.membership = Membership(run, () if election.dead_leader is None else (election.dead_leader,))
-        self.liveness = LivenessProber(
-            run, self.membership, server, changed=self.changed, connections_work=election.connections_work
-        )
         self._run = run
         self._election = election
         self._server = server
         self._history = history
         self._took_expired_at = election.took_expired_at
+        self._connections_work = election.connections_work  # the network does not forbid them
+        self._connected_once: set[str] = set()
+        self._tasks: asyncio.TaskGroup | None = None
         self._listed = False
         self._said = ""
         self._silent_until = 0.0
@@ -93,7 +108,7 @@ class Leader:
     async def run(self) -> None:
         """Lead until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            self.liveness.tasks = tasks
+            self._tasks = tasks
             tasks.create_task(self._run.lasting.keep(at_once=self._run.round is None))
             tasks.create_task(self._watch_nodes())
             tasks.create_task(self.history_writer.run(self.changed.send))
@@ -139,11 +154,108 @@ class Leader:
         if peer is not None and self._history.note_progress(peer.record):
             self.history_writer.notify()
         if newcomer is not None and not newcomer.answers:
-            self.liveness.expect_connection(node)
+            self._start(self._until_connected(node))
 
     def _gone(self, node: str) -> None:
-        if (peer := self.membership.gone(node)) is not None:
-            self.liveness.key_gone(peer)
+        peer = self.membership.gone(node)
+        if peer is not None and (node == self._run.node or self._server.is_connected(node)):
+            # Its lease expired. If it answers, only the store was away.
+            self.membership.keep_silent(peer)
+            self._start(self._while_silent(peer))
+
+    # -- probes: a refused connection means dead, an answer alive; after silence, the node's key decides
+
+    def peer_connected(self, node: str) -> None:
+        """Note that a node is connected, and so alive."""
+        self._connections_work = True
+        self._connected_once.add(node)
+        self._answers(node)
+
+    def peer_lost(self, node: str) -> None:
+        """Probe a node that lost its connection until it is connected again, dead, or its key is gone."""
+        peer = self.membership.peers.get(node)
+        if peer is not None:
+            self._start(self._after_loss(peer))
+
+    async def reaches_a_peer(self, within: float) -> bool:
+        """Whether one of the connected nodes answers a probe within so many seconds."""
+        known = {**self.membership.silent, **self.membership.peers}
+        connected = [peer for peer in known.values() if self._server.is_connected(peer.id)]
+        probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
+        try:
+            for each in asyncio.as_completed(probes):
+                if await each is Verdict.ALIVE:
+                    return True
+            return False
+        finally:
+            for task in probes:
+                task.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+
+    def _start(self, probing: Coroutine[Any, Any, None]) -> None:
+        if self._tasks is None:
+            probing.close()  # before this node begins to lead
+        else:
+            self._tasks.create_task(probing)
+
+    async def _until_connected(self, node: str) -> None:
+        """Probe a new node that does not connect; if it does not refuse either, its key decides."""
+        for timeout in self._timeouts(node):
+            await asyncio.sleep(timeout)
+            peer = self.membership.peers.get(node)
+            if peer is None or peer.answers or node in self._connected_once:
+                return
+            # A refusal means death only if connections are known to work in this network.
+            refused = self._connections_work and await self._probe(peer) is Verdict.DEAD
+            if refused and not self._server.is_connected(node):
+                logger.info("%s is dead: it refuses a connection", node)
+                self._died(node)
+                return
+        self._answers(node)
+
+    def _timeouts(self, node: str) -> tuple[float, ...]:
+        """Seconds to wait for a node's connection, before each probe of it."""
+        membership, now = self.membership, asyncio.get_running_loop().time()
+        if not membership.is_member(node, now=now):
+            return (CONNECT_TIMEOUT, CONNECT_TIMEOUT)
+        first = MEMBER_CONNECT_TIMEOUT + len(membership.peers) / CONNECTIONS_PER_SECOND
+        if membership.is_member(self._run.node, now=now):
+            return (first, CONNECT_TIMEOUT)
+        # A newcomer leads, so no member may be left; a dead member's key remains for one lease.
+        return (first, *(CONNECT_TIMEOUT,) * math.ceil(self._run.settings.lease / CONNECT_TIMEOUT))
+
+    async def _after_loss(self, peer: Peer) -> None:
+        backoff = Backoff()
+        while peer.id in self.membership.peers and not self._server.is_connected(peer.id):
+            if await self._probe(peer) is Verdict.DEAD:
+                if not self.membership.is_departure_expected(peer.id):
+                    logger.info("%s is dead: its connection was lost and it refuses a new one", peer.id)
+                self._died(peer.id)
+                return
+            await backoff.wait()
+
+    async def _while_silent(self, peer: Peer) -> None:
+        """Probe a node whose key is gone, until it does not answer or has a key again."""
+        within = min(FINAL_PROBE_TIMEOUT, self._run.settings.lease)
+        while peer.id in self.membership.silent:
+            if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
+                self.membership.end_silence(peer.id)
+                self.changed.send()
+                return
+            await asyncio.sleep(SILENT_RECHECK)
+
+    def _answers(self, node: str) -> None:
+        if self.membership.answers(node):
+            self.changed.send()
+
+    def _died(self, node: str) -> None:
+        self.membership.died(node)
+        self.changed.send()
+
+    async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> Verdict:
+        address = f"{bracketed(peer.record.address)}:{peer.record.link}"
+        run = self._run
+        return await probe(address, run=run.settings.run_id, node=run.node, peer=peer.id, timeout=within)
 
     # -- patience with a store that was away
 

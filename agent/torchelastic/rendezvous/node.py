@@ -360,12 +360,12 @@ class RendezvousNode:
     def peer_connected(self, node: str) -> None:
         """Note that a node is connected."""
         if self._leader is not None:
-            self._leader.liveness.peer_connected(node)
+            self._leader.peer_connected(node)
 
     def peer_lost(self, node: str) -> None:
         """Note that a node's connection is lost."""
         if self._leader is not None:
-            self._leader.liveness.peer_lost(node)
+            self._leader.peer_lost(node)
 
     # -- the run
 
@@ -472,7 +472,7 @@ class RendezvousNode:
         return self._has_peers() and self._registration.record.phase is not NodePhase.DONE
 
     async def _reaches_a_peer(self, within: float) -> bool:
-        peers = self._election.reaches_leader if self._leader is None else self._leader.liveness.reaches_a_peer
+        peers = self._election.reaches_leader if self._leader is None else self._leader.reaches_a_peer
         return await peers(within)
 
 

@@ -195,9 +195,13 @@ class NodeThread:
             )
             await stack.enter_async_context(node)
             self._inner = node
+            following = asyncio.create_task(self._follow(node))
             try:
-                await self._follow(node)
+                await asyncio.wait((following, node.failed), return_when=asyncio.FIRST_COMPLETED)
+                await (following if following.done() else node.failed)
             finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
                 self._inner = None
                 if self._leaves:
                     await node.leave()
@@ -213,19 +217,7 @@ class NodeThread:
 
     async def _follow(self, node: RendezvousNode) -> None:
         while True:
-            getting = asyncio.ensure_future(node.events.get())
-            try:
-                await asyncio.wait((getting, node.failed), return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                if getting.done():
-                    node.events.put_nowait(getting.result())  # the node closes what was not received
-                getting.cancel()
-                raise
-            if not getting.done():
-                getting.cancel()
-                await node.failed
-                return
-            match getting.result():
+            match await node.events.get():
                 case RoundStarted(record, listener):
                     logger.info("round %d: %s", record.number, record.cause)
                     server = None if listener is None else await self._served(listener)
