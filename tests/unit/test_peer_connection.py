@@ -43,7 +43,8 @@ class Observer:
 @asynccontextmanager
 async def serving(node: str = "a.1", run: str = "run") -> AsyncIterator[tuple[PeerServer, Observer]]:
     observer = Observer()
-    server = PeerServer(run=run, node=node, host="127.0.0.1", observer=observer)
+    server = PeerServer(run=run, node=node, host="127.0.0.1")
+    server.observer = observer
     await server.start()
     try:
         yield server, observer
@@ -113,7 +114,7 @@ async def test_a_connection_that_comes_while_the_server_closes_is_cut_like_all_o
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_connection, "GREETING_TIMEOUT", 600.0)
-    server = PeerServer(run="run", node="a.1", host="127.0.0.1", observer=Observer())
+    server = PeerServer(run="run", node="a.1", host="127.0.0.1")
     with socket.create_connection(("127.0.0.1", server.port)) as early:
         early.setblocking(False)
         await server.start()

@@ -1,13 +1,8 @@
 """Our rendezvous for callers that block: torchrun's own agent, or a launcher of a user's own.
 
-Under our agent it is event-driven, and little in this module runs. An agent that is not ours stops its workers, calls
-:meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new ones, so a round may be over before all its nodes have
-called. If some went on with it and others with the next one, the first would wait without end. Therefore the nodes of a
-round meet once more in its store, in which one verdict is written by compare-and-swap: that all have come, or that one
-of them has seen a later round first. The verdict is the same for all.
-
-An agent learns at its own interval that it has to call, so until all have come the store is asked every 20 ms.
-Everything else waits for events.
+An agent that is not ours stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new
+ones, so a round may be over before all its nodes have called. Therefore the nodes of a round meet once more in its
+TCPStore, in which one verdict is written by compare-and-swap: all have come, or one of them has seen a later round.
 """
 
 from __future__ import annotations

@@ -387,10 +387,6 @@ class HistoryWriter:
 
     No round waits for it, except that a new leader reads what its predecessor has written before it decides anything.
 
-    Args:
-        history: the history.
-        run: the run.
-
     Attributes:
         has_read: whether the previous leader's history is known, as far as possible.
     """

@@ -77,12 +77,6 @@ LOG_INTERVAL: Final = 1.0
 class Leader:
     """One node's term as the leader.
 
-    Args:
-        run: the run.
-        election: knows how this node came to lead.
-        server: knows which nodes are connected.
-        history: what is known of the run's past.
-
     Attributes:
         membership: the nodes.
         history_writer: writes the history while this node leads.

@@ -53,11 +53,6 @@ class Candidacy(enum.Enum):
 class LeaderElection:
     """One node's part in the election of the leader.
 
-    Args:
-        run: the run.
-        registration: its lease is the lead's.
-        address: host:port of this node's peer server.
-
     Attributes:
         candidacy: this node's part.
         connected: whether this node is connected to the leader.

@@ -171,9 +171,7 @@ class RendezvousNode:
         self.keys = self._run.keys
         self._offer = StorePortOffer(record.address, settings.ports)
         try:
-            self._server = PeerServer(
-                run=settings.run_id, node=node, host=record.address, observer=self, ports=settings.ports
-            )
+            self._server = PeerServer(run=settings.run_id, node=node, host=record.address, ports=settings.ports)
         except BaseException:
             self._offer.close()
             raise
@@ -355,18 +353,6 @@ class RendezvousNode:
         except (StoreError, TimeoutError):
             logger.info("the store is away: the others learn of this node's leaving by its connection")
 
-    # -- what the peer server tells
-
-    def peer_connected(self, node: str) -> None:
-        """Note that a node is connected."""
-        if self._leader is not None:
-            self._leader.peer_connected(node)
-
-    def peer_lost(self, node: str) -> None:
-        """Note that a node's connection is lost."""
-        if self._leader is not None:
-            self._leader.peer_lost(node)
-
     # -- the run
 
     async def _take_part(self) -> None:
@@ -445,7 +431,7 @@ class RendezvousNode:
         """Lead whenever this node is the leader."""
         while True:
             await self._election.until_leader()
-            self._leader = Leader(self._run, self._election, self._server, self.history)
+            self._server.observer = self._leader = Leader(self._run, self._election, self._server, self.history)
             leading = asyncio.create_task(self._leader.run())
             # A vacancy does not end it: if all leases expired with a store that was away, the leader's knowledge of
             # its peers keeps them from being taken for lost.
@@ -455,7 +441,7 @@ class RendezvousNode:
                 if leading.done():
                     await leading
             finally:
-                self._leader = None
+                self._server.observer = self._leader = None
                 leading.cancel()
                 replaced.cancel()
                 await asyncio.gather(leading, replaced, return_exceptions=True)

@@ -1,7 +1,6 @@
 """A node in a thread of its own, for callers that block: torch's agent, or a program without an event loop.
 
-The thread follows the run all the time. A question is answered from what it was told last, and a wait ends as soon as
-there is something new.
+The thread follows the run all the time. Questions are answered from what it was told last.
 """
 
 from __future__ import annotations

@@ -84,18 +84,18 @@ class PeerServer:
         run: the run's id; connections of other runs are refused.
         node: this node's id.
         host: the address on which to listen.
-        observer: is told about connections.
         ports: the only ports on which it may listen; None for any.
+
+    Attributes:
+        observer: is told about connections; None for no observer.
 
     Raises:
         NoPortFree: none of these ports is free.
     """
 
-    def __init__(
-        self, *, run: str, node: str, host: str, observer: ConnectionObserver, ports: PortRange | None = None
-    ) -> None:
+    def __init__(self, *, run: str, node: str, host: str, ports: PortRange | None = None) -> None:
+        self.observer: ConnectionObserver | None = None
         self._greeting = _Greeting(run=run_digest(run), node=node)
-        self._observer = observer
         self._connections: dict[str, int] = {}
         self._listener = listen(host, ports)
         self._server: asyncio.Server | None = None
@@ -167,7 +167,8 @@ class PeerServer:
 
     async def _hold(self, node: str, reader: asyncio.StreamReader) -> None:
         self._connections[node] = self._connections.get(node, 0) + 1
-        self._observer.peer_connected(node)
+        if self.observer is not None:
+            self.observer.peer_connected(node)
         try:
             with suppress(OSError):
                 await reader.read(1)  # nothing more is sent: this returns when the connection is lost
@@ -175,7 +176,8 @@ class PeerServer:
             self._connections[node] -= 1
             if not self._connections[node]:
                 del self._connections[node]
-                self._observer.peer_lost(node)
+                if self.observer is not None:
+                    self.observer.peer_lost(node)
 
 
 async def hold_connection(address: str, *, run: str, node: str, peer: str, observer: ConnectionObserver) -> Verdict:
