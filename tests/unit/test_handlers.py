@@ -1,4 +1,4 @@
-"""What launchers' authors see first: names, parameters, specs, and what they are told where something cannot be."""
+"""What authors of launchers use: names, parameters, specs, and the errors."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_registry_knows_ours_and_what_was_registered_and_no_name_twice() -> No
     assert (ours.get_backend(), ours.get_run_id(), ours.use_agent_store) == ("torchelastic", "digits-7", True)
 
 
-def test_torchs_words_become_our_settings() -> None:
+def test_torchs_parameters_become_our_settings() -> None:
     settings = read_settings(parameters(timeout=900, last_call_timeout="3", lease=2.5, local_addr="10.0.0.7"), {})
     rules = settings.rendezvous
     assert (rules.run_id, rules.join_timeout, rules.last_call_timeout, rules.lease) == ("digits-7", 900, 3, 2.5)
@@ -148,7 +148,7 @@ def test_torchs_words_become_our_settings() -> None:
     assert read_settings(parameters(timeout=900, join_timeout=5), {}).rendezvous.join_timeout == 5
 
 
-def test_the_operators_word_on_the_size_and_the_node_wins() -> None:
+def test_the_operators_variables_take_precedence() -> None:
     environ = {Env.SIZE: '{"min":2,"max":3,"desired":3}', Env.NODE_NAME: "digits-1", Env.NODE_ADDRESS: "10.1.0.2"}
     settings = read_settings(parameters(), environ)
     assert (settings.rendezvous.size.desired, settings.node_name, settings.address) == (3, "digits-1", "10.1.0.2")
@@ -172,7 +172,7 @@ def test_one_node_needs_neither_an_etcd_nor_an_id() -> None:
         ({"password": "a,b"}, "password has a comma in it"),
     ],
 )
-def test_what_a_handler_cannot_honour_is_said_when_it_is_made(changes: dict[str, Any], words: str) -> None:
+def test_a_handler_refuses_parameters_that_it_cannot_honour(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         ElasticRendezvousHandler(parameters(**changes))
 
@@ -194,12 +194,6 @@ def test_what_a_handler_cannot_honour_is_said_when_it_is_made(changes: dict[str,
 def test_a_spec_that_makes_no_sense_is_refused_with_what_to_change(make: Callable[[], object], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         make()
-
-
-def test_a_spec_names_what_it_runs() -> None:
-    assert WorkerSpec(fn=parameters).get_entrypoint_name() == "parameters"
-    assert WorkerSpec(entrypoint="/usr/bin/python3").get_entrypoint_name() == "python3"
-    assert WorkerSpec(entrypoint=print).role == "default"
 
 
 def test_a_result_says_whether_the_run_has_failed_and_a_failure_by_what() -> None:

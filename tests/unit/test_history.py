@@ -87,7 +87,7 @@ def spent(history: History) -> dict[str, float]:
     return {state.value: seconds for state, seconds in history.breakdown().seconds.items() if seconds}
 
 
-def test_each_second_since_the_making_of_the_job_is_in_one_state() -> None:
+def test_each_second_since_the_creation_of_the_job_is_in_one_state() -> None:
     clock = Clock(7.0)
     history = History(CREATED, clock=clock)  # 7 s until the first pod ran
     for seconds, state in (
@@ -105,7 +105,7 @@ def test_each_second_since_the_making_of_the_job_is_in_one_state() -> None:
     assert history.breakdown().until == clock()
 
 
-def test_a_leader_goes_on_where_the_one_before_has_stopped_writing() -> None:
+def test_a_leader_continues_from_the_last_write_of_its_predecessor() -> None:
     clock = Clock(0.0)
     first, second = History(CREATED, clock=clock), History(CREATED, clock=clock)
     clock.seconds = 10
@@ -189,7 +189,9 @@ def test_a_breakdown_written_while_the_next_round_is_committed_does_not_undo_wha
         max_size=60,
     )
 )
-def test_the_states_add_up_to_the_wall_time_whoever_leads_when(happened: list[tuple[float, str, object]]) -> None:
+def test_the_states_add_up_to_the_wall_time_with_any_leader_at_any_time(
+    happened: list[tuple[float, str, object]],
+) -> None:
     clock = Clock(0.0)
     nodes = {name: History(CREATED, clock=clock) for name in "ab"}
     written: TimeBreakdown | None = None
@@ -224,7 +226,7 @@ def test_the_states_add_up_to_the_wall_time_whoever_leads_when(happened: list[tu
         assert split.lost is None or split.lost >= 0
 
 
-def test_a_program_that_says_its_steps_restores_until_the_first_one() -> None:
+def test_a_program_that_reports_steps_restores_until_the_first_one() -> None:
     clock = Clock(0.0)
     history = History(CREATED, clock=clock)
     begin(history, round(1))
@@ -246,7 +248,7 @@ def test_a_program_that_says_its_steps_restores_until_the_first_one() -> None:
     assert spent(history) == {"restoring": 9, "training": 5, "starting": 1}
 
 
-def test_a_first_step_that_is_told_of_before_this_nodes_own_workers_run_is_not_forgotten() -> None:
+def test_a_first_step_reported_before_this_nodes_own_workers_run_counts() -> None:
     clock = Clock(0.0)
     history = History(CREATED, clock=clock)
     begin(history, round(1))
@@ -269,7 +271,7 @@ def trained_and_kept(clock: Clock) -> History:
     return history
 
 
-def test_what_no_checkpoint_held_when_an_round_ended_is_lost() -> None:
+def test_training_after_the_last_checkpoint_of_a_round_is_lost() -> None:
     clock = Clock(0.0)
     history = trained_and_kept(clock)
     assert history.breakdown().lost == 0, "nothing is lost as long as it trains"
@@ -293,9 +295,7 @@ def test_a_run_that_succeeds_has_lost_nothing_of_its_last_round_and_one_that_fai
 
 
 @pytest.mark.parametrize("member", [True, False], ids=["a member", "a newcomer"])
-def test_a_leader_that_was_not_told_of_steps_knows_by_what_was_written_for_how_long_the_round_has_trained(
-    *, member: bool
-) -> None:
+def test_a_leader_without_reports_of_steps_knows_the_training_time_from_the_written_breakdown(*, member: bool) -> None:
     clock = Clock(0.0)
     first, heir = (History(CREATED, clock=clock) for _ in range(2))
     first.adopt(TimeBreakdown(until=CREATED, lost=10.0))
@@ -347,7 +347,7 @@ def test_the_history_tells_of_each_round_why_it_came_and_shortens_long_texts() -
     assert third.failure is None, "the failure before is not why this one came"
 
 
-def test_a_long_history_keeps_its_beginning_and_its_end_whoever_leads() -> None:
+def test_a_long_history_keeps_its_beginning_and_its_end_with_any_leader() -> None:
     first, heir = (History(CREATED, clock=Clock(0.0)) for _ in range(2))
     for number in range(1, HISTORY_LIMIT + 51):
         settled = begin(first, round(number))
@@ -381,7 +381,7 @@ class Unreadable(MemoryStore):
         raise StoreUnavailable("you may not read this")
 
 
-async def test_a_leader_that_may_not_read_the_past_leads_without_and_says_so_once(
+async def test_a_leader_that_cannot_read_the_history_leads_without_it_and_logs_that_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, history = Unreadable(), History(CREATED, clock=Clock(0.0))
@@ -408,7 +408,7 @@ def writer_of(history: History, store: MemoryStore) -> HistoryWriter:
     return HistoryWriter(history, run)
 
 
-async def test_after_the_last_word_no_other_is_written(store: MemoryStore) -> None:
+async def test_after_the_final_breakdown_no_other_is_written(store: MemoryStore) -> None:
     clock = Clock(0.0)
     history = trained_and_kept(clock)
     writer = writer_of(history, store)
@@ -437,7 +437,7 @@ async def test_a_store_that_came_back_empty_gets_the_same_rounds_again(store: Me
     assert await store.get(KEYS.history) is not None
 
 
-async def test_a_split_that_cannot_be_read_costs_no_rounds(store: MemoryStore) -> None:
+async def test_an_unreadable_breakdown_costs_no_rounds(store: MemoryStore) -> None:
     history = trained_and_kept(Clock(0.0))
     await writer_of(history, store).finish(history.breakdown())
     await store.put(KEYS.time_breakdown, b"nonsense")
@@ -466,7 +466,7 @@ def test_a_leader_that_was_not_there_counts_the_loss_once_by_what_was_written(*,
     assert heir.with_breakdown(record, nobody_ended) == record, "a store that lost the round gets it back as it was"
 
 
-def test_a_node_that_was_only_told_of_a_pause_knows_who_is_still_there() -> None:
+def test_a_node_that_only_knows_a_pause_knows_which_members_are_present() -> None:
     clock = Clock(0.0)
     first = History(CREATED, clock=clock)
     begin(first, round(1, "abc"))
@@ -480,7 +480,7 @@ def test_a_node_that_was_only_told_of_a_pause_knows_who_is_still_there() -> None
         assert (split.joined, split.gone) == (4, {NodeEnd.DIED: 1, NodeEnd.LEFT: 1})
 
 
-def test_an_round_ends_when_its_workers_run_no_more() -> None:
+def test_a_round_ends_when_its_workers_stop() -> None:
     clock = Clock(0.0)
     history = History(CREATED, clock=clock)
     begin(history, round(1))
@@ -506,7 +506,7 @@ def test_an_round_ends_when_its_workers_run_no_more() -> None:
     assert [past.ended for past in history.record().rounds] == [CREATED + 20, CREATED + 30, CREATED + 40, 0]
 
 
-def test_that_all_nodes_died_is_why_there_is_another_round_and_the_one_before_ended_with_the_last_word() -> None:
+def test_the_death_of_all_nodes_is_the_cause_of_the_next_round_and_the_last_write_is_the_end_of_the_round() -> None:
     clock = Clock(0.0)
     first = History(CREATED, clock=clock)
     begin(first, round(1))

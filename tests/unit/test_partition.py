@@ -53,7 +53,7 @@ async def test_without_the_store_alone_training_goes_on_and_a_newcomer_is_taken_
         assert not b.partitioned
 
 
-async def test_a_node_whose_workers_have_ended_waits_in_peace_though_it_reaches_nobody() -> None:
+async def test_a_node_whose_workers_have_ended_is_not_partitioned() -> None:
     clients = Clients()
     async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
         a, b = [await meeting.node(name, wanted=2) for name in "ab"]

@@ -40,13 +40,13 @@ def given(decision: Decision) -> NoticeRecord:
     return decision.record
 
 
-def test_before_a_member_that_leaves_is_done_without_those_who_asked_have_notice() -> None:
+def test_a_departure_is_announced_to_workers_that_asked_for_notice() -> None:
     here = (trains("a", notice=5.0), leaves("b", notice=20.0))
     notice = given(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
     assert notice == NoticeRecord(round=1, serial=1, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
 
 
-def test_before_the_size_changes_those_who_asked_have_notice() -> None:
+def test_a_change_of_size_is_announced_to_workers_that_asked_for_notice() -> None:
     here = (trains("a"), trains("b"))
     notice = given(plan(snapshot(*here, wanted=1, going=("b",), round=round(1, "a", "b")), SETTINGS))
     assert (notice.reason, notice.cause) == (RoundReason.RESIZED, "b is taken away")
@@ -62,7 +62,7 @@ def test_before_the_size_changes_those_who_asked_have_notice() -> None:
         pytest.param(trains("a", phase=NodePhase.DONE), id="whoever asked has ended"),
     ],
 )
-def test_where_nobody_asks_a_change_is_at_once(who: Peer) -> None:
+def test_a_change_happens_at_once_if_no_worker_asks_for_notice(who: Peer) -> None:
     here = (who, leaves("b", notice=0.0, store=40001))
     situation = snapshot(*here, wanted=1, round=round(1, "a", "b"))
     decision = plan(situation, SETTINGS)
@@ -83,11 +83,11 @@ def test_the_change_waits_for_an_answer_that_is_on_its_way_back() -> None:
     assert isinstance(plan(away, SETTINGS), Hold)
 
 
-def test_the_change_comes_when_the_time_is_over_though_nobody_has_answered() -> None:
+def test_the_change_happens_when_the_time_is_over_without_an_answer() -> None:
     assert formed(next_round(noticed(trains("a"), leaves("b"), wanted=2, now=120.0))) == (2, ["a"])
 
 
-def test_who_joins_meanwhile_is_taken_along_and_who_leaves_meanwhile_does_not_begin_the_time_anew() -> None:
+def test_a_node_that_joins_meanwhile_is_in_the_next_round_and_a_departure_does_not_extend_the_time() -> None:
     here = (trains("a"), leaves("b"), peer("c", joined=9, arrived=50.0))
     assert formed(next_round(noticed(*here, now=120.0))) == (2, ["a", "c"])
     both = noticed(leaves("a"), leaves("b"), peer("c", joined=9, arrived=50.0), wanted=1)
@@ -101,7 +101,7 @@ def test_a_loss_ends_the_waiting() -> None:
     assert decision.cause == "c is gone and b left"
 
 
-def test_a_failure_ends_the_waiting_and_is_charged_where_nobody_who_leaves_explains_it() -> None:
+def test_a_failure_ends_the_waiting_and_is_charged_unless_a_departure_explains_it() -> None:
     failed = trains("a", failure=failure("a", message="ValueError: bad"))
     decision = next_round(noticed(failed, leaves("b"), wanted=2, failed_since=101.0))
     assert (decision.restarts, decision.reason) == (1, RoundReason.WORKER_FAILED)
@@ -134,7 +134,7 @@ def test_a_run_about_to_finish_takes_back_the_notice_of_a_join() -> None:
     assert given(plan(noticed(*here, wanted=3), SETTINGS)).seconds == 0.0
 
 
-def test_where_all_leave_the_round_ends_when_they_have_saved_and_the_next_run_begins_as_at_the_start() -> None:
+def test_if_all_leave_the_round_ends_when_they_have_saved_and_the_next_run_begins_as_at_the_start() -> None:
     waiting = noticed(leaves("a", saved=4), leaves("b"), wanted=2)
     assert isinstance(plan(waiting, SETTINGS), Hold)
     saved = noticed(leaves("a", saved=4), leaves("b", saved=4), wanted=2, round=round(1, "a", "b", restarts=3))

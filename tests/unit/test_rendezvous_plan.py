@@ -128,7 +128,7 @@ def test_no_round_forms_yet(situation: Snapshot, hold: Hold) -> None:
     assert plan(situation, SETTINGS) == hold
 
 
-def test_below_the_minimum_it_says_who_is_there_and_fails_after_the_join_timeout() -> None:
+def test_below_the_minimum_the_run_names_the_present_nodes_and_fails_after_the_join_timeout() -> None:
     hold = held(plan(snapshot(peer("a"), low=2, wanted=2, now=LATER - 500), SETTINGS))
     assert hold.why == "1 node (a) of at least 2 is there; waiting for more"
     decision = outcome_of(snapshot(peer("a"), low=2, wanted=2, now=LATER))
@@ -186,7 +186,7 @@ def test_newcomers_stand_beside_members_of_their_own_place_and_survivors_keep_th
     assert members(decision) == ("a", "b", "e", "c", "g", "d", "f", "h")
 
 
-def test_the_nodes_of_the_first_round_stand_together_by_place_whoever_came_first() -> None:
+def test_nodes_of_the_first_round_are_grouped_by_topology_key_in_any_order_of_arrival() -> None:
     here = [
         peer(name, joined=i, topology_key=place) for i, (name, place) in enumerate(zip("abcdef", "xyxyxy", strict=True))
     ]
@@ -195,7 +195,7 @@ def test_the_nodes_of_the_first_round_stand_together_by_place_whoever_came_first
     assert members(next_round(turned)) == ("a", "c", "e", "b", "d", "f")
 
 
-def test_who_is_taken_goes_by_seniority_and_not_by_place() -> None:
+def test_nodes_are_chosen_by_seniority_and_not_by_topology_key() -> None:
     here = (
         peer("a", round=1, topology_key="x"),
         peer("b", joined=5, topology_key="y"),
@@ -225,13 +225,13 @@ def test_after_an_absence_of_the_store_no_change_is_made_without_members_that_ar
     assert "b" in members(next_round(dataclasses.replace(situation, now=5.0)))
 
 
-def test_below_the_minimum_after_a_loss_everybody_stops_and_waits() -> None:
+def test_below_the_minimum_after_a_loss_all_nodes_stop_and_wait() -> None:
     decision = next_round(snapshot(peer("a", round=1), low=2, wanted=2, round=round(1, "a", "b")))
     assert members(decision) == ()
     assert decision.cause == "b is gone; 1 node (a) of at least 2 is there; waiting for more"
 
 
-def test_a_run_that_waits_says_who_is_missing_and_fails_with_that_sentence() -> None:
+def test_a_run_that_waits_names_the_missing_nodes_and_fails_with_that_sentence() -> None:
     waiting = snapshot(peer("a", round=2), low=2, wanted=2, round=round(2), changed_at=10.0, missing=(node_id("b"),))
     why = "1 node (a) of at least 2 is there; b is missing; waiting for more"
     assert held(plan(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
@@ -239,7 +239,7 @@ def test_a_run_that_waits_says_who_is_missing_and_fails_with_that_sentence() -> 
     assert decision.message == f"no more nodes came within 600 s: {why}"
 
 
-def test_after_a_pause_that_nobody_has_waited_through_the_run_begins_as_at_the_start() -> None:
+def test_after_a_pause_without_any_waiting_node_the_run_begins_as_at_the_start() -> None:
     here = (peer("c", joined=70, arrived=50.0, round=2), peer("d", joined=71, arrived=50.0, round=2))
     paused = snapshot(*here, low=2, wanted=3, now=55.0, round=round(2, restarts=9), since=60, changed_at=49.0)
     assert "last call" in held(plan(paused, SETTINGS)).why
@@ -310,15 +310,6 @@ def test_a_failure_that_is_declared_final_ends_the_run_at_once_whatever_else_has
     )
 
 
-def test_a_broken_collective_waits_for_a_final_failure_that_is_told_a_moment_later() -> None:
-    here = (peer("a", round=1, failure=failure("a", kind=FailureKind.COMMUNICATION)), peer("b", round=1))
-    situation = snapshot(*here, wanted=2, now=1.05, round=round(1, "a", "b"), failed_since=1.0)
-    held(plan(situation, SETTINGS))
-    told = peer("b", round=1, failure=failure("b", final=True))
-    decision = outcome_of(snapshot(here[0], told, wanted=2, now=1.05, round=round(1, "a", "b"), failed_since=1.0))
-    assert decision.failure == told.record.failure
-
-
 def test_an_exit_code_that_is_declared_final_is_not_when_something_else_explains_it() -> None:
     broken = failure("a", kind=FailureKind.COMMUNICATION, final=True)
     here = (peer("a", round=1, failure=broken), peer("b", round=1, failure=failure("b", message="killed by SIGKILL")))
@@ -332,7 +323,7 @@ def test_an_exit_code_that_is_declared_final_is_not_when_something_else_explains
     assert ended.failure == broken
 
 
-def test_a_free_failure_is_charged_to_nobody_also_where_no_restart_is_left() -> None:
+def test_an_uncharged_failure_restarts_the_workers_even_if_no_restart_is_left() -> None:
     settings = dataclasses.replace(SETTINGS, max_restarts=0)
     here = (peer("a", round=3, failure=failure("a", number=3, free=True)), peer("b", round=3))
     decision = next_round(
@@ -372,7 +363,7 @@ def test_the_failure_that_was_charged_last_stands_in_every_round_until_the_next(
 
 
 def free_after(situation: Snapshot, settings: RendezvousSettings = SETTINGS) -> int:
-    """How often workers have started anew without a charge, once the leader has decided on the next round."""
+    """Uncharged restarts of the next round."""
     return next_round(situation, settings).uncharged_restarts
 
 
@@ -420,13 +411,6 @@ def test_a_run_that_was_suspended_goes_on_from_what_its_nodes_were_told() -> Non
     assert isinstance(plan(snapshot(*here, knows_more, wanted=3), settings), GiveWay)
 
 
-def test_the_last_failure_waits_for_a_better_explanation_from_the_others() -> None:
-    settings = dataclasses.replace(SETTINGS, max_restarts=0)
-    here = (peer("a", round=1, failure=failure("a")), peer("b", round=1))
-    situation = snapshot(*here, wanted=2, now=1.0, round=round(1, "a", "b"), failed_since=1.0)
-    assert held(plan(situation, settings)).until == 2.0
-
-
 def test_the_run_succeeds_when_all_members_are_done() -> None:
     situation = snapshot(peer("a"), round=round(7, "a", "b", restarts=2), done=frozenset({node_id("a"), node_id("b")}))
     decision = outcome_of(situation)
@@ -451,13 +435,13 @@ def test_a_minimum_that_was_raised_above_what_is_there_is_waited_for() -> None:
     )
 
 
-def test_an_empty_store_is_given_its_round_back_and_nobody_notices() -> None:
+def test_the_leader_restores_its_round_to_an_empty_store() -> None:
     here = (peer("a", round=5), peer("b", round=5))
     decision = plan(snapshot(*here, wanted=2, remembered=round(5, "a", "b", restarts=2)), SETTINGS)
     assert decision == FormRound(round(5, "a", "b", restarts=2))
 
 
-def test_an_rounds_store_is_never_served_on_a_port_that_the_round_before_used() -> None:
+def test_a_rounds_store_is_never_served_on_a_port_that_the_round_before_used() -> None:
     here = (peer("a", round=1), peer("b", round=2))
     decision = next_round(snapshot(*here, wanted=3, round=round(2, "a", "b", "c")))
     assert decision.store == "10.0.0.98:40000"
@@ -485,7 +469,7 @@ def test_early_failures_of_long_ago_are_no_part_of_a_row() -> None:
 
 
 @pytest.mark.parametrize(("unique", "restarts"), [(True, 7), (False, 0)])
-def test_a_run_of_which_nobody_is_left_has_its_whole_budget_again_where_its_id_may_be_used_again(
+def test_a_run_without_any_node_left_has_its_whole_budget_again_if_its_id_may_be_used_again(
     unique: bool, restarts: int
 ) -> None:
     settings = dataclasses.replace(SETTINGS, unique_run=unique)
@@ -504,7 +488,7 @@ def test_a_cause_can_always_be_read_however_many_nodes_are_lost_and_however_long
     assert decode(encode(failed), RoundRecord).restarts == 1
 
 
-def test_nodes_that_know_of_rounds_by_hearsay_only_can_begin_anew() -> None:
+def test_nodes_that_have_only_seen_a_round_number_can_form_a_later_round() -> None:
     here = (peer("a"), peer("b", round=7, phase=NodePhase.LEAVING))
     decision = next_round(snapshot(*here, wanted=1, gave_way=True))
     assert (members(decision), decision.number) == (("a",), 8)
