@@ -168,7 +168,7 @@ async def test_a_spare_replaces_a_dead_leader_in_the_same_change(meeting: Meetin
     await c.until(lambda node: bool(node.rounds))
     assert a.inner._leader is not None
     while a.inner._leader.membership.peers[c.inner.node].record.round < first.number:
-        await a.inner._leader.changed.after(a.inner._leader.changed.count)
+        await a.inner._run.changed.after(a.inner._run.changed.count)
     await a.crash()
     assert (await all_with(b, c)).number == 2
 

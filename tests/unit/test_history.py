@@ -189,7 +189,7 @@ def test_a_breakdown_written_while_the_next_round_is_committed_does_not_undo_wha
         max_size=60,
     )
 )
-def test_the_states_add_up_to_the_wall_time_with_any_leader_at_any_time(
+def test_the_states_add_up_to_the_wall_time_with_any_leader(
     happened: list[tuple[float, str, object]],
 ) -> None:
     clock = Clock(0.0)

@@ -62,7 +62,7 @@ async def test_a_member_that_is_slower_to_come_back_than_another_is_waited_for()
         while (leadership := c.inner._leader) is None:
             await c.inner._run.changed.after(c.inner._run.changed.count)
         while "b.1" not in leadership.membership.peers:
-            await leadership.changed.after(leadership.changed.count)
+            await c.inner._run.changed.after(c.inner._run.changed.count)
         await comes_back("a")
         round = await c.until_with("a", "b", "c")
         assert (round.number, round.nodes[:2]) == (5, ("a.1", "b.1"))

@@ -34,7 +34,6 @@ from torchelastic.rendezvous.membership import Membership
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_TIMEOUT, Verdict, probe
 from torchelastic.rendezvous.policy.plan import plan
 from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold
-from torchelastic.rendezvous.run_state import ChangeSignal
 from torchelastic.store.api import Listing
 from torchelastic.store.backoff import Backoff
 from torchelastic.store.list_and_watch import follow_forever
@@ -80,11 +79,9 @@ class Leader:
     Attributes:
         membership: the nodes.
         history_writer: writes the history while this node leads.
-        changed: sent after every change that may change the decision.
     """
 
     def __init__(self, run: RunStateWatch, election: LeaderElection, server: PeerServer, history: History) -> None:
-        self.changed = ChangeSignal()
         self.history_writer = HistoryWriter(history, run)
         self.membership = Membership(run, () if election.dead_leader is None else (election.dead_leader,))
         self._run = run
@@ -105,8 +102,7 @@ class Leader:
             self._tasks = tasks
             tasks.create_task(self._run.lasting.keep(at_once=self._run.round is None))
             tasks.create_task(self._watch_nodes())
-            tasks.create_task(self.history_writer.run(self.changed.send))
-            tasks.create_task(self._forward_changes())
+            tasks.create_task(self.history_writer.run(self._run.changed.send))
             tasks.create_task(self._decide())
             tasks.create_task(self._end_patience())
 
@@ -131,14 +127,7 @@ class Leader:
                         else:
                             self._gone(change.key.removeprefix(nodes))
                 if batch:
-                    self.changed.send()
-
-    async def _forward_changes(self) -> None:
-        """Forward changes of the run's keys, so that the leader waits for one signal; the others need not see ours."""
-        seen = self._run.changed.count
-        while True:
-            seen = await self._run.changed.after(seen)
-            self.changed.send()
+                    self._run.changed.send()
 
     def _saw(self, entry: Entry) -> None:
         node = entry.key.removeprefix(self._run.keys.nodes)
@@ -234,17 +223,17 @@ class Leader:
         while peer.id in self.membership.silent:
             if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
                 self.membership.end_silence(peer.id)
-                self.changed.send()
+                self._run.changed.send()
                 return
             await asyncio.sleep(SILENT_RECHECK)
 
     def _answers(self, node: str) -> None:
         if self.membership.answers(node):
-            self.changed.send()
+            self._run.changed.send()
 
     def _died(self, node: str) -> None:
         self.membership.died(node)
-        self.changed.send()
+        self._run.changed.send()
 
     async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> Verdict:
         address = f"{bracketed(peer.record.address)}:{peer.record.link}"
@@ -262,21 +251,21 @@ class Leader:
         """Decide again when the patience ends."""
         ended = -math.inf
         while True:
-            seen, until = self.changed.count, self._patient_until()
+            seen, until = self._run.changed.count, self._patient_until()
             if until == ended:
-                await self.changed.after(seen)
+                await self._run.changed.after(seen)
             elif self._now() < until:
                 await asyncio.sleep(until - self._now())
             else:
                 ended = until
-                self.changed.send()
+                self._run.changed.send()
 
     # -- deciding
 
     async def _decide(self) -> None:
         backoff = Backoff()
         while True:
-            seen = self.changed.count
+            seen = self._run.changed.count
             began = self._now()
             snapshot = self._snapshot() if self._is_ready() else None
             decision = Hold() if snapshot is None else plan(snapshot, self._run.settings)
@@ -286,13 +275,13 @@ class Leader:
             if isinstance(decision, Hold):
                 until = min(self._log(decision.why), math.inf if decision.until is None else decision.until)
                 wait = None if until == math.inf else max(until - self._now(), 0.0)
-                if await self.changed.after(seen, timeout=wait) != seen and took > QUICK_DECISION:
+                if await self._run.changed.after(seen, timeout=wait) != seen and took > QUICK_DECISION:
                     await asyncio.sleep(PAUSE_FACTOR * took)
                 continue
             try:
                 if not await self._carry_out(decision):
                     # Another node was faster, or this node's own write is on its way back through the watch.
-                    await self.changed.after(seen, timeout=self._run.settings.lease)
+                    await self._run.changed.after(seen, timeout=self._run.settings.lease)
                 backoff.reset()
             except StoreUnavailable:
                 await backoff.wait()
