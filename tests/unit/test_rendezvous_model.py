@@ -1,8 +1,7 @@
-"""Whatever happens to nodes, links, leases, events and the store, in whatever order, the rendezvous keeps its promises.
+"""A model of the rendezvous: any order of faults of nodes, connections, leases and the store keeps the invariants.
 
-The store, the nodes and the leaders are played; what a leader makes of what it sees, and what it decides, is the real
-thing. There may be several who take themselves for the leader, and each hears of the store's changes late, in pieces,
-and again.
+The store, the nodes and the leaders are simulated; the membership and the plan are the real ones. Several nodes may
+believe that they lead, and each receives the store's changes late, in pieces and repeatedly.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ RULES = dataclasses.replace(SETTINGS, max_restarts=1000, crash_loop_limit=1000, 
 
 
 class PlayedStore:
-    """etcd as far as it matters here: revisions, compare-and-swap, and changes that each listener hears in order."""
+    """etcd as far as it matters here: revisions, compare-and-swap, and ordered changes for each listener."""
 
     def __init__(self) -> None:
         self.revision = 1
@@ -80,7 +79,7 @@ class PlayedStore:
         return Listing(self.revision, tuple(entry for key, entry in self.entries.items() if key.startswith(prefix)))
 
     def go_back(self, revision: int, entries: dict[str, Entry]) -> None:
-        """Be what it was; whoever listens has to read it anew."""
+        """Restore an earlier state; listeners have to read it again."""
         self.revision = revision
         self.entries = entries.copy()
 
@@ -104,7 +103,7 @@ class PlayedStore:
 
 
 class Listener:
-    """One node's sight of the store: what it was told, and what is on its way to it."""
+    """One node's view of the store, and the changes that are on their way to it."""
 
     def __init__(self, store: PlayedStore, node: str) -> None:
         self.store = store
@@ -374,15 +373,15 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def things_take_their_course(self) -> None:
-        """All hear of everything, and whoever leads does what there is to be done."""
+        """Deliver all changes to all nodes, and let the leaders act."""
         living = [name for name, node in self.nodes.items() if node.alive]
         for _ in range(5):
             self.now += 0.03
             for name in living:
                 self.hears_of_the_run(name, 1000)
             leading = [name for name in living if self.nodes[name].listener.leads()]
-            # Where nobody leads, the youngest is the first to take it: so those who know least have to give way. Who
-            # leaves does not lead any more, as long as there is anybody else.
+            # Without a leader, the youngest node leads first, so that nodes that know least have to give way. A node
+            # that leaves leads only if there is no other.
             heirs = [name for name in living if not self.nodes[name].leaving] or living
             for name in leading or [name for name in heirs if not self.nodes[name].gave_way][-1:] or heirs[:1]:
                 self.leads(name)
@@ -393,7 +392,7 @@ class Run(RuleBasedStateMachine):
     # -- how it happens
 
     def comes(self, place: str) -> str | None:
-        """The id of a new node; None where there are as many as there may be."""
+        """Return the id of a new node; None if there are MAX_NODES."""
         if sum(node.alive for node in self.nodes.values()) == MAX_NODES:
             return None
         self.born += 1
@@ -444,7 +443,7 @@ class Run(RuleBasedStateMachine):
         self.takes_note(name)
 
     def takes_note(self, name: str) -> None:
-        """A node is told of a round, as :class:`~torchelastic.rendezvous.node.RendezvousNode` tells it."""
+        """Let a node note the current round, as :class:`~torchelastic.rendezvous.node.RendezvousNode` does."""
         node = self.nodes[name]
         round = node.listener.run.round
         if round is None or not node.alive:
@@ -484,7 +483,7 @@ class Run(RuleBasedStateMachine):
             listener.membership.keep_silent(peer)
 
     def looks(self, listener: Listener) -> None:
-        """What links, and a second look where they broke, show a leader sooner or later."""
+        """Let a leader note what connections and probes show."""
         assert listener.membership is not None
         for name, node in self.nodes.items():
             if not node.alive:
@@ -582,7 +581,7 @@ class Run(RuleBasedStateMachine):
             return  # a store that had lost it is given it again
         told = [node.told for node in self.nodes.values() if node.alive] + [snapshot.round]
         known = max((round.number for round in told if round is not None), default=0)
-        self.committed = [round for round in self.committed if round.number <= known]  # else nobody knows of it
+        self.committed = [round for round in self.committed if round.number <= known]  # no node knows the others
         self.check_number(new)
         assert snapshot.outcome is None
         assert len(set(new.nodes)) == len(new.nodes)
@@ -612,7 +611,7 @@ class Run(RuleBasedStateMachine):
         self.check_that_those_who_asked_were_told(snapshot)
 
     def check_who_is_left_out(self, new: RoundRecord, snapshot: Snapshot) -> None:
-        """Whose key is on its way back is waited for by newcomers, and by all where the store itself was away."""
+        """Newcomers wait for a member whose key is on its way back; after an absence of the store, all nodes do."""
         if (
             snapshot.round is None
             or snapshot.highest_round_seen > snapshot.round.number
@@ -624,7 +623,7 @@ class Run(RuleBasedStateMachine):
         assert snapshot.now >= snapshot.patient_until or new.reason is RoundReason.RESIZED
 
     def check_what_it_costs(self, new: RoundRecord, snapshot: Snapshot) -> None:
-        """A failure is charged once, a change of membership is free, and nobody joins a run that is about to finish."""
+        """A failure is charged once, a change of membership is free, and no node joins a run that is about to finish."""
         if snapshot.round is None or not snapshot.round.members or snapshot.highest_round_seen > snapshot.round.number:
             return
         if new.reason is RoundReason.WORKER_FAILED:
@@ -642,12 +641,12 @@ class Run(RuleBasedStateMachine):
         return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
 
     def check_number(self, new: RoundRecord) -> None:
-        """No number stands for two rounds as long as anybody is there who knew the first one."""
+        """No number names two rounds while a node is present that knows the first one."""
         for name, node in self.nodes.items():
             assert not (node.alive and node.key) or node.told is None or node.told.number < new.number, name
 
     def check_neighbours(self, new: RoundRecord, snapshot: Snapshot) -> None:
-        """A newcomer stands beside one of its own place, where there is any other in the round."""
+        """A newcomer is next to a node with its topology key, if the round has one."""
         places = [snapshot.peers[node].record.topology_key for node in new.nodes]
         for rank, node in enumerate(new.nodes):
             if node not in snapshot.ranks and places[rank] and places.count(places[rank]) > 1:
@@ -697,7 +696,7 @@ class Run(RuleBasedStateMachine):
     # -- and in the end
 
     def teardown(self) -> None:
-        """Once the faults stop, whoever lives trains together, and then nothing changes any more."""
+        """After the faults, all live nodes train together, and nothing changes any more."""
         for name in [name for name, node in self.nodes.items() if node.alive and node.leaving]:
             self.dies(name)
         for name, node in self.nodes.items():
@@ -716,7 +715,7 @@ class Run(RuleBasedStateMachine):
             self.check_the_end(living)
 
     def is_about_to_finish(self) -> bool:
-        """Whether a worker has ended with 0; whoever is not done yet will be."""
+        """Whether a worker has exited with 0; the others will follow."""
         views = [self.snapshot(name) for name, node in self.nodes.items() if node.alive and node.listener.leads()]
         return any(any(map(snapshot.is_finishing, snapshot.ranks)) for snapshot in views)
 
