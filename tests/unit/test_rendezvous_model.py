@@ -623,7 +623,7 @@ class Run(RuleBasedStateMachine):
         assert snapshot.now >= snapshot.patient_until or new.reason is RoundReason.RESIZED
 
     def check_what_it_costs(self, new: RoundRecord, snapshot: Snapshot) -> None:
-        """A failure is charged once, a change of membership is free, and no node joins a run that is about to finish."""
+        """A failure is charged once, a change of membership is free, and no node joins at the end of a run."""
         if snapshot.round is None or not snapshot.round.members or snapshot.highest_round_seen > snapshot.round.number:
             return
         if new.reason is RoundReason.WORKER_FAILED:
