@@ -14,7 +14,7 @@ from elastic_operator.api.status import JobState, LastFailure
 from elastic_operator.controller.messages import MESSAGE_LIMIT
 from elastic_operator.controller.model import EtcdState, IncompatibleImage, Plan
 from elastic_operator.controller.plan import EXIT_PERIOD, plan
-from elastic_operator.controller.scaling import ENDED_PODS_KEPT, LONGEST_BACK_OFF, back_off
+from elastic_operator.controller.scaling import LONGEST_BACK_OFF, back_off
 from tests.support.builders import (
     NAME,
     NOW,
@@ -96,24 +96,11 @@ CASES = {
     "a pod that was killed is replaced at once": Case(
         TRAINED, a_world(running(0), died(1)), creates=[1], state=JobState.RUNNING
     ),
-    "a pod that left is replaced at once": Case(
-        TRAINED, a_world(running(0), left(1)), creates=[1], state=JobState.RUNNING
-    ),
-    "a pod that is being deleted is replaced while it is still there": Case(
-        TRAINED, a_world(running(0), going(1)), creates=[1], state=JobState.RUNNING
-    ),
-    "a pod that vanished is replaced": Case(TRAINED, a_world(running(0)), creates=[1], state=JobState.RUNNING),
     "the second failure in a row waits for a second": Case(
         TRAINED, a_world(running(0), died(1, failures=1)), wakes_in=1, state=JobState.RUNNING
     ),
     "the tenth waits for a minute": Case(
         TRAINED, a_world(running(0), died(1, failures=9)), wakes_in=60, state=JobState.RUNNING
-    ),
-    "after a healthy time it starts over": Case(
-        TRAINED,
-        a_world(running(0), died(1, failures=9, created=NOW - 62, started=NOW - 61)),
-        creates=[1],
-        state=JobState.RUNNING,
     ),
     "below the minimum the job waits": Case(
         that_trained(a_job(replicas=2, minimum=2)),
@@ -159,12 +146,6 @@ CASES = {
     ),
     "a change of something else is not": Case(
         that_trained(a_job(replicas=2, generation=5)), a_world(running(0), running(1)), state=JobState.RUNNING
-    ),
-    "what is told already is not told again": Case(
-        that_trained(a_job(replicas=3, generation=2)),
-        a_world(running(0), running(1), size=size(3, generation=2)),
-        creates=[2],
-        state=JobState.RUNNING,
     ),
     "a size that lies above the generation is outdone": Case(
         that_trained(a_job(replicas=3, generation=2)),
@@ -224,7 +205,6 @@ CASES = {
     "input that an agent can't honour ends the job, and the other pods at once": Case(
         TRAINED, a_world(died(0, 2), running(1)), removes=[1], wakes_in=EXIT_PERIOD, state=JobState.FAILED
     ),
-    "a job that has finished gets no pod": Case(FINISHED, a_world(succeeded(0)), etcd=False),
     "a job that is being deleted loses its pods": Case(
         replace(TRAINED, deleting=True), a_world(running(0), going(1)), removes=[0]
     ),
@@ -279,9 +259,6 @@ CASES = {
     "an agent of another version that leaves, or knows how the run ended, is understood": Case(
         TRAINED, a_world(running(0), left(1, incompatible_image=STRANGER)), creates=[1], state=JobState.RUNNING
     ),
-    "one that succeeded, too": Case(
-        TRAINED, a_world(succeeded(0, incompatible_image=STRANGER)), etcd=False, state=JobState.SUCCEEDED
-    ),
     "a dead pod that lingers keeps its place's patience until another takes the place": Case(
         TRAINED, a_world(running(0), died(1, failures=1, sidecars_running=True)), wakes_in=1, state=JobState.RUNNING
     ),
@@ -293,13 +270,6 @@ CASES = {
     ),
     "a finished job's pods go where another container still runs": Case(
         FINISHED, a_world(succeeded(0), succeeded(1, sidecars_running=True)), removes=[1], etcd=False
-    ),
-    "so do those of a job that has just finished": Case(
-        TRAINED,
-        a_world(succeeded(0, sidecars_running=True), running(1), outcome=success()),
-        removes=[0],
-        wakes_in=EXIT_PERIOD,
-        state=JobState.SUCCEEDED,
     ),
     "and those of a job that is being deleted": Case(
         replace(TRAINED, deleting=True), a_world(died(0, sidecars_running=True), died(1)), removes=[0], etcd=False
@@ -357,19 +327,6 @@ def test_a_new_pod_does_not_take_the_name_of_one_that_the_agents_were_told_is_go
 
     assert (new.index, new.size.generation) == (1, 3)
     assert new.name != gone
-
-
-def test_a_new_pod_is_told_the_size_and_how_often_its_place_failed() -> None:
-    [successor] = plan(TRAINED, a_world(running(0), died(1)), NOW).create
-
-    assert successor.size == size(2)
-    assert successor.failures == 1
-
-
-def test_a_deleted_pod_of_a_place_that_failed_before_passes_the_count_on_and_adds_nothing() -> None:
-    [successor] = plan(TRAINED, a_world(running(0), going(1, failures=2)), NOW).create
-
-    assert successor.failures == 2
 
 
 def test_a_place_without_a_failure_for_a_while_starts_over_however_often_its_pods_were_deleted() -> None:
@@ -492,17 +449,6 @@ def test_what_was_deleted_when_it_was_not_wanted_keeps_no_place_waiting() -> Non
     assert [pod.failures for pod in plan(job, a_world(*lost), NOW).create] == [1, 0, 0]
 
 
-def test_back_off_doubles_from_nothing_to_a_minute() -> None:
-    assert [back_off(failures) for failures in range(1, 10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert back_off(10**6) == LONGEST_BACK_OFF
-
-
-def test_a_node_whose_clock_is_ahead_delays_no_replacement() -> None:
-    dead = died(0, started=NOW + 3590, ended=NOW + 3600)
-    made = plan(that_trained(a_job(replicas=1)), a_world(dead), NOW)
-    assert [pod.index for pod in made.create] == [0]
-
-
 def test_an_end_that_lies_in_the_future_keeps_nothing_waiting() -> None:
     over = with_status(TRAINED, state=JobState.SUCCEEDED, completed=NOW + 3600)
     cleared = plan(over, a_world(running(0)), NOW)
@@ -510,21 +456,6 @@ def test_an_end_that_lies_in_the_future_keeps_nothing_waiting() -> None:
 
 
 # -- charges
-
-
-def test_a_death_is_charged_once_and_a_leave_never() -> None:
-    world = a_world(died(0), left(1), going(2))
-    first = plan(that_trained(a_job(replicas=3)), world, NOW).status
-    assert first is not None
-    assert first.pod_failures == 1
-    assert first.counted_pod_uids == {died(0).uid, left(1).uid, going(2).uid}
-    assert first.last_failure == LastFailure(
-        f"{died(0).name} was killed by SIGKILL", pod=died(0).name, signal="SIGKILL", time=NOW
-    )
-
-    second = plan(replace(that_trained(a_job(replicas=3)), status=first), world, NOW)
-    assert second.status is None
-    assert second.events == ()
 
 
 def test_what_is_gone_is_forgotten_with_the_next_write_and_not_before() -> None:
@@ -578,23 +509,7 @@ def test_more_deaths_than_restarts_are_allowed_fail_the_job() -> None:
     assert made.create == ()
 
 
-def test_as_many_deaths_as_restarts_are_allowed_do_not() -> None:
-    job = that_trained(a_job(replicas=2, backoff_limit=3), pod_failures=2)
-
-    assert [pod.index for pod in plan(job, a_world(running(0), died(1)), NOW).create] == [1]
-
-
 # -- history
-
-
-def test_a_few_ended_pods_are_kept_for_their_logs_and_older_ones_go() -> None:
-    ended = [died(index, ended=NOW - 100 + index, started=NOW - 200) for index in range(5)]
-    alive = [running(index, after=ended[index]) for index in range(5)]
-    job = that_trained(a_job(replicas=5, maximum=5), counted_pod_uids=frozenset(pod.uid for pod in ended))
-    removed = [removal.name for removal in plan(job, a_world(*ended, *alive), NOW).remove]
-
-    assert removed == [ended[1].name, ended[0].name]
-    assert len(ended) - len(removed) == ENDED_PODS_KEPT
 
 
 def test_an_ended_pod_is_kept_until_it_has_a_successor() -> None:
@@ -607,23 +522,7 @@ def test_an_ended_pod_is_kept_until_it_has_a_successor() -> None:
     assert made.remove[0].uid != waiting.uid
 
 
-def test_pods_of_a_finished_job_stay_for_their_logs() -> None:
-    assert plan(FINISHED, a_world(*(succeeded(index) for index in range(9))), NOW).remove == ()
-
-
 # -- the end
-
-
-def test_agents_that_do_not_end_by_themselves_are_removed_and_then_the_store_goes() -> None:
-    finished = plan(TRAINED, a_world(running(0), succeeded(1), outcome=success()), NOW).status
-    assert finished is not None
-    job = replace(TRAINED, status=finished)
-    patient = plan(job, a_world(running(0), succeeded(1)), NOW + EXIT_PERIOD - 1)
-    at_last = plan(job, a_world(running(0), succeeded(1)), NOW + EXIT_PERIOD)
-
-    assert (patient.remove, patient.etcd, patient.wake_at) == ((), True, NOW + EXIT_PERIOD)
-    assert [removal.name for removal in at_last.remove] == [running(0).name]
-    assert (at_last.etcd, at_last.wake_at) == (False, None)
 
 
 def test_success_is_said_in_conditions_and_an_event() -> None:
@@ -651,19 +550,6 @@ def test_failure_names_its_root_cause() -> None:
     assert told(made) == {EventReason.FAILED: f"failed: {cause}"}
 
 
-def test_a_worker_that_was_killed_is_named_by_its_signal() -> None:
-    record = FailureRecord(round=1, rank=0, local_rank=0, node="digits-0.7f", exit_code=-9)
-    made = plan(TRAINED, a_world(running(0), outcome=failure(record=record)), NOW)
-
-    assert condition(made.status, ConditionType.FAILED).message == "rank 0 on digits-0 was killed by SIGKILL"
-
-
-def test_the_agents_own_words_on_a_failure_stand_as_they_are() -> None:
-    made = plan(TRAINED, a_world(running(0), outcome=failure("no more nodes came within 600 s")), NOW)
-
-    assert condition(made.status, ConditionType.FAILED).message == "no more nodes came within 600 s"
-
-
 def test_of_several_agents_that_tell_of_a_failure_the_first_is_quoted() -> None:
     world = a_world(died(0, 1, message=says("second"), ended=NOW), died(1, 1, message=says("first"), ended=NOW - 1))
 
@@ -677,24 +563,7 @@ def test_refused_input_is_quoted() -> None:
     assert (failed.reason, failed.message) == (Reason.BAD_INPUT, "--nnodes is not a number")
 
 
-def test_the_status_of_a_finished_job_follows_its_last_pods() -> None:
-    finished = plan(TRAINED, a_world(running(0), running(1), outcome=success()), NOW).status
-    assert finished is not None
-    assert (finished.replicas, finished.ready_replicas) == (2, 2)
-    left_over = plan(replace(TRAINED, status=finished), a_world(succeeded(0), running(1)), NOW).status
-
-    assert left_over is not None
-    assert (left_over.replicas, left_over.ready_replicas, left_over.state) == (1, 1, JobState.SUCCEEDED)
-
-
 # -- status and conditions
-
-
-def test_the_status_counts_what_will_be_there() -> None:
-    status = plan(that_trained(a_job(replicas=3)), a_world(running(0), died(1), unready(2)), NOW).status
-
-    assert status is not None
-    assert (status.replicas, status.ready_replicas, status.desired) == (3, 1, 3)
 
 
 def test_the_status_speaks_of_the_generation_that_its_own_write_makes() -> None:

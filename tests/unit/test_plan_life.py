@@ -17,9 +17,8 @@ from elastic_operator.api.spec import (
     GangScheduler,
     SchedulingSpec,
 )
-from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure
+from elastic_operator.api.status import Condition, JobState, LastFailure
 from elastic_operator.controller.applied_spec import with_applied_spec
-from elastic_operator.controller.failures import EXCLUDED_NODES_KEPT
 from elastic_operator.controller.model import EtcdState, Plan
 from elastic_operator.controller.plan import EXIT_PERIOD, plan
 from elastic_operator.controller.snapshot import PATIENCE
@@ -51,7 +50,6 @@ from tests.support.builders import (
     turned_away,
     with_spec,
     with_spec_applied,
-    with_status,
 )
 from torchelastic.protocol import FailureRecord, ResumeRecord, RunState, TimeBreakdown
 
@@ -177,9 +175,6 @@ CASES = {
         a_world(going(0)),
         state=JobState.SUSPENDED,
     ),
-    "one that never trained is pending again": Case(
-        that_rests(a_job(), started=None, round=0), NO_STORE, creates=[0, 1], state=JobState.PENDING
-    ),
     "nobody's deadline runs while the job is suspended": Case(
         that_trained(a_job(suspend=True, active_deadline=60), active=NOW - 60),
         a_world(running(0)),
@@ -190,31 +185,13 @@ CASES = {
     "a job that another manages is left alone": Case(
         that_trained(a_job(managed_by="kueue.x-k8s.io/multikueue")), a_world(died(0), outcome=success())
     ),
-    "also when it is being deleted": Case(
-        a_job(managed_by="kueue.x-k8s.io/multikueue", deleting=True), a_world(running(0))
-    ),
     # -- what pods cost
-    "a pod that ran out of memory is charged": Case(
-        that_trained(a_job()), a_world(running(0), out_of_memory(1)), creates=[1], state=JobState.RUNNING, charges=1
-    ),
     "exit code 0 wins over that": Case(
         that_trained(a_job()),
         a_world(replace(succeeded(1), reasons=frozenset({"OOMKilled"})), running(0)),
         state=JobState.SUCCEEDED,
         reason=Reason.RUN_SUCCEEDED,
         wakes_in=EXIT_PERIOD,
-    ),
-    "an evicted pod is not": Case(
-        that_trained(a_job()), a_world(running(0), evicted(1)), creates=[1], state=JobState.RUNNING
-    ),
-    "nor is one that is preempted": Case(
-        that_trained(a_job()), a_world(running(0), preempted(1)), creates=[1], state=JobState.RUNNING
-    ),
-    "nor one that its node turns away": Case(
-        that_trained(a_job()), a_world(running(0), turned_away(1)), creates=[1], state=JobState.RUNNING
-    ),
-    "nor one whose node is lost, though it stays Terminating for ever": Case(
-        that_trained(a_job()), a_world(running(0), lost(1)), creates=[1], state=JobState.RUNNING
     ),
     "one that its node turns away again and again is not replaced in a hot loop": Case(
         that_trained(a_job()), a_world(running(0), turned_away(1, failures=3)), wakes_in=4, state=JobState.RUNNING
@@ -633,15 +610,6 @@ def test_that_pods_were_seen_is_remembered_with_the_next_write_and_is_none_of_it
     )
 
 
-def test_replacements_in_a_resumed_job_know_what_came_before_too_but_not_those_in_others() -> None:
-    resumed = followed(that_rests(a_job()), NO_STORE)
-    [successor] = plan(resumed, a_world(running(0), died(1)), NOW).create
-    assert successor.resume == ResumeRecord(round=5, restarts=2, uncharged_restarts=3)
-
-    [successor] = plan(that_trained(a_job(), restarts=2), a_world(running(0), died(1)), NOW).create
-    assert successor.resume is None
-
-
 def test_the_pods_of_a_job_that_was_suspended_before_it_had_any_are_told_for_how_long_it_was() -> None:
     rests = followed(a_job(suspend=True), NO_STORE)
     made = plan(replace(a_job(), status=rests.status), NO_STORE, NOW + 60)
@@ -841,36 +809,6 @@ def test_nodes_are_kept_away_from_where_a_rule_says_so() -> None:
     assert EventReason.NODE_EXCLUDED not in told(again)
 
 
-def test_of_many_excluded_nodes_the_first_are_forgiven() -> None:
-    rules = (on_reasons(FailureAction.COUNT, "OOMKilled", exclude=True),)
-    known = tuple(f"node-{number}" for number in range(EXCLUDED_NODES_KEPT))
-    job = that_trained(a_job(failure_rules=rules), excluded_nodes=known)
-    status = plan(job, a_world(running(0), out_of_memory(1, node="new")), NOW).status
-
-    assert status is not None
-    assert status.excluded_nodes == (*known[1:], "new")
-
-
-def test_a_death_that_is_charged_by_the_policy_is_charged_once() -> None:
-    job = that_trained(a_job(failure_rules=(on_disruption(FailureAction.COUNT),)))
-    first = followed(job, a_world(running(0), preempted(1)))
-    second = plan(first, a_world(running(0), replace(evicted(1), terminating=True)), NOW)
-
-    assert first.status.pod_failures == 1
-    assert second.events == ()
-    assert second.status is None or second.status.pod_failures == 1
-
-
-def test_the_worker_for_which_the_run_failed_is_the_last_failure() -> None:
-    record = FailureRecord(round=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=-9)
-    status = plan(that_trained(a_job()), a_world(running(0), outcome=failure(record=record)), NOW).status
-
-    assert status is not None
-    assert status.last_failure == LastFailure(
-        "rank 3 on digits-2-abcde was killed by SIGKILL", pod="digits-2-abcde", rank=3, signal="SIGKILL", time=NOW
-    )
-
-
 @pytest.mark.parametrize(
     ("message", "exit_code", "told"),
     [
@@ -882,6 +820,7 @@ def test_the_worker_for_which_the_run_failed_is_the_last_failure() -> None:
         ),
         ("ValueError: no", 1, "rank 3 on digits-2-abcde exited with ValueError: no"),
         ("", 3, "rank 3 on digits-2-abcde exited with code 3"),
+        ("", -9, "rank 3 on digits-2-abcde was killed by SIGKILL"),
     ],
 )
 def test_what_was_killed_for_want_of_memory_is_said_to_be(message: str, exit_code: int, told: str) -> None:
@@ -893,13 +832,6 @@ def test_what_was_killed_for_want_of_memory_is_said_to_be(message: str, exit_cod
     assert status is not None
     assert status.last_failure is not None
     assert status.last_failure.message == told
-
-
-def test_free_restarts_are_counted_and_never_fall() -> None:
-    pods = (running(0), running(1))
-    counted = followed(that_trained(a_job()), a_world(*pods, round=a_round(*pods, number=3, free=2)))
-    assert counted.status.uncharged_restarts == 2
-    assert plan(counted, a_world(*pods), NOW).status is None
 
 
 @pytest.mark.parametrize("ended", ["outcome", "word"])
@@ -985,18 +917,3 @@ def test_of_a_store_that_may_not_be_read_enough_pods_are_all_that_is_known() -> 
     assert (known.status, known.message) == (True, "enough pods are there; the rest only they know")
     unreachable = condition(status, ConditionType.STORE_UNREACHABLE)
     assert (unreachable.status, unreachable.reason) == (True, Reason.NOT_ALLOWED)
-
-
-def test_what_holds_while_a_job_was_suspended_is_taken_back() -> None:
-    job = followed(replace(with_spec_applied(a_job()), spec=a_job(args=("new.py",)).spec), a_world(running(0)))
-    rests = followed(replace(job, spec=a_job(args=("new.py",), suspend=True).spec), a_world(running(0)))
-    assert condition(rests.status, ConditionType.RESTART_REQUIRED).status is False
-
-
-def test_the_pin_of_a_job_that_never_had_one_binds_from_now_on() -> None:
-    job = that_had_pods(a_job(args=("train.py",)))
-    status: JobStatus | None = plan(job, a_world(running(0), running(1)), NOW).status
-
-    assert status is not None
-    assert status.applied_spec == job.spec.applied
-    assert with_status(job, applied_spec=status.applied_spec).status.applied_spec == AppliedSpec(args=("train.py",))

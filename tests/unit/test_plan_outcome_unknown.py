@@ -101,17 +101,6 @@ def test_it_waits_for_pods_that_are_still_going_and_then_the_whole_time_for_the_
     assert (waits.create, waits.wake_at) == ((), NOW + 101 + PATIENCE)
 
 
-def test_with_the_same_store_it_continues_as_soon_as_that_was_read() -> None:
-    job = replace(resumed_too_soon(), spec=a_job(etcd=OLD, args=("new.py",)).spec)
-    job, _ = carried_out(job, AWAY, NOW + 11)
-    assert with_applied_spec(job).spec.args == ()
-    job, stops = carried_out(job, a_world(), NOW + 12)
-    assert (stops.create, stops.wake_at) == ((), NOW + 12.1)
-    job, goes_on = carried_out(job, a_world(), NOW + 12.1)
-    assert [pod.index for pod in goes_on.create] == [0, 1]
-    assert with_applied_spec(job, goes_on).spec.args == ("new.py",)
-
-
 # -- suspended
 
 
@@ -200,12 +189,6 @@ def test_a_pod_that_gave_up_on_its_store_costs_nothing_and_is_the_last_failure()
     assert status.last_failure is not None
     assert (status.pod_failures, status.last_failure.exit_code) == (0, 3)
     assert status.last_failure.message.endswith("gave up on the store")
-
-
-def test_one_that_its_store_refused_is_charged() -> None:
-    status = plan(with_spec_applied(a_job()), a_world(running(0), died(1, 5)), NOW).status
-    assert status is not None
-    assert status.pod_failures == 1
 
 
 # -- what is said of the spec

@@ -335,13 +335,6 @@ def test_a_word_that_cannot_be_is_not_believed(told: TimeBreakdown) -> None:
     assert status.time_breakdown == TimeBreakdown(until=NOW + 30, seconds={RunState.WAITING: 30.0})
 
 
-def test_a_leaders_clock_that_is_ahead_adds_nothing() -> None:
-    told = TimeBreakdown(until=NOW + 32.5, seconds={RunState.TRAINING: 32.5})
-    status = plan(with_spec_applied(a_job()), a_world(time_breakdown=told, outcome=success()), NOW + 30).status
-    assert status is not None
-    assert status.time_breakdown == told
-
-
 # -- what is kept
 
 

@@ -108,32 +108,9 @@ def test_the_size_travels_as_the_record_that_the_store_would_have() -> None:
     assert env[Env.CHECKPOINT_DIR] == "/checkpoints/digits/1"
 
 
-def test_the_agents_learn_which_job_theirs_is_and_when_it_was_made() -> None:
-    env = agent_command(replace(a_job(), created=1_700_000_000.25), POD, HERE).env
-
-    assert env[Env.JOB] == "default/digits"
-    assert float(env[Env.JOB_CREATED]) == 1_700_000_000.25
-
-
-def test_what_is_known_only_later_is_left_to_others() -> None:
-    elsewhere = replace(HERE, address=None, metrics_port=None)
-    env = agent_command(a_job(), POD, elsewhere).env
-
-    assert Env.NODE_ADDRESS not in env
-    assert Env.METRICS_PORT not in env
-
-
 def test_every_variable_that_is_given_is_reserved() -> None:
     resumed = replace(POD, resume=ResumeRecord(round=1))
     assert set(agent_command(a_job(), resumed, HERE).env) == RESERVED
-
-
-def test_a_run_that_was_suspended_is_gone_on_with() -> None:
-    resume = ResumeRecord(round=12, restarts=3, uncharged_restarts=5)
-    env = agent_command(a_job(), replace(POD, resume=resume), HERE).env
-
-    assert decode(env[Env.RESUME].encode(), ResumeRecord) == resume
-    assert Env.RESUME not in agent_command(a_job(), POD, HERE).env
 
 
 def exit_rule(action: FailureAction, *codes: int, negated: bool = False) -> FailureRule:
@@ -218,19 +195,6 @@ def test_another_launcher_takes_the_place_of_the_first_words() -> None:
     started = agent_command(a_job(args=("x.py",)), POD, replace(HERE, launcher=launcher))
 
     assert started.argv == (*launcher, "x.py")
-
-
-def test_the_agent_is_told_the_notice_that_fits_into_the_pods_time_to_end(tmp_path: Path) -> None:
-    (script := tmp_path / "train.py").touch()
-    job = a_job(args=(str(script),), template=pod_template(terminationGracePeriodSeconds=120))
-    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
-
-    assert ending_of(job.spec).period == 120
-    assert settings.rendezvous.notice + settings.stop_grace + 25 == 120
-    by_itself = as_the_agent_reads_it(agent_command(a_job(args=(str(script),)), POD, HERE))
-    assert by_itself.rendezvous.notice + by_itself.stop_grace < ending_of(a_job().spec).period
-    days = a_job(args=(str(script),), template=pod_template(terminationGracePeriodSeconds=1_000_000))
-    assert as_the_agent_reads_it(agent_command(days, POD, HERE)).rendezvous.notice == 86_400
 
 
 def template(**container: object) -> dict[str, object]:
