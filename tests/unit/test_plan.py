@@ -129,9 +129,6 @@ CASES = {
         tells=size(1, generation=2, going=tuple(sorted([running(1).name, running(2).name]))),
         state=JobState.RUNNING,
     ),
-    "pods that sit on other places than the first ones are left there": Case(
-        TRAINED, a_world(running(1), running(3)), state=JobState.RUNNING
-    ),
     "the lowest empty places are filled": Case(
         that_trained(a_job(replicas=4)),
         a_world(running(1, size=size(4)), running(3, size=size(4))),
@@ -190,12 +187,6 @@ CASES = {
     "an agent's word for success is as good": Case(
         TRAINED, a_world(succeeded(0), running(1)), wakes_in=EXIT_PERIOD, state=JobState.SUCCEEDED
     ),
-    "also when its pod is being deleted": Case(
-        TRAINED,
-        a_world(replace(succeeded(0), terminating=True), store_read=False),
-        etcd=False,
-        state=JobState.SUCCEEDED,
-    ),
     "and its word for failure": Case(
         TRAINED, a_world(died(0, 1, message=says("no")), died(1)), etcd=False, state=JobState.FAILED
     ),
@@ -230,13 +221,6 @@ CASES = {
     "but pods that live keep theirs": Case(
         TRAINED,
         replace(a_world(running(0), store_read=False, rejected="no"), etcd=EtcdState.ABSENT),
-        state=JobState.RUNNING,
-    ),
-    "and there can still be fewer of them": Case(
-        that_trained(a_job(replicas=1, generation=2)),
-        a_world(running(0), running(1), rejected="no such volume"),
-        removes=[1],
-        tells=size(1, generation=2, going=(running(1).name,)),
         state=JobState.RUNNING,
     ),
     "what could not be made for now is planned all the same": Case(
@@ -349,17 +333,6 @@ def test_the_time_that_a_place_was_kept_waiting_was_not_healthy() -> None:
     made = plan(that_trained(a_job(replicas=2)), a_world(running(0), dead), NOW)
 
     assert (made.create, made.wake_at) == ((), NOW + LONGEST_BACK_OFF)
-
-
-@pytest.mark.parametrize("terminating", [False, True])
-def test_a_place_keeps_waiting_though_somebody_deletes_the_remains_of_what_failed_there(terminating: bool) -> None:
-    dead = died(1, failures=4, ended=NOW - 1, terminating=terminating)
-    job = that_trained(a_job(), counted_pod_uids=frozenset({dead.uid}))
-    made = plan(job, a_world(running(0), dead), NOW)
-    assert (made.create, made.wake_at) == ((), NOW - 1 + back_off(5))
-
-    deleted = left(1, failures=4, terminating=True)
-    assert [pod.failures for pod in plan(job, a_world(running(0), deleted), NOW).create] == [4]
 
 
 def test_a_place_whose_pods_are_asked_to_leave_by_nobody_knows_whom_waits_longer_each_time_and_nobody_is_charged() -> (
@@ -479,17 +452,6 @@ def test_a_pod_that_was_to_go_and_stays_after_all_is_no_longer_accounted_for() -
     status = plan(sent_away, replace(world, size=size(1, generation=2)), NOW).status
 
     assert status == settled
-
-
-def test_agents_that_never_reached_the_store_are_charged_to_nobody_and_come_back_later_each_time() -> None:
-    job = that_had_pods(a_job(replicas=4, backoff_limit=0))
-    gave_up = [died(index, 3, failures=2, message=says("etcd:2379 cannot be reached")) for index in range(4)]
-    made = plan(job, a_world(*gave_up), NOW)
-
-    assert made.status is not None
-    assert (made.status.state, made.status.pod_failures) == (JobState.PENDING, 0)
-    assert (made.create, made.wake_at) == ((), NOW + back_off(3))
-    assert {(event.reason, event.warning) for event in made.events} == {(EventReason.POD_DIED, True)}
 
 
 def test_more_deaths_than_restarts_are_allowed_fail_the_job() -> None:
@@ -642,16 +604,6 @@ def test_waiting_tells_the_causes_that_the_cluster_gives() -> None:
         f"be pulled: not found; {pending(1).name} is not ready yet: unschedulable; {unready(3).name} and {new} have "
         "not joined yet"
     )
-
-
-def test_many_causes_are_not_all_told_but_all_pods_are() -> None:
-    job = that_had_pods(a_job(minimum=6, replicas=6, maximum=6))
-    world = a_world(*(pending(index, waiting=f"cause {index}" * 1000) for index in range(6)))
-    message = condition(plan(job, world, NOW).status, ConditionType.WAITING).message
-
-    assert all(pending(index).name in message for index in range(6))
-    assert [f"cause {index}" in message for index in range(6)] == [True] * 3 + [False] * 3
-    assert len(message) <= MESSAGE_LIMIT
 
 
 def test_what_hinders_new_pods_is_said_and_told_once() -> None:

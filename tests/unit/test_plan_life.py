@@ -51,7 +51,7 @@ from tests.support.builders import (
     with_spec,
     with_spec_applied,
 )
-from torchelastic.protocol import FailureRecord, ResumeRecord, RunState, TimeBreakdown
+from torchelastic.protocol import FailureRecord, ResumeRecord
 
 if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed
@@ -149,22 +149,6 @@ CASES = {
         a_world(store_read=False),
         state=JobState.SUSPENDED,
         wakes_in=PATIENCE,
-    ),
-    "until that is read": Case(
-        with_spec_applied(a_job(suspend=True)),
-        a_world(outcome=success()),
-        state=JobState.SUCCEEDED,
-        reason=Reason.RUN_SUCCEEDED,
-        etcd=False,
-    ),
-    "or is known to be lost": Case(
-        with_spec_applied(a_job(suspend=True)), NO_STORE, state=JobState.SUSPENDED, etcd=False
-    ),
-    "one that only just comes up, for a job that has not trained, is not kept": Case(
-        that_had_pods(a_job(suspend=True)),
-        replace(a_world(store_read=False), etcd=EtcdState.STARTING),
-        state=JobState.SUSPENDED,
-        etcd=False,
     ),
     "a finished job is not suspended": Case(finished(suspend=True), a_world(succeeded(0)), etcd=False),
     "a resumed job gets its pods at once, without waiting for its store": Case(
@@ -287,31 +271,12 @@ CASES = {
         state=JobState.RUNNING,
         wakes_in=PATIENCE,
     ),
-    "and where the operator was away for long": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 6000),
-        a_world(running(0), running(1), store_read=False),
-        state=JobState.RUNNING,
-    ),
     "but a store that cannot be read for a minute is not waited for any longer": Case(
         that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE),
         a_world(store_read=False, store_error="connection refused"),
         state=JobState.FAILED,
         reason=Reason.DEADLINE_EXCEEDED,
         etcd=False,
-    ),
-    "nor is one that does not start": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE),
-        replace(a_world(running(0), running(1), store_read=False), etcd=EtcdState.STARTING),
-        removes=[0, 1],
-        state=JobState.FAILED,
-        reason=Reason.DEADLINE_EXCEEDED,
-        wakes_in=EXIT_PERIOD,
-    ),
-    "it is within that minute": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE + 1),
-        a_world(running(0), running(1), store_read=False, store_error="connection refused"),
-        state=JobState.RUNNING,
-        wakes_in=1,
     ),
     "a store that was read before and is away now delays nothing": Case(
         that_trained(a_job(active_deadline=60), active=NOW - 60),
@@ -322,34 +287,6 @@ CASES = {
         wakes_in=EXIT_PERIOD,
     ),
     # -- what died before the store was read
-    "a death is not judged before the store has said whether the run had ended": Case(
-        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
-        a_world(died(0), store_read=False),
-        state=JobState.WAITING,
-        wakes_in=PATIENCE,
-    ),
-    "nor does it fail the job by rule": Case(
-        that_trained(a_job(replicas=1, failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),))),
-        a_world(out_of_memory(0), store_read=False),
-        state=JobState.WAITING,
-        wakes_in=PATIENCE,
-    ),
-    "when it has, it is": Case(
-        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
-        a_world(died(0)),
-        state=JobState.FAILED,
-        reason=Reason.POD_FAILURES,
-        charges=1,
-        etcd=False,
-    ),
-    "and so it is a minute after it happened, where the store cannot be read": Case(
-        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
-        a_world(died(0, ended=NOW - PATIENCE), store_read=False, store_error="connection refused"),
-        state=JobState.FAILED,
-        reason=Reason.POD_FAILURES,
-        charges=1,
-        etcd=False,
-    ),
     "nor is a store waited for that only just comes up for a job that has not trained": Case(
         that_had_pods(a_job(minimum=1, replicas=1, backoff_limit=0)),
         replace(a_world(died(0), store_read=False), etcd=EtcdState.STARTING),
@@ -423,13 +360,6 @@ CASES = {
         creates=[0, 1, 2],
         state=JobState.PENDING,
         min_member=2,
-    ),
-    "its group goes with the end": Case(
-        that_trained(a_job(scheduling=GANG, disruption_budget=True)),
-        a_world(succeeded(0), outcome=success()),
-        state=JobState.SUCCEEDED,
-        reason=Reason.RUN_SUCCEEDED,
-        etcd=False,
     ),
     "and while the job is suspended": Case(
         that_rests(a_job(suspend=True, scheduling=GANG, disruption_budget=True)),
@@ -530,37 +460,6 @@ def test_what_was_counted_outlives_the_suspension_and_is_given_to_the_pods() -> 
     assert resumed.status.active == NOW + 60
 
 
-def test_a_run_that_ended_before_a_suspension_that_nobody_saw_is_not_trained_again() -> None:
-    away = a_world(store_read=False)
-    held = followed(with_spec_applied(a_job(suspend=True)), away)
-    suspended = condition(held.status, ConditionType.SUSPENDED)
-    unknown = "whether the run has ended is not known while the store cannot be read"
-    assert (suspended.status, suspended.reason, suspended.message) == (False, Reason.STORE_UNREADABLE, unknown)
-    assert held.status.applied_spec == held.spec.applied
-
-    resumed = replace(held, spec=a_job(etcd=EtcdSpec(endpoint="another:2379")).spec, generation=2)
-    waits = plan(resumed, away, NOW)
-    assert (waits.create, with_applied_spec(resumed, waits).spec.etcd) == ((), EtcdSpec())
-    for job in (held, resumed, replace(resumed, status=waits.status)):
-        over = plan(job, a_world(outcome=success()), NOW).status
-        assert over is not None
-        assert over.state is JobState.SUCCEEDED
-
-
-def test_a_store_that_stays_unreadable_keeps_no_job_from_coming_to_rest() -> None:
-    away = a_world(store_read=False, store_error="connection refused")
-    held = followed(with_spec_applied(a_job(suspend=True)), away)
-    again = plan(held, away, NOW + PATIENCE - 1)
-    assert (again.status, again.events, again.etcd, again.wake_at) == (None, (), True, NOW + PATIENCE)
-
-    rests = plan(held, away, NOW + PATIENCE)
-    assert rests.etcd is False
-    assert condition(rests.status, ConditionType.SUSPENDED).status is True
-    assert rests.status is not None
-    assert (rests.status.applied_spec, rests.status.size_generation) == (None, 0)
-    assert condition(rests.status, ConditionType.WAITING).status is False
-
-
 @pytest.mark.parametrize("job", [a_job(), that_rests(a_job())], ids=["new", "resumed"])
 def test_pods_that_were_not_taken_leave_no_doubt_about_how_the_run_ended(job: Job) -> None:
     external = replace(job, spec=msgspec.structs.replace(job.spec, etcd=EtcdSpec(endpoint="etcd:2379")))
@@ -608,15 +507,6 @@ def test_that_pods_were_seen_is_remembered_with_the_next_write_and_is_none_of_it
         "whether the run has ended is not known while the store cannot be read; no pod is started until it can be "
         "read; cannot be reached"
     )
-
-
-def test_the_pods_of_a_job_that_was_suspended_before_it_had_any_are_told_for_how_long_it_was() -> None:
-    rests = followed(a_job(suspend=True), NO_STORE)
-    made = plan(replace(a_job(), status=rests.status), NO_STORE, NOW + 60)
-
-    record = ResumeRecord(time_breakdown=TimeBreakdown(until=NOW + 60, seconds={RunState.SUSPENDED: 60.0}))
-    assert [pod.resume for pod in made.create] == [record, record]
-    assert told(made) == {EventReason.RESUMED: "resumed"}
 
 
 def test_the_round_before_a_suspension_is_not_taken_for_training() -> None:
@@ -689,17 +579,6 @@ def test_a_change_that_could_not_be_meant_says_so_while_it_waits_and_stops_nothi
 
     assert [pod.index for pod in made.create] == [1]
     assert "as it stands, it could not be resumed: " in condition(made.status, ConditionType.RESTART_REQUIRED).message
-
-
-def test_it_takes_effect_on_resumption() -> None:
-    rests = replace(
-        followed(with_spec_applied(a_job(suspend=True, args=("old.py",))), NO_STORE), spec=a_job(args=("new.py",)).spec
-    )
-    made = plan(rests, NO_STORE, NOW)
-
-    assert with_applied_spec(rests, made).spec.args == ("new.py",)
-    assert made.status is not None
-    assert not any(each.type == ConditionType.RESTART_REQUIRED for each in made.status.conditions)
 
 
 def test_pods_that_were_never_asked_to_go_stay_what_they_are_when_the_job_is_resumed() -> None:
@@ -847,20 +726,6 @@ def test_what_is_first_seen_when_the_job_has_ended_is_counted_all_the_same(ended
     assert (status.round, status.restarts, status.uncharged_restarts) == (3, 1, 2)
     assert status.last_failure is not None
     assert status.last_failure.rank == 3
-
-
-def test_an_ending_by_the_operator_keeps_what_came_with_it() -> None:
-    pods = (running(0), running(1))
-    job = that_trained(a_job(active_deadline=60), active=NOW - 60)
-    late = plan(job, a_world(*pods, round=a_round(*pods, number=9, restarts=7, free=3)), NOW).status
-    assert late is not None
-    assert (late.state, late.round, late.restarts, late.uncharged_restarts) == (JobState.FAILED, 9, 7, 3)
-
-    rules = (on_reasons(FailureAction.FAIL_JOB, "OOMKilled", exclude=True),)
-    fatal = a_world(running(0), out_of_memory(1, node="node-2"))
-    status = plan(that_trained(a_job(failure_rules=rules)), fatal, NOW).status
-    assert status is not None
-    assert (status.state, status.excluded_nodes) == (JobState.FAILED, ("node-2",))
 
 
 # -- the end

@@ -165,24 +165,6 @@ def test_each_second_from_a_jobs_creation_to_its_end_is_counted_once(
     assert life.last.report.time_breakdown == life.status.time_breakdown
 
 
-def test_all_pods_of_one_life_are_told_the_same() -> None:
-    life = Life()
-    life.passes(60, RunState.TRAINING)
-    life.is_counted()
-    life.is_suspended(5)
-    life.passes(100, RunState.SUSPENDED)
-    life.is_resumed()
-    first = life.resume
-    assert first is not None
-    assert first.time_breakdown is not None
-    assert first.time_breakdown.seconds == {RunState.TRAINING: 60, RunState.STOPPING: 5, RunState.SUSPENDED: 100}
-    life.now += 500
-    life.is_counted()
-    life.pods = life.pods[:1]
-    life.plan()
-    assert [new.resume for new in life.last.create] == [first]
-
-
 def test_while_a_job_runs_or_rests_nothing_is_written_for_the_sake_of_its_time() -> None:
     life = Life()
     life.passes(10, RunState.TRAINING)
