@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.api.legacy import modern, objection
-from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec
-from elastic_operator.api.template import program_of, worker_container
+from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec, program_of, worker_container
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.plan import plan
 from elastic_operator.kubernetes.backend import job_of

@@ -20,8 +20,9 @@ from elastic_operator.api.spec import (
     PortRange,
     RendezvousSpec,
     SchedulingSpec,
+    program_of,
+    user_env,
 )
-from elastic_operator.api.template import program_of, user_env
 from elastic_operator.api.validation import RESERVED, problem_of
 from elastic_operator.controller.model import NewPod
 from elastic_operator.resources.agent_command import AgentCommand, Surroundings, agent_command, ending_of, resolved

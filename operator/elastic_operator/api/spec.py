@@ -7,12 +7,14 @@ The CRD (crds/elasticjob.yaml) defines what is allowed. These structs decode a m
 from __future__ import annotations
 
 import enum
+import posixpath
 from collections.abc import Mapping
 from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from elastic_operator.api.legacy import modern, objection
+from elastic_operator.api.json_access import listing, mappings
+from elastic_operator.api.legacy import WORKER, modern, objection
 
 GROUP: Final = "elastic.pytorch.org"
 VERSION: Final = "v1alpha1"
@@ -23,6 +25,9 @@ Json = Mapping[str, Any]
 
 MANAGER: Final = f"{GROUP}/elastic-operator"
 """The value of ``spec.managedBy`` for jobs of this operator, and its default."""
+
+NEVER: Final = "Never"
+"""The restart policy of every pod: only the operator replaces pods."""
 
 
 class CleanPodPolicy(enum.StrEnum):
@@ -273,3 +278,32 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         values = {name: getattr(applied, name) for name in AppliedSpec.__struct_fields__}
         # A spec with an objection is never applied.
         return msgspec.structs.replace(self, objection=None, **values)
+
+
+# The CRD leaves the template opaque, so any value in it may have an unexpected type.
+
+
+def worker_container(spec: AppliedSpec) -> Json:
+    """The template's container ``worker``; an empty one if the template has none."""
+    containers = mappings(spec.template, "spec", "containers")
+    return next((container for container in containers if container.get("name") == WORKER), {})
+
+
+def mounted_folders(container: Json) -> frozenset[str]:
+    """The folders of a container with volumes."""
+    paths = (mount.get("mountPath") for mount in mappings(container, "volumeMounts"))
+    return frozenset(posixpath.normpath(path) for path in paths if isinstance(path, str) and path)
+
+
+def program_of(spec: AppliedSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The command and the arguments, from the spec or from the template's container ``worker``."""
+    container = worker_container(spec)
+    return (
+        spec.command or tuple(str(item) for item in listing(container, "command")),
+        spec.args or tuple(str(item) for item in listing(container, "args")),
+    )
+
+
+def user_env(spec: AppliedSpec) -> tuple[Json, ...]:
+    """The user's environment variables, each as in a container's spec: the template's, then the spec's."""
+    return (*mappings(worker_container(spec), "env"), *spec.env)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.api.constants import CHECKPOINT_FOLDER, ETCD_TLS_FOLDER, METRICS_PORT, OWN_PREFIX
 from elastic_operator.api.json_access import at, integer, listing, mapping, mappings
 from elastic_operator.api.launcher_flags import launcher_flags, program_is_launcher, starts_launcher
-from elastic_operator.api.spec import FailureAction
-from elastic_operator.api.template import NEVER, WORKER, mounted_folders, program_of, user_env, worker_container
+from elastic_operator.api.legacy import WORKER
+from elastic_operator.api.spec import NEVER, FailureAction, mounted_folders, program_of, user_env, worker_container
 from elastic_operator.api.validation_error import shown
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import Env

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.api.json_access import integer, text
+from elastic_operator.api.legacy import WORKER
 from elastic_operator.api.status import JobState
-from elastic_operator.api.template import WORKER
 from elastic_operator.client.pod_log import AGENT, LogLine, PodLog
 from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import ClusterError, NotFound

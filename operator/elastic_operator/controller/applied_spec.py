@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import ConditionType
 from elastic_operator.api.json_access import listing, mapping
-from elastic_operator.api.spec import AppliedSpec
+from elastic_operator.api.spec import AppliedSpec, program_of, user_env, worker_container
 from elastic_operator.api.status import JobState
-from elastic_operator.api.template import program_of, user_env, worker_container
 
 if TYPE_CHECKING:
     from elastic_operator.api.spec import ElasticJobSpec

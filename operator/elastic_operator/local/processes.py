@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.template import user_env
+from elastic_operator.api.spec import user_env
 from elastic_operator.controller.model import NewPod, Pod, PodPhase
 from elastic_operator.errors import BadInput
 from elastic_operator.local.pdeathsig import with_pdeathsig
