@@ -12,7 +12,7 @@ from kubernetes.aio.client import Configuration
 
 from elastic_operator.client.user_api import UserApi
 from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import ELASTIC_JOBS, Api, ApiError
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, Api, ApiError, with_hint
 from tests.support.answering import answering
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def api_of(server: Server) -> Api:
     return Api(server.configuration)
 
 
-async def test_an_object_of_megabytes_comes_through_a_watch_whole(server: Server) -> None:
+async def test_a_watch_delivers_an_object_of_megabytes(server: Server) -> None:
     job = {"metadata": {"name": "large", "annotations": {"note": "x" * 3_000_000}}}
     line = json.dumps({"type": "ADDED", "object": job}).encode() + b"\n"
     server.answers += [line[:100], line[100:] + line[:5], line[5:]]
@@ -60,7 +60,7 @@ async def test_an_object_of_megabytes_comes_through_a_watch_whole(server: Server
     assert seen == [("ADDED", job), ("ADDED", job)]
 
 
-async def test_a_watch_that_begins_too_far_back_says_so(server: Server) -> None:
+async def test_a_watch_from_an_expired_version_fails_with_410(server: Server) -> None:
     told = {"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old resource version"}}
     server.answers.append(json.dumps(told).encode() + b"\n")
     async with api_of(server) as api:
@@ -70,7 +70,7 @@ async def test_a_watch_that_begins_too_far_back_says_so(server: Server) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"<html>hello</html>", b'{"title": "Anmeldung f\xfcr alle"}'])
-async def test_what_is_no_api_server_is_called_that(server: Server, answer: bytes) -> None:
+async def test_another_server_is_not_taken_for_an_api_server(server: Server, answer: bytes) -> None:
     server.answers.append(answer)
     async with api_of(server) as api:
         with pytest.raises(ClusterError, match="no Kubernetes API server"):
@@ -78,7 +78,7 @@ async def test_what_is_no_api_server_is_called_that(server: Server, answer: byte
 
 
 @pytest.mark.parametrize("answer", [b"", b"<html>", b"[]", b'{"items": []}', b'{"metadata": {}, "items": []}'])
-async def test_what_is_not_a_list_is_not_taken_for_an_empty_one(server: Server, answer: bytes) -> None:
+async def test_an_invalid_list_is_not_taken_for_an_empty_one(server: Server, answer: bytes) -> None:
     server.answers.append(answer)
     async with api_of(server) as api:
         with pytest.raises(ClusterError, match="no Kubernetes API server"):
@@ -139,7 +139,7 @@ async def test_another_connection_has_the_same_credentials_as_they_are_now() -> 
     assert seen == ["bearer 0", "bearer 1", "bearer 2", "bearer 3"]
 
 
-async def test_of_a_pods_refusal_that_never_ends_the_beginning_is_read() -> None:
+async def test_only_the_beginning_of_an_endless_error_is_read() -> None:
     gone = asyncio.Event()
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -154,3 +154,27 @@ async def test_of_a_pods_refusal_that_never_ends_the_beginning_is_read() -> None
             await api.from_pod("default", "digits-0-aaaaa", 9464, "/metrics", most=1 << 20)
         gone.set()
     assert (refused.value.status, len(refused.value.message)) == (403, 499)
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ('error looking up service account team/x: serviceaccount "x" not found', "spec.serviceAccountName"),
+        ('User "operator" cannot create resource "pods" in API group ""', "grant the operator its rights there"),
+        ("no PriorityClass with name high was found", "spec.schedulingPolicy.priorityClassName"),
+        ("the certificate of etcd at a:2379 cannot be trusted: self-signed certificate", "spec.etcd.tlsSecret"),
+        ("the certificate of etcd at a:2379 cannot be trusted: no local issuer certificate", "spec.etcd.tlsSecret"),
+        ('pods "digits-etcd-5" is forbidden: exceeded quota: few.', "raise that quota"),
+        ("failed quota: compute: must specify limits.cpu for: worker", "spec.template.spec.containers"),
+        ('violates PodSecurity "restricted:latest": runAsNonRoot != true', "say so in spec.template.spec"),
+    ],
+)
+def test_frequent_errors_get_a_hint(message: str, hint: str) -> None:
+    said = with_hint(message)
+    assert said.startswith(f"{message.removesuffix('.')}; ")
+    assert hint in said
+
+
+def test_other_errors_get_no_hint() -> None:
+    denied = 'admission webhook "gate.example.org" denied the request: not today.'
+    assert with_hint(denied) == denied

@@ -1,4 +1,4 @@
-"""``elastic-operator`` with a kubeconfig that does not do."""
+"""The command ``elastic-operator``: its flags, its connection and its log."""
 
 from __future__ import annotations
 
@@ -8,19 +8,100 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elastic_operator.kubernetes.main import main
+from elastic_operator.kubernetes.main import (
+    Address,
+    JsonLines,
+    KopfFilter,
+    LogFormat,
+    LogLevel,
+    OperatorSettings,
+    TextLines,
+    main,
+    parse,
+)
+from elastic_operator.resources.metadata import PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-NO_CERTIFICATE = {"certificate-authority-data": "eA=="}
-NO_PROGRAM = {"exec": {"command": "/no/such/program", "apiVersion": "client.authentication.k8s.io/v1"}}
+IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "POD_NAME": "operator-0", "POD_NAMESPACE": "elastic-system"}
 
 
-@pytest.fixture(autouse=True)
+def test_without_flags_all_namespaces_are_watched_and_a_leader_is_elected() -> None:
+    settings = parse([], IN_A_POD)
+    assert settings == OperatorSettings(identity="operator-0", lease_namespace="elastic-system", in_pod=True)
+    assert settings.namespaces == ()
+    assert settings.leader_elect
+    assert settings.listen == Address("0.0.0.0", 8080)
+
+
+def test_every_flag_becomes_a_setting() -> None:
+    settings = parse(
+        [
+            "--namespace=a", "--namespace=b", "--namespace=a", "--etcd-image=my/etcd:1", "--agent-metrics-port=0",
+            "--listen=[::1]:9", "--no-leader-elect", "--lease-namespace=c", "--lease-name=d", "--kubeconfig=/e",
+            "--context=f", "--log-format=json", "--log-level=warning", "--etcd-secrets-namespace=g",
+            "--etcd-secrets-namespace=h", "--etcd-secrets-namespace=g",
+        ],
+        IN_A_POD,
+    )  # fmt: skip
+    assert settings == OperatorSettings(
+        namespaces=("a", "b"),
+        etcd_secrets_namespaces=("g", "h"),
+        pods=PodSettings(etcd_image="my/etcd:1", agent_metrics_port=0),
+        listen=Address("::1", 9),
+        leader_elect=False,
+        lease_namespace="c",
+        lease_name="d",
+        kubeconfig="/e",
+        context="f",
+        log_format=LogFormat.JSON,
+        log_level=LogLevel.WARNING,
+        identity="operator-0",
+        in_pod=False,
+    )
+
+
+def test_outside_of_a_pod_two_processes_have_different_names() -> None:
+    one, other = parse(["--context=test"], {}), parse(["--context=test"], {})
+    assert one.identity != other.identity
+    assert not one.in_pod
+    assert one.lease_namespace is None
+
+
+def test_outside_of_a_pod_a_cluster_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse([], {"KUBECONFIG": "/production"})
+    assert "name a cluster with --context or --kubeconfig" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "complaint"),
+    [
+        ("--namespace=Team", "'Team' is no namespace: small letters, digits and dashes, at most 63 of them"),
+        ("--etcd-image=a b", "'a b' is no image, such as quay.io/coreos/etcd:v3.7.3"),
+        ("--agent-metrics-port=70000", "'70000' is no port: a number from 0 to 65535"),
+        ("--listen=8080", "'8080' is not HOST:PORT, such as 0.0.0.0:8080 or [::]:8080"),
+        ("--listen=::1:8080", "'::1:8080' is not HOST:PORT, such as 0.0.0.0:8080 or [::]:8080"),
+        ("--lease-name=a_b", "'a_b' is no name of an object: small letters, digits, dashes and dots"),
+        ("--log-level=loud", "invalid choice: 'loud'"),
+        ("--name", "unrecognized arguments: --name"),
+    ],
+)
+def test_an_invalid_flag_gives_one_sentence(flag: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([flag])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("elastic-operator: ")
+    assert complaint in told
+    assert told.count("\n") == 1
+
+
+@pytest.fixture
 def own_logging() -> Iterator[None]:
-    """Whatever is set up for the log is undone."""
+    """Restore the logging of the tests."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -28,6 +109,19 @@ def own_logging() -> Iterator[None]:
     root.setLevel(level)
 
 
+@pytest.mark.usefixtures("own_logging")
+def test_a_missing_kubeconfig_gives_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--kubeconfig=/nowhere"]) == 2
+    assert capsys.readouterr().err == (
+        "elastic-operator: there is no kubeconfig /nowhere; check the path after --kubeconfig\n"
+    )
+
+
+NO_CERTIFICATE = {"certificate-authority-data": "eA=="}
+NO_PROGRAM = {"exec": {"command": "/no/such/program", "apiVersion": "client.authentication.k8s.io/v1"}}
+
+
+@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(
     ("cluster", "user", "sentence"),
     [
@@ -36,7 +130,7 @@ def own_logging() -> Iterator[None]:
         ({}, {"auth-provider": 5}, " cannot be used ("),
     ],
 )
-def test_what_is_wrong_with_a_kubeconfig_is_told_in_a_sentence(
+def test_an_unusable_kubeconfig_gives_one_sentence(
     cluster: dict[str, Any], user: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config"
@@ -51,3 +145,47 @@ def test_what_is_wrong_with_a_kubeconfig_is_told_in_a_sentence(
     told = capsys.readouterr().err
     assert sentence in told.splitlines()[-1]
     assert "Traceback" not in told
+
+
+def a_record(message: str, level: int = logging.WARNING, *, error: bool = False) -> logging.LogRecord:
+    problem = ValueError("odd")
+    trace = (ValueError, problem, problem.__traceback__) if error else None
+    record = logging.LogRecord("kopf.x", level, "file", 1, message, (), trace)
+    record.created = 1_700_000_000.0
+    return record
+
+
+def test_a_text_line_has_time_level_and_message() -> None:
+    line = TextLines().format(a_record("this copy leads", logging.INFO))
+    assert line == "2023-11-14T22:13:20Z INFO    this copy leads"
+
+
+def test_a_traceback_follows_the_text_line_and_is_a_field_of_the_json_object() -> None:
+    record = a_record("a defect", logging.ERROR, error=True)
+    assert TextLines().format(record).endswith("ValueError: odd")
+    assert TextLines().format(record).splitlines()[0] == "2023-11-14T22:13:20Z ERROR   a defect"
+    told = json.loads(JsonLines().format(record))
+    assert told.pop("traceback").endswith("ValueError: odd")
+    assert told == {"time": "2023-11-14T22:13:20Z", "level": "error", "logger": "kopf.x", "message": "a defect"}
+
+
+def test_messages_of_kopf_are_filtered_shortened_and_not_repeated() -> None:
+    calm = KopfFilter()
+    unreachable = "Unreachable(ConnectionKey(host='127.0.0.1', port=6443, is_ssl=True), OSError(111, 'refused'))"
+    starting = "APIServerError('storage is (re)initializing', {'kind': 'Status'}, status=429)"
+    assert not calm.filter(a_record("Initial authentication has been initiated.", logging.INFO))
+    assert not calm.filter(a_record("OS signals are ignored: running not in the main thread."))
+    assert not calm.filter(a_record("Watcher for pods.v1@none has failed: 404 page not found", logging.ERROR))
+
+    first = a_record(f"Request attempt #1/9 failed; will retry: GET /pods -> {unreachable}", logging.ERROR, error=True)
+    assert calm.filter(first)
+    assert first.getMessage() == (
+        "watching: a request failed and is made again: the API server cannot be reached (Unreachable)"
+    )
+    assert (first.levelname, first.exc_info) == ("WARNING", None)
+    second = f"Request attempt #2/9 failed; will retry: GET /services -> {unreachable}"
+    assert not calm.filter(a_record(second, logging.ERROR))
+    third = a_record(f"Request attempt #3/9 failed; will retry: GET /pods -> {starting}", logging.ERROR)
+    assert calm.filter(third)
+    assert third.getMessage() == "watching: a request failed and is made again: storage is (re)initializing"
+    assert calm.filter(a_record("Something else is odd."))

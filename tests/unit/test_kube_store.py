@@ -1,4 +1,4 @@
-"""What the operator knows of the API server's objects, whoever tells it and in whichever order."""
+"""The store of objects: lists, watches and writes in any order."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def a_pod(index: int = 0, version: int = 1, **metadata: Any) -> dict[str, Any]:
     return pod
 
 
-class Ears:
-    """Notes whose job has changed, and what is gone."""
+class Listener:
+    """Records which jobs have changed, and which objects are gone."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
@@ -50,137 +50,82 @@ class Ears:
 
 
 @pytest.fixture
-def ears() -> Ears:
-    return Ears()
+def listener() -> Listener:
+    return Listener()
 
 
-def test_a_job_is_found_by_its_key_and_its_pods_by_its_uid(ears: Ears) -> None:
-    ears.store.put(ELASTIC_JOBS, a_job())
-    ears.store.put(PODS, a_pod(0))
-    ears.store.put(PODS, a_pod(1, ownerReferences=[]))
+def test_a_job_is_found_by_its_key_and_its_pods_by_its_uid(listener: Listener) -> None:
+    listener.store.put(ELASTIC_JOBS, a_job())
+    listener.store.put(PODS, a_pod(0))
+    listener.store.put(PODS, a_pod(1, ownerReferences=[]))
 
-    job = ears.store.job(KEY)
+    job = listener.store.job(KEY)
     assert job is not None
     assert job["spec"] == JOB()["spec"]
-    assert list(ears.pods()) == ["uid-p0"]
-    assert ears.store.keys == (KEY,)
-    assert ears.changed == [KEY, KEY]
+    assert list(listener.pods()) == ["uid-p0"]
+    assert listener.store.keys == (KEY,)
+    assert listener.changed == [KEY, KEY]
 
 
-def test_each_state_of_a_pod_is_put_into_words_once(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(0))
-    (pending,) = ears.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
-    assert ears.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)[0] is pending
+def test_each_state_of_a_pod_is_converted_once(listener: Listener) -> None:
+    listener.store.put(PODS, a_pod(0))
+    (pending,) = listener.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
+    assert listener.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)[0] is pending
 
-    ears.store.put(PODS, a_pod(0, 2, deletionTimestamp=cluster_objects.at(5)))
-    (going,) = ears.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
+    listener.store.put(PODS, a_pod(0, 2, deletionTimestamp=cluster_objects.at(5)))
+    (going,) = listener.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
     assert (pending.terminating, going.terminating) == (False, True)
 
-    ears.store.remove(PODS, a_pod(0, 3))
-    assert ears.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID) == ()
+    listener.store.remove(PODS, a_pod(0, 3))
+    assert listener.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID) == ()
 
 
-def test_an_older_version_overwrites_nothing_and_the_same_one_is_no_news(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(version=12))
-    ears.store.put(PODS, a_pod(version=9))
-    ears.store.put(PODS, a_pod(version=12))
-
-    assert ears.pods() == {"uid-p0": 12}
-    assert ears.changed == [KEY]
-
-
-def test_what_is_gone_does_not_come_back_with_late_news(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(version=3))
-    ears.store.remove(PODS, a_pod(version=7))
-    ears.store.put(PODS, a_pod(version=5))
-
-    assert ears.pods() == {}
-    assert [version_of(body) for body in ears.gone] == [7]
+def test_an_object_that_was_deleted_never_returns(listener: Listener) -> None:
+    listener.store.put(PODS, a_pod(version=3))
+    listener.store.remove(PODS, {"metadata": {"uid": "uid-p0"}})
+    listener.store.remove(PODS, a_pod(version=5))
+    listener.store.put(PODS, a_pod(version=6))
+    assert listener.pods() == {}
 
 
-def test_what_is_gone_before_it_was_known_is_not_known_afterwards(ears: Ears) -> None:
-    ears.store.remove(PODS, a_pod(version=7))
-    ears.store.put(PODS, a_pod(version=5))
+def test_a_list_removes_what_it_lacks_unless_it_was_created_since(listener: Listener) -> None:
+    listener.store.put(PODS, a_pod(0, version=3))
+    listener.store.put(PODS, a_pod(1, version=4))
+    listener.store.put(PODS, a_pod(2, version=11))
+    listener.store.keep_only(PODS, set(), 10, "other")
+    listener.store.keep_only(PODS, {"uid-p1"}, 10)
 
-    assert ears.pods() == {}
-    assert ears.gone == []
-
-
-def test_what_left_the_watch_comes_back_with_a_newer_version_and_with_no_other(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(version=3))
-    ears.store.remove(PODS, a_pod(version=7))
-    ears.store.put(PODS, a_pod(version=7))
-    assert ears.pods() == {}
-    ears.store.put(PODS, a_pod(version=9))
-    assert ears.pods() == {"uid-p0": 9}
-    ears.store.remove(PODS, a_pod(version=7))
-    assert ears.pods() == {"uid-p0": 9}, "news of what was before"
-
-
-def test_what_a_listing_lacked_does_not_come_back_with_news_from_before_it(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(version=3))
-    ears.store.keep_only(PODS, set(), 10)
-    ears.store.put(PODS, a_pod(version=8))
-    assert ears.pods() == {}
-    ears.store.put(PODS, a_pod(version=12))
-    assert ears.pods() == {"uid-p0": 12}
+    assert listener.pods() == {"uid-p1": 4, "uid-p2": 11}
+    assert [body["metadata"]["uid"] for body in listener.gone] == ["uid-p0"]
+    assert listener.changed == [KEY] * 4
+    listener.store.put(PODS, a_pod(0, version=8))
+    assert "uid-p0" not in listener.pods(), "that was before the list"
+    listener.store.put(PODS, a_pod(0, version=12))
+    assert listener.pods()["uid-p0"] == 12
+    listener.store.put(PODS, a_pod(0, version=13, ownerReferences=[]))
+    assert "uid-p0" not in listener.pods()
 
 
-def test_what_is_gone_for_good_comes_back_with_no_version(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(version=3))
-    ears.store.remove(PODS, {"metadata": {"uid": "uid-p0"}})
-    ears.store.remove(PODS, a_pod(version=5))
-    ears.store.put(PODS, a_pod(version=6))
-    assert ears.pods() == {}
-
-
-def test_a_listing_ends_what_it_lacks_but_not_what_was_made_since(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(0, version=3))
-    ears.store.put(PODS, a_pod(1, version=4))
-    ears.store.put(PODS, a_pod(2, version=11))
-    ears.store.keep_only(PODS, {"uid-p1"}, 10)
-
-    assert ears.pods() == {"uid-p1": 4, "uid-p2": 11}
-    assert [body["metadata"]["uid"] for body in ears.gone] == ["uid-p0"]
-    assert ears.changed == [KEY] * 4
-
-
-def test_a_listing_of_one_namespace_says_nothing_of_another(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(0, version=3))
-    ears.store.put(PODS, a_pod(1, version=3, namespace="other"))
-    ears.store.keep_only(PODS, set(), 10, "other")
-
-    assert list(ears.pods()) == ["uid-p0"]
-
-
-def test_a_job_that_took_the_name_of_another_is_the_one_whichever_news_comes_first(ears: Ears) -> None:
+def test_a_successor_of_the_same_name_stays_when_the_former_job_is_removed(listener: Listener) -> None:
     old, new = a_job(3), a_job(8, uid="new")
-    ears.store.put(ELASTIC_JOBS, old)
-    ears.store.put(ELASTIC_JOBS, new)
-    ears.store.remove(ELASTIC_JOBS, at_version(old, 7))
-    job = ears.store.job(KEY)
+    listener.store.put(ELASTIC_JOBS, old)
+    listener.store.put(ELASTIC_JOBS, new)
+    listener.store.remove(ELASTIC_JOBS, at_version(old, 7))
+    job = listener.store.job(KEY)
     assert job is not None
     assert job["metadata"]["uid"] == "new"
 
-    ears.store.remove(ELASTIC_JOBS, at_version(new, 9))
-    assert ears.store.job(KEY) is None
-    assert ears.store.keys == ()
+    listener.store.remove(ELASTIC_JOBS, at_version(new, 9))
+    assert listener.store.job(KEY) is None
+    assert listener.store.keys == ()
 
 
-def test_of_two_jobs_of_one_name_the_later_one_counts_until_it_is_gone(ears: Ears) -> None:
-    ears.store.put(ELASTIC_JOBS, a_job(8, uid="new"))
-    ears.store.put(ELASTIC_JOBS, a_job(3, uid="old"))
-    assert uid_of(ears.store.job(KEY)) == "new"
-    ears.store.remove(ELASTIC_JOBS, a_job(9, uid="new"))
-    assert uid_of(ears.store.job(KEY)) == "old"
-
-
-def test_a_pod_that_changes_hands_belongs_to_nobody_here(ears: Ears) -> None:
-    ears.store.put(PODS, a_pod(version=1))
-    ears.store.put(PODS, a_pod(version=2, ownerReferences=[]))
-
-    assert ears.pods() == {}
-    assert ears.store.count(PODS) == 1
+def test_of_two_jobs_with_one_name_the_newer_one_is_found_until_it_is_removed(listener: Listener) -> None:
+    listener.store.put(ELASTIC_JOBS, a_job(8, uid="new"))
+    listener.store.put(ELASTIC_JOBS, a_job(3, uid="old"))
+    assert uid_of(listener.store.job(KEY)) == "new"
+    listener.store.remove(ELASTIC_JOBS, a_job(9, uid="new"))
+    assert uid_of(listener.store.job(KEY)) == "old"
 
 
 @pytest.mark.parametrize(
@@ -195,35 +140,35 @@ def test_only_an_elastic_job_that_controls_an_object_is_its_owner(reference: dic
     assert owner_of({"metadata": {"ownerReferences": [reference]}}) is None
 
 
-def test_what_nobody_reads_is_not_kept(ears: Ears) -> None:
+def test_fields_that_are_not_read_are_not_kept(listener: Listener) -> None:
     last = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "mine": "kept"}
-    ears.store.put(ELASTIC_JOBS, a_job(annotations=last))
-    job = ears.store.job(KEY)
+    listener.store.put(ELASTIC_JOBS, a_job(annotations=last))
+    job = listener.store.job(KEY)
     assert job is not None
     assert "managedFields" not in job["metadata"]
     assert job["metadata"]["annotations"] == {"mine": "kept"}
 
-    ears.store.put(DEPLOYMENTS, a_pod(managedFields=[{}]))
-    (deployment,) = ears.store.owned_by(DEPLOYMENTS, cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
+    listener.store.put(DEPLOYMENTS, a_pod(managedFields=[{}]))
+    (deployment,) = listener.store.owned_by(DEPLOYMENTS, cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
     assert "managedFields" not in deployment["metadata"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=40), st.randoms(use_true_random=False))
-def test_news_in_any_order_come_to_the_same_end(history: list[tuple[int, int]], order: random.Random) -> None:
+def test_changes_in_any_order_have_the_same_result(history: list[tuple[int, int]], order: random.Random) -> None:
     """Each pod lives through its versions; with each that is a multiple of five, it leaves the watch."""
     lives: dict[int, set[int]] = {}
     for index, version in history:
         lives.setdefault(index, set()).add(version)
     news = [(index, version) for index, versions in lives.items() for version in versions]
     order.shuffle(news)
-    ears = Ears()
+    listener = Listener()
     for index, version in news:
         if version % 5 == 0:
-            ears.store.remove(PODS, a_pod(index, version))
+            listener.store.remove(PODS, a_pod(index, version))
         else:
-            ears.store.put(PODS, a_pod(index, version))
+            listener.store.put(PODS, a_pod(index, version))
 
-    assert ears.pods() == {
+    assert listener.pods() == {
         f"uid-p{index}": max(versions) for index, versions in lives.items() if max(versions) % 5 != 0
     }
 

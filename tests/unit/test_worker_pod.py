@@ -1,4 +1,4 @@
-"""What a worker's pod is, given its job: the template first, then the job's own fields, then defaults."""
+"""A worker's pod: the template, completed with the fields of the job and with defaults."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_the_pod_of_the_smallest_job_as_a_whole() -> None:
     }
 
 
-def test_every_variable_that_is_given_is_reserved() -> None:
+def test_all_variables_of_the_operator_are_reserved() -> None:
     job = a_job(image="i", args=("x.py",))
     resumed = replace(POD, resume=ResumeRecord(round=7, restarts=2, uncharged_restarts=1))
     told = env_of(worker_of(worker_pod(job, resumed, PodSettings(), store=STORE)))
@@ -161,62 +161,29 @@ def test_every_variable_that_is_given_is_reserved() -> None:
     assert Env.RESUME not in env_of(worker_of(pod_of()))
 
 
-def test_the_users_variables_come_last_and_may_refer_to_ours() -> None:
+def test_the_variables_of_the_user_come_last() -> None:
     mine = ({"name": "LOGS", "value": "/logs/$(TORCHELASTIC_NODE_NAME)"}, {"name": "T", "valueFrom": {"fieldRef": {}}})
     container = from_worker({"env": [{"name": "A", "value": "1"}]}, env=mine)
     assert [entry["name"] for entry in container["env"][-3:]] == ["A", "LOGS", "T"]
 
 
-def test_image_and_program_may_stand_in_the_template() -> None:
+def test_image_and_program_may_be_in_the_template() -> None:
     container = from_worker({"image": "mine:1", "command": ["python", "-m"], "args": ["train"]}, image=None, args=())
     assert container["image"] == "mine:1"
     assert container["command"] == ["torchelastic-run"]
     assert container["args"] == ["--no-python", "--", "python", "-m", "train"]
 
 
-def test_a_given_volume_carries_the_checkpoints() -> None:
+def test_the_volume_of_the_spec_has_the_checkpoints() -> None:
     pod = pod_of(checkpoint=CheckpointSpec({"persistentVolumeClaim": {"claimName": "mine"}}))
     assert {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "mine"}} in pod["spec"]["volumes"]
     assert mounts_of(worker_of(pod))["/checkpoints"] == "checkpoints"
 
 
-# What the template says stays
+# Values of the template are kept
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("enableServiceLinks", True),
-        ("automountServiceAccountToken", True),
-        ("terminationGracePeriodSeconds", 3),
-        ("nodeSelector", {"gpu": "h100"}),
-        ("tolerations", [{"operator": "Exists"}]),
-        ("affinity", {"nodeAffinity": {}}),
-        ("imagePullSecrets", [{"name": "hub"}]),
-        ("initContainers", [{"name": "fetch", "image": "busybox"}]),
-        ("subdomain", "workers"),
-    ],
-)
-def test_a_field_of_the_template_stays(field: str, value: Any) -> None:
-    assert pod_of({field: value})["spec"][field] == value
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("resources", {"limits": {"nvidia.com/gpu": 8}}),
-        ("imagePullPolicy", "Always"),
-        ("workingDir", "/src"),
-        ("terminationMessagePolicy", "File"),
-        ("readinessProbe", {"exec": {"command": ["true"]}}),
-        ("envFrom", [{"secretRef": {"name": "hub"}}]),
-    ],
-)
-def test_a_field_of_the_templates_worker_stays(field: str, value: Any) -> None:
-    assert from_worker({field: value})[field] == value
-
-
-def test_null_is_as_good_as_left_out() -> None:
+def test_null_is_the_same_as_no_value() -> None:
     pod = pod_of({"enableServiceLinks": None, "securityContext": None, "containers": None, "volumes": None})
     assert pod["spec"] == pod_of()["spec"]
 
@@ -228,42 +195,6 @@ def test_sidecars_keep_their_place_and_nothing_is_added_to_them() -> None:
     assert spec["containers"][0] == sidecar
     alone = pod_of({"containers": [sidecar]})["spec"]
     assert [container["name"] for container in alone["containers"]] == ["worker", "log"]
-
-
-def test_security_contexts_are_merged_field_by_field() -> None:
-    pod = pod_of(
-        {
-            "securityContext": {"runAsNonRoot": True, "fsGroup": 7},
-            "containers": [
-                {
-                    "name": "worker",
-                    "securityContext": {"readOnlyRootFilesystem": True, "capabilities": {"add": ["IPC_LOCK"]}},
-                }
-            ],
-        }
-    )
-    assert pod["spec"]["securityContext"] == {
-        "runAsNonRoot": True,
-        "fsGroup": 7,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    assert worker_of(pod)["securityContext"] == {
-        "readOnlyRootFilesystem": True,
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]},
-    }
-
-
-def test_every_default_of_the_security_contexts_can_be_overridden() -> None:
-    mine = {"allowPrivilegeEscalation": True, "capabilities": {"drop": ["NET_RAW"]}}
-    assert from_worker({"securityContext": mine})["securityContext"] == mine
-    whole = {"securityContext": {"seccompProfile": {"type": "Unconfined"}}}
-    assert pod_of(whole)["spec"]["securityContext"] == whole["securityContext"]
-
-
-@pytest.mark.parametrize("asked", [{"privileged": True}, {"capabilities": {"add": ["CAP_SYS_ADMIN"]}}])
-def test_what_the_api_server_refuses_beside_great_rights_is_not_added_to_them(asked: dict[str, Any]) -> None:
-    assert "allowPrivilegeEscalation" not in from_worker({"securityContext": asked})["securityContext"]
 
 
 @pytest.mark.parametrize("folder", ["/dev/shm", "/dev/shm/", "/tmp", "/checkpoints"])
@@ -280,75 +211,70 @@ def test_a_folder_that_the_template_mounts_is_not_mounted_again(folder: str) -> 
     assert {volume["name"] for volume in pod["spec"]["volumes"]} == set(mounts.values())
 
 
-def test_a_sidecars_mount_does_not_take_the_place_of_ours() -> None:
-    volume = {"name": "shared", "emptyDir": {}}
-    sidecar = {"name": "log", "volumeMounts": [{"name": "shared", "mountPath": "/tmp"}]}
-    assert mounts_of(worker_of(pod_of({"volumes": [volume], "containers": [sidecar]})))["/tmp"] == "tmp"
+@pytest.mark.parametrize(
+    ("mine", "merged"),
+    [
+        (
+            {"readOnlyRootFilesystem": True, "capabilities": {"add": ["IPC_LOCK"]}},
+            {
+                "readOnlyRootFilesystem": True,
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]},
+            },
+        ),
+        (
+            {"allowPrivilegeEscalation": True, "capabilities": {"drop": ["NET_RAW"]}},
+            {"allowPrivilegeEscalation": True, "capabilities": {"drop": ["NET_RAW"]}},
+        ),
+        # The API server refuses these without privilege escalation.
+        ({"privileged": True}, {"privileged": True, "capabilities": {"drop": ["ALL"]}}),
+        (
+            {"capabilities": {"add": ["CAP_SYS_ADMIN"]}},
+            {"capabilities": {"add": ["CAP_SYS_ADMIN"], "drop": ["ALL"]}},
+        ),
+    ],
+)
+def test_the_security_context_of_the_template_is_completed(mine: dict[str, Any], merged: dict[str, Any]) -> None:
+    assert from_worker({"securityContext": mine})["securityContext"] == merged
 
 
-def test_a_volume_of_the_template_that_has_the_name_of_ours_is_another_one() -> None:
+def test_a_volume_of_the_template_with_the_name_of_ours_is_another_one() -> None:
     mine = [{"name": "tmp", "configMap": {"name": "settings"}}, {"name": "tmp-2", "emptyDir": {}}]
-    pod = pod_of({"volumes": mine})
+    sidecar = {"name": "log", "volumeMounts": [{"name": "tmp-2", "mountPath": "/tmp"}]}
+    pod = pod_of({"volumes": mine, "containers": [sidecar]})
     assert pod["spec"]["volumes"][:2] == mine
     assert mounts_of(worker_of(pod))["/tmp"] == "tmp-3"
 
 
-def test_labels_and_annotations_of_the_template_are_kept_beside_ours() -> None:
-    metadata = {
-        "labels": {"team": "vision", "app.kubernetes.io/name": "digits"},
-        "annotations": {"kubectl.kubernetes.io/default-container": "log", "note": "x"},
-        "finalizers": ["example.org/wait"],
-    }
-    job = a_job(image="i", args=("x",), template={"metadata": metadata})
-    made = worker_pod(job, POD, PodSettings(), store=STORE)["metadata"]
-    assert made["labels"].items() >= metadata["labels"].items()  # type: ignore[attr-defined]
-    assert made["labels"]["elastic.pytorch.org/job"] == "digits"
-    assert made["annotations"].items() >= metadata["annotations"].items()  # type: ignore[attr-defined]
-    assert made["finalizers"] == ["example.org/wait"]
-
-
-def test_the_last_words_go_where_the_template_wants_them() -> None:
-    container = from_worker({"terminationMessagePath": "/run/words"})
-    assert container["terminationMessagePath"] == "/run/words"
-    assert env_of(container)[Env.TERMINATION_LOG] == "/run/words"
-
-
 # Ports and times
 
-
-def test_on_the_hosts_network_the_port_of_metrics_is_a_free_one() -> None:
-    container = worker_of(pod_of({"hostNetwork": True}))
-    assert env_of(container)[Env.METRICS_PORT] == "0"
-    assert "ports" not in container
+PORT_80 = {"name": "worker", "ports": [{"containerPort": 80}]}
 
 
-def test_the_port_of_metrics_is_the_operators_to_choose_and_stands_beside_the_templates() -> None:
-    template = {"containers": [{"name": "worker", "ports": [{"containerPort": 80}]}]}
-    container = worker_of(pod_of(template, PodSettings(agent_metrics_port=1234)))
-    assert [port["containerPort"] for port in container["ports"]] == [80, 1234]
-    assert "ports" not in worker_of(pod_of(settings=PodSettings(agent_metrics_port=0)))
-
-
-def test_the_jobs_own_port_of_metrics_counts_most() -> None:
-    container = worker_of(pod_of({"hostNetwork": True}, PodSettings(agent_metrics_port=1234), metrics_port=77))
-    assert env_of(container)[Env.METRICS_PORT] == "77"
-    assert [port["containerPort"] for port in container["ports"]] == [77]
-    assert "ports" not in worker_of(pod_of(metrics_port=0))
-
-
-def test_a_prometheus_that_goes_by_annotations_finds_the_agent_where_it_serves() -> None:
-    def told(*template: dict[str, Any], **spec: Any) -> dict[str, str]:
-        noted = pod_of(*template, **spec)["metadata"]["annotations"]
-        return {name.removeprefix("prometheus.io/"): text for name, text in noted.items() if "prometheus" in name}
-
-    assert told(metrics_port=77) == {"scrape": "true", "port": "77", "path": "/metrics"}
-    assert told({"hostNetwork": True}, metrics_port=77)["port"] == "77"
-    assert told({"hostNetwork": True}) == {}
-    unwanted = {"metadata": {"annotations": {"prometheus.io/scrape": "false"}}}
-    job = a_job(image="i", args=("x",), template=unwanted)
-    assert (
-        worker_pod(job, POD, PodSettings(), store=STORE)["metadata"]["annotations"]["prometheus.io/scrape"] == "false"
-    )
+@pytest.mark.parametrize(
+    ("template", "settings", "spec", "variable", "ports"),
+    [
+        ({"hostNetwork": True}, {}, {}, "0", []),
+        (
+            {"containers": [{"name": "worker", "ports": [{"containerPort": 80}]}]},
+            {"agent_metrics_port": 1234},
+            {},
+            "1234",
+            [80, 1234],
+        ),
+        ({}, {"agent_metrics_port": 0}, {}, "0", []),
+        ({"hostNetwork": True}, {"agent_metrics_port": 1234}, {"metrics_port": 77}, "77", [77]),
+        ({}, {}, {"metrics_port": 0}, "0", []),
+    ],
+)
+def test_the_metrics_port_of_the_job_comes_before_the_operators_and_is_free_on_the_hosts_network(
+    template: dict[str, Any], settings: dict[str, Any], spec: dict[str, Any], variable: str, ports: list[int]
+) -> None:
+    pod = pod_of(template, PodSettings(**settings), **spec)
+    container, annotations = worker_of(pod), pod["metadata"]["annotations"]
+    assert env_of(container)[Env.METRICS_PORT] == variable
+    assert [port["containerPort"] for port in container.get("ports", ())] == ports
+    assert annotations.get("prometheus.io/port") == (str(ports[-1]) if ports else None)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +295,7 @@ def test_a_prometheus_that_goes_by_annotations_finds_the_agent_where_it_serves()
         ({"env": ({"name": "PET_NOTICE", "value": "300"}, {"name": "PET_STOP_GRACE", "value": "10"})}, 335),
     ],
 )
-def test_a_pod_has_more_time_to_end_than_notice_and_grace_take(spec: dict[str, Any], period: int) -> None:
+def test_the_period_is_longer_than_notice_and_grace(spec: dict[str, Any], period: int) -> None:
     pod = pod_of(**spec)
     assert pod["spec"]["terminationGracePeriodSeconds"] == period
     mine = {entry["name"] for entry in spec.get("env", ())}
@@ -379,9 +305,7 @@ def test_a_pod_has_more_time_to_end_than_notice_and_grace_take(spec: dict[str, A
 @pytest.mark.parametrize(
     ("period", "notice", "grace"), [(3600, 3570, 5), (90, 62.5, 5), (30, 17.5, 5), (8, 3, 3), (0, 0, 0)]
 )
-def test_a_period_of_the_templates_is_divided_among_notice_grace_and_what_is_around(
-    period: int, notice: float, grace: float
-) -> None:
+def test_the_period_of_the_template_is_divided_into_notice_and_grace(period: int, notice: float, grace: float) -> None:
     pod = pod_of({"terminationGracePeriodSeconds": period})
     assert pod["spec"]["terminationGracePeriodSeconds"] == period
     told = env_of(worker_of(pod))
@@ -397,18 +321,18 @@ def test_a_period_of_the_templates_is_divided_among_notice_grace_and_what_is_aro
         ({"args": ("--stop-grace=2", "--notice=3", "x.py")}, {}),
     ],
 )
-def test_within_a_period_of_the_templates_the_users_own_times_stand(spec: dict[str, Any], told: dict[str, str]) -> None:
+def test_within_the_period_of_the_template_the_users_times_are_kept(spec: dict[str, Any], told: dict[str, str]) -> None:
     given = env_of(worker_of(pod_of({"terminationGracePeriodSeconds": 30}, **spec)))
     assert {name: given[name] for name in ("PET_NOTICE", "PET_STOP_GRACE") if name in given} == told
 
 
-def test_notice_and_grace_are_what_the_agent_gives_by_itself() -> None:
+def test_notice_and_grace_have_the_defaults_of_the_agent() -> None:
     assert AgentSettings.__dataclass_fields__["stop_grace"].default == GRACE
     assert RendezvousSettings.__dataclass_fields__["notice"].default == NOTICE
     assert AROUND > 0
 
 
-# Where it may run
+# Scheduling
 
 
 def silence(seconds: int, *taints: str) -> list[dict[str, Any]]:
@@ -431,7 +355,7 @@ def silence(seconds: int, *taints: str) -> list[dict[str, Any]]:
         ([{"operator": "Exists", "effect": "NoExecute"}], []),
     ],
 )
-def test_what_the_template_says_of_silent_nodes_counts_more_than_the_jobs_seconds(mine: Any, ours: Any) -> None:
+def test_tolerations_of_the_template_take_precedence(mine: Any, ours: Any) -> None:
     assert pod_of({"tolerations": mine}, node_loss=40)["spec"]["tolerations"] == mine + ours
 
 
@@ -459,7 +383,7 @@ def required(*terms: Any) -> dict[str, Any]:
         (7, 7),
     ],
 )
-def test_a_pod_is_kept_from_excluded_nodes_whatever_else_it_asks_of_a_node(mine: Any, merged: Any) -> None:
+def test_excluded_nodes_are_added_to_the_affinity(mine: Any, merged: Any) -> None:
     template = {"spec": {"affinity": mine}} if mine is not None else {}
     before = copy.deepcopy(template)
     job = a_job(image="i", args=("x.py",), template=template)
@@ -479,24 +403,19 @@ def test_a_pod_is_kept_from_excluded_nodes_whatever_else_it_asks_of_a_node(mine:
         (GangScheduler.VOLCANO, "volcano", ("annotations", "scheduling.k8s.io/group-name")),
     ],
 )
-def test_the_pods_of_a_gang_name_its_scheduler_and_its_group(
+def test_the_pods_of_a_gang_name_the_scheduler_and_the_group(
     gang: GangScheduler, scheduler: str, mark: tuple[str, str]
 ) -> None:
     pod = pod_of(scheduling=SchedulingSpec(gang=gang, priority_class="high"))
     assert (pod["spec"]["schedulerName"], pod["spec"]["priorityClassName"]) == (scheduler, "high")
     kind, key = mark
     assert pod["metadata"][kind][key] == "digits"
-    mine = pod_of(scheduling=SchedulingSpec(gang=gang, scheduler_name="mine"))
-    assert mine["spec"]["schedulerName"] == "mine"
+    for other in (gang, None):
+        mine = pod_of(scheduling=SchedulingSpec(gang=other, scheduler_name="mine"))
+        assert mine["spec"]["schedulerName"] == "mine"
 
 
-def test_without_a_gang_nothing_is_said_of_schedulers_and_priorities() -> None:
-    pod = pod_of()
-    assert not {"schedulerName", "priorityClassName", "affinity"} & pod["spec"].keys()
-    assert pod_of(scheduling=SchedulingSpec(scheduler_name="mine"))["spec"]["schedulerName"] == "mine"
-
-
-def test_the_credentials_for_etcd_are_mounted_to_be_read_where_the_agent_is_told() -> None:
+def test_the_credentials_for_etcd_are_mounted_read_only() -> None:
     pod = pod_of(etcd=EtcdSpec(endpoint="https://etcd:2379", tls_secret="hub"))
     container = worker_of(pod)
     (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == "/etc/torchelastic/etcd"]
@@ -505,7 +424,7 @@ def test_the_credentials_for_etcd_are_mounted_to_be_read_where_the_agent_is_told
     assert "/etc/torchelastic/etcd" in env_of(container)["PET_RDZV_CONF"]
 
 
-# Whatever the template is
+# Any template
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=4),
@@ -548,7 +467,7 @@ TEMPLATES = st.fixed_dictionaries(
 
 
 @given(template=TEMPLATES)
-def test_any_template_gives_a_pod_and_is_left_as_it_was(template: dict[str, Any]) -> None:
+def test_any_template_gives_a_pod_and_is_not_changed(template: dict[str, Any]) -> None:
     before = copy.deepcopy(template)
     job = a_job(image="i", args=("x",), template=template)
     pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)
@@ -567,7 +486,7 @@ def survives(given: Any, found: Any) -> bool:
 
 
 @given(template=TEMPLATES)
-def test_whatever_the_template_says_survives_or_is_a_problem(template: dict[str, Any]) -> None:
+def test_all_values_of_a_valid_template_are_kept(template: dict[str, Any]) -> None:
     job = a_job(image="i", args=("x.py",), template=template)
     if problem_of(job.spec) is None:
         pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)

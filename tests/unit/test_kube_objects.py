@@ -1,4 +1,4 @@
-"""What the objects of an API server say, in the words of the plan."""
+"""The conversion of pods, jobs and etcd objects into what the plan works with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from elastic_operator.api.constants import Reason
 from elastic_operator.api.status import JobStatus, status_to_json
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import EtcdState, NewPod, Pod, PodPhase
+from elastic_operator.controller.failures import pod_end
+from elastic_operator.controller.model import EtcdState, NewPod, Pod, PodEnd, PodPhase, TerminationCause
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.backend import job_of
 from elastic_operator.kubernetes.pod_status import etcd_address_of, pod_of, seconds, trimmed_pod
@@ -27,7 +28,6 @@ from torchelastic.protocol import (
     PROTOCOL_VERSION,
     FailureRecord,
     TerminationMessage,
-    encode,
     encode_termination_message,
 )
 
@@ -95,10 +95,10 @@ BASE = Pod(
 )
 
 
-# Where a pod stands
+# The phase of a pod
 
 
-def test_a_pod_that_nobody_has_looked_at_is_pending() -> None:
+def test_a_new_pod_is_pending() -> None:
     assert pod_of(an_object("Pending", conditions=None, containerStatuses=None)) == replace(BASE, conditions={})
 
 
@@ -107,12 +107,6 @@ def test_a_pod_runs_when_its_worker_does() -> None:
     assert pod_of(an_object("Running", worker(RUNNING))) == running
     assert pod_of(an_object("Pending", worker(RUNNING))) == running
     assert pod_of(an_object("Running", worker(RUNNING, ready=False))) == replace(running, ready=False)
-
-
-def test_a_pod_that_is_being_deleted_is_terminating() -> None:
-    going = an_object("Running", worker(RUNNING))
-    going["metadata"]["deletionTimestamp"] = ENDED
-    assert pod_of(going).terminating
 
 
 def test_a_pod_that_is_being_deleted_before_it_had_a_node_never_runs() -> None:
@@ -134,7 +128,7 @@ def test_a_pod_ends_with_its_worker_whatever_its_sidecars_do() -> None:
     assert not pod_of(an_object("Running", sidecar, worker(RUNNING))).sidecars_running
 
 
-def test_the_agents_last_words_are_read() -> None:
+def test_the_termination_message_is_decoded() -> None:
     failure = FailureRecord(round=3, rank=1, local_rank=0, node="n.1", exit_code=-9, message="killed")
     message = TerminationMessage(reason="WorkerFailed", message="rank 1 was killed", round=3, failure=failure)
     pod = pod_of(an_object("Failed", worker(ended(1, encode_termination_message(message).decode() + "\n"))))
@@ -150,13 +144,8 @@ def test_the_agents_last_words_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["Traceback\nValueError: x", '{"a": 1}', '{"reason": 7}', "[1]", "7", "\ud800"])
-def test_words_that_are_not_the_agents_are_shown_as_they_are(text: str) -> None:
+def test_a_message_of_another_program_is_a_text(text: str) -> None:
     assert pod_of(an_object("Failed", worker(ended(1, text + "\n")))).message == text
-
-
-def test_where_nothing_was_said_there_is_no_message() -> None:
-    assert pod_of(an_object("Failed", worker(ended(137)))).message is None
-    assert pod_of(an_object("Succeeded", worker(ended(0, reason="Completed")))).message is None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +212,7 @@ def test_where_nothing_was_said_there_is_no_message() -> None:
         ),
     ],
 )
-def test_what_ended_without_words_of_its_agent_is_told_in_the_clusters(
+def test_without_a_termination_message_the_cluster_says_why_a_pod_ended(
     obj: dict[str, Any], code: int | None, last_line: str
 ) -> None:
     pod = pod_of(obj)
@@ -241,7 +230,7 @@ def test_the_exit_code_of_an_init_container_is_told_apart_from_that_of_the_agent
     assert (pod.init_exit_code, pod.exit_code) == (None, 1)
 
 
-def test_the_agents_words_count_more_than_what_the_cluster_says_but_why_it_had_to_leave_it_does_not_know() -> None:
+def test_the_termination_message_takes_precedence_unless_the_agent_was_asked_to_leave() -> None:
     failed = encode_termination_message(says("rank 0 failed", "WorkerFailed")).decode()
     pod = pod_of(an_object("Failed", worker(ended(1, failed)), reason="Evicted", message="memory"))
     assert pod.message == says("rank 0 failed", "WorkerFailed")
@@ -252,12 +241,12 @@ def test_the_agents_words_count_more_than_what_the_cluster_says_but_why_it_had_t
     assert messages.pod_disruption(evicted) == "was evicted: memory"
 
 
-def test_a_pod_that_is_called_succeeded_has_not_unless_its_worker_has() -> None:
+def test_a_pod_succeeds_only_if_its_worker_does() -> None:
     assert pod_of(an_object("Succeeded")).phase is PodPhase.FAILED
     assert pod_of(an_object("Succeeded", worker(RUNNING))).phase is PodPhase.FAILED
 
 
-def test_the_end_of_a_pod_without_times_is_when_its_conditions_changed_last() -> None:
+def test_a_pod_without_times_ended_when_its_conditions_changed_last() -> None:
     gone = {"type": "Ready", "status": "False", "lastTransitionTime": ENDED}
     assert pod_of(an_object("Failed", conditions=[gone, SCHEDULED])).ended == AT_ENDED
     assert pod_of(an_object("Failed", conditions=[])).ended is None
@@ -265,10 +254,108 @@ def test_the_end_of_a_pod_without_times_is_when_its_conditions_changed_last() ->
     assert pod_of(an_object("Failed", worker(never))).started is None
 
 
+# Why a pod ended
+
+
+def disrupted(reason: str, status: str = "True") -> dict[str, str]:
+    return {"type": "DisruptionTarget", "status": status, "reason": reason, "message": "for the sake of others"}
+
+
+def ready(status: str, kind: str = "Ready") -> dict[str, str]:
+    return {"type": kind, "status": status}
+
+
+SILENT = [ready("False"), ready("True", "ContainersReady")]
+"""The conditions of a pod whose node does not respond."""
+LEFT = encode_termination_message(says("left on SIGTERM", "Left")).decode()
+LOW = "The node was low on resource: memory. Threshold quantity: 100Mi, available: 80Mi."
+FULL = 'Usage of EmptyDir volume "tmp" exceeds the limit "1Gi".'
+FULL_POD = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."
+FULL_CONTAINER = 'Container worker exceeded its local ephemeral storage limit "1Gi".'
+RUNS = worker(RUNNING)
+DISRUPTED, NODE_LOST, NOT_ADMITTED, OVER_LIMIT, OUT_OF_MEMORY = (
+    TerminationCause.DISRUPTED,
+    TerminationCause.NODE_LOST,
+    TerminationCause.NOT_ADMITTED,
+    TerminationCause.OVER_LIMIT,
+    TerminationCause.OUT_OF_MEMORY,
+)
+
+
+def leaving(*statuses: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A pod that is being deleted."""
+    obj = an_object("Running", *statuses, **more)
+    obj["metadata"]["deletionTimestamp"] = ENDED
+    return obj
+
+
+@pytest.mark.parametrize(
+    ("obj", "cause"),
+    [
+        *(
+            (obj, DISRUPTED)
+            for reason in ("PreemptionByScheduler", "EvictionByEvictionAPI", "DeletionByTaintManager")
+            for obj in (
+                an_object("Failed", worker(ended(137)), conditions=[disrupted(reason)]),
+                an_object("Failed", conditions=[disrupted(reason)]),
+                leaving(RUNS, conditions=[disrupted(reason)]),
+            )
+        ),
+        (an_object("Running", RUNS, conditions=[disrupted("PreemptionByScheduler")]), None),
+        (an_object("Failed", worker(ended(1)), conditions=[disrupted("EvictionByEvictionAPI", "False")]), None),
+        (an_object("Failed", worker(ended(137)), reason="Evicted", message=LOW), DISRUPTED),
+        (an_object("Failed", worker(ended(137)), reason="Preempting", message="to admit critical pod"), DISRUPTED),
+        (an_object("Failed", worker(ended(137)), reason="Terminated", message="imminent node shutdown"), DISRUPTED),
+        (an_object("Failed", worker(ended(143, LEFT)), reason="Evicted", message=FULL), OVER_LIMIT),
+        (an_object("Failed", worker(ended(143, LEFT)), reason="Evicted", message=FULL_POD), OVER_LIMIT),
+        (an_object("Failed", worker(ended(143, LEFT)), reason="Evicted", message=FULL_CONTAINER), OVER_LIMIT),
+        (leaving(RUNS, conditions=SILENT), NODE_LOST),
+        (leaving(RUNS, conditions=[*SILENT, disrupted("DeletionByTaintManager")]), NODE_LOST),
+        (leaving(RUNS, reason="NodeLost", message="node node-1 is unresponsive"), NODE_LOST),
+        (an_object("Failed", RUNS, conditions=[disrupted("DeletionByPodGC")]), NODE_LOST),
+        (an_object("Failed", conditions=[disrupted("DeletionByPodGC")]), NODE_LOST),
+        (leaving(RUNS, conditions=[ready("False"), ready("False", "ContainersReady")]), None),
+        (leaving(RUNS), None),
+        (leaving(worker(ended(137)), conditions=SILENT), None),
+        (leaving(RUNS, conditions=SILENT, template={"readinessGates": [{"conditionType": "x/y"}]}), None),
+        *(
+            (an_object("Failed", *statuses, reason=reason), NOT_ADMITTED)
+            for reason in ("OutOfcpu", "OutOfnvidia.com/gpu", "UnexpectedAdmissionError", "NodePorts")
+            for statuses in ((), (worker(CREATING),))
+        ),
+        *((an_object("Failed", reason=reason), None) for reason in ("SysctlForbidden", "DeadlineExceeded", "")),
+        (an_object("Failed", worker(ended(137, "step 7", "OOMKilled"))), OUT_OF_MEMORY),
+        (an_object("Failed", worker(ended(143, LEFT, "OOMKilled"))), None),
+        (an_object("Succeeded", worker(ended(0, reason="OOMKilled")), reason="Evicted"), None),
+        (an_object("Running", RUNS), None),
+        (an_object("Failed", worker(ended(1))), None),
+    ],
+)
+def test_the_cause_of_an_end_is_read_from_all_that_kubernetes_says(
+    obj: dict[str, Any], cause: TerminationCause | None
+) -> None:
+    pod = pod_of(obj)
+    assert pod.termination_cause is cause
+    assert pod.reasons >= {text for text in (obj["status"].get("reason"),) if text}
+
+
+def test_a_pod_that_exceeds_its_own_limit_has_failed() -> None:
+    pod = pod_of(an_object("Failed", worker(ended(143, LEFT)), reason="Evicted", message=FULL))
+    assert (pod.message, pod.reasons) == (f"Evicted: {FULL}", frozenset({"Evicted", "Error"}))
+    assert pod_end(pod) is PodEnd.FAILED
+
+
+def test_a_silent_node_is_reported() -> None:
+    pod = pod_of(an_object("Running", RUNS, conditions=SILENT))
+    assert (pod.termination_cause, pod.waiting) == (None, "its node node-1 is silent")
+    assert pod.conditions == {"Ready": "False", "ContainersReady": "True"}
+
+
 # Why a pod does not start
 
 
 PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not found'
+BACK_OFF = 'Back-off pulling image "team/train:1"'
 
 
 @pytest.mark.parametrize(
@@ -315,7 +402,11 @@ PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not 
             'the image team/train:1 cannot be pulled: failed to resolve "team/train:1": not found',
         ),
         (
-            an_object("Pending", worker(waiting("ImagePullBackOff", 'Back-off pulling image "team/train:1"'))),
+            an_object("Pending", worker(waiting("ImagePullBackOff", f"{BACK_OFF}: ErrImagePull: {PULL}"))),
+            'the image team/train:1 cannot be pulled: failed to resolve "team/train:1": not found',
+        ),
+        (
+            an_object("Pending", worker(waiting("ImagePullBackOff", BACK_OFF))),
             "the image team/train:1 cannot be pulled",
         ),
         (
@@ -361,17 +452,11 @@ PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not 
         (an_object("Running", worker(RUNNING)), ""),
     ],
 )
-def test_why_a_pod_does_not_start_is_said_in_words(obj: dict[str, Any], words: str) -> None:
+def test_a_pod_says_why_it_does_not_start(obj: dict[str, Any], words: str) -> None:
     assert pod_of(obj).waiting == words
 
 
-def test_pulling_and_backing_off_are_called_the_same() -> None:
-    pulling = pod_of(an_object("Pending", worker(waiting("ErrImagePull", PULL))))
-    message = f'Back-off pulling image "team/train:1": ErrImagePull: {PULL}'
-    assert pod_of(an_object("Pending", worker(waiting("ImagePullBackOff", message)))) == pulling
-
-
-# Images that can't have an agent
+# Incompatible images
 
 CONTAINERD = (
     "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: "
@@ -394,7 +479,7 @@ CRUN = "container create failed: executable file `torchelastic-run` not found in
         ),
     ],
 )
-def test_an_image_without_the_agent_is_called_that(obj: dict[str, Any]) -> None:
+def test_an_image_without_the_agent_is_incompatible(obj: dict[str, Any]) -> None:
     incompatible_image = pod_of(obj).incompatible_image
     assert incompatible_image is not None
     assert incompatible_image.reason is Reason.NO_AGENT
@@ -415,7 +500,7 @@ def test_an_image_without_the_agent_is_called_that(obj: dict[str, Any]) -> None:
         RUNNING,
     ],
 )
-def test_other_troubles_are_not_taken_for_that(state: dict[str, Any]) -> None:
+def test_other_problems_do_not_make_an_image_incompatible(state: dict[str, Any]) -> None:
     assert pod_of(an_object("Pending", worker(state))).incompatible_image is None
 
 
@@ -425,7 +510,7 @@ def spoken(version: int, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("message", [spoken(7), spoken(7, round="one", news=[1])])
-def test_an_agent_of_another_protocol_is_called_that_and_both_versions_are_named(message: str) -> None:
+def test_an_agent_of_another_protocol_version_is_incompatible(message: str) -> None:
     incompatible_image = pod_of(an_object("Failed", worker(ended(2, message)))).incompatible_image
     assert incompatible_image is not None
     assert incompatible_image.reason is Reason.PROTOCOL_MISMATCH
@@ -439,51 +524,42 @@ def test_an_agent_of_another_protocol_is_called_that_and_both_versions_are_named
 @pytest.mark.parametrize(
     "message", [spoken(PROTOCOL_VERSION), '{"protocol": 7}', '{"reason": "x", "protocol": "7"}', ""]
 )
-def test_an_agent_of_our_protocol_or_of_none_is_not(message: str) -> None:
+def test_an_agent_of_this_protocol_version_is_compatible(message: str) -> None:
     assert pod_of(an_object("Failed", worker(ended(2, message)))).incompatible_image is None
 
 
-# What the pod carries
+# Labels and annotations
 
 
 @pytest.mark.parametrize(
     ("label", "index"), [("0", 0), ("12", 12), (None, 1), ("x", 1), ("-3", 1), ("٣", 1), ("9" * 30, 1)]
 )
-def test_the_index_is_the_labels_or_else_the_names(label: str | None, index: int) -> None:
+def test_the_index_comes_from_the_label_or_else_from_the_name(label: str | None, index: int) -> None:
     obj = an_object()
     obj["metadata"]["labels"]["elastic.pytorch.org/index"] = label
     assert pod_of(obj).index == index
 
 
-@pytest.mark.parametrize(
-    ("note", "port"),
-    [("1", 1), ("65535", 65535), ("0", 0), ("65536", 0), ("99999", 0), ("9" * 30, 0), ("-1", 0), ("x", 0)],
-)
-def test_what_can_be_no_port_is_none(note: str, port: int) -> None:
+@pytest.mark.parametrize("note", ["", "x", "-1", "65536", "9" * 30])
+def test_an_invalid_annotation_is_ignored(note: str) -> None:
     obj = an_object()
-    obj["metadata"]["annotations"]["elastic.pytorch.org/metrics-port"] = note
-    assert pod_of(obj).metrics_port == port
-
-
-@pytest.mark.parametrize("note", ["", "x", "-1", "1.5", "9" * 30])
-def test_an_annotation_that_somebody_has_spoiled_says_nothing(note: str) -> None:
-    obj = an_object()
-    for key in ("failures", "failed", "size"):
+    for key in ("failed", "size", "metrics-port"):
         obj["metadata"]["annotations"][f"elastic.pytorch.org/{key}"] = note
-    assert (pod_of(obj).failures, pod_of(obj).failed, pod_of(obj).size) == (0, None, None)
+    pod = pod_of(obj)
+    assert (pod.failed, pod.size, pod.metrics_port) == (None, None, 0)
 
 
 @pytest.mark.parametrize(
     ("store", "address"),
     [("10.96.0.7:2379", "10.96.0.7"), ("[fd00::7]:2379", "fd00::7"), ("", None), ("nonsense", None)],
 )
-def test_the_address_that_a_pod_was_told_is_known_from_it(store: str, address: str | None) -> None:
+def test_the_address_of_etcd_is_read_from_a_pod(store: str, address: str | None) -> None:
     obj = worker_pod(a_job(), NewPod(NAME, 1, SIZE), PodSettings(), store=store)
     assert etcd_address_of(obj) == address
     assert etcd_address_of(trimmed_pod(obj)) == address
 
 
-# Whatever an object says
+# Any object
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(ENDED),
@@ -524,14 +600,14 @@ WHOLE = an_object(
 
 
 @given(obj=spoiled(WHOLE))
-def test_no_object_is_too_odd_to_be_read_and_trimming_changes_nothing_of_what_is_read(obj: dict[str, Any]) -> None:
+def test_any_object_is_converted_and_a_trimmed_one_equally(obj: dict[str, Any]) -> None:
     before = copy.deepcopy(obj)
     pod = pod_of(obj)
     assert repr(pod_of(trimmed_pod(obj))) == repr(pod)
     assert repr(obj) == repr(before)
 
 
-def test_a_trimmed_pod_can_be_found_again_and_takes_a_fraction_of_the_room() -> None:
+def test_a_trimmed_pod_keeps_what_identifies_it_and_is_small() -> None:
     trimmed = trimmed_pod(WHOLE)
     for key in ("name", "namespace", "uid", "resourceVersion", "ownerReferences"):
         assert trimmed["metadata"][key] == WHOLE["metadata"][key]
@@ -567,38 +643,10 @@ def test_a_job_is_read_with_its_status() -> None:
     job = job_of({**a_stored_job(etcd={"endpoint": "e:1"}), "status": {**status_to_json(status), "selector": "x=y"}})
     assert (job.name, job.namespace, job.uid, job.generation) == ("digits", "team", UID, 4)
     assert (job.created, job.deleting, job.status) == (AT_CREATED, False, status)
+    leaving = a_stored_job()
+    leaving["metadata"]["deletionTimestamp"] = ENDED
+    assert job_of(leaving).deleting
     assert (job.spec.min_replicas, job.spec.max_replicas, job.spec.etcd.endpoint) == (1, 3, "e:1")
-
-
-def test_a_job_that_says_all_that_can_be_said_is_read() -> None:
-    job = job_of(
-        a_stored_job(
-            suspend=True,
-            managedBy="kueue.x-k8s.io/multikueue",
-            backoffLimit=3,
-            activeDeadlineSeconds=60,
-            ttlSecondsAfterFinished=0,
-            cleanPodPolicy="All",
-            failurePolicy={
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}},
-                    {"action": "Ignore", "onPodReasons": ["OOMKilled"], "excludeNode": True},
-                    {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget"}]},
-                ]
-            },
-            schedulingPolicy={"gang": "Volcano", "queue": "team", "priorityClassName": "high", "schedulerName": "mine"},
-            rendezvous={"joiningWindowSeconds": 1, "ports": {"first": 30000, "last": 30100}},
-            gracePeriodSeconds=9,
-            nodeLossSeconds=0,
-            disruptionBudget=True,
-            metricsPort=0,
-            etcd={"endpoint": "https://e:1", "tlsSecret": "hub"},
-        )
-    )
-    assert job.spec.suspend
-    assert (job.spec.backoff_limit, job.spec.ttl_after_finished, job.spec.metrics_port) == (3, 0, 0)
-    assert len(job.spec.failure_rules) == 3
-    assert (job.spec.scheduling.queue, job.spec.etcd.tls_secret) == ("team", "hub")
 
 
 def test_a_job_of_the_first_controller_is_read_as_what_it_means() -> None:
@@ -607,12 +655,6 @@ def test_a_job_of_the_first_controller_is_read_as_what_it_means() -> None:
     spec = {"rdzvEndpoint": "e:1", "minReplicas": 1, "maxReplicas": 3, "replicaSpecs": {"Worker": worker}}
     job = job_of({**a_stored_job(), "spec": spec})
     assert (job.spec.desired, job.spec.etcd.endpoint, job.spec.nproc_per_node) == (2, "e:1", 2)
-
-
-def test_a_job_on_its_way_out_is_called_that() -> None:
-    obj = a_stored_job()
-    obj["metadata"]["deletionTimestamp"] = ENDED
-    assert job_of(obj).deleting
 
 
 @pytest.mark.parametrize(
@@ -628,12 +670,12 @@ def test_a_job_on_its_way_out_is_called_that() -> None:
         {"minReplicas": 1, "maxReplicas": 2, "schedulingPolicy": {"gang": "Other"}},
     ],
 )
-def test_a_job_of_another_definition_is_refused_in_words(spec: Any) -> None:
+def test_a_job_of_another_definition_is_refused(spec: Any) -> None:
     with pytest.raises(BadInput, match="the spec of the job digits is not as this operator's definition has it"):
         job_of({**a_stored_job(), "spec": spec})
 
 
-def test_a_status_that_is_not_ours_is_refused() -> None:
+def test_an_unreadable_status_is_refused() -> None:
     with pytest.raises(BadInput, match="status"):
         job_of({**a_stored_job(), "status": {"replicas": "two"}})
 
@@ -662,17 +704,13 @@ def a_deployment(*, generation: int = 1, observed: int = 1, ready: int | None = 
         (SERVICE, a_deployment(), EtcdState.READY),
     ],
 )
-def test_where_the_etcd_stands(service: Any, deployment: Any, state: EtcdState) -> None:
+def test_the_state_of_etcd(service: Any, deployment: Any, state: EtcdState) -> None:
     assert etcd_state(service, deployment) is state
 
 
-def test_why_the_etcds_pod_cannot_be_made_is_told_in_the_clusters_words() -> None:
+def test_a_deployment_says_why_the_pod_of_etcd_cannot_be_created() -> None:
     failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "no such thing today"}
     assert etcd_blocked({"status": {"conditions": [failed]}}) == "no such thing today"
     assert etcd_blocked({"status": {"conditions": [{**failed, "status": "False"}]}}) is None
     assert etcd_blocked(a_deployment()) is None
     assert etcd_blocked(None) is None
-
-
-def test_the_size_in_the_annotation_is_the_record_that_the_store_would_have() -> None:
-    assert encode(SIZE).decode() == an_object()["metadata"]["annotations"]["elastic.pytorch.org/size"]
