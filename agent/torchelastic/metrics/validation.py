@@ -43,6 +43,7 @@ class ValidatingHandler(MetricHandler):
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, str], Sink] = {}
         self._opening = False
+        self._waiting: list[MetricData] = []
         self._told: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:
@@ -61,14 +62,19 @@ class ValidatingHandler(MetricHandler):
         if type(name) is not str:
             name = str(name)
         sink = self._sinks.get((group, name))
-        if sink is None:
-            with self._lock:
-                sink = self._sink(group, name)
-                if sink is not None:
-                    sink(value)
-                    self._begun()
-        else:
+        if sink is not None:
             sink(value)
+            return
+        with self._lock:
+            if self._opening:  # this is a signal handler within another call, which takes this value as well
+                self._waiting.append(metric_data)
+                return
+            sink = self._sink(group, name)
+            if sink is not None:
+                sink(value)
+                self._begun()
+            while self._waiting:
+                self.emit(self._waiting.pop(0))
 
     @abc.abstractmethod
     def _open(self, series: Series, source: tuple[str, str], *, of_platform: bool) -> Sink | None:
@@ -86,8 +92,6 @@ class ValidatingHandler(MetricHandler):
         source = group, name
         if (known := self._sinks.get(source)) is not None:
             return known
-        if self._opening:  # this is a signal handler within another call, so its name waits for its next value
-            return None
         sink: Sink | None = None
         count = len(self._sinks)
         if count < self._max_series:

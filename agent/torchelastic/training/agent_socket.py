@@ -1,16 +1,21 @@
-"""The socket on which a worker speaks to its agent, in lines of JSON; only this user can reach it."""
+"""The connection of a worker to its agent, a socket with lines of JSON; only this user can reach it.
+
+A process has one connection, which is made when it is first needed. Sending never waits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 CHANNEL: Final = "TORCHELASTIC_WORKER_CHANNEL"
 """The variable with the path of the agent's socket."""
@@ -40,6 +45,88 @@ def is_worker() -> bool:
         # While it imports the program's main module, a spawned process does not know its parent yet.
         or getattr(processes.current_process(), "_inheriting", False)
     )
+
+
+class AgentConnection:
+    """The connection of this process to its agent. May be used from any thread, and from signal handlers."""
+
+    def __init__(self) -> None:
+        self._begin()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()  # reentrant for a signal handler; never held while waiting
+        self._socket: socket.socket | None = None
+        self._read = False
+
+    def _after_fork(self) -> None:
+        connection = self._socket
+        self._begin()
+        if connection is not None:
+            os.close(connection.detach())  # the thread that reads from it is not in this process
+
+    def send(self, message: dict[str, Any]) -> bool:
+        """Send a message, and connect first if necessary; return whether it was sent. This never waits."""
+        with self._lock:
+            try:
+                lines = [message]
+                if self._socket is None:
+                    self._socket = connected(os.environ.get(CHANNEL, ""), 0.0)
+                    lines = [introduction(), message]
+                # So few bytes are sent completely or not at all.
+                return bool(self._socket.send(encoded(*lines), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+            except BlockingIOError:  # the agent does not read, or is stopped
+                return False
+            except OSError:  # it has closed the connection, or is gone
+                self.close()
+                return False
+
+    def read(self, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]) -> None:
+        """Read what the agent sends from now on, in a thread.
+
+        Args:
+            take: called with each message.
+            closed: called when the connection has ended.
+        """
+        with self._lock:
+            if self._socket is not None and not self._read:
+                self._read = True
+                run_beside("torchelastic: notices", self._listen, self._socket, take, closed)
+
+    def close(self) -> None:
+        """Close the connection; the next message makes another one."""
+        with self._lock:
+            connection, self._socket, self._read = self._socket, None, False
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # ends the thread that reads from it
+            connection.close()
+
+    def _listen(
+        self, connection: socket.socket, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]
+    ) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            connection.settimeout(None)  # what is sent does not wait all the same
+            with connection.makefile("rb") as lines:
+                while line := lines.readline(LINE_LIMIT):
+                    take(received(line))
+        with self._lock:
+            if self._socket is connection:
+                self.close()
+        closed()
+
+
+AGENT: Final = AgentConnection()
+"""The connection of this process."""
+
+
+def run_beside(name: str, doing: Callable[..., object], *arguments: object) -> None:
+    """Run a function in a thread to which no signals go."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        threading.Thread(target=doing, args=arguments, name=name, daemon=True).start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def introduction() -> dict[str, Any]:
@@ -83,9 +170,9 @@ def short_path(path: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message."""
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def encoded(*messages: dict[str, Any]) -> bytes:
+    """Return the lines of messages."""
+    return b"".join(json.dumps(message).encode() + b"\n" for message in messages)
 
 
 def received(line: bytes) -> dict[str, Any]:

@@ -7,7 +7,6 @@ is committed, whether this worker's round is still the current one.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -17,24 +16,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.training.agent_socket import (
+    AGENT,
     CHANNEL,
     LINE_LIMIT,
     connected,
+    encoded,
     introduction,
     is_worker,
     received,
-    send,
+    run_beside,
 )
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
 _LONGEST: Final = 1e6
 """Seconds that may be asked for; the agent has bounds of its own."""
 
 _PATIENCE: Final = 5.0
-"""Seconds for which a connection to the agent may take."""
+"""Seconds to wait until the agent has heard a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ def ask_for_notice(seconds: float = 30.0, callback: Callable[[Notice], object] |
     """
     if not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a time of 0 or more, and not {seconds}")
-    _here.ask(seconds, callback)
+    if is_worker():
+        _notices.ask(min(seconds, _LONGEST), callback)
 
 
 def notice() -> Notice | None:
@@ -81,12 +82,12 @@ def notice() -> Notice | None:
 
     None again if the change was cancelled.
     """
-    return _here.notice()
+    return _notices.notice()
 
 
 def saved() -> None:
     """Answer the last notice from :func:`notice`: as far as this worker is concerned, the round may change now."""
-    _here.saved()
+    _notices.saved()
 
 
 def round_stands(timeout: float = 5.0) -> bool:
@@ -108,28 +109,21 @@ def round_stands(timeout: float = 5.0) -> bool:
     try:
         with connected(path, timeout) as connection, connection.makefile("rb") as lines:
             # The agent is to answer a moment before the timeout.
-            send(connection, {**introduction(), "stands": 0.8 * min(timeout, _LONGEST)})
+            connection.sendall(encoded({**introduction(), "stands": 0.8 * min(timeout, _LONGEST)}))
             return received(lines.readline(LINE_LIMIT)).get("stands") is True
     except (OSError, ValueError):
         return False
 
 
-class _Here:
+class _Notices:
     """The requests of this process, and the notice that it was given."""
 
     def __init__(self) -> None:
         self._begin()
-
-    def after_fork(self) -> None:
-        """Start again in a child, without the parent's connection."""
-        connection = self._connection
-        self._begin()
-        if connection is not None:
-            os.close(connection.detach())  # the thread that reads it is not in this process
+        os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
         self._lock = threading.RLock()  # reentrant for a signal handler that answers
-        self._connection: socket.socket | None = None
         self._callback: Callable[[Notice], object] | None = None
         self._heard = threading.Event()
         self._signals: set[int] = set()
@@ -138,18 +132,13 @@ class _Here:
         self._answered = 0
 
     def ask(self, seconds: float, callback: Callable[[Notice], object] | None) -> None:
-        path = os.environ.get(CHANNEL)
-        if not path or not is_worker():
-            return
         with self._lock:
             self._callback = callback
-            if self._connection is None:
-                self._connect(path)
-            if self._connection is None:
-                return
+            self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
             heard = self._heard = threading.Event()
-            self._say({"ask": min(seconds, _LONGEST)})
-        heard.wait(_PATIENCE)
+        if AGENT.send({"ask": seconds}):
+            AGENT.read(self._take, self._closed)
+            heard.wait(_PATIENCE)
 
     def notice(self) -> Notice | None:
         standing = self._standing
@@ -161,34 +150,9 @@ class _Here:
     def saved(self) -> None:
         self._answer(self._shown)
 
-    def _connect(self, path: str) -> None:
-        try:
-            connection = connected(path, _PATIENCE)
-            send(connection, introduction())
-        except OSError:  # the agent is gone, and so will be this process
-            return
-        connection.settimeout(None)
-        self._connection = connection
-        # Signals go to the program's own threads.
-        self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            _run_beside("torchelastic: notices", self._listen, connection)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)
-
-    def _say(self, message: dict[str, Any]) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                send(self._connection, message)
-
-    def _listen(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError), connection, connection.makefile("rb") as lines:
-            while line := lines.readline(LINE_LIMIT):
-                self._take(received(line))
-        with self._lock:  # the agent has closed the connection
-            if self._connection is connection:
-                self._connection = self._standing = None
-                self._heard.set()
+    def _closed(self) -> None:
+        self._standing = None
+        self._heard.set()
 
     def _take(self, message: dict[str, Any]) -> None:
         if "heard" in message:
@@ -206,10 +170,10 @@ class _Here:
             self._standing = number, told
             callback = self._callback
         if callback is not None and not known:
-            _run_beside("torchelastic: notice", self._call, callback, number, told)
+            run_beside("torchelastic: notice", self._call, callback, number, told)
 
     def _call(self, callback: Callable[[Notice], object], number: int, told: Notice) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)  # processes that it starts inherit the mask
         try:
             callback(told)
         finally:
@@ -220,12 +184,7 @@ class _Here:
             if self._standing is not None and self._standing[0] == number:
                 self._standing = None
                 self._answered = number
-                self._say({"saved": number})
+                AGENT.send({"saved": number})
 
 
-_here: Final = _Here()
-os.register_at_fork(after_in_child=_here.after_fork)
-
-
-def _run_beside(name: str, doing: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=doing, args=arguments, name=name, daemon=True).start()
+_notices: Final = _Notices()

@@ -3,31 +3,29 @@
 Both measure (see :mod:`torchelastic.metrics`). On rank 0 they also tell the agent since when the program trains, and up
 to when its training is saved, for the time breakdown of the run.
 
-Training never waits: messages are sent without blocking, and one that cannot be sent goes along with a later call. A
-checkpoint is reported at once; of several within a second the last one is, by a thread, when the second is over.
+Training never waits: messages are sent without blocking. A checkpoint is reported at once; of several within a second
+the last one is, by a thread, when the second is over. The thread also sends again what the agent did not take.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
 import signal
-import socket
 import threading
 import time
 from _thread import start_new_thread
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from torchelastic.metrics import put_metric
-from torchelastic.training.agent_socket import CHANNEL, connected, introduction, is_worker
+from torchelastic.training.agent_socket import AGENT, is_worker
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 INTERVAL: Final = 1.0
-"""Minimal seconds between two reports of checkpoints, and between two attempts to reach the agent."""
+"""Minimal seconds between two reports of checkpoints, and between two attempts to send one."""
 
 
 class _Future(Protocol):
@@ -77,7 +75,7 @@ class Checkpoint:
             return
         self._written = True
         put_metric("checkpoint.write_latency_ms", (time.perf_counter() - self._clock) * 1000)
-        _here.tell("kept", self._began)
+        _reports.tell("kept", self._began)
 
 
 def step() -> None:
@@ -87,13 +85,11 @@ def step() -> None:
     ``train_step.duration.ms``.
     """
     now = time.perf_counter()
-    before, _here.step_began = _here.step_began, now
+    before, _reports.step_began = _reports.step_began, now
     if before:
         put_metric("train_step.duration.ms", (now - before) * 1000)
     else:
-        _here.tell("stepped", time.time())
-    if now >= _here.due:
-        _here.pay()
+        _reports.tell("stepped", time.time())
 
 
 def checkpoint() -> Checkpoint:
@@ -113,33 +109,24 @@ def checkpoint() -> Checkpoint:
     return Checkpoint()
 
 
-class _Here:
+class _Reports:
     """The reports of this process to its agent.
 
     Attributes:
         step_began: when it last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
-        due: from when on a step sends the reports that could not be sent yet.
     """
 
     def __init__(self) -> None:
         self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+        atexit.register(self.send)
 
     def _begin(self) -> None:
         self.step_began = 0.0
-        self.due = math.inf
         self._lock = threading.RLock()  # reentrant for a signal handler that saves; never held while waiting
-        self._owed: dict[str, float] = {}
-        self._connection: socket.socket | None = None
-        self._turn = -math.inf
-        self._paying = False
-        self._awaiting_turn = False
-
-    def after_fork(self) -> None:
-        """Start again in a child, without the parent's connection."""
-        connection = self._connection
-        self._begin()
-        if connection is not None:
-            connection.close()
+        self._unsent: dict[str, float] = {}
+        self._next = -math.inf
+        self._sends_later = False
 
     def tell(self, what: str, when: float) -> None:
         """Report to the agent, now or soon.
@@ -151,82 +138,37 @@ class _Here:
         if not is_worker() or os.environ.get("RANK") != "0":
             return
         with self._lock:
-            self._owed[what] = max(when, self._owed.get(what, 0.0))
-            early = what == "kept" and time.perf_counter() < self._turn
-            self.due = self._turn
-        if early:
-            self._await_turn()
-        else:
-            self.pay()
-
-    def pay(self) -> None:
-        """Send the reports that are due, unless the agent cannot take them now."""
-        with self._lock:
-            if self._paying:  # this is a signal handler within another call, which sends its report
+            self._unsent[what] = max(when, self._unsent.get(what, 0.0))
+            early = what == "kept" and time.perf_counter() < self._next
+            if self._sends_later or (not early and self.send()):
                 return
-            self._paying = True
-            try:
-                while self._owed:
-                    owed, self._owed = self._owed, {}
-                    sent = self._sent(owed)
-                    if "kept" in owed or not sent:
-                        self._turn = time.perf_counter() + INTERVAL
-                    if not sent:
-                        self._owed = owed | self._owed
-                        break
-            finally:
-                self._paying = False
-            self.due = self._turn if self._owed else math.inf
-
-    def close(self) -> None:
-        """Send what is left, at the end of the program."""
-        self.pay()
-        with self._lock:
-            self._hang_up()
-
-    def _sent(self, message: dict[str, Any]) -> bool:
-        try:
-            lines = [message]
-            if self._connection is None:
-                self._connection = connected(os.environ.get(CHANNEL, ""), 0.0)
-                lines = [introduction(), message]
-            text = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-            # So few bytes are sent completely or not at all.
-            taken = self._connection.send(text, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:  # the agent is gone or stopped, or does not read
-            taken = 0
-        if not taken:
-            self._hang_up()
-        return bool(taken)
-
-    def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _await_turn(self) -> None:
-        with self._lock:
-            if self._awaiting_turn:
-                return
-            self._awaiting_turn = True
+            self._sends_later = True
         # Signals go to the program's own threads.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             # Not with threading, whose locks could block a signal handler that saves.
-            start_new_thread(self._pay_in_turn, ())
-        except (
-            RuntimeError
-        ):  # there may be no more of them, or the program ends; it is told with the next step, or then
-            self._awaiting_turn = False
+            start_new_thread(self._send_later, ())
+        except RuntimeError:  # there may be no more threads, or the program ends: a later report tries again
+            self._sends_later = False
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _pay_in_turn(self) -> None:
-        time.sleep(max(self._turn - time.perf_counter(), 0.0))
-        self._awaiting_turn = False
-        self.pay()
+    def send(self) -> bool:
+        """Send what is not sent yet; return whether nothing is left."""
+        with self._lock:
+            unsent, self._unsent = self._unsent, {}
+            sent = not unsent or AGENT.send(unsent)
+            if not sent:
+                self._unsent = unsent | self._unsent
+            if "kept" in unsent or not sent:
+                self._next = time.perf_counter() + INTERVAL
+            return sent
+
+    def _send_later(self) -> None:
+        while self._sends_later:
+            time.sleep(max(self._next - time.perf_counter(), 0.0))
+            with self._lock:
+                self._sends_later = not self.send()
 
 
-_here: Final = _Here()
-os.register_at_fork(after_in_child=_here.after_fork)
-atexit.register(_here.close)
+_reports: Final = _Reports()
