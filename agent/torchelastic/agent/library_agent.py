@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torchelastic.agent.agent import Agent
 from torchelastic.agent.events import Signalled, Signals
+from torchelastic.agent.function_call import read_results, write_call
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerState
 from torchelastic.agent.workers.pool import workers_of
 from torchelastic.errors import SettingsError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchelastic.agent.exit_status import ExitStatus
-    from torchelastic.agent.function_call import FunctionCall
     from torchelastic.agent.workers.pool import WorkerExit, Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.protocol import FailureRecord
@@ -35,10 +35,10 @@ class LibraryAgent(Agent):
 
     Args:
         settings: what to do.
-        call: what the workers call; None if they run a command.
+        call: what the workers call, see :func:`~torchelastic.agent.function_call.call_of`; None if they run a command.
     """
 
-    def __init__(self, settings: AgentSettings, call: FunctionCall | None) -> None:
+    def __init__(self, settings: AgentSettings, call: bytes | None) -> None:
         super().__init__(settings, AgentMetrics())
         self._call = call
         self._failures_here: dict[int, ProcessFailure] = {}
@@ -63,7 +63,7 @@ class LibraryAgent(Agent):
     async def _run(self) -> ExitStatus:
         async with workers_of(self._settings, owns_process=False) as workers:
             if self._call is not None:
-                self._call.put(workers.scratch)
+                write_call(workers.scratch, self._call)
             return await self.run(workers)
 
     async def _live(self, workers: Workers, node: RendezvousNode) -> ExitStatus:
@@ -72,8 +72,8 @@ class LibraryAgent(Agent):
         if ending.code is ExitCode.SUCCEEDED and round is not None and self._node_id in round.nodes:
             first = round.first_rank(self._node_id)
             ranks = range(first, first + self._settings.workers)
-            call = self._call
-            self._results = dict.fromkeys(ranks) if call is None else call.results(workers.scratch, round.number, ranks)
+            # Of a command there are none.
+            self._results = read_results(workers.scratch, round.number, ranks)
         return ending
 
     def _failure(self, worker: WorkerExit, round: int) -> FailureRecord:

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from _thread import start_new_thread
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from torchelastic.metrics import put_metric
 from torchelastic.training.agent_socket import AGENT, is_worker
@@ -26,16 +26,6 @@ if TYPE_CHECKING:
 
 INTERVAL: Final = 1.0
 """Minimal seconds between two reports of checkpoints, and between two attempts to send one."""
-
-
-class _Future(Protocol):
-    """What :mod:`concurrent.futures` and :mod:`asyncio` hand to a callback."""
-
-    def cancelled(self) -> bool:
-        """Whether it was cancelled."""
-
-    def exception(self) -> BaseException | None:
-        """What it failed with."""
 
 
 class Checkpoint:
@@ -64,7 +54,7 @@ class Checkpoint:
         if kind is None:
             self.done()
 
-    def done(self, future: _Future | None = None) -> None:
+    def done(self, future: Any = None) -> None:  # noqa: ANN401 - of concurrent.futures, asyncio or torch
         """Report that the checkpoint is written; a second call changes nothing.
 
         Args:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-from torchelastic.config.settings import AgentSettings, LogSettings, StartMethod, Streams
+from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, StartMethod, Streams
 from torchelastic.errors import SettingsError
 from torchelastic.output import DEFAULT_ROLE
 from torchelastic.rendezvous.api import RendezvousParameters
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from torchelastic.agent.function_call import FunctionCall
     from torchelastic.agent.library_agent import LibraryAgent
     from torchelastic.agent.server.torch_agent import TorchAgent
-    from torchelastic.config.settings import Program
 
 __all__ = ["LocalElasticAgent"]
 
@@ -93,9 +91,6 @@ class LocalElasticAgent:
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 - torch's signature; a spec has one role
         """Run the workers, in as many rounds as it takes.
-
-        Args:
-            role: ignored: a spec has one role.
 
         Raises:
             RendezvousError: this node cannot meet the others.
@@ -170,21 +165,16 @@ class LocalElasticAgent:
             from torchelastic.agent.server.torch_agent import TorchAgent
 
             return TorchAgent(self._spec, self._logs, self._exit_barrier_timeout, stopped)
+        from torchelastic.agent.function_call import call_of
         from torchelastic.agent.library_agent import LibraryAgent
-
-        call, program = self._program()
-        return LibraryAgent(self._settings(handler, program), call)
-
-    def _program(self) -> tuple[FunctionCall | None, Program]:
-        from torchelastic.agent.function_call import FunctionCall
         from torchelastic.agent.workers.program import program_of_command
 
-        program = self._spec.program
-        if isinstance(program, str):
-            command = (program, *(str(argument) for argument in self._spec.args))
-            return None, program_of_command(command, self._start_method)
-        call = FunctionCall(program, self._spec.args)
-        return call, call.program(self._start_method)
+        entrypoint, arguments = self._spec.program, self._spec.args
+        if isinstance(entrypoint, str):
+            command = program_of_command((entrypoint, *map(str, arguments)), self._start_method)
+            return LibraryAgent(self._settings(handler, command), None)
+        worker = Program(ProgramKind.MODULE, ("torchelastic.agent.function_worker",), self._start_method)
+        return LibraryAgent(self._settings(handler, worker), call_of(entrypoint, arguments))
 
     def _settings(self, handler: ElasticRendezvousHandler, program: Program) -> AgentSettings:
         spec, settings = self._spec, handler.settings

@@ -63,17 +63,16 @@ class TorchAgent:
                 "or leave out rdzv_handler."
             )
         os.environ.setdefault(_NO_SHARED_STORE, "1")
-        self._is_function = not isinstance(spec.program, str)
+        program = spec.program
+        self._is_function = not isinstance(program, str)
         self._handler = _Handler(spec, stopped)
         self._agent = _Agent(
             TorchSpec(
                 role=spec.role,
                 local_world_size=spec.local_world_size,
                 rdzv_handler=cast("torch_rendezvous.RendezvousHandler", self._handler),
-                entrypoint=_call if self._is_function else spec.program,
-                args=(pickled(spec.program, spec.args),)
-                if self._is_function
-                else tuple(str(argument) for argument in spec.args),
+                entrypoint=program if isinstance(program, str) else _call,
+                args=tuple(map(str, spec.args)) if isinstance(program, str) else (pickled(program, spec.args),),
                 max_restarts=spec.max_restarts,
                 monitor_interval=spec.monitor_interval,
                 master_port=spec.master_port,
@@ -97,12 +96,7 @@ class TorchAgent:
         values = result.return_values
         return RunResult(
             WorkerState[result.state.name],
-            return_values={
-                rank: pickle.loads(value)  # noqa: S301 - written by our own worker
-                if self._is_function
-                else value
-                for rank, value in values.items()
-            },
+            {rank: pickle.loads(each) if self._is_function else each for rank, each in values.items()},  # noqa: S301 - of our own worker
             failures={rank: _failure(failure) for rank, failure in result.failures.items()},
         )
 
@@ -206,7 +200,7 @@ def _parts(found: Any) -> tuple[Store, int, int]:  # noqa: ANN401 - whatever a h
 
 def _call(carried: bytes) -> bytes:
     """In a worker: call the function."""
-    function, arguments, _ = pickle.loads(carried)  # noqa: S301 - written by the program that starts the worker
+    function, arguments = pickle.loads(carried)  # noqa: S301 - written by the program that starts the worker
     return cast("bytes", cloudpickle.dumps(function(*arguments)))
 
 
