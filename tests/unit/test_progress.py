@@ -156,19 +156,6 @@ async def test_of_checkpoints_within_a_second_the_last_is_told_of_when_it_is_ove
     assert len(agent.node.reports) == 2
 
 
-async def test_a_checkpoint_that_was_begun_later_is_not_taken_back_by_one_that_takes_longer(agent: Agent) -> None:
-    slow = torchelastic.checkpoint()
-    quick = torchelastic.checkpoint()
-    await asyncio.to_thread(quick.done)
-    said = await agent.node.until(lambda said: said["last_checkpoint_at"])
-    await asyncio.to_thread(slow.done)
-    torchelastic.step()
-    assert (await agent.node.until(lambda said: said["first_step_at"]))["last_checkpoint_at"] == said[
-        "last_checkpoint_at"
-    ]
-    assert said["last_checkpoint_at"] == round(quick._began, 3)
-
-
 async def test_a_checkpoint_in_the_background_is_told_of_when_its_future_has_written_it(
     agent: Agent, measured: Measured
 ) -> None:
@@ -193,14 +180,6 @@ def test_the_time_between_two_steps_and_that_of_a_checkpoint_are_measured(measur
         writing.done()
     assert [name for name, _ in measured.values] == [*["train_step.duration.ms"] * 2, "checkpoint.write_latency_ms"]
     assert all(value > 1.5 for _, value in measured.values)
-
-
-async def test_who_reports_progress_asks_for_no_notice_and_changes_none(agent: Agent) -> None:
-    torchelastic.step()
-    await agent.node.until(lambda said: said["first_step_at"])
-    agent.channel.tell(10.0, reason="resized", cause="two are wanted")
-    assert (agent.channel.asked, agent.channel.answered) == (0, True)
-    assert agent.changes == 0
 
 
 async def test_notices_and_progress_share_a_connection(agent: Agent) -> None:

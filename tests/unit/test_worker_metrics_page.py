@@ -71,21 +71,6 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path, AgentMetrics(MetricRegistry()))
 
 
-def test_each_rank_has_its_series(node: Node) -> None:
-    first, second = node.begin(2, 3)
-    first.add_value("loss", 0.5)
-    second.add_value("loss", 0.25)
-    for size in (0.5, 1, 5, 500):
-        second.add_value("size", size)
-    page = node.page()
-    assert page.value("my_app_loss", rank="2") == 0.5
-    assert page.value("my_app_loss", rank="3") == 0.25
-    assert [page.value("my_app_size_bucket", rank="3", le=le) for le in ("1.0", "10.0", "+Inf")] == [2, 3, 4]
-    assert page.value("my_app_size_sum", rank="3") == 506.5
-    assert page.value("my_app_size_count", rank="3") == 4
-    assert page.types == {"my_app_loss": "gauge", "my_app_size": "histogram"}
-
-
 def test_gauges_end_with_their_worker_and_counts_stay_until_its_successor_goes_on(node: Node) -> None:
     (worker,) = node.begin(0)
     worker.add_value("loss", 0.5)
@@ -256,22 +241,13 @@ def test_workers_that_make_new_counters_at_each_start_have_the_page_grow_to_a_li
     assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 5 * 900 - 2000
 
 
-def test_where_there_is_no_room_in_the_first_folder_the_next_one_is_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    metrics = WorkerMetrics(tmp_path / "file" / "folder", tmp_path / "other")
-    for round in (1, 2):
-        variables, _ = metrics.begin(round, {0: 0})
-        assert variables[0][METRICS_FILE] == str(tmp_path / "other" / f"{round}.0")
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["2.0"]
-    assert not caplog.records
-
-
 def test_where_there_is_no_room_workers_do_without_and_it_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
+    metrics = WorkerMetrics(tmp_path / "file" / "folder", tmp_path / "other")
+    variables, _ = metrics.begin(0, {0: 0})
+    assert variables[0][METRICS_FILE] == str(tmp_path / "other" / "0.0")
     metrics = WorkerMetrics(tmp_path / "file" / "folder")
     for round in (1, 2):
         variables, _ = metrics.begin(round, {0: 0, 1: 1})
