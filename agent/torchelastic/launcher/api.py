@@ -14,7 +14,7 @@ import uuid
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torchelastic.agent.server.api import NOT_AVAILABLE, WorkerSpec
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -145,8 +145,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     except Exception:
         _shut_down(handler)
         raise
-    # After another exception, such as that of Ctrl-C, this node leaves a run that goes on, which a handler of torch's
-    # would close for all nodes.
+    # Not after Ctrl-C: this node leaves a run that goes on, and a handler of torch's would close it for all nodes.
     _shut_down(handler)
     if result.is_failed():
         raise _child_failed(spec.get_entrypoint_name(), result.failures)
@@ -154,9 +153,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
 
 
 def _parameters(config: LaunchConfig) -> RendezvousParameters:
-    options = dict(config.rdzv_configs)
-    if config.rdzv_timeout != -1:
-        options["timeout"] = config.rdzv_timeout
+    options = config.rdzv_configs | ({} if config.rdzv_timeout == -1 else {"timeout": config.rdzv_timeout})
     # torch's handlers need an id in any case; ours asks for one if there can be a second node.
     return RendezvousParameters(
         backend=config.rdzv_backend,
@@ -181,13 +178,12 @@ def _child_failed(name: str, failures: Mapping[int, ProcessFailure]) -> ChildFai
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     folder = Path(tempfile.mkdtemp(prefix="torchelastic-"))
-    described = {}
+    described: dict[int, Any] = {}
     for rank, failure in failures.items():
-        described[rank] = failure
-        if failure.error_file == NOT_AVAILABLE:
-            path = folder / f"{rank}.json"
-            path.write_text(json.dumps({"message": failure.message, "timestamp": failure.timestamp}), encoding="utf-8")
-            described[rank] = dataclasses.replace(failure, error_file=str(path))
-    error = ChildFailedError(name, cast("dict[int, Any]", described))
+        path = folder / f"{rank}.json"
+        path.write_text(json.dumps({"message": failure.message, "timestamp": failure.timestamp}), encoding="utf-8")
+        known = failure.error_file != NOT_AVAILABLE
+        described[rank] = failure if known else dataclasses.replace(failure, error_file=str(path))
+    error = ChildFailedError(name, described)
     weakref.finalize(error, shutil.rmtree, folder, ignore_errors=True)
     return error
