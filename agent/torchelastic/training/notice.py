@@ -57,39 +57,6 @@ class Notice:
         return max(self.deadline - time.monotonic(), 0.0)
 
 
-def ask_for_notice(seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
-    """Ask for time to save before a planned change of the round.
-
-    The request holds until the worker ends; another call changes it. The agent's ``--notice`` bounds it. When this
-    returns, the agent knows of it.
-
-    Args:
-        seconds: how long the change waits for this worker at most; 0 withdraws the request.
-        callback: called with the notice in a thread of its own; when it returns or raises, this worker has answered.
-            None for a program that polls :func:`notice` and answers with :func:`saved`.
-
-    Raises:
-        ValueError: the seconds are negative or not finite.
-    """
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"seconds must be a time of 0 or more, and not {seconds}")
-    if is_worker():
-        _notices.ask(min(seconds, _LONGEST), callback)
-
-
-def notice() -> Notice | None:
-    """Return the notice that this worker has not answered yet, if there is one. Cheap enough to poll.
-
-    None again if the change was cancelled.
-    """
-    return _notices.notice()
-
-
-def saved() -> None:
-    """Answer the last notice from :func:`notice`: as far as this worker is concerned, the round may change now."""
-    _notices.saved()
-
-
 def round_stands(timeout: float = 5.0) -> bool:
     """Return whether the round of this process is still the current one, to be asked before a commit.
 
@@ -131,16 +98,37 @@ class _Notices:
         self._shown = 0
         self._answered = 0
 
-    def ask(self, seconds: float, callback: Callable[[Notice], object] | None) -> None:
+    def ask_for_notice(self, seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
+        """Ask for time to save before a planned change of the round.
+
+        The request holds until the worker ends; another call changes it. The agent's ``--notice`` bounds it. When this
+        returns, the agent knows of it.
+
+        Args:
+            seconds: how long the change waits for this worker at most; 0 withdraws the request.
+            callback: called with the notice in a thread of its own; when it returns or raises, this worker has
+                answered. None for a program that polls :func:`notice` and answers with :func:`saved`.
+
+        Raises:
+            ValueError: the seconds are negative or not finite.
+        """
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds must be a time of 0 or more, and not {seconds}")
+        if not is_worker():
+            return
         with self._lock:
             self._callback = callback
             self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
             heard = self._heard = threading.Event()
-        if AGENT.send({"ask": seconds}):
+        if AGENT.send({"ask": min(seconds, _LONGEST)}):
             AGENT.read(self._take, self._closed)
             heard.wait(_PATIENCE)
 
     def notice(self) -> Notice | None:
+        """Return the notice that this worker has not answered yet, if there is one. Cheap enough to poll.
+
+        None again if the change was cancelled.
+        """
         standing = self._standing
         if standing is None:
             return None
@@ -148,6 +136,7 @@ class _Notices:
         return told
 
     def saved(self) -> None:
+        """Answer the last notice from :func:`notice`: this worker lets the round change now."""
         self._answer(self._shown)
 
     def _closed(self) -> None:
@@ -188,3 +177,6 @@ class _Notices:
 
 
 _notices: Final = _Notices()
+ask_for_notice: Final = _notices.ask_for_notice
+notice: Final = _notices.notice
+saved: Final = _notices.saved
