@@ -14,7 +14,7 @@ import pytest
 import torchelastic as worker
 from torchelastic.agent.worker_socket import Progress, WorkerSocket
 from torchelastic.training import notice as notice_module
-from torchelastic.training.agent_socket import CHANNEL, HEARTBEAT_FILE, LINE_LIMIT, short_path
+from torchelastic.training.agent_socket import AGENT, CHANNEL, HEARTBEAT_FILE, LINE_LIMIT, short_path
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -59,11 +59,12 @@ class Agent:
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     agent = Agent(tmp_path)
     async with agent.channel as channel:
-        monkeypatch.setattr(notice_module, "_here", notice_module._Here())
+        notice_module._notices._begin()
         for name, value in {**channel.variables, "TORCHELASTIC_ROUND": str(ROUND), "LOCAL_RANK": "1"}.items():
             monkeypatch.setenv(name, value)
         channel.expect(ROUND)
         yield agent
+        AGENT.close()
 
 
 async def ask(agent: Agent, seconds: float = 20.0, **more: Any) -> None:
@@ -178,7 +179,7 @@ async def test_a_process_that_sends_something_else_is_disconnected(agent: Agent,
 
 
 async def test_without_an_agent_the_functions_do_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(notice_module, "_here", notice_module._Here())
+    notice_module._notices._begin()
     monkeypatch.delenv(CHANNEL, raising=False)
     monkeypatch.delenv(HEARTBEAT_FILE, raising=False)
     worker.heartbeat()
