@@ -177,28 +177,6 @@ async def test_a_watch_that_was_never_confirmed_is_a_failure_and_one_that_was_br
     assert shown.value(REQUESTS, request="watch", outcome="failure") == 1
 
 
-<<<<<<< HEAD
-async def test_a_request_that_was_given_up_does_not_count(agent: AgentMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, memory = agent.registry(), MemoryStore()
-
-    async def never(_: str) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(memory, "get", never)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await measured(memory, agent.store_answered).get("/a")
-    assert page(registry).named(REQUESTS) == {}
-
-
-def test_without_a_page_requests_are_not_counted() -> None:
-    agent = AgentMetrics(MetricRegistry())
-    agent.store_answered("get", 0.1, succeeded=True)
-    assert page(agent.registry()).named(REQUESTS) == {}
-
-
-=======
->>>>>>> 1e6ff06 (Merge unit tests of metrics and of the worker's socket that show the same)
 # -- operations
 
 
