@@ -71,7 +71,7 @@ class LocalBackend:
         self._broken = broken
         self._keep = keep
         self._tasks = asyncio.TaskGroup()
-        self._store_tasks: list[asyncio.Task[None]] = []
+        self._store: asyncio.Task[None] | None = None
         self._store_away = False
         self._ending = False
         self.pods: list[PodProcess] = []
@@ -98,7 +98,7 @@ class LocalBackend:
         etcd = EtcdState.READY if self.etcd is None else self.etcd.state
         if self._store_away and etcd is EtcdState.READY:
             etcd = EtcdState.STARTING  # it runs and does not answer
-        follows = bool(self._store_tasks)  # what was read before a suspension is known already
+        follows = self._store is not None  # what was read before a suspension is known already
         return Observed(
             pods=tuple(pod.observed(ready=self.serves(pod)) for pod in self.pods),
             etcd=etcd,
@@ -128,8 +128,8 @@ class LocalBackend:
             live.status = plan.status
         for event in plan.events:
             self.tell(event)
-        if plan.etcd:
-            self._ensure_store()
+        if plan.etcd and self._store is None:
+            self._store = self._tasks.create_task(self._run_store())
         refusal = await self._write_size(plan.size) if plan.size is not None else None
         for removal in plan.remove:
             self._remove(removal)
@@ -182,10 +182,10 @@ class LocalBackend:
         if self.etcd is None:
             with contextlib.suppress(StoreError):
                 await self.mirror.forget_run()
-        while self._store_tasks:
-            task = self._store_tasks.pop()
-            task.cancel()
-            await asyncio.wait([task])
+        if self._store is not None:
+            self._store.cancel()
+            await asyncio.wait([self._store])
+            self._store = None
 
     async def _write_size(self, size: SizeRecord) -> StoreError | None:
         try:
@@ -200,21 +200,17 @@ class LocalBackend:
     def _endpoint(self) -> str:
         return self._live.job().spec.etcd.endpoint or (self.etcd.endpoint if self.etcd is not None else "")
 
-    def _ensure_store(self) -> None:
-        if self._store_tasks:
-            return
-        available = None
-        if self.etcd is not None:
-            self._store_tasks.append(self._tasks.create_task(self._run_etcd(self.etcd)))
-            available = self.etcd.ready
-        following = self.mirror.run(lambda: store_at(self._endpoint()), available)
-        self._store_tasks.append(self._tasks.create_task(following))
-
-    async def _run_etcd(self, etcd: EtcdProcess) -> None:
-        try:
-            await etcd.run()
-        except ElasticJobError as error:
-            self._broken(error)
+    async def _run_store(self) -> None:
+        """Run the job's own etcd, if it has one, and follow the store."""
+        async with asyncio.TaskGroup() as tasks:
+            following = self.mirror.run(lambda: store_at(self._endpoint()), self.etcd.ready if self.etcd else None)
+            task = tasks.create_task(following)
+            if self.etcd is not None:
+                try:
+                    await self.etcd.run()
+                except ElasticJobError as error:
+                    task.cancel()
+                    self._broken(error)
 
     def _create(self, job: Job, new: NewPod) -> None:
         if any(pod.name == new.name for pod in self.pods):

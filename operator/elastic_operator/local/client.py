@@ -33,14 +33,6 @@ class RunClient:
         self._job = job
         self._socket = str(control_socket)
 
-    def alive(self) -> bool:
-        """Return whether the run listens."""
-        try:
-            self._connect().close()
-        except NotFound:
-            return False
-        return True
-
     def snapshot(self) -> Snapshot:
         """Return the state of the run."""
         return self._request("GET", "/job")
@@ -145,11 +137,10 @@ class LocalRuns:
         Raises:
             NotFound: no such job is running.
         """
-        for run in all_runs(self._home):
-            record = run.read_record()
-            client = _client(record) if record is not None and name in (run.run_id, job_name(record)) else None
-            if client is not None and client.alive():
-                return client
+        with contextlib.suppress(NotFound):
+            job = self.get(name)
+            if job["run"]["alive"]:
+                return RunClient(name, Path(job["run"]["socket"]))
         raise NotFound(f"no job {name} is running here; `elasticjob get` lists all jobs")
 
     def scale(self, name: str, replicas: int) -> None:
@@ -185,24 +176,17 @@ class LocalRuns:
 def _state(run: RunDir, name: str | None) -> Snapshot | None:
     """Return the state of a run, or None if it is not of this name."""
     record = run.read_record()
-    if record is None or job_name(record) is None or not isinstance(record.get("run"), dict):
+    job = job_name(record)
+    if record is None or job is None or not isinstance(record.get("run"), dict):
         return None
-    if name is not None and name not in (run.run_id, job_name(record)):
+    if name not in (None, run.run_id, job):
         return None
-    if (client := _client(record)) is not None:
+    if record["run"].get("ended") is None:
         with contextlib.suppress(NotFound, ClusterError):
-            return client.snapshot()
+            return RunClient(job, Path(str(record["run"].get("socket")))).snapshot()
         record = run.read_record() or record  # it has just ended, or was killed
     record["run"]["alive"] = False
     return record if record["run"].get("ended") is not None else _as_killed(record)
-
-
-def _client(record: Snapshot) -> RunClient | None:
-    """Return a client of a run that has not written that it ended."""
-    run = record.get("run")
-    if not isinstance(run, dict) or run.get("ended") is not None or not isinstance(run.get("socket"), str):
-        return None
-    return RunClient(str(job_name(record)), Path(run["socket"]))
 
 
 def _as_killed(record: Snapshot) -> Snapshot:
