@@ -29,6 +29,7 @@ from torchelastic.protocol import (
     encode,
 )
 from torchelastic.store import Listing, StoreSettings, connect, follow
+from torchelastic.store.backoff import Backoff
 from torchelastic.store.endpoints import parse_endpoints
 from torchelastic.store.run_lease import RunLease
 
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from torchelastic.store import Entry, Store
 
 _log = logging.getLogger(__name__)
-
-_FIRST_DELAY: Final = 0.05
-_LONGEST_DELAY: Final = 2.0
 
 _REMEMBERED: Final = 1000
 
@@ -79,7 +77,7 @@ class StoreMirror:
         round: the current round.
         outcome: the end of the run.
         size: the wanted size.
-        time_breakdown: where the run's time went; it is rewritten every few seconds, so nobody is told of that.
+        time_breakdown: where the run's time went; rewritten every few seconds, without a call of ``changed()``.
         history: the run's rounds.
         nodes: by node id, the registered nodes.
         names: by node id, the pods of all nodes that are registered or in the round, and of the latest former nodes.
@@ -119,7 +117,7 @@ class StoreMirror:
             available: set while an attempt may succeed; None if that is unknown.
         """
         task = asyncio.current_task()
-        delay = _FIRST_DELAY
+        backoff = Backoff()
         while True:
             if available is not None:
                 await available.wait()
@@ -139,14 +137,13 @@ class StoreMirror:
             finally:
                 self._store = self._lasting = None
                 if self.readable:
-                    delay = _FIRST_DELAY
+                    backoff.reset()
                     self.readable = False
                     self._changed()
             if task is not None and task.cancelling():
                 # If a connection breaks at the moment of the cancellation, the task group reports only that.
                 raise asyncio.CancelledError
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, _LONGEST_DELAY)
+            await backoff.wait()
 
     @property
     def connected(self) -> bool:
@@ -200,7 +197,7 @@ class StoreMirror:
         self.readable = True
 
     def _put(self, key: str, entry: Entry | None) -> bool:
-        """Copy the value of a key; returns whether ``changed()`` is to be called."""
+        """Copy the value of a key; return whether ``changed()`` is to be called."""
         keys = self._keys
         if key == keys.time_breakdown:
             self.time_breakdown = _record(entry, TimeBreakdown)

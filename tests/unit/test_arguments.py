@@ -60,10 +60,10 @@ def sentence(*argv: str, environ: dict[str, str] | None = None, program: str = "
     return message
 
 
-# -- a whole command line
+# -- what is accepted
 
 
-def test_a_program_alone_is_a_run_of_one_worker_on_one_node_without_etcd() -> None:
+def test_a_program_alone_runs_in_one_worker_on_one_node_without_etcd() -> None:
     settings = run()
     assert settings.store is None
     assert settings.address == "127.0.0.1"
@@ -72,6 +72,12 @@ def test_a_program_alone_is_a_run_of_one_worker_on_one_node_without_etcd() -> No
     assert settings.rendezvous.max_restarts == 100
     assert settings.program == Program(ProgramKind.SCRIPT, ("train.py",), StartMethod.FORK_SERVER)
     assert settings.node_name == socket.gethostname()
+    assert (settings.rendezvous.notice, settings.stop_timeout, settings.heartbeat_timeout) == (30.0, 0.0, None)
+    assert settings.free_exit_codes == settings.final_exit_codes == frozenset()
+    assert (settings.rendezvous.ports, settings.rendezvous.resume) == (None, ResumeRecord())
+    assert (settings.interface, settings.program.preload) == ("", ())
+    assert (settings.job, settings.job_created) == (("", settings.rendezvous.run_id), None)
+    assert run().rendezvous.run_id != settings.rendezvous.run_id
 
 
 def test_the_line_of_the_well_known_compose_example_works(folder: Path) -> None:
@@ -87,23 +93,15 @@ def test_the_line_of_the_well_known_compose_example_works(folder: Path) -> None:
 
 def test_a_line_of_torchruns_guide_works() -> None:
     settings = run(
-        *("--nnodes=1:4", "--nproc-per-node=3", "--max-restarts=3", "--rdzv-id=7", "--rdzv-backend=etcd"),
+        *("--nnodes=1:4", "--nproc-per-node", "3", "--max_restarts=3", "--rdzv-id=7", "--rdzv-backend=etcd"),
         *("--rdzv-endpoint=127.0.0.1:4001", "--monitor-interval=0.5", "--start-method=spawn", "--role=trainer"),
     )
     assert settings.rendezvous.size == SizeRecord(min=1, max=4)
     assert (settings.rendezvous.run_id, settings.rendezvous.max_restarts) == ("7", 3)
     assert (settings.workers, settings.role) == (3, "trainer")
     assert settings.program.start_method is StartMethod.EXEC
-
-
-def test_dashes_underscores_and_separate_values_are_the_same() -> None:
-    lines = [
-        ["--nproc-per-node", "2", "--max-restarts", "5"],
-        ["--nproc_per_node=2", "--max_restarts=5"],
-        ["--nproc_per-node", "2", "--max-restarts=5"],
-    ]
-    found = {(settings.workers, settings.rendezvous.max_restarts) for settings in (run(*line) for line in lines)}
-    assert found == {(2, 5)}
+    assert run("--nnodes=2", *SEVERAL).rendezvous.size == SizeRecord(min=2, max=2, desired=2)
+    assert run("--start-method=fork").program.start_method is StartMethod.FORK_SERVER
 
 
 def test_every_flag_has_torchruns_variable_and_the_command_line_wins() -> None:
@@ -114,39 +112,28 @@ def test_every_flag_has_torchruns_variable_and_the_command_line_wins() -> None:
     assert run(environ={"PET_NNODES": "", "PET_RDZV_ENDPOINT": ""}).store is None
     assert run(environ={"PET_MODULE": "1"}, program="pkg.train").program.kind is ProgramKind.MODULE
     assert run(environ={"PET_MODULE": "0"}).program.kind is ProgramKind.SCRIPT
-    assert sentence(environ={"PET_STANDALONE": "maybe"}) == "PET_STANDALONE=maybe: this is 1 for on or 0 for off."
 
 
-# -- how many
+def test_flags_of_the_node_and_of_failures_are_read() -> None:
+    settings = run(
+        *("--notice=90", "--stop-timeout=1.5", "--heartbeat-timeout=60", "--port-range=29400-29499", "--place=rack-7"),
+        *("--final-exit-codes=3, 64-66", "--free-exit-codes=128-255,4"),
+    )
+    assert (settings.rendezvous.notice, settings.stop_timeout, settings.heartbeat_timeout) == (90.0, 1.5, 60.0)
+    assert settings.final_exit_codes == frozenset({3, 64, 65, 66})
+    assert settings.free_exit_codes == frozenset({4, *range(128, 256)})
+    assert (settings.rendezvous.ports, settings.place) == (PortRange(29400, 29499), "rack-7")
+    settings = run(environ={"PET_NOTICE": "0", "PET_STOP_GRACE": "7", "PET_PORT_RANGE": "1024 - 1039"})
+    assert (settings.rendezvous.notice, settings.stop_grace) == (0.0, 7.0)
+    assert settings.rendezvous.ports == PortRange(1024, 1039)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1", SizeRecord(min=1, max=1, desired=1)),
-        ("2", SizeRecord(min=2, max=2, desired=2)),
-        ("1:4", SizeRecord(min=1, max=4)),
-        ("3:3", SizeRecord(min=3, max=3)),
-    ],
-)
-def test_a_number_of_nodes_is_wanted_and_a_range_leaves_it_open(text: str, size: SizeRecord) -> None:
-    assert run("--nnodes", text, *SEVERAL).rendezvous.size == size
+def test_the_default_place_of_a_node_is_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "host_id", lambda: "0123456789ab")
+    assert run().place == "0123456789ab"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("4:1", "--nnodes 4:1: the minimum is above the maximum; did you mean 1:4?"),
-        ("0", "--nnodes 0: there must be at least 1 node, and at most 1,000,000."),
-        ("two", "--nnodes two: this is the number of nodes, or MIN:MAX, for example 2 or 1:4."),
-        ("1:2:3", "--nnodes 1:2:3: this is the number of nodes, or MIN:MAX, for example 2 or 1:4."),
-    ],
-)
-def test_a_number_of_nodes_that_cannot_be_is_explained(text: str, expected: str) -> None:
-    assert sentence("--nnodes", text, *SEVERAL) == expected
-
-
-def test_auto_means_gpus_where_there_are_any_and_cpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_means_gpus_if_there_are_any_and_else_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     assert run("--nproc-per-node=cpu").workers == machine.cpu_count()
     assert run("--nproc-per-node=auto", environ=hidden).workers == machine.cpu_count()
@@ -155,21 +142,15 @@ def test_auto_means_gpus_where_there_are_any_and_cpus_elsewhere(monkeypatch: pyt
     assert (run("--nproc-per-node=auto").workers, run("--nproc-per-node=GPU").workers) == (4, 4)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "all", "1000000"])
-def test_a_number_of_workers_that_cannot_be_is_explained(text: str) -> None:
-    assert sentence(f"--nproc-per-node={text}").startswith(f"--nproc-per-node {text}: this is a ")
-
-
 # -- how the nodes meet
 
 
-def test_one_node_has_a_fresh_id_each_time_and_several_need_an_id_and_an_etcd() -> None:
-    assert run().rendezvous.run_id != run().rendezvous.run_id
+def test_several_nodes_need_an_id_and_an_etcd() -> None:
     assert run("--standalone", "--rdzv-id=mine").rendezvous.run_id == "mine"
     assert "--rdzv-id is missing" in sentence("--nnodes=2", "--rdzv-endpoint=127.0.0.1")
     assert "--rdzv-endpoint HOST:2379" in sentence("--nnodes=2", "--rdzv-id=a")
-    told = sentence("--nnodes=2", "--node-rank=0", "--master-addr=host-0", "--master-port=29500")
-    assert "--node-rank and --master-addr and --master-port can't do that here" in told
+    message = sentence("--nnodes=2", "--node-rank=0", "--master-addr=host-0", "--master-port=29500")
+    assert "--node-rank and --master-addr and --master-port can't do that here" in message
 
 
 def test_standalone_needs_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,29 +163,18 @@ def test_standalone_needs_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "version"),
-    [("torchelastic", None), ("etcd", None), ("etcd-v3", 3), ("ETCD_V3", 3), ("etcd-v2", 2), ("etcd_v2", 2)],
+    ("backend", "version"), [("torchelastic", None), ("etcd", None), ("ETCD_V3", 3), ("etcd-v2", 2)]
 )
-def test_ours_is_the_backend_by_any_of_its_names_which_may_say_the_version_of_etcds_api(
-    backend: str, version: int | None
-) -> None:
+def test_a_backend_may_name_the_version_of_etcds_api(backend: str, version: int | None) -> None:
     settings = run(f"--rdzv-backend={backend}", *SEVERAL)
     assert settings.store is not None
     assert settings.store.version == version
-
-
-@pytest.mark.parametrize("backend", ["c10d", "static", "etcd-v4", "zookeeper"])
-def test_another_backend_is_refused_with_what_to_use_instead(backend: str) -> None:
-    told = sentence(f"--rdzv-backend={backend}", *SEVERAL)
-    assert told.startswith(f"--rdzv-backend {backend}: ")
-    assert "leave the flag out" in told
 
 
 @pytest.mark.parametrize(
     ("text", "protocol", "endpoints"),
     [
         ("etcd-server", None, ("etcd-server:2379",)),
-        ("10.0.0.1:4001", None, ("10.0.0.1:4001",)),
         ("a:1, b ,c:3,a:1", None, ("a:1", "b:2379", "c:3")),
         ("https://etcd.example.org/", "https", ("etcd.example.org:2379",)),
         ("HTTP://a,http://b:1", "http", ("a:2379", "b:1")),
@@ -223,8 +193,6 @@ def test_addresses_of_etcd_are_read(text: str, protocol: str | None, endpoints: 
     [
         ("::1", "put it into brackets: [::1]:2379"),
         ("etcd:0", "a port is a number from 1 to 65535"),
-        ("etcd:99999", "a port is a number from 1 to 65535"),
-        ("etcd:http", "is not an address"),
         ("http://etcd/v3", "is not an address"),
         ("ftp://etcd", "http:// or https://"),
         ("http://a,https://b", "choose one"),
@@ -232,14 +200,14 @@ def test_addresses_of_etcd_are_read(text: str, protocol: str | None, endpoints: 
         ("root:secret@etcd", "username=… and password=… in --rdzv-conf"),
     ],
 )
-def test_an_address_that_cannot_be_read_is_explained(text: str, expected: str) -> None:
-    told = sentence(f"--rdzv-endpoint={text}")
-    assert told.startswith("--rdzv-endpoint: ")
-    assert expected in told
-    assert "secret" not in told
+def test_an_invalid_address_is_explained(text: str, expected: str) -> None:
+    message = sentence(f"--rdzv-endpoint={text}")
+    assert message.startswith("--rdzv-endpoint: ")
+    assert expected in message
+    assert "secret" not in message
 
 
-def test_the_configuration_of_the_meeting_is_read(folder: Path) -> None:
+def test_rdzv_conf_is_read(folder: Path) -> None:
     for name in ("ca.pem", "me.pem", "me.key"):
         (folder / name).touch()
     settings = run(
@@ -248,15 +216,9 @@ def test_the_configuration_of_the_meeting_is_read(folder: Path) -> None:
         "timeout=60,last_call_timeout=1.5, lease=7 ,join_debounce=0,crash_loop_limit=5,crash_loop_seconds=2,"
         "cacert=ca.pem,cert=me.pem,key=me.key,username=root,password=a=b",
     )
-    meeting = settings.rendezvous
-    assert (meeting.join_timeout, meeting.last_call_timeout, meeting.lease, meeting.join_debounce) == (
-        60.0,
-        1.5,
-        7.0,
-        0.0,
-    )
-    assert (meeting.crash_loop_limit, meeting.crash_loop_seconds) == (5, 2.0)
-    store = settings.store
+    how, store = settings.rendezvous, settings.store
+    assert (how.join_timeout, how.last_call_timeout, how.lease, how.join_debounce) == (60.0, 1.5, 7.0, 0.0)
+    assert (how.crash_loop_limit, how.crash_loop_seconds) == (5, 2.0)
     assert store is not None
     assert (store.protocol, store.ca_cert, store.cert, store.key) == ("https", "ca.pem", "me.pem", "me.key")
     assert (store.username, store.password) == ("root", "a=b")
@@ -269,7 +231,6 @@ def test_the_configuration_of_the_meeting_is_read(folder: Path) -> None:
         ("etcd_prefix=/a", "--rdzv-conf: etcd_prefix cannot be chosen"),
         ("rank=0", '--rdzv-conf: there is no key "rank"; those known are join_timeout, '),
         ("lease=0", "--rdzv-conf lease=0: this is a time in seconds, above 0."),
-        ("last_call_timeout=soon", "--rdzv-conf last_call_timeout=soon: this is a time in seconds, 0 or more."),
         ("crash_loop_limit=0", "--rdzv-conf crash_loop_limit=0: this is a whole number from 1 to 1000000."),
         ("lease", "--rdzv-conf: it takes KEY=VALUE pairs"),
         ("timeout=1,join_timeout=2", "--rdzv-conf: join_timeout is given twice."),
@@ -283,13 +244,13 @@ def test_the_configuration_of_the_meeting_is_read(folder: Path) -> None:
         ("password=hush,hush", "--rdzv-conf: it takes KEY=VALUE pairs"),
     ],
 )
-def test_a_configuration_that_cannot_be_honoured_is_explained(conf: str, expected: str) -> None:
-    told = sentence(*SEVERAL, f"--rdzv-conf={conf}")
-    assert told.startswith(expected)
-    assert "hush" not in told
+def test_an_invalid_rdzv_conf_is_explained(conf: str, expected: str) -> None:
+    message = sentence(*SEVERAL, f"--rdzv-conf={conf}")
+    assert message.startswith(expected)
+    assert "hush" not in message
 
 
-def test_a_folder_may_have_the_files_for_tls_and_a_client_need_not_say_who_it_is(folder: Path) -> None:
+def test_a_folder_may_have_the_files_for_tls(folder: Path) -> None:
     for name in ("server-only", "both"):
         (folder / name).mkdir()
         (folder / name / "ca.crt").touch()
@@ -306,18 +267,12 @@ def test_a_folder_may_have_the_files_for_tls_and_a_client_need_not_say_who_it_is
     ]
 
 
-def test_a_protocol_is_said_once() -> None:
+def test_the_protocol_is_given_once() -> None:
     told = sentence("--rdzv-endpoint=http://127.0.0.1", "--rdzv-conf=protocol=https")
     assert told == "--rdzv-conf protocol=https: --rdzv-endpoint says http://; leave one of the two out."
     same = run("--rdzv-endpoint=https://127.0.0.1", "--rdzv-conf=protocol=https").store
     assert same is not None
     assert same.protocol == "https"
-
-
-def test_the_variable_is_named_where_the_value_came_from_one() -> None:
-    told = sentence(*SEVERAL, environ={"PET_RDZV_CONF": "lease=0"})
-    assert told.startswith("PET_RDZV_CONF lease=0: ")
-    assert sentence(environ={"PET_MAX_RESTARTS": "-1"}).startswith("PET_MAX_RESTARTS=-1: this is a whole number")
 
 
 # -- the program
@@ -376,14 +331,6 @@ def test_a_program_that_cannot_run_is_refused_before_anything_starts(line: list[
         parse(line, {})
 
 
-def test_start_methods_go_by_our_names_and_torchruns() -> None:
-    for names, method in (
-        (("fork-server", "forkserver", "fork"), StartMethod.FORK_SERVER),
-        (("spawn", "exec"), StartMethod.EXEC),
-    ):
-        assert {run("--start-method", name).program.start_method for name in names} == {method}
-
-
 def test_modules_to_preload_are_looked_up_beside_the_program_and_where_the_interpreter_looks(folder: Path) -> None:
     (folder / "lib").mkdir()
     (folder / "lib" / "train.py").touch()
@@ -395,46 +342,6 @@ def test_modules_to_preload_are_looked_up_beside_the_program_and_where_the_inter
     assert told.startswith("--preload  numpy , json.tool,,beside,numpy: there is no module beside (looked up from ")
     assert sentence("--preload=no-name", environ={}).startswith("--preload no-name: these are names of modules")
     assert run("-m", environ={"PET_PRELOAD": "pkg"}, program="pkg.x").program.preload == ("pkg",)
-
-
-# -- failures and what comes before a change
-
-
-def test_times_around_a_change_are_in_seconds() -> None:
-    settings = run("--notice=90", "--stop-timeout=1.5", "--heartbeat-timeout=60")
-    assert (settings.rendezvous.notice, settings.stop_timeout, settings.heartbeat_timeout) == (90.0, 1.5, 60.0)
-    environ = {"PET_NOTICE": "0", "PET_STOP_TIMEOUT": "0", "PET_STOP_GRACE": "7"}
-    settings = run(environ=environ)
-    assert (settings.rendezvous.notice, settings.stop_timeout, settings.stop_grace) == (0.0, 0.0, 7.0)
-    assert run().heartbeat_timeout is None
-    assert (run().rendezvous.notice, run().stop_timeout) == (30.0, 0.0)
-
-
-def test_exit_codes_can_be_declared_free_and_given_as_ranges_where_signals_stand_above_128() -> None:
-    settings = run("--final-exit-codes=3, 64-66", "--free-exit-codes=128-255,4")
-    assert settings.final_exit_codes == frozenset({3, 64, 65, 66})
-    assert settings.free_exit_codes == frozenset({4, *range(128, 256)})
-    environ = {"PET_FREE_EXIT_CODES": "143", "PET_FINAL_EXIT_CODES": "255"}
-    settings = run(environ=environ)
-    assert (settings.free_exit_codes, settings.final_exit_codes) == (frozenset({143}), frozenset({255}))
-    assert run().free_exit_codes == run().final_exit_codes == frozenset()
-
-
-def test_an_exit_code_cannot_be_both_final_and_free() -> None:
-    told = sentence("--free-exit-codes=2,130-140", environ={"PET_FINAL_EXIT_CODES": "137,3"})
-    assert told == "--free-exit-codes 2,130-140: 137 is in PET_FINAL_EXIT_CODES, too; leave it out of one of the two."
-
-
-def test_the_ports_on_which_a_node_listens_can_be_given() -> None:
-    assert run("--port-range=29400-29499").rendezvous.ports == PortRange(29400, 29499)
-    assert run(environ={"PET_PORT_RANGE": "1024 - 1039"}).rendezvous.ports == PortRange(1024, 1039)
-    assert run().rendezvous.ports is None
-
-
-def test_what_was_known_of_a_run_before_it_was_suspended_is_taken_over() -> None:
-    known = ResumeRecord(round=7, restarts=2, uncharged_restarts=4)
-    assert run(environ={Env.RESUME: encode(known).decode()}).rendezvous.resume == known
-    assert run(environ={Env.RESUME: ""}).rendezvous.resume == run().rendezvous.resume == ResumeRecord()
 
 
 # -- output
@@ -454,25 +361,12 @@ def test_streams_are_chosen_for_all_workers_or_by_local_rank(folder: Path) -> No
     assert not (folder / "logs").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--redirects=3",), "--redirects 3: there is no folder for the files; name one with --log-dir."),
-        (("--log-dir=x", "-r=4"), "-r 4: this is 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
-        (("--log-dir=x", "--tee=0:1,", "-r1"), "--tee 0:1,: this is 0 (none)"),
-        (("--log-dir=x", "--tee=1:3"), "--tee 1:3: there is no local rank 1: this node has 1 worker."),
-        (("--log-dir=train.py/x",), "--log-dir train.py/x: "),
-    ],
-)
-def test_output_that_cannot_go_there_is_explained(flags: tuple[str, ...], expected: str) -> None:
-    assert sentence(*flags).startswith(expected)
+# -- the operator
 
 
-# -- this node, and the operator
-
-
-def test_the_operators_environment_says_who_and_how_many(folder: Path) -> None:
+def test_the_operators_environment_is_read(folder: Path) -> None:
     size = SizeRecord(min=1, max=4, generation=3, desired=2)
+    resume = ResumeRecord(round=7, restarts=2, uncharged_restarts=4)
     environ = {
         Env.NODE_NAME: "digits-1-abcde",
         Env.NODE_ADDRESS: "10.1.2.3",
@@ -482,6 +376,7 @@ def test_the_operators_environment_says_who_and_how_many(folder: Path) -> None:
         Env.METRICS_PORT: "0",
         Env.PROTOCOL: "1",
         Env.JOB: "team/digits",
+        Env.RESUME: encode(resume).decode(),
         Env.JOB_CREATED: "1767225600.5",
         "PET_RDZV_ENDPOINT": "127.0.0.1:2379",
         "PET_RDZV_ID": "uid",
@@ -489,16 +384,12 @@ def test_the_operators_environment_says_who_and_how_many(folder: Path) -> None:
     settings = run(environ=environ)
     assert settings.rendezvous.size == size
     assert settings.rendezvous.unique_run
+    assert settings.rendezvous.resume == resume
     assert (settings.node_name, settings.address) == ("digits-1-abcde", "10.1.2.3")
     assert settings.termination_log == folder / "last-words"
     assert settings.metrics_port == 0
     assert (settings.job, settings.job_created) == (("team", "digits"), 1767225600.5)
-
-
-def test_without_an_operator_the_jobs_name_is_the_id_of_the_run() -> None:
-    settings = run(*SEVERAL)
-    assert (settings.job, settings.job_created) == (("", settings.rendezvous.run_id), None)
-    assert run(environ={Env.JOB: "/digits"}).job == ("", "digits")
+    assert run(environ={Env.JOB: "/digits", Env.RESUME: ""}).job == ("", "digits")
     assert run(environ={Env.JOB_CREATED: "0.000"}).job_created is None
 
 
@@ -512,13 +403,6 @@ def test_flags_about_this_node_win_over_the_environment() -> None:
     assert (settings.termination_log, settings.stop_grace) == (Path("/b"), 0.0)
 
 
-def test_the_place_of_a_node_is_its_host_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "host_id", lambda: "0123456789ab")
-    assert run().place == "0123456789ab"
-    assert run("--place=rack-7").place == "rack-7"
-    assert run(environ={"PET_PLACE": "rack-8"}).place == "rack-8"
-
-
 def test_an_address_that_was_chosen_also_chooses_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "interface_of", {"10.0.0.7": "eth1", "fd00::2": "eth2"}.get)
     assert run("--local-addr=10.0.0.7").interface == "eth1"
@@ -527,7 +411,7 @@ def test_an_address_that_was_chosen_also_chooses_the_interface(monkeypatch: pyte
     assert run().interface == ""
 
 
-def test_the_operators_size_wins_over_nnodes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_operators_size_wins_over_nnodes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     environ = {Env.SIZE: encode(SizeRecord(min=1, max=4, desired=2)).decode()}
     assert run("--nnodes=2:8", *SEVERAL, environ=environ).rendezvous.size.max == 4
     assert "--nnodes=2:8 ignored: the operator says how many nodes there are, 1 to 4" in caplog.text
@@ -536,36 +420,7 @@ def test_the_operators_size_wins_over_nnodes_and_says_so(caplog: pytest.LogCaptu
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({Env.PROTOCOL: "2"}, "The operator speaks version 2 of the protocol"),
-        ({Env.SIZE: "many"}, "TORCHELASTIC_SIZE=many: this is not a SizeRecord"),
-        ({Env.SIZE: "\udcff"}, "TORCHELASTIC_SIZE=\udcff: this is not a SizeRecord"),
-        ({Env.RESUME: "7"}, "TORCHELASTIC_RESUME=7: this is not a ResumeRecord"),
-        ({Env.RESUME: '{"round":-1}'}, 'TORCHELASTIC_RESUME={"round":-1}: this is not a ResumeRecord'),
-        ({Env.RESUME: "\udcff"}, "TORCHELASTIC_RESUME=\udcff: this is not a ResumeRecord"),
-        ({Env.SIZE: '{"min":3,"max":2}'}, 'TORCHELASTIC_SIZE={"min":3,"max":2}: the minimum is above the maximum.'),
-        ({Env.UNIQUE_RUN: "x"}, "TORCHELASTIC_UNIQUE_RUN=x: this is 1 for on or 0 for off."),
-        ({Env.METRICS_PORT: "70000"}, "TORCHELASTIC_METRICS_PORT=70000: this is a whole number from 0 to 65535."),
-        ({Env.NODE_ADDRESS: "10.0.0.1:80"}, "TORCHELASTIC_NODE_ADDRESS=10.0.0.1:80: this is a host name or an IP"),
-        ({Env.NODE_NAME: " "}, "TORCHELASTIC_NODE_NAME= : this is a name"),
-        ({Env.JOB: "digits"}, "TORCHELASTIC_JOB=digits: this is a job's namespace and name, as in default/digits"),
-        ({Env.JOB: "team/"}, "TORCHELASTIC_JOB=team/: this is a job's namespace and name"),
-        ({Env.JOB: "a/b/c"}, "TORCHELASTIC_JOB=a/b/c: this is a job's namespace and name"),
-        ({Env.JOB: 'a/"'}, "TORCHELASTIC_JOB=a/\": this is a job's namespace and name"),
-        ({Env.JOB: f"a/{'b' * 254}"}, "TORCHELASTIC_JOB=a/bbb"),
-        ({Env.JOB_CREATED: "yesterday"}, "TORCHELASTIC_JOB_CREATED=yesterday: this is a time in seconds, 0 or"),
-        ({Env.JOB_CREATED: "nan"}, "TORCHELASTIC_JOB_CREATED=nan: this is a time in seconds, 0 or more."),
-        ({Env.JOB_CREATED: "-1"}, "TORCHELASTIC_JOB_CREATED=-1: this is a time in seconds, 0 or more."),
-        ({Env.JOB_CREATED: "1767225600000"}, "TORCHELASTIC_JOB_CREATED=1767225600000: this is a time in seconds since"),
-    ],
-)
-def test_an_environment_that_cannot_be_honoured_is_explained(environ: dict[str, str], expected: str) -> None:
-    assert sentence(environ=environ).startswith(expected)
-
-
-def test_under_an_operator_of_another_version_the_agent_says_so_where_that_operator_reads_it(
+def test_an_operator_of_another_version_is_named_in_the_termination_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last_words = folder / "last-words"
@@ -588,58 +443,86 @@ def test_torchruns_fixed_ranks_are_ignored_with_one_warning(caplog: pytest.LogCa
     assert record.getMessage().startswith("--node-rank and PET_MASTER_ADDR and --master-port ignored: the nodes agree")
 
 
+# -- what is refused
+
+
 @pytest.mark.parametrize(
-    ("flag", "expected"),
+    ("flags", "expected"),
     [
-        ("--stop-grace=-1", "--stop-grace -1: this is a time in seconds, 0 or more."),
-        ("--stop-timeout=soon", "--stop-timeout soon: this is a time in seconds, 0 or more."),
-        ("--notice=-1", "--notice -1: this is a time in seconds, 0 or more."),
+        ("--nnodes=4:1", "--nnodes 4:1: the minimum is above the maximum; did you mean 1:4?"),
+        ("--nnodes=0", "--nnodes 0: there must be at least 1 node, and at most 1,000,000."),
+        ("--nnodes=two", "--nnodes two: this is the number of nodes, or MIN:MAX, for example 2 or 1:4."),
+        ("--nproc-per-node=-1", "--nproc-per-node -1: this is a whole number from 1 to 10000."),
+        ("--nproc-per-node=1.5", "--nproc-per-node 1.5: this is a number of workers, or auto, cpu or gpu."),
+        (
+            "--rdzv-backend=c10d --rdzv-endpoint=e",
+            "--rdzv-backend c10d: torch's own rendezvous is not spoken here; leave",
+        ),
+        (
+            "--rdzv-backend=etcd-v4 --rdzv-endpoint=e",
+            "--rdzv-backend etcd-v4: there is no such rendezvous here; leave the",
+        ),
+        ("--stop-grace=inf", "--stop-grace inf: this is a time in seconds, 0 or more."),
         ("--notice=86401", "--notice 86401: this is a time of at most 86,400 seconds."),
         ("--heartbeat-timeout=0", "--heartbeat-timeout 0: this is a time in seconds, above 0."),
         ("--final-exit-codes=0", "--final-exit-codes 0: these are exit codes from 1 to 255 with commas between them"),
-        ("--final-exit-codes=70-64", "--final-exit-codes 70-64: these are exit codes from 1 to 255 with commas"),
-        (
-            "--free-exit-codes=1,,2",
-            "--free-exit-codes 1,,2: these are exit codes from 1 to 255 with commas between them",
-        ),
-        ("--free-exit-codes=128-256", "--free-exit-codes 128-256: these are exit codes from 1 to 255 with commas"),
+        ("--free-exit-codes=1,,2", "--free-exit-codes 1,,2: these are exit codes from 1 to 255 with commas"),
+        ("--free-exit-codes=255-256", "--free-exit-codes 255-256: these are exit codes from 1 to 255 with commas"),
         ("--port-range=29400", "--port-range 29400: these are the first and the last port, for example 29400-29499."),
         ("--port-range=29499-29400", "--port-range 29499-29400: the first port is above the last; did you mean 29400-"),
-        (
-            "--port-range=29400-29414",
-            "--port-range 29400-29414: at least 16 ports are needed, for example 29400-29499.",
-        ),
+        ("--port-range=29400-29414", "--port-range 29400-29414: at least 16 ports are needed, for example 29400-"),
         ("--port-range=1000-2000", "--port-range 1000-2000: ports for this go from 1024 to 65535."),
-        ("--port-range=60000-70000", "--port-range 60000-70000: ports for this go from 1024 to 65535."),
-        ("--final-exit-codes=1,,2", "--final-exit-codes 1,,2: these are exit codes from 1 to 255"),
-        ("--final-exit-codes=-9", "--final-exit-codes -9: these are exit codes from 1 to 255"),
         ("--place=", "--place needs a value: NAME."),
         ("--preload=torch;os", "--preload torch;os: these are names of modules with commas between them"),
-        (
-            "--shutdown-timeout=3",
-            "--shutdown-timeout is a flag of torchrun that torchelastic-run does not have: say it",
-        ),
-        ("--monitor-interval=0", "--monitor-interval 0: this is a time in seconds, above 0."),
-        ("--stop-grace=inf", "--stop-grace inf: this is a time in seconds, 0 or more."),
         ("--max-restarts=3x", "--max-restarts 3x: this is a whole number from 0 to 1000000."),
         ("--max-restarts=" + "9" * 5000, "--max-restarts 9999"),
         ("--node-name=" + "n" * 241, "--node-name nnnn"),
         ("--local-addr=" + "a." * 127, "--local-addr a.a."),
-        ("--local-addr=a b", "--local-addr a b: this is a host name or an IP address, without a port."),
-        ("--role=", "--role needs a value: NAME."),
-        ("--standalone=1", "--standalone takes no value: leave out what follows it in --standalone=1."),
+        ("--local-addr=a_b:1", "--local-addr a_b:1: this is a host name or an IP address, without a port."),
         ("-mpkg", "-m takes no value: leave out what follows it in -mpkg."),
         ("--nprocs=2", "There is no flag --nprocs. Did you mean --nproc-per-node?"),
         ("--max_restart=2", "There is no flag --max_restart. Did you mean --max-restarts?"),
         ("--xyzzy", "There is no flag --xyzzy. torchelastic-run --help lists all flags."),
         ("-q", "There is no flag -q. "),
-        ("--run-path", "--run-path is a flag of torchrun that torchelastic-run does not have: "),
         ("--logs_specs=x", "--logs_specs is a flag of torchrun that torchelastic-run does not have: say where output"),
-        ("--numa-binding=node", "--numa-binding is a flag of torchrun that torchelastic-run does not have: "),
+        ("--redirects=3", "--redirects 3: there is no folder for the files; name one with --log-dir."),
+        ("--log-dir=x -r=4", "-r 4: this is 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
+        ("--log-dir=x --tee=0:1,", "--tee 0:1,: this is 0 (none)"),
+        ("--log-dir=x --tee=1:3", "--tee 1:3: there is no local rank 1: this node has 1 worker."),
+        ("--log-dir=train.py/x", "--log-dir train.py/x: "),
     ],
 )
-def test_a_flag_that_cannot_be_honoured_is_explained(flag: str, expected: str) -> None:
-    assert sentence(flag).startswith(expected)
+def test_an_invalid_flag_is_explained(flags: str, expected: str) -> None:
+    assert sentence(*flags.split()).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"PET_STANDALONE": "maybe"}, "PET_STANDALONE=maybe: this is 1 for on or 0 for off."),
+        ({"PET_MAX_RESTARTS": "-1"}, "PET_MAX_RESTARTS=-1: this is a whole number"),
+        ({"PET_RDZV_ENDPOINT": "e", "PET_RDZV_CONF": "lease=0"}, "PET_RDZV_CONF lease=0: this is a time"),
+        (
+            {"PET_FREE_EXIT_CODES": "2,130-140", "PET_FINAL_EXIT_CODES": "137,3"},
+            "PET_FREE_EXIT_CODES=2,130-140: 137 is in PET_FINAL_EXIT_CODES, too; leave it out of one of the two.",
+        ),
+        ({Env.PROTOCOL: "2"}, "The operator speaks version 2 of the protocol"),
+        ({Env.SIZE: "many"}, "TORCHELASTIC_SIZE=many: this is not a SizeRecord"),
+        ({Env.SIZE: "\udcff"}, "TORCHELASTIC_SIZE=\udcff: this is not a SizeRecord"),
+        ({Env.SIZE: '{"min":3,"max":2}'}, 'TORCHELASTIC_SIZE={"min":3,"max":2}: the minimum is above the maximum.'),
+        ({Env.RESUME: '{"round":-1}'}, 'TORCHELASTIC_RESUME={"round":-1}: this is not a ResumeRecord'),
+        ({Env.METRICS_PORT: "70000"}, "TORCHELASTIC_METRICS_PORT=70000: this is a whole number from 0 to 65535."),
+        ({Env.NODE_ADDRESS: "10.0.0.1:80"}, "TORCHELASTIC_NODE_ADDRESS=10.0.0.1:80: this is a host name or an IP"),
+        ({Env.NODE_NAME: " "}, "TORCHELASTIC_NODE_NAME= : this is a name"),
+        ({Env.JOB: "digits"}, "TORCHELASTIC_JOB=digits: this is a job's namespace and name, as in default/digits"),
+        ({Env.JOB: 'a/"'}, "TORCHELASTIC_JOB=a/\": this is a job's namespace and name"),
+        ({Env.JOB: f"a/{'b' * 254}"}, "TORCHELASTIC_JOB=a/bbb"),
+        ({Env.JOB_CREATED: "nan"}, "TORCHELASTIC_JOB_CREATED=nan: this is a time in seconds, 0 or more."),
+        ({Env.JOB_CREATED: "1767225600000"}, "TORCHELASTIC_JOB_CREATED=1767225600000: this is a time in seconds since"),
+    ],
+)
+def test_an_invalid_variable_is_explained(environ: dict[str, str], expected: str) -> None:
+    assert sentence(environ=environ).startswith(expected)
 
 
 # -- help

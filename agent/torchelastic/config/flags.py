@@ -10,7 +10,7 @@ for the program.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.config import parsing as of
@@ -243,28 +243,24 @@ NOT_HERE: Final = dict.fromkeys(_NOTHING_LIKE_IT.split(), "there is nothing like
 """Flags of torchrun that are not accepted, and why."""
 
 
-@dataclass(frozen=True)
 class CommandLine:
-    """What was asked for, with the values read.
+    """What was asked for.
 
     Args:
         given: by flag name; what was not given is absent.
         program: the program and its arguments, untouched.
 
     Attributes:
-        values: what was read, by the same names.
+        values: the values that were read, by the same names.
 
     Raises:
         SettingsError: a value cannot be honoured.
     """
 
-    given: Mapping[str, Given]
-    program: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        values = {name: _ALL[name].read(given) for name, given in self.given.items()}
-        object.__setattr__(self, "values", values)
+    def __init__(self, given: Mapping[str, Given], program: tuple[str, ...] = ()) -> None:
+        self.given = given
+        self.program = program
+        self.values: Mapping[str, Any] = {name: _ALL[name].read(value) for name, value in given.items()}
 
     def settings(self, kind: type) -> dict[str, Any]:
         """The values that set a field of this dataclass as they are, by field."""
@@ -330,11 +326,7 @@ def _unknown(written: str, name: str) -> str:
         return f"{written} is a flag of torchrun that {PROGRAM_NAME} does not have: {why}. Leave it out."
     import difflib
 
-    alike = (
-        [known for known in _BY_NAME if known.startswith(name)]
-        or difflib.get_close_matches(name, _BY_NAME, n=1)
-        or [known for known in _BY_NAME if name.startswith(known.partition("-")[0])]
-    )
+    alike = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.45)
     hint = f"Did you mean --{alike[0]}?" if alike else f"{PROGRAM_NAME} --help lists all flags."
     return f"There is no flag {written}. {hint} (Flags of your own program go after its name.)"
 

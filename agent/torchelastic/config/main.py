@@ -55,7 +55,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         SettingsError: it cannot be honoured; the message says what to change.
         SystemExit: after ``--help`` or ``--version``.
     """
-    _check_protocol(environ)  # before the flags, some of which only the other version may know
+    spoken = environ.get(Env.PROTOCOL)  # before the flags, some of which only the other version may know
+    if spoken and spoken.strip() != str(PROTOCOL_VERSION):
+        raise SettingsError(
+            f"The operator speaks version {spoken} of the protocol between operator and agents, this agent version "
+            f"{PROTOCOL_VERSION}: use an image with an agent of the operator's release, or upgrade the operator."
+        )
     line = flags.read(argv, environ)
     size = read_size(line)
     store = _store(line, size)
@@ -77,15 +82,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
     )
     _warn_of_ignored(line, size)
     return settings
-
-
-def _check_protocol(environ: Mapping[str, str]) -> None:
-    spoken = environ.get(Env.PROTOCOL)
-    if spoken and spoken.strip() != str(PROTOCOL_VERSION):
-        raise SettingsError(
-            f"The operator speaks version {spoken} of the protocol between operator and agents, this agent version "
-            f"{PROTOCOL_VERSION}: use an image with an agent of the operator's release, or upgrade the operator."
-        )
 
 
 def _store(line: CommandLine, size: SizeRecord) -> StoreSettings | None:
@@ -228,19 +224,12 @@ def _logs(line: CommandLine, workers: int) -> LogSettings:
         return LogSettings()
     # The part of the path that exists must be a folder in which new ones can be made.
     directory = Path(folder.text).absolute()
-    there = next(path for path in (directory, *directory.parents) if _exists(path))
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110 - as above
     if not there.is_dir():
         raise folder.refused(f"{there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise folder.refused(f"{there} is not writable")
     return LogSettings(directory=directory, redirects=redirects, tee=tee)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # such as a name that is too long
-        return False
 
 
 def _streams(given: Given | None, workers: int) -> dict[int, Streams]:

@@ -34,13 +34,9 @@ class StartMethod(enum.StrEnum):
     @classmethod
     def named(cls, text: str) -> StartMethod | None:
         """The method of this name, which may be torch's name; None if there is none."""
-        match text.strip().lower().replace("_", "-"):
-            case "fork-server" | "forkserver" | "fork":
-                return cls.FORK_SERVER
-            case "exec" | "spawn":
-                return cls.EXEC
-            case _:
-                return None
+        name = text.strip().lower().replace("_", "-")
+        name = {"forkserver": "fork-server", "fork": "fork-server", "spawn": "exec"}.get(name, name)
+        return cls(name) if name in set(cls) else None
 
 
 class Streams(enum.IntFlag):
