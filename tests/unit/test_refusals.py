@@ -1,9 +1,10 @@
-"""A store that refuses a node at its start is told of; one that does so later is away, and nothing ends for it."""
+"""A store that refuses a node at its start is an error; one that does so later counts as unavailable."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -12,33 +13,51 @@ from torchelastic.errors import StoreRefused
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
-    from torchelastic.store import Store
+    from collections.abc import AsyncGenerator
+
+    from torchelastic.store import Change, Store
 
 
-class Doorkeeper(MemoryStore):
-    """A client of a store that may be told to refuse it."""
+class Doorkeeper:
+    """A client of a store that can be told to refuse every request."""
 
-    refused = False
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self.refused = False
 
-    async def _reached(self) -> Any:
-        if self.refused:
-            raise StoreRefused("etcd does not allow this user to use these keys: permission denied")
-        return await super()._reached()
+    def __getattr__(self, request: str) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
+            self._admit()
+            return await getattr(self.store, request)(*args, **options)
+
+        return call
+
+    async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
+        self._admit()
+        async with contextlib.aclosing(self.store.watch(prefix, start)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def close(self) -> None:
+        await self.store.close()
 
     def refuse(self) -> None:
         self.refused = True
-        self._cut_watches()
+        self.store.reachable = False  # ends the watches
+        self.store.reachable = True
+
+    def _admit(self) -> None:
+        if self.refused:
+            raise StoreRefused("etcd does not allow this user to use these keys: permission denied")
 
 
-async def test_training_goes_on_and_so_do_changes_when_the_store_has_come_to_its_senses() -> None:
+async def test_a_refusal_after_the_start_stops_no_training_and_changes_follow_later() -> None:
     clients: list[Doorkeeper] = []
     data = MemoryStore()
 
     async def connect() -> Store:
-        client = Doorkeeper()
-        client._data = data._data
-        clients.append(client)
-        return client
+        clients.append(Doorkeeper(data.another()))
+        return cast("Store", clients[-1])
 
     async with Meeting(connect, "run", lease=0.5, last_call_timeout=0.2) as meeting:
         a, b = [await meeting.node(name) for name in "ab"]
@@ -56,13 +75,13 @@ async def test_training_goes_on_and_so_do_changes_when_the_store_has_come_to_its
         assert not any(node.partitioned or node.inner.failed.done() for node in (a, b, c))
 
 
-async def test_at_the_start_it_is_an_error() -> None:
-    store = Doorkeeper()
+async def test_a_refusal_at_the_start_is_an_error() -> None:
+    store = Doorkeeper(MemoryStore())
+    store.refuse()
 
     async def connect() -> Store:
-        return store
+        return cast("Store", store)
 
     async with Meeting(connect, "run", lease=0.5) as meeting:
-        store.refused = True
         with pytest.raises(StoreRefused, match="permission denied"):
             await meeting.node("a")
