@@ -135,7 +135,7 @@ class AgentMetrics:
         self._registry.add(PLATFORM_GROUP, f"{operation}.duration.ms", seconds * 1000)
 
     def store_answered(self, request: str, seconds: float, *, succeeded: bool) -> None:
-        """A request to the store has ended; see :class:`~torchelastic.store.wrappers.RequestEnded`."""
+        """A request to the store has ended."""
         if self._handler is not None:  # the only one that gets these: they are too many for a program's handler
             outcome = "success" if succeeded else "failure"
             name = f"store.{request}.{outcome}"

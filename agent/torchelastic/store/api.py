@@ -1,7 +1,7 @@
-"""What a store must be able to do, and nothing more.
+"""The interface of a store.
 
-Revisions are etcd's: one counter for the whole store that every change raises. What a later change of adapter must
-keep: a compare-and-swap touches one key only (etcd v2 can do no more).
+Revisions are etcd's: one counter for the whole store that every change raises. A compare-and-swap concerns one key
+only, because etcd v2 can do no more.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class StoreSettings:
         cert: file with the client's certificate.
         key: file with its private key.
         username: for etcd's own authentication; never logged.
-        password: likewise, and kept out of the representation.
+        password: the same, and not part of the representation.
         request_timeout: seconds for one request.
         silence_limit: seconds of silence after which a watch counts as broken.
-        version: of etcd's API, 2 or 3; None for 3 where the server has it, and else 2.
+        version: of etcd's API, 2 or 3; None for 3 if the server has it, and else 2.
     """
 
     endpoints: tuple[str, ...]
@@ -49,8 +49,8 @@ class Entry:
     Attributes:
         key: the whole key.
         value: the bytes under it.
-        created: the revision at which the key came into being (again).
-        modified: the revision of its last change; what a compare-and-swap compares.
+        created: the revision at which the key was created.
+        modified: the revision of its last change; a compare-and-swap compares it.
     """
 
     key: str
@@ -77,12 +77,12 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of one key, as a watch tells it.
+    """One change of one key, as a watch reports it.
 
     Attributes:
         key: the whole key.
-        entry: what stands there now; None where it was deleted or its lease ended.
-        revision: at which revision.
+        entry: the new entry; None if the key was deleted or its lease ended.
+        revision: the revision of the change.
     """
 
     key: str
@@ -93,81 +93,67 @@ class Change:
 class Store(Protocol):
     """A key-value store with leases, compare-and-swap and watches.
 
-    Every method but :meth:`close` raises :class:`~torchelastic.errors.StoreUnavailable` when the store cannot be
-    reached or does not answer in time, and :class:`~torchelastic.errors.StoreRefused` when trying again is no use.
-    A write that raised StoreUnavailable may or may not have been done.
+    Every method but :meth:`close` raises :class:`~torchelastic.errors.StoreUnavailable` if the store cannot be reached
+    or does not answer in time, and :class:`~torchelastic.errors.StoreRefused` if trying again does not help. A write
+    that raised StoreUnavailable may or may not have been done. Writes under a lease raise
+    :class:`~torchelastic.errors.LeaseLost` if the lease does not exist.
     """
 
     async def get(self, key: str) -> Entry | None:
-        """What stands under the key, or None."""
+        """Return the entry of a key, or None."""
 
     async def list(self, prefix: str) -> Listing:
-        """All that stands below the prefix, with the revision to watch from."""
+        """Return all entries below a prefix, with the revision to watch from."""
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """Set the key, under a lease or (0) for good; gives back the revision.
-
-        Raises:
-            LeaseLost: there is no such lease any more.
-        """
+        """Set a key, under a lease if one is given; return the revision."""
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
-        """Set the key (None: delete it) if its last change is still that of revision ``expected``.
+        """Set a key if its last change is still that of revision ``expected``.
 
         Args:
             key: the key.
-            value: its new value, or None to delete it.
+            value: its new value; None deletes it.
             expected: the revision of the last change that the caller saw; 0 for "there is no such key".
             lease: the lease to put it under; 0 for none.
 
         Returns:
-            The new revision, or None where the key had changed meanwhile.
-
-        Raises:
-            LeaseLost: there is no such lease any more.
+            The new revision; None if the key had changed.
         """
 
     async def delete(self, key: str) -> None:
-        """Remove the key if it is there."""
+        """Remove a key if it exists."""
 
     async def delete_prefix(self, prefix: str) -> None:
-        """Remove all keys below the prefix."""
+        """Remove all keys below a prefix."""
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
-        """A lease that ends ``ttl`` seconds after it was last kept alive; gives back its id.
-
-        etcd counts in whole seconds and may raise a short one to its own minimum.
+        """Return the id of a lease that ends ``ttl`` seconds after it was last kept alive.
 
         Args:
-            ttl: seconds.
-            lease: the id that it is to have, a positive number of at most 63 bits; 0 for a new one. A lease that is
-                there already under this id is kept alive, with the seconds that it was granted for.
+            ttl: seconds; etcd rounds up to whole seconds and to its own minimum.
+            lease: the id that the lease is to have, a positive number of at most 63 bits; 0 for a new one. A lease
+                that exists under this id is kept alive, with the seconds that it was granted for.
         """
 
     async def keep_alive(self, lease: int) -> None:
-        """Start the lease's time anew.
-
-        Raises:
-            LeaseLost: it has ended.
-        """
+        """Restart the time of a lease; raise LeaseLost if it has ended."""
 
     async def revoke(self, lease: int) -> None:
-        """End the lease now: what hangs on it is deleted. Nothing happens where it has ended already."""
+        """End a lease now and delete its keys; do nothing if it has ended already."""
 
     def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
-        """Every change below the prefix from revision ``start`` on, in order, in batches; each exactly once.
+        """Yield every change below a prefix from revision ``start`` on, in order, in batches, each change once.
 
-        ``start`` 0 means from now on: from the moment at which the store confirms the watch.
-
-        A broken connection is not mended here: it ends the iteration with StoreUnavailable, and the caller watches
-        again from the revision after the last one it saw, or lists again. An empty batch says "nothing new, and the
-        connection is alive", and comes first, as soon as the store has confirmed the watch. The caller ends the watch
-        by closing the iterator (``aclosing``).
+        ``start`` 0 means from the moment at which the store confirms the watch. An empty batch says that the connection
+        works; one comes first, as soon as the store has confirmed the watch. The caller ends the watch by closing the
+        iterator (``aclosing``).
 
         Raises:
             HistoryCompacted: the start revision is no longer kept; list again.
-            StoreUnavailable: the connection broke, or was silent for longer than the limit.
+            StoreUnavailable: the connection broke, or was silent for longer than the limit. The caller watches again
+                from the revision after the last one it saw, or lists again.
         """
 
     async def close(self) -> None:
-        """Let go of connections. Leases are left to end by themselves."""
+        """Close the connections. Leases end by themselves."""

@@ -1,7 +1,7 @@
-"""Reading all keys below a prefix and then every change of them, without a gap and without a delay.
+"""Reading all keys below a prefix and then every change of them, without a gap.
 
 The watch is made first, from now on, and the listing read after it. In the other order, a change between the two makes
-etcd take the watch for one that has to catch up. It serves those ten times a second: up to 100 ms lost at each start.
+etcd treat the watch as one that has to catch up, which delays its changes by up to 100 ms.
 """
 
 from __future__ import annotations

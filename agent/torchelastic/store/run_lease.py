@@ -1,7 +1,7 @@
-"""The keys of a run that outlive the process that wrote them: written under the run's lease, which all its nodes renew.
+"""The keys of a run that outlive the process that wrote them: written under the run's lease, which the nodes renew.
 
-The id of the lease follows from the run's id. A write is sent as if the lease existed. Only if it does not (a new run,
-a store that came back empty), the lease is granted and the write sent once more.
+The id of the lease follows from the run's id. A write is sent as if the lease existed. If it does not (a new run, a
+store that came back empty), the lease is granted and the write sent again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GRANTS: Final = 3
 class RunLease:
     """Writes keys under the lease of one run, and renews it.
 
-    It does not raise LeaseLost: a caller with a lease of its own would take it for the loss of that one.
+    It does not raise LeaseLost: a caller with a lease of its own would mistake it for the loss of that lease.
 
     Args:
         store: the store.
@@ -75,11 +75,7 @@ class RunLease:
                 await asyncio.sleep(self._ttl / RUN_LEASE_RENEWALS)
 
     async def end(self) -> None:
-        """Remove the lease and its keys now.
-
-        Raises:
-            StoreError: as the store does.
-        """
+        """Remove the lease and its keys now."""
         await self._store.revoke(self._lease)
 
     async def _grant(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchelastic.errors import StoreError, StoreRefused, StoreUnavailable
 
@@ -17,27 +17,15 @@ if TYPE_CHECKING:
 _CONFIRMED_WATCH: Final = "confirmed watch"
 
 
-class RequestEnded(Protocol):
-    """Is called when a request has ended."""
-
-    def __call__(self, request: str, seconds: float, *, succeeded: bool) -> None:
-        """Take note of a request.
-
-        Args:
-            request: the name of the store's method.
-            seconds: how long it took.
-            succeeded: whether the store answered; that a lease has ended is an answer, a refusal is not.
-        """
-
-
-def measured(store: Store, ended: RequestEnded) -> Store:
+def measured(store: Store, ended: Callable[..., None]) -> Store:
     """Return a store whose requests are measured; of a watch, the time until it is confirmed.
 
     Requests that are cancelled are not counted.
 
     Args:
         store: what it stands for; closed along with this.
-        ended: called after each request.
+        ended: called after each request with the name of the method, the seconds that it took, and ``succeeded``:
+            whether the store answered. That a lease has ended is an answer, a refusal is not.
     """
 
     @contextmanager
@@ -60,9 +48,9 @@ def measured(store: Store, ended: RequestEnded) -> Store:
 def never_refusing(store: Store) -> Store:
     """Return a store that is unavailable, instead of refusing, after the first key was put.
 
-    Before a node has joined, a refusal (credentials, certificate, not an etcd) is reported to the user, who can mend
-    it. After that training must not end for it: a proxy may answer for an etcd that is restarted, a certificate may be
-    renewed late, a server that has come back may not know a token yet.
+    Before a node has joined, a refusal (credentials, certificate, not an etcd) is reported to the user. After that,
+    training must not end because of it: a proxy may answer for an etcd that restarts, a certificate may be renewed
+    late, a server that has come back may not know a token yet.
 
     Args:
         store: what it stands for; not closed along with this.
