@@ -13,22 +13,21 @@ from torchelastic.config.parsing import Given, integer, seconds
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import SizeRecord
+from torchelastic.store.api import StoreSettings
 from torchelastic.store.endpoints import parse_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.config.flags import CommandLine
-    from torchelastic.store.api import StoreSettings
 
 BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
 """The names of our rendezvous, with the version of etcd's API if the name says one."""
 
+_NAME_AN_ETCD: Final = "leave the flag out, and name an etcd with --rdzv-endpoint or, for one node, nothing at all"
 _INSTEAD: Final = {
-    "c10d": "torch's own rendezvous is not spoken here; leave the flag out, and name an etcd with --rdzv-endpoint or, "
-    "for one node, nothing at all",
-    "static": "the nodes agree on ranks and addresses by themselves; leave the flag out, and name an etcd with "
-    "--rdzv-endpoint or, for one node, nothing at all",
+    "c10d": f"torch's own rendezvous is not spoken here; {_NAME_AN_ETCD}",
+    "static": f"the nodes agree on ranks and addresses by themselves; {_NAME_AN_ETCD}",
 }
 KEY_ALIASES: Final = {"timeout": "join_timeout"}
 SETTINGS_KEYS: Final[Mapping[str, Callable[[Given], float]]] = {
@@ -49,13 +48,13 @@ Conf = Mapping[str, Given]
 
 
 def read_size(line: CommandLine) -> SizeRecord:
-    """How many nodes there may and should be, from the operator or else ``--nnodes``."""
+    """Return how many nodes there may and should be, from the operator or else ``--nnodes``."""
     size: SizeRecord = line.values.get("size") or line.values.get("nnodes") or SizeRecord(min=1, max=1, desired=1)
     return size
 
 
 def read_conf(line: CommandLine) -> Conf:
-    """The pairs of ``--rdzv-conf``, by our names for the keys.
+    """Return the pairs of ``--rdzv-conf``, by our names for the keys.
 
     Raises:
         SettingsError: a key is unknown, given twice, or without a value.
@@ -92,7 +91,7 @@ def _unknown_key(written: str) -> str:
 
 
 def read_rendezvous(line: CommandLine, size: SizeRecord, conf: Conf) -> RendezvousSettings:
-    """How the nodes meet.
+    """Return how the nodes meet.
 
     Raises:
         SettingsError: a value cannot be honoured, or the run needs an id and has none.
@@ -107,26 +106,16 @@ def read_rendezvous(line: CommandLine, size: SizeRecord, conf: Conf) -> Rendezvo
     return RendezvousSettings(**{"run_id": os.urandom(16).hex(), **settings, **numbers, "size": size})
 
 
-def read_backend(line: CommandLine) -> int | None:
-    """The version of etcd's API that is asked for; None if it is to be found out.
-
-    Raises:
-        SettingsError: the rendezvous asked for is not ours; the message says what to use instead.
-    """
-    if (given := line.given.get("rdzv-backend")) is None:
-        return None
-    if (name := given.text.strip().lower().replace("_", "-")) in BACKENDS:
-        return BACKENDS[name]
-    raise given.refused(_INSTEAD.get(name, "there is no such rendezvous here; leave the flag out to get ours, on etcd"))
-
-
 def read_store(line: CommandLine, conf: Conf) -> StoreSettings | None:
-    """Where the store is and how to reach it; None if no endpoint is given.
+    """Return where the store is and how to reach it; None if no endpoint is given.
 
     Raises:
         SettingsError: the rendezvous is not ours, or an address, a file or the credentials cannot be used.
     """
-    version = read_backend(line)
+    backend = line.given.get("rdzv-backend", Given("", "torchelastic"))
+    if (name := backend.text.strip().lower().replace("_", "-")) not in BACKENDS:
+        instead = "there is no such rendezvous here; leave the flag out to get ours, on etcd"
+        raise backend.refused(_INSTEAD.get(name, instead))
     if (endpoint := line.given.get("rdzv-endpoint")) is None:
         return None
     try:
@@ -141,18 +130,16 @@ def read_store(line: CommandLine, conf: Conf) -> StoreSettings | None:
     for one, other in (("key", "cert"), ("username", "password"), ("password", "username")):
         if one in conf and other not in {*conf, *files}:
             raise conf[one].refused(f"{one} needs {other} beside it", secret=True)
-    # The store's package imports an HTTP client, which a run without a store does not need.
-    from torchelastic.store.api import StoreSettings
-
+    username, password = (conf[key].text if key in conf else None for key in ("username", "password"))
     return StoreSettings(
         endpoints=endpoints,
         protocol=protocol,
         ca_cert=files.get("cacert"),
         cert=files.get("cert"),
         key=files.get("key"),
-        username=conf["username"].text if "username" in conf else None,
-        password=conf["password"].text if "password" in conf else None,
-        version=version,
+        username=username,
+        password=password,
+        version=BACKENDS[name],
     )
 
 
