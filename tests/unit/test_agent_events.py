@@ -22,7 +22,7 @@ def began(listener: socket.socket) -> RoundStarted:
 
 
 async def test_a_round_that_begins_while_the_agent_ends_leaves_no_socket() -> None:
-    for turns in range(4):  # the event is on its way, in the hands of whoever takes it in, or in the queue
+    for turns in range(4):  # the event is in the node's queue, in the task between, or in the agent's queue
         node, listener = a_node(), socket.create_server(("127.0.0.1", 0))
         async with EventQueue() as events:
             events.follow_rendezvous(node)

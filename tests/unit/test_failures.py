@@ -128,7 +128,7 @@ def test_a_collective_that_breaks_when_the_program_fails_does_not_take_its_place
     assert (explanation.kind, explanation.message) == (FailureKind.PROGRAM, "ValueError: bad input (train.py:12)")
 
 
-def test_an_exception_of_the_program_that_follows_another_one_is_told(error_json: Path) -> None:
+def test_an_exception_of_the_program_that_follows_another_one_is_reported(error_json: Path) -> None:
     tail = f"{TRACE}KeyError: 'lr'\n{DURING}{TRACE.replace('12', '20')}ConfigError: lr is missing\n"
     assert words(error_json, 1, tail) == "ConfigError: lr is missing (train.py:20)"
 

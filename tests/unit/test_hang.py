@@ -98,8 +98,7 @@ def words(tail: str, *, state: str = "") -> str:
 
 
 def test_the_innermost_frames_of_the_main_thread_are_reported() -> None:
-    told = "no heartbeat for 30 s; it was in read (data.py:12), called by <module> (train.py:30)"
-    assert words(DUMP) == told
+    assert words(DUMP) == "no heartbeat for 30 s; it was in read (data.py:12), called by <module> (train.py:30)"
     assert explain(Hang(30, ""), DUMP).kind is FailureKind.PROGRAM
 
 

@@ -107,7 +107,7 @@ def test_the_own_address_is_that_of_the_interface_towards_the_store() -> None:
     assert own_address(["localhost:2379"]) in {"127.0.0.1", "::1"}
 
 
-def test_a_store_whose_name_does_not_resolve_yet_is_passed_over() -> None:
+def test_a_store_with_a_name_that_does_not_resolve_is_skipped() -> None:
     assert own_address(["no-such-host.invalid:2379", f"{'x' * 64}:2379", "127.0.0.1:2379"]) == "127.0.0.1"
 
 
@@ -127,7 +127,7 @@ def test_loopback_and_what_is_no_address_of_this_machine_has_no_interface(host: 
     assert interface_of(host) == ""
 
 
-def test_gloo_and_nccl_are_told_the_interface_unless_the_user_has_told_them() -> None:
+def test_gloo_and_nccl_get_the_interface_unless_the_user_has_set_it() -> None:
     both = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
     assert interface_variables("eth1", {}) == both
     assert interface_variables("eth1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "eth1"}

@@ -1,4 +1,4 @@
-"""The form of what an agent prints: whoever reads a log can tell whose a line is, and of which round."""
+"""The format of what an agent prints: a line has its rank, and the round can be read from the log."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ async def test_an_agent_that_takes_nothing_in_holds_nobody_up(tmp_path: Path, mo
 
 
 async def test_what_cannot_be_is_not_believed(agent: Agent) -> None:
-    told, now = agent.progress.told, time.time()
+    told, now = agent.progress.update, time.time()
     told(1, stepped=now, kept=now)  # not the worker of rank 0
     told(0, stepped=agent.began - 10, kept=agent.began - 10)
     assert (agent.progress.stepped, agent.progress.kept) == (0, 0)
@@ -260,22 +260,22 @@ async def test_what_cannot_be_is_not_believed(agent: Agent) -> None:
 async def test_only_the_node_with_rank_0_reports(agent: Agent) -> None:
     agent.node.node = "b.1"
     agent.begin()
-    agent.progress.told(0, stepped=time.time(), kept=time.time())
+    agent.progress.update(0, stepped=time.time(), kept=time.time())
     assert agent.node.reports == []
     agent.progress.begin(RoundRecord(number=3, members=(Member("a.1", "10.0.0.1", 0), Member("b.1", "10.0.0.2", 1))))
-    agent.progress.told(0, stepped=time.time())
+    agent.progress.update(0, stepped=time.time())
     assert len(agent.node.reports) == 1
 
 
 async def test_however_much_is_told_it_is_reported_once_in_a_second_and_at_once_when_asked_for(agent: Agent) -> None:
     for _ in range(1000):
-        agent.progress.told(0, kept=time.time())
+        agent.progress.update(0, kept=time.time())
     assert len(agent.node.reports) == 1
     agent.progress.report()
     agent.progress.report()
     assert [said["last_checkpoint_at"] for said in agent.node.reports][1:] == [round(agent.progress.kept, 3)]
-    agent.progress.told(0, kept=time.time() + 1)
-    agent.progress.told(0, stepped=time.time())
+    agent.progress.update(0, kept=time.time() + 1)
+    agent.progress.update(0, stepped=time.time())
     assert len(agent.node.reports) == 2
     await agent.node.until(lambda said: said["first_step_at"])
     assert len(agent.node.reports) == 3
@@ -283,7 +283,7 @@ async def test_however_much_is_told_it_is_reported_once_in_a_second_and_at_once_
 
 async def test_with_the_next_round_nothing_of_the_last_one_is_reported(agent: Agent) -> None:
     for _ in range(2):
-        agent.progress.told(0, stepped=time.time(), kept=time.time())
+        agent.progress.update(0, stepped=time.time(), kept=time.time())
     agent.begin()
     agent.progress.report()
     assert (agent.progress.stepped, agent.progress.kept) == (0, 0)

@@ -72,9 +72,9 @@ async def ask(agent: Agent, seconds: float = 20.0, **more: Any) -> None:
     await agent.until(lambda channel: channel.asked == seconds)
 
 
-async def told(agent: Agent, **more: Any) -> worker.Notice:
+async def noticed_by(agent: Agent, **more: Any) -> worker.Notice:
     """Give notice, and wait until the worker has it."""
-    agent.channel.tell(**{"seconds": 10.0, "reason": "node_joined", "cause": "b joined", **more})
+    agent.channel.give_notice(**{"seconds": 10.0, "reason": "node_joined", "cause": "b joined", **more})
     return await noticed()
 
 
@@ -90,7 +90,7 @@ async def test_a_worker_that_asks_gets_notice_and_answers(agent: Agent) -> None:
     assert worker.notice() is None
     await ask(agent)
     assert agent.channel.answered
-    notice = await told(agent, cause="\N{SNOWMAN}\x01\\" * 5000)
+    notice = await noticed_by(agent, cause="\N{SNOWMAN}\x01\\" * 5000)
     assert notice.reason == "node_joined"
     assert notice.cause.startswith("\N{SNOWMAN}\x01\\")
     assert 0 < notice.seconds_left <= 10
@@ -103,8 +103,8 @@ async def test_a_worker_that_asks_gets_notice_and_answers(agent: Agent) -> None:
 
 async def test_a_withdrawn_notice_needs_no_answer(agent: Agent) -> None:
     await ask(agent)
-    await told(agent)
-    agent.channel.take_back()
+    await noticed_by(agent)
+    agent.channel.withdraw()
     async with asyncio.timeout(PATIENCE):
         while worker.notice() is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -112,7 +112,7 @@ async def test_a_withdrawn_notice_needs_no_answer(agent: Agent) -> None:
 
 
 async def test_a_worker_that_asks_during_a_notice_gets_it(agent: Agent) -> None:
-    agent.channel.tell(10.0, reason="node_left", cause="b left")
+    agent.channel.give_notice(10.0, reason="node_left", cause="b left")
     assert agent.channel.answered
     await ask(agent)
     assert not agent.channel.answered
@@ -122,7 +122,7 @@ async def test_a_worker_that_asks_during_a_notice_gets_it(agent: Agent) -> None:
 async def test_a_request_can_be_changed_and_withdrawn(agent: Agent) -> None:
     await ask(agent, 20.0)
     await ask(agent, 60.0)
-    await told(agent)
+    await noticed_by(agent)
     await ask(agent, 0.0)
     assert agent.channel.answered
     await asyncio.to_thread(worker.ask_for_notice, 1e12)
@@ -132,7 +132,7 @@ async def test_a_request_can_be_changed_and_withdrawn(agent: Agent) -> None:
 @pytest.mark.parametrize("end", [lambda channel: channel.forget(1), lambda channel: channel.expect(ROUND + 1)])
 async def test_a_worker_that_has_ended_is_not_waited_for(agent: Agent, end: Callable[[WorkerSocket], None]) -> None:
     await ask(agent)
-    await told(agent)
+    await noticed_by(agent)
     end(agent.channel)
     assert (agent.channel.asked, agent.channel.answered) == (0, True)
 

@@ -115,9 +115,9 @@ def explain(exit_code: int, *, error_file: Path, tail: str, memory: bool) -> Exp
     if exit_code == -signal.SIGKILL and memory:
         return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
     recorded, final = _recorded_exception(error_file)
-    if told := recorded or _printed_exception(tail):
-        text = told if exit_code > 0 else f"{told} ({end_of(exit_code)})"
-        return Explanation(FailureKind.PROGRAM if final else _kind(told), shorten(text, MESSAGE_LIMIT), final)
+    if exception := recorded or _printed_exception(tail):
+        text = exception if exit_code > 0 else f"{exception} ({end_of(exit_code)})"
+        return Explanation(FailureKind.PROGRAM if final else _kind(exception), shorten(text, MESSAGE_LIMIT), final)
     if exit_code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}:  # sent by someone else
         return Explanation(FailureKind.PROGRAM, end_of(exit_code))
     if crash := _printed_crash(tail):
@@ -168,7 +168,7 @@ def record_message(message: str, trace: str = "", *, final: bool = False) -> Non
     if final:
         details["final"] = True
     record = {"message": {"message": _bounded(message, _RECORDED_MESSAGE), "extraInfo": details}}
-    with contextlib.suppress(OSError):  # its output tells the same
+    with contextlib.suppress(OSError):  # the output says the same
         partial = Path(f"{path}.{os.getpid()}")
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.rename(path)
@@ -282,9 +282,9 @@ def in_full(failure: FailureRecord) -> str:
     """A failure with its place and exit, for the agent's log."""
     process = f", process {failure.pid}" if failure.pid else ""
     end = end_of(failure.exit_code)
-    told = failure.message or end
-    how = "" if end in told else f", {end}"
-    return f"rank {failure.rank} on {name_of(failure.node)} ({failure.host}){process}{how}: {told}"
+    message = failure.message or end
+    how = "" if end in message else f", {end}"
+    return f"rank {failure.rank} on {name_of(failure.node)} ({failure.host}){process}{how}: {message}"
 
 
 def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: AgentSettings) -> FailureRecord:

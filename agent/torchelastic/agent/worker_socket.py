@@ -92,7 +92,7 @@ class Progress:
         self.stepped = self.kept = 0.0
         self._cancel_later()
 
-    def told(self, local_rank: int, *, stepped: float = 0.0, kept: float = 0.0) -> None:
+    def update(self, local_rank: int, *, stepped: float = 0.0, kept: float = 0.0) -> None:
         """Take in when a worker began its first step and a checkpoint; impossible times are ignored."""
         if local_rank != self._reporter:
             return
@@ -212,14 +212,14 @@ class WorkerSocket:
             self._askers.discard(asker)
         self._changed()
 
-    def tell(self, seconds: float, *, reason: str, cause: str) -> None:
+    def give_notice(self, seconds: float, *, reason: str, cause: str) -> None:
         """Give notice to all workers that ask for it, until it ends or is withdrawn."""
         self._count += 1
         self._notice = _Notice(self._count, reason, cause, asyncio.get_running_loop().time() + seconds)
         for asker in self._askers:
             self._send_notice(asker, self._notice)
 
-    def take_back(self) -> None:
+    def withdraw(self) -> None:
         """Withdraw the current notice: the round goes on."""
         if self._notice is not None:
             for asker in self._askers:
@@ -282,7 +282,7 @@ class WorkerSocket:
         if message.saved is not None:
             asker.answered = message.saved
         if message.stepped or message.kept:
-            self._progress.told(asker.local_rank, stepped=message.stepped, kept=message.kept)
+            self._progress.update(asker.local_rank, stepped=message.stepped, kept=message.kept)
         if message.ask is not None or message.saved is not None:
             self._changed()
 
@@ -339,18 +339,18 @@ class Notices:
             return
         if record.seconds > 0:
             if not self._leaving and record.serial != self._serial:
-                self._workers.tell(record.seconds, reason=record.reason, cause=record.cause)
+                self._workers.give_notice(record.seconds, reason=record.reason, cause=record.cause)
             self._serial = record.serial
         elif not self._leaving:
             self._serial = 0
-            self._workers.take_back()
+            self._workers.withdraw()
         self.report()
 
     def leave(self, cause: str) -> None:
         """Give the workers notice that this node leaves."""
         self._leaving = True
         if (seconds := self._asked()) > 0:
-            self._workers.tell(seconds, reason=RoundReason.NODE_LEFT, cause=cause)
+            self._workers.give_notice(seconds, reason=RoundReason.NODE_LEFT, cause=cause)
 
     def report(self) -> None:
         """Tell the leader what the workers ask for, and whether all have answered."""
