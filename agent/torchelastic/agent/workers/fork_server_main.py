@@ -37,6 +37,7 @@ from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, ME
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
 from torchelastic.agent.workers.program import absolute, changed_imports, is_container, python_command, search_path
 from torchelastic.metrics import worker as worker_metrics
+from torchelastic.training.agent_socket import METRICS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -305,7 +306,8 @@ def _run_worker(
     module = ["-m"] if kind == "module" else []
     sys.orig_argv[:] = [sys.executable, *module, *argv]
     set_title(sys.orig_argv)
-    worker_metrics.attach()
+    if METRICS_FILE in environment:
+        worker_metrics.attach()
     _report_training(report)
     try:
         _run_program(kind, argv)
