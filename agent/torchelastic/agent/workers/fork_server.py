@@ -304,7 +304,8 @@ class ForkServer:
                 try:
                     answer = await _receive(connection)
                 except asyncio.CancelledError:  # the next request must not get this answer: the server ends
-                    connection.shutdown(socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):  # the connection is closed
+                        connection.shutdown(socket.SHUT_RDWR)
                     raise
                 children = [self._reaper.adopt(pid) for pid in answer.get("pids", ())]
             if "error" in answer:
