@@ -1,25 +1,25 @@
-"""What the tests run on, on this machine: a control plane alone, a whole node with real pods, etcds of any version.
+"""The test bed on this machine: a control plane, a node with real pods, and several versions of etcd.
 
 =====================  ==================================================================================
-module                 question
+module                 content
 =====================  ==================================================================================
-``__main__``           how is all of it made before the tests?
-``availability``       what is missing, and what would bring it?
-``collection``         how is it made for the tests that are wanted, and said where it cannot be?
-``steps``              what is made in which order, and how long does it take?
-``cache``              where is kept what takes long to make, and how do two runs share it?
-``binaries``           where do kube-apiserver, kubelet, etcd, helm … come from?
-``packages``           how are Debian's packages used without being installed?
-``images``             which images are there, and when are they made anew?
-``image_*``            how are they made without a container engine, and without a trace?
-``installation``       how are the parts of a Kubernetes told of each other?
-``cluster``            what can a test do with any of the clusters?
-``control_plane``      how do etcd, API server, controller manager and scheduler run?
-``kwok``               how are there thousands of pods that nobody runs?
-``user_cluster``       how is a cluster of the user's used, where the user says so?
-``node``               how does a kubelet run, safely, on anyone's machine?
-``node_*``             what does that take: namespaces, control groups, a keeper that clears away?
-``commands``           how is a command run, and what is said where it fails?
-``daemons``            how does a process run that ends with the tests, however they end?
+``__main__``           the command that prepares everything before the tests
+``availability``       missing parts and their remedies
+``collection``         pytest hooks: preparation for the selected tests, and their distribution
+``steps``              the order and the duration of the preparation
+``cache``              the cache folder, and its locks
+``binaries``           kube-apiserver, kubelet, etcd, helm …
+``packages``           Debian's packages, unpacked without an installation
+``images``             the images, and when they are rebuilt
+``image_*``            building images without a container engine
+``installation``       keys, kubeconfig and command lines of a control plane
+``cluster``            the operations of a test on any cluster
+``control_plane``      etcd, API server, controller manager and scheduler
+``kwok``               simulated nodes for thousands of pods
+``user_cluster``       a cluster that the user names
+``node``               a node with a kubelet, isolated from the machine
+``node_*``             its namespaces, control groups and clean-up
+``commands``           commands and their errors
+``daemons``            processes that end with the tests
 =====================  ==================================================================================
 """

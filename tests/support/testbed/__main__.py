@@ -1,7 +1,7 @@
-"""``python -m tests.support.testbed prepare``: makes what the tests run on, before they run.
+"""``python -m tests.support.testbed prepare``: prepares the test bed before the tests run.
 
-Without it, the tests make it when they are collected. It ends with 0 also where something cannot be had on this
-machine, which it says, unless CI is true in the environment.
+Without it, the test bed is prepared when tests are collected. The exit code is 0 even if a part is unavailable on this
+machine, which is printed, unless the environment has CI=true.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of the test bed can be had on this machine: makes all that is missing, and says in words what cannot be made."""
+"""Prepare the test bed, and report the parts that are unavailable on this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 Bed = Literal["control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser"]
 
 EXHAUSTIVE: Final = os.environ.get("TORCHELASTIC_EXHAUSTIVE", "") not in {"", "0"}
-"""Whether to try everything, as ``make test-exhaustive`` does."""
+"""Whether to run every test, as ``make test-exhaustive`` does."""
 
 ONLY_EXHAUSTIVE: Final[frozenset[Bed]] = frozenset({"oldest_etcd", "oldest_torch"})
-"""Beds that tests use only when everything is tried."""
+"""Beds that only exhaustive runs use."""
 
 BEDS: Final[Mapping[Bed, str]] = {
     "control_plane": "a real API server",
@@ -30,18 +30,18 @@ BEDS: Final[Mapping[Bed, str]] = {
     "prometheus": "a real Prometheus",
     "browser": "a real browser",
 }
-"""What each bed gives the tests; they carry its name as a marker."""
+"""The description of each bed; tests have its name as a marker."""
 
 
 def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Missing]:
-    """Make what these beds need.
+    """Prepare these beds.
 
     Args:
-        beds: those that are wanted.
-        say: gets lines for a person: what is done, and how long it will take.
+        beds: the names of beds.
+        say: receives lines about the progress and the durations.
 
     Returns:
-        The beds that cannot be had, each with the first thing that is missing.
+        The unavailable beds, each with its first missing part.
     """
     missing: dict[Bed, Missing] = {}
     needed: dict[Bed, list[Step]] = {}
@@ -59,10 +59,10 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
 
 
 def needs(bed: Bed) -> Iterator[Step]:
-    """What a bed is made of.
+    """The steps that prepare a bed.
 
     Raises:
-        Missing: it can be told at once that not all of it can be made.
+        Missing: a part is certainly unavailable.
     """
     if bed == "etcds":
         yield from steps.programs("etcd", the_users=False)
@@ -79,7 +79,7 @@ def needs(bed: Bed) -> Iterator[Step]:
     if bed == "browser":
         yield steps.browser()
         return
-    # Also where the user names a cluster: what is broken on purpose is one of the tests' own.
+    # Needed even if the user names a cluster: faults are injected only into the tests' own cluster.
     yield from steps.programs("kube-apiserver", "etcd", "helm", "kwok")
     if bed == "node":
         yield from steps.programs("coredns")
@@ -89,11 +89,11 @@ def needs(bed: Bed) -> Iterator[Step]:
 
 
 def closing_words(missing: Mapping[Bed, Missing], left_out: Mapping[Bed, int] | None = None) -> Sequence[str]:
-    """What is told at the end: which tests did not run, what they lack, and what would bring it.
+    """The summary of the tests that did not run, with the missing parts and their remedies.
 
     Args:
-        missing: what each bed lacks.
-        left_out: how many tests that are, where it is known.
+        missing: the missing part of each bed.
+        left_out: the number of such tests, if it is known.
     """
     lines = []
     for why in {str(why): why for why in missing.values()}.values():
@@ -109,15 +109,15 @@ def closing_words(missing: Mapping[Bed, Missing], left_out: Mapping[Bed, int] | 
 
 
 def must_not_miss() -> bool:
-    """Whether a bed that cannot be had is a failure, as it is for CI."""
+    """Whether an unavailable bed is a failure, as in CI."""
     return os.environ.get("CI", "").lower() in {"1", "true"}
 
 
 def check_machine(bed: Bed) -> None:
-    """What can be told at once, before minutes are spent.
+    """Check the requirements that can be checked at once.
 
     Raises:
-        Missing: the bed cannot be had here.
+        Missing: the bed is unavailable here.
     """
     if bed == "node":
         from tests.support.testbed import node

@@ -1,8 +1,8 @@
-"""Where the programs of a Kubernetes come from: the user's own, or built once from their Go modules.
+"""The programs of a Kubernetes: the user's own, or built once from their Go modules.
 
-Nothing is downloaded as a program. ``go/`` beside this file has one module for each project (go.mod names the version,
-go.sum what exactly that is), and Go builds the programs from their sources, into the user's cache folder. What
-``KUBEBUILDER_ASSETS`` names, the convention for such binaries, is taken instead where it is new enough.
+No program is downloaded. ``go/`` beside this file has one module for each project (go.mod names the version,
+go.sum its hash), and Go builds the programs from their sources, into the user's cache folder. The programs in
+``KUBEBUILDER_ASSETS`` are used instead if they are recent enough.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 GO_MODULES: Final = Path(__file__).parent / "go"
 ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
 OLDEST: Final = {"kubectl": (1, 31), "etcd": (3, 5)}
-"""What a user's own program must be: with `kubectl wait --for=create`, and for the API server's watches."""
+"""The oldest usable programs of the user: `kubectl wait --for=create` and the API server's watches need them."""
 OLDEST_KUBERNETES: Final = (1, 30)
-"""What the user's own servers must be, if all three are there: with ``optionalOldSelf``, which the CRD needs."""
+"""The oldest usable servers of the user, if all three exist: the CRD needs ``optionalOldSelf``."""
 SERVERS: Final = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
-"""The parts of a control plane. The others may not be newer than the API server, so one alone must not be old."""
+"""The parts of a control plane. The others may not be newer than the API server."""
 OLDEST_GO: Final = "1.26"
 OFTEN_THERE: Final = "/usr/local/go/bin"
-"""Where Go's own archive installs it; sudo leaves that out of the PATH."""
+"""The folder of Go's own archive; it is not on sudo's PATH."""
 _HEARTBEAT: Final = 30.0
-"""Seconds between two lines that say that a build goes on."""
+"""Seconds between two lines about the progress of a build."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class Project:
 
     Attributes:
         name: its folder below ``go/``.
-        module: the Go module that they are in.
+        module: their Go module.
         packages: the package of each program, by the program's name.
-        variables: what is written into the programs while they are linked; {version} is the module's, such as v1.36.3.
-        minutes: how long the first build takes on two cores.
+        variables: the linker's variables; {version} is the module's version, such as v1.36.3.
+        minutes: the duration of the first build on two cores.
     """
 
     name: str
@@ -110,7 +110,7 @@ PROJECTS: Final = (
         variables={},
         minutes=0.5,
     ),
-    # A release whose module is not named after its version: v3.4.14, by its commit.
+    # The module of this release has a pseudo-version: v3.4.14, by its commit.
     Project(
         name="etcd34",
         module="go.etcd.io/etcd",
@@ -152,14 +152,14 @@ PROJECTS: Final = (
 
 @cache
 def binary(name: str, *, the_users: bool = True) -> Path:
-    """A program: the user's own if it will do, else the one in the cache, which is built if it is not there.
+    """The path of a program: the user's own if it is recent enough, otherwise that in the cache, built if necessary.
 
     Args:
-        name: such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns, kwok.
-        the_users: False for the one in the cache in any case: the very version that go.mod names.
+        name: the program, such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns, kwok.
+        the_users: False for the version in go.mod in any case.
 
     Raises:
-        Missing: it is not there and cannot be built.
+        Missing: it does not exist and cannot be built.
     """
     if the_users and (own := of_the_user(name)):
         return own
@@ -173,7 +173,7 @@ def binary(name: str, *, the_users: bool = True) -> Path:
 
 
 def project_of(name: str) -> Project:
-    """The project whose program this is."""
+    """The project of a program."""
     return next(project for project in PROJECTS if name in project.packages)
 
 
@@ -189,7 +189,7 @@ def is_ready(name: str, *, the_users: bool = True) -> bool:
 
 
 def built_folder(project: Project) -> Path:
-    """Where what is built of a project stands: another one for each version and each way to build it."""
+    """The folder of a project's programs; it depends on the version and the build settings."""
     inputs = [(project.folder / file).read_bytes() for file in ("go.mod", "go.sum")]
     inputs += [" ".join(linker_flags(project)).encode(), *(package.encode() for package in project.packages.values())]
     digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:8]
@@ -198,7 +198,7 @@ def built_folder(project: Project) -> Path:
 
 @cache
 def of_the_user(name: str) -> Path | None:
-    """The program in $KUBEBUILDER_ASSETS, if it is there and new enough; what was decided is told."""
+    """The program in $KUBEBUILDER_ASSETS, if it is recent enough; the choice is printed."""
     assets = os.environ.get(ASSETS_VARIABLE)
     if not assets or project_of(name).name not in {"kubernetes", "etcd"}:
         return None
@@ -217,14 +217,14 @@ def of_the_user(name: str) -> Path | None:
 
 
 def _oldest_part(assets: Path) -> tuple[int, ...]:
-    """What a part of Kubernetes must be so that it works with the others, of which some may be built."""
+    """The oldest version of a part of Kubernetes that works with the other parts."""
     if all((assets / name).exists() for name in SERVERS):
         return OLDEST_KUBERNETES
     return tuple(map(int, project_of(SERVERS[0]).version.removeprefix("v").split(".")[:2]))
 
 
 def version_of(path: Path) -> tuple[int, ...]:
-    """Major and minor version that a program of Kubernetes or etcd says of itself; empty if it says none."""
+    """The major and minor version that a program of Kubernetes or etcd prints; empty if it prints none."""
     arguments = ("version", "--client") if path.name == "kubectl" else ("--version",)
     try:
         answer = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=30, check=False).stdout
@@ -235,7 +235,7 @@ def version_of(path: Path) -> tuple[int, ...]:
 
 
 def _build(project: Project, folder: Path) -> None:
-    """Build a project's programs into the folder, which appears when all of them are there."""
+    """Build a project's programs into the folder, which appears when all are built."""
     go = compiler(project)
     programs = ", ".join(project.packages)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def _build(project: Project, folder: Path) -> None:
                 "Go could not build them. The first time, Go's module proxy must be reachable and some 5 GB be free "
                 f"in the folders that `go env GOMODCACHE GOCACHE` names. Go said:\n{said}",
             )
-        if folder.exists():  # of a build that lacked something
+        if folder.exists():  # from an incomplete build
             shutil.rmtree(folder)
         out.rename(folder)
 
@@ -263,13 +263,13 @@ def compiler(project: Project) -> str:
     """The Go command that can build the project.
 
     Raises:
-        Missing: there is none.
+        Missing: there is no recent Go.
     """
     wanted = f"Go {OLDEST_GO} or later"
     go = shutil.which("go") or shutil.which("go", path=OFTEN_THERE)
     if go is None:
         raise Missing(wanted, f"install it (https://go.dev/dl/) so that `go` is on the PATH; it builds {project.name}")
-    # Asked inside the module, since there Go fetches the version that go.mod wants, if it is allowed to.
+    # Run inside the module, because Go fetches the version that go.mod requires there, if it may.
     asked = subprocess.run(
         [go, "env", "GOVERSION"], cwd=project.folder, env=_environ(), capture_output=True, text=True, check=False
     )
@@ -281,7 +281,7 @@ def compiler(project: Project) -> str:
 
 
 def _run_and_say_that_it_goes_on(command: list[str], project: Project) -> str | None:
-    """Run a `go build -v`; None if it succeeds, else the end of what it said."""
+    """Run `go build -v`; returns None if it succeeds, otherwise the end of its output."""
     lines: list[str] = []
     told = time.monotonic()
     with subprocess.Popen(
@@ -304,7 +304,7 @@ def linker_flags(project: Project) -> list[str]:
 
 
 def _environ() -> dict[str, str]:
-    """For Go: programs for this machine that need no library of it, whatever the user's shell is set up for."""
+    """Go's environment for static programs for this machine."""
     dropped = {"GOOS", "GOARCH", "GOWORK", "GO111MODULE"}
     return {name: value for name, value in os.environ.items() if name not in dropped} | {
         "CGO_ENABLED": "0",

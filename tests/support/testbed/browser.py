@@ -1,4 +1,4 @@
-"""A browser, in which the tests look at pages: the machine's own Chromium, or the one of Debian, unpacked."""
+"""The browser of the tests: the machine's own Chromium, or that of Debian, unpacked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NAMES: Final = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 _UNPACKED: Final = Path("usr/lib/chromium/chromium")
-"""Below the root of the unpacked packages; what stands in usr/bin looks for it where an installation has it."""
+"""The program below the root of the unpacked packages; the script in usr/bin expects an installation."""
 
 _FONTS: Final = """\
 <?xml version="1.0"?>
@@ -27,11 +27,11 @@ _FONTS: Final = """\
 
 @dataclass(frozen=True, slots=True)
 class Browser:
-    """How the browser is started.
+    """The start of the browser.
 
     Attributes:
         program: its path.
-        environment: all of its environment.
+        environment: its complete environment.
     """
 
     program: Path
@@ -39,10 +39,10 @@ class Browser:
 
 
 def browser() -> Browser:
-    """The machine's own, or the unpacked one, which is fetched if it is not there.
+    """The machine's own browser, or the unpacked one, which is fetched if it is missing.
 
     Raises:
-        Missing: there is none, and it cannot be had.
+        Missing: there is none, and it cannot be fetched.
     """
     if (own := installed()) is not None:
         return Browser(own, dict(os.environ))
@@ -65,6 +65,6 @@ def is_ready() -> bool:
 
 
 def installed() -> Path | None:
-    """The machine's own; None where there is none."""
+    """The machine's own browser; None if there is none."""
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     return None if found is None else Path(found)

@@ -1,4 +1,4 @@
-"""Where the test bed keeps what takes long to make: below the user's cache folder, made once, shared by all runs."""
+"""The test bed's folder below the user's cache folder, shared by all runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Missing(Exception):  # noqa: N818 - it says what is not there
-    """A part of the test bed cannot be had on this machine.
+    """A part of the test bed is unavailable on this machine.
 
     Attributes:
-        part: what is missing, such as "Go 1.26 or later".
-        remedy: what would bring it, as a sentence for a person.
+        part: the missing part, such as "Go 1.26 or later".
+        remedy: how to provide it, as a sentence.
     """
 
     def __init__(self, part: str, remedy: str) -> None:
@@ -27,7 +27,7 @@ class Missing(Exception):  # noqa: N818 - it says what is not there
 
 
 def cache_folder() -> Path:
-    """The folder, made if it is not there."""
+    """The folder, created if it is missing."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "elastic-operator"
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock of this name against all other runs on this machine; it ends with the process at the latest."""
+    """Hold the lock of this name against all other runs on this machine; the process's end releases it."""
     with (cache_folder() / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""What tests do with a cluster, whichever it is: the control plane of the test bed, or the user's own."""
+"""The operations of tests on a cluster: the control plane of the test bed, or the user's own cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Cluster(abc.ABC):
-    """A cluster as somebody who may do everything there; commands run on this machine."""
+    """A cluster with all permissions; commands run on this machine."""
 
     @property
     @abc.abstractmethod
@@ -33,15 +33,15 @@ class Cluster(abc.ABC):
     @property
     @abc.abstractmethod
     def environ(self) -> dict[str, str]:
-        """In which kubectl, helm and elasticjob reach it and leave the user's files alone."""
+        """The environment for kubectl, helm and elasticjob, without the user's files."""
 
     @abc.abstractmethod
     def kubeconfig_with(self, token: str, namespace: str) -> str:
-        """The text of a kubeconfig for whoever has this token."""
+        """The text of a kubeconfig with this token."""
 
     @abc.abstractmethod
     def check(self) -> None:
-        """See that it runs; raises an error that says why not."""
+        """Check that it runs; raises an error with the reason if it does not."""
 
     async def run(
         self,
@@ -54,9 +54,9 @@ class Cluster(abc.ABC):
         """Run a command of a user of this cluster.
 
         Args:
-            argv: such as kubectl, helm or elasticjob with arguments.
-            stdin: what it reads.
-            env: more of its environment.
+            argv: the command, such as kubectl, helm or elasticjob with arguments.
+            stdin: its input.
+            env: more variables.
             check: whether it must succeed.
             timeout: seconds after which it is killed.
 
@@ -68,7 +68,7 @@ class Cluster(abc.ABC):
                 *argv, environ={**self.environ, **(env or {})}, stdin=stdin, check=check, timeout=timeout
             )
         except commands.CommandFailed:
-            self.check()  # if the cluster has fallen down, that is the better story
+            self.check()  # if the cluster has failed, that is the better error
             raise
 
     async def kubectl(
@@ -82,19 +82,19 @@ class Cluster(abc.ABC):
         return await self.run("kubectl", *arguments, stdin=stdin, check=check, timeout=timeout)
 
     async def define(self, text: str) -> None:
-        """Apply a definition of custom resources, and wait until it is in force."""
+        """Apply a CRD, and wait until it is established."""
         await self.kubectl("apply", "--filename=-", stdin=text)
         while True:
             wait = ("wait", "--for=condition=Established", "--filename=-", "--timeout=60s")
             told = await self.kubectl(*wait, stdin=text, check=False)
             if told.returncode == 0:
                 return
-            # kubectl does not wait for a condition of what has no conditions at all yet.
+            # kubectl does not wait for a condition of an object that has no conditions yet.
             assert "accessor error" in told.stderr, told.stderr
 
     @contextlib.asynccontextmanager
     async def namespace(self, **labels: str) -> AsyncIterator[str]:
-        """A namespace of one's own, in which pods can be made at once; it goes at the end."""
+        """A new namespace in which pods can be created at once; it is deleted at the end."""
         name = f"test-{uuid.uuid4().hex[:12]}"
         await self.kubectl("create", "namespace", name)
         try:
@@ -106,7 +106,7 @@ class Cluster(abc.ABC):
             await self.kubectl("delete", "namespace", name, "--wait=false", check=False)
 
     async def kubeconfig_for(self, namespace: str, service_account: str) -> Path:
-        """A kubeconfig of a service account, by a token of a day; the account must be there."""
+        """A kubeconfig of an existing service account, with a token for a day."""
         made = await self.kubectl("create", "token", service_account, f"--namespace={namespace}", "--duration=24h")
         with tempfile.NamedTemporaryFile(
             "w", dir=self.kubeconfig.parent, prefix=f"{service_account}-", suffix=".kubeconfig", delete=False

@@ -50,7 +50,7 @@ def _uses_node(file: Path) -> bool:
     return "pytest.mark.node" in file.read_text()
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m: nothing is prepared for tests that are not selected
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that only selected tests count
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.collectonly:
         return
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _start_order(item: pytest.Item) -> int:
-    """Start what takes longest first: the node's tests, then those with real processes, then the unit tests."""
+    """Run the slowest tests first: those on the node, those with real processes, then the unit tests."""
     if item.get_closest_marker("node"):
         return 0
     return 2 if item.path.parent.name == "unit" else 1
@@ -86,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Collect what the processes of pytest-xdist are missing; each of them collects all tests."""
+    """Collect the missing parts of all processes of pytest-xdist."""
     for bed, part, remedy, left_out in getattr(node, "workeroutput", {}).get("missing", ()):
         node.config.stash[MISSING][bed] = Missing(part, remedy)
         node.config.stash[LEFT_OUT][bed] = left_out
@@ -103,7 +103,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @contextlib.contextmanager
 def _heard(config: pytest.Config) -> Iterator[Any]:
-    """Let what takes minutes be told while it goes on; pytest keeps what is printed to itself."""
+    """Print progress during the preparation, without pytest's capturing."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():

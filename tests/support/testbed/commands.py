@@ -1,4 +1,4 @@
-"""Commands that a user of a cluster would type, and what they answered."""
+"""Commands of a cluster's user, and their results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LIMIT = 60.0
-"""Seconds that a command gets where nothing else is said."""
+"""The default time limit of a command in seconds."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command answered."""
+    """The result of a command."""
 
     stdout: str
     stderr: str
@@ -26,7 +26,7 @@ class Result:
 
 
 class CommandFailed(AssertionError):  # noqa: N818 - it says what happened
-    """A command that a test relies on failed, or took too long."""
+    """A required command failed, or took too long."""
 
     def __init__(self, argv: Sequence[str], how: str, output: str) -> None:
         super().__init__(f"`{' '.join(argv)}` {how}:\n{output}")
@@ -43,10 +43,10 @@ async def run(
 
     Args:
         argv: the program and its arguments.
-        environ: its whole environment.
-        stdin: what it reads; None: nothing.
+        environ: its complete environment.
+        stdin: its input; None for no input.
         check: whether it must succeed.
-        timeout: seconds after which it is killed, with all that it has started.
+        timeout: seconds after which it is killed with all its processes.
 
     Raises:
         CommandFailed: it failed although it must not, or it took too long.

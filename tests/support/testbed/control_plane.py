@@ -1,11 +1,11 @@
 """A real Kubernetes without nodes: etcd, API server, controller manager and scheduler, on loopback, without root.
 
-It is up in seconds. Objects are validated, stored, watched, garbage-collected and given service accounts as in any
-cluster; pods stay Pending, since nobody runs them.
+It starts in seconds. Objects are validated, stored, watched, garbage-collected and given service accounts as in any
+cluster; pods stay Pending, because there is no kubelet.
 
-Everything of it lies in one folder: its certificates, its kubeconfig, its logs. The user's kubeconfig is neither read
-nor written. The data are thrown away at the end, so etcd writes them without ``fsync``, and all processes are killed;
-with ``kill -9`` of the tests they end too (:mod:`elastic_operator.local.pdeathsig`).
+All its files are in one folder: certificates, kubeconfig, logs. The user's kubeconfig is neither read
+nor written. The data are removed at the end, so etcd writes them without ``fsync``, and all processes are killed;
+they also end after ``kill -9`` of the tests (:mod:`elastic_operator.local.pdeathsig`).
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 START_LIMIT = 90.0
-"""Seconds within which a part is ready, even on a machine that is busy."""
+"""Seconds within which a part is ready, even on a busy machine."""
 
 _POLL = 0.05
-"""Seconds between two questions whether a part is ready; there is nothing that tells."""
+"""Seconds between two readiness checks; there is no event to wait for."""
 
 _ATTEMPTS = 5
-"""How often ports are chosen anew when somebody else has taken one before it was used."""
+"""The number of attempts to choose ports, in case another process takes one."""
 
 
 class ControlPlane(Cluster):
     """One control plane; within ``async with`` it runs.
 
-    It belongs to no event loop: a fixture may start it in one, and a test use it in another.
+    It is independent of event loops: a fixture may start it in one, and a test use it in another.
 
     Args:
-        folder: where all its files go; must be there.
-        flags: more flags of its parts, by the names that they have in :attr:`daemons`.
+        folder: an existing folder for all its files.
+        flags: more flags of its parts, by their names in :attr:`daemons`.
     """
 
     def __init__(self, folder: Path, *, flags: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -81,7 +81,7 @@ class ControlPlane(Cluster):
 
     @property
     def site(self) -> Site:
-        """Where it stands."""
+        """Its addresses and files."""
         if self._site is None:
             raise RuntimeError("this control plane does not run")
         return self._site
@@ -93,21 +93,21 @@ class ControlPlane(Cluster):
 
     @property
     def etcd_endpoint(self) -> str:
-        """Where its etcd serves: host:port. An external etcd for jobs, too."""
+        """The client address of its etcd, host:port; also an external etcd for jobs."""
         return f"127.0.0.1:{self.site.etcd_port}"
 
     @property
     def kubeconfig(self) -> Path:
-        """Of somebody who may do everything."""
+        """The kubeconfig of an administrator."""
         return self.site.kubeconfig
 
     @property
     def environ(self) -> dict[str, str]:
-        """In which kubectl, helm and elasticjob reach it."""
+        """The environment for kubectl, helm and elasticjob."""
         return environment(self._folder, self.kubeconfig, programs=("kubectl", "helm"))
 
     def check(self) -> None:
-        """See that all its parts run.
+        """Check that all its parts run.
 
         Raises:
             DaemonDied: one has ended by itself.
@@ -135,7 +135,7 @@ class ControlPlane(Cluster):
             await _until_answered(site, f"{site.server}/readyz", etcd, api_server)
             scheduler.start()
             controller_manager.start()
-            # Pods are forbidden in a namespace until it has this one.
+            # Pods are forbidden in a namespace without this service account.
             account = f"{site.server}/api/v1/namespaces/default/serviceaccounts/default"
             await _until_answered(site, account, *self.daemons.values())
         except BaseException:
@@ -148,17 +148,17 @@ class ControlPlane(Cluster):
 
     def _end(self) -> None:
         kill_all(self.daemons.values())
-        shutil.rmtree(self._folder / "etcd-data", ignore_errors=True)  # it allocates much more than it needs
+        shutil.rmtree(self._folder / "etcd-data", ignore_errors=True)  # it is preallocated and large
 
 
 async def _until_answered(site: Site, url: str, *daemons: Daemon) -> None:
     """Wait until a GET is answered with 200.
 
     Args:
-        site: whose authority and token are used.
-        url: what is asked for.
-        daemons: who must run meanwhile and at the end, since else somebody else has answered; it is the last one's
-            fault if it takes too long.
+        site: the authority and the token.
+        url: the URL.
+        daemons: processes that must run until the answer, or else another server has answered; the last one is
+            blamed if it takes too long.
 
     Raises:
         DaemonDied: one of them ended, or it took too long.

@@ -1,6 +1,6 @@
-"""Empty libraries and packages in the place of CUDA's, which need gigabytes and are useless without a GPU.
+"""Empty libraries and packages in place of CUDA's, which take gigabytes and are useless without a GPU.
 
-The dynamic linker accepts libraries that define the symbols torch refers to. Everything else of torch is as released.
+The dynamic linker accepts libraries that define the symbols that torch uses. Everything else of torch is as released.
 CUDA's runtime and its profiling interface stay, because torch calls them while it is imported.
 """
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 VERSION: Final = "1"
-"""Changes when the stubs change, so that images are built again."""
+"""The version of the stubs; images are rebuilt when it changes."""
 
 _LIBRARIES: Final = re.compile(r"\[(lib(?:cu|nccl|nv)[A-Za-z_]*\.so\.\d+)\]")
 _REAL: Final = re.compile(r"lib(?:cudart|cupti|cuda)\.so\.\d+")
 _VERSION: Final = re.compile(r"File: (\S+)\s+Cnt: 1\n\s+\S+:\s+Name: (\S+)")
-"""A library that torch needs in one version of its symbols, and that version."""
+"""A library with versioned symbols, and the version."""
 _SYMBOL: Final = re.compile(r"nccl|nvshmem|cu")
 _PACKAGES: Final = re.compile(r"^((?:nvidia-(?!cuda-runtime|cuda-cupti|ml-py)|triton)[\w-]*)==(\S+)$", re.MULTILINE)
 
 
 def write_libraries(torchs: Path, target: Path) -> None:
-    """Write a stub for each of CUDA's libraries that torch needs, on x86-64; elsewhere torch needs none.
+    """Write a stub for each CUDA library that torch needs on x86-64; on other machines torch needs none.
 
     Args:
         torchs: the folder with torch's own libraries.
@@ -63,7 +63,7 @@ def write_libraries(torchs: Path, target: Path) -> None:
 
 
 def write_packages(constraints: Path, target: Path) -> None:
-    """Write wheels that pip prefers to CUDA's packages of the same versions; the one of cuBLAS brings the libraries.
+    """Write wheels that pip prefers to CUDA's packages of the same versions; that of cuBLAS contains the libraries.
 
     Args:
         constraints: the file that pins the versions.
@@ -83,7 +83,7 @@ def write_packages(constraints: Path, target: Path) -> None:
 
 
 def _write_library(path: Path, version: str, symbols: set[str]) -> None:
-    """Write a library that defines these symbols, all of one version, or of none."""
+    """Write a library that defines these symbols, with one version or without."""
     with tempfile.TemporaryDirectory() as scratch:
         source, versions = Path(scratch, "empty.s"), Path(scratch, "versions")
         labels = "".join(f".globl {name}\n.type {name},@function\n{name}:\n" for name in sorted(symbols))

@@ -1,4 +1,4 @@
-"""The parts of a cluster: processes with a log each, which end with the process that started them, however it ends."""
+"""The processes of a cluster, each with a log; they end with the process that started them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _TAIL = 4000
-"""Characters of a log that are shown when its process has ended too early."""
+"""Characters of the log in the error about a process that has ended."""
 
 
 class DaemonDied(RuntimeError):  # noqa: N818 - it says what happened
@@ -30,12 +30,12 @@ class DaemonDied(RuntimeError):  # noqa: N818 - it says what happened
 
 
 class Daemon:
-    """A process that goes on until it is killed. Must be started in a thread that lives as long as it is to run.
+    """A process that runs until it is killed. The thread that starts it must live as long.
 
     Args:
         argv: the program and its arguments.
-        folder: where its log goes.
-        environ: its whole environment.
+        folder: the folder of its log.
+        environ: its complete environment.
     """
 
     def __init__(self, argv: Sequence[str], *, folder: Path, environ: Mapping[str, str]) -> None:
@@ -46,7 +46,7 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, also again after it was killed."""
+        """Start it; it may have been killed before."""
         if self._process is not None:
             raise RuntimeError(f"{self.name} runs already")
         with self.log.open("ab") as log:
@@ -57,18 +57,18 @@ class Daemon:
                 stderr=log,
                 env=self._environ,
                 cwd=self.log.parent,
-                start_new_session=True,  # Ctrl-C is for pytest, which ends them
+                start_new_session=True,  # so that Ctrl-C reaches only pytest, which ends them
             )
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The id of its process."""
         if self._process is None:
             raise RuntimeError(f"{self.name} does not run")
         return self._process.pid
 
     def check(self) -> None:
-        """See that it has not ended by itself.
+        """Check that it has not ended by itself.
 
         Raises:
             DaemonDied: it has.
@@ -77,19 +77,19 @@ class Daemon:
             raise self.died(f"ended by itself with {code}")
 
     def died(self, what: str) -> DaemonDied:
-        """The error that says what is wrong with it, and shows its log."""
+        """An error about it, with the end of its log."""
         return DaemonDied(self.name, what, self.log.read_text(errors="replace")[-_TAIL:])
 
     def pause(self) -> None:
-        """Have it stand still: connections stay, nobody answers."""
+        """Pause it: connections stay, without answers."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it with SIGKILL. Nothing happens where it does not run."""
+        """End it with SIGKILL if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -1,4 +1,4 @@
-"""Images as files, written without any tool: of single static programs, and of a root folder."""
+"""Write images as files: of single static programs, and of a root folder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NONROOT = b"root:x:0:0:root:/:/\nnonroot:x:65532:65532::/:/\n"
 
 
 def write_image_of_program(out: Path, *, name: str, program: Path, at: str, config: Mapping[str, Any]) -> None:
-    """Write an image which holds nothing but one program, as if it were built FROM scratch.
+    """Write an image with one program, as if it were built FROM scratch.
 
     Args:
         out: the docker archive, which appears when it is complete.
-        name: the image's, with its tag.
-        program: it must need no library.
+        name: the image's name, with its tag.
+        program: a static program.
         at: its path in the image, such as /usr/local/bin/etcd.
-        config: what the image says of how it is run: Env, Cmd and so on, as in an OCI configuration.
+        config: Env, Cmd and so on, as in an OCI configuration.
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix="tmp-") as scratch:
         layer = Path(scratch) / "layer.tar"
@@ -42,7 +42,7 @@ def write_image(out: Path, *, name: str, layer: Path, config: Mapping[str, Any])
 
     Args:
         out: the docker archive, which appears when it is complete.
-        name: the image's, with its tag.
+        name: the image's name, with its tag.
         layer: an uncompressed tar file of its root folder.
         config: as in an OCI configuration.
     """
@@ -61,7 +61,7 @@ def write_image(out: Path, *, name: str, layer: Path, config: Mapping[str, Any])
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with tarfile.open(unfinished, "w") as tar:
-            # The list comes first, so that who looks for it does not read the layer.
+            # The list comes first, so that it can be read without the layer.
             _add_file(tar, "manifest.json", json.dumps(listed).encode())
             _add_file(tar, configuration, text)
             tar.add(layer, f"{digest}.tar")

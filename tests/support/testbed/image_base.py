@@ -1,7 +1,7 @@
-"""The image from which the Dockerfiles start, debian:…-slim, made from Debian's packages rather than pulled.
+"""The base image of the Dockerfiles, debian:…-slim, built from Debian's packages.
 
-So the images can be built where no registry of images is reached. It is what Debian's own slim image is: the packages
-that apt needs, without documentation and translations. It names no place of packages: a build is told this machine's.
+So the images can be built without an image registry. Like Debian's own slim image, it has the packages
+that apt needs, without documentation and translations. It has no package sources: a build gets this machine's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUITE: Final = "trixie"
 NAME: Final = f"docker.io/library/debian:{SUITE}-slim"
 
 _LEFT_OUT: Final = ("doc", "info", "locale", "man", "lintian", "linda", "groff")
-"""Folders below /usr/share; dpkg is told to leave them out of what is installed later, too."""
+"""Folders below /usr/share that dpkg omits, also from packages that are installed later."""
 
 _DPKG: Final = (
     "".join(f"path-exclude /usr/share/{name}/*\n" for name in _LEFT_OUT)
@@ -47,10 +47,10 @@ _LIMIT: Final = 900.0
 
 
 def archive() -> Path:
-    """The image as a docker archive; made if it is not there.
+    """The image as a docker archive, built if it is missing.
 
     Raises:
-        Missing: it cannot be made.
+        Missing: it cannot be built.
     """
     with locked("image-base"):
         path = cache_folder() / "images" / f"base-{identity()}.tar"
@@ -80,6 +80,6 @@ def _make(path: Path) -> None:
 
 
 def identity() -> str:
-    """Another one for each way to make the image."""
+    """A hash of the settings of the image."""
     inputs = (SUITE, _LEFT_OUT, _DPKG, sorted(_CONFIG.items()), _SCRIPT)
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:12]

@@ -1,9 +1,9 @@
-"""Builds an image from its Dockerfile with buildah, which needs no service and no registry of images.
+"""Build an image from its Dockerfile with buildah, which needs no service and no image registry.
 
-Its layers are kept in a storage below the cache folder, one for each image, so that only what has changed is built.
+Layers are kept in a storage below the cache folder, one for each image, so that only changed layers are built.
 CUDA's libraries are left out of images (:mod:`tests.support.testbed.cuda_stubs`).
-All stages get a name there, so that what belongs to none of them any more can be told, and removed. When the pinned
-versions change, a storage is begun anew.
+All stages get a name there, so that unused layers can be removed. When the pinned
+versions change, the storage is replaced.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Final
 from tests.support.testbed import cuda_stubs, image_base, image_room, image_settings
 
 ROOT: Final = Path(__file__).parents[3]
-"""Of the project: what a Dockerfile sees."""
+"""The project's folder, which is the build context."""
 
 _LIMIT: Final = 1800.0
-"""Seconds; the first time torch is fetched, three gigabytes."""
+"""The limit in seconds; the first build downloads torch, three gigabytes."""
 
 _BUILD: Final = r"""
 bud() { buildah --root "$STORAGE" --runroot /run/images --storage-driver overlay "$@"; }
@@ -47,17 +47,17 @@ def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
     Args:
         dockerfile: in the project's root.
         image: its full name, with its tag.
-        folder: where this image's storage is, or will be.
-        archive: the file that gets the image, as an OCI archive.
+        folder: the folder of this image's storage.
+        archive: the OCI archive to write.
 
     Raises:
-        Missing: it cannot be built; with the end of what was said.
+        Missing: it cannot be built; with the end of the output.
     """
     storage = folder / f"storage-{_digest(_base(), (ROOT / 'constraints.txt').read_text())}"
     for other in [
         *folder.glob("storage-*"),
         *folder.glob("tmp-*"),
-    ]:  # those with a prefix tmp- are left by killed builds
+    ]:  # killed builds leave names with the prefix tmp-
         if other != storage:
             shutil.rmtree(other, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="tmp-") as settings:
@@ -84,7 +84,7 @@ def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
 
 
 def identity(dockerfile: Path) -> str:
-    """Another one for each content of what an image is made of."""
+    """A hash of the files of an image."""
     parts = [_base(), dockerfile.read_text()]
     for path in sorted(_copied(dockerfile)):
         parts += [str(path.relative_to(ROOT)), oct(path.stat().st_mode), _digest(path.read_bytes())]
@@ -108,7 +108,7 @@ def _copied(dockerfile: Path) -> set[Path]:
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether a file is none of those that .dockerignore leaves out."""
+    """Whether .dockerignore includes a file."""
     below = path.relative_to(ROOT).parts
     ignored = any(part == "__pycache__" or part.startswith(".") or part.endswith(".egg-info") for part in below)
     return path.is_file() and not ignored and path.suffix != ".pyc"

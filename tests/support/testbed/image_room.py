@@ -1,8 +1,8 @@
-"""A room in which images are built: what is done in it to /etc, /run and /var is undone with it, also when killed.
+"""An isolated environment for image builds: changes to /etc, /run and /var vanish with it, also when it is killed.
 
-buildah and debootstrap are made for a machine of their own: they write below /etc and /var, and mount. So they run in
-mount and PID namespaces that end with this process at the latest, and with overlays over those folders. Of the machine,
-they see its network, and write into the cache folder only.
+buildah and debootstrap expect their own machine: they write below /etc and /var, and mount. So they run in
+mount and PID namespaces that end with this process, with overlays over those folders. They use the machine's
+network, and write into the cache folder only.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ unset LD_LIBRARY_PATH
 ldconfig -X
 exec "$@"
 """
-"""Mounts the room's folders; the cache folder may lie below one of them and is shown again as it is."""
+"""Mounts the overlays; the cache folder may be below one of them and is mounted again."""
 
 _PREFIX: Final = "room-"
 _TAIL: Final = 4000
-"""Characters of a failed command's words that are told."""
+"""Characters of a failed command's output in the error."""
 
 _REMEDY: Final = (
     "the first time, Debian's and Python's packages must be reachable, and 20 GB be free in the cache folder"
@@ -63,13 +63,13 @@ _REMEDY: Final = (
 
 
 def run(script: str, *, makes: str, limit: float, env: Mapping[str, str]) -> None:
-    """Run a shell script in a room of its own, with the programs of the package set "build".
+    """Run a shell script in an isolated environment with the programs of the package set "build".
 
     Args:
         script: for `sh`.
-        makes: what it makes, in words.
-        limit: seconds after which all of it is killed.
-        env: more of its environment.
+        makes: a description of the result.
+        limit: seconds after which it is killed.
+        env: more variables.
 
     Raises:
         Missing: this user is not root, or the script failed.
@@ -110,6 +110,6 @@ def run(script: str, *, makes: str, limit: float, env: Mapping[str, str]) -> Non
 
 
 def _sweep() -> None:
-    """Remove the folders of rooms that were killed; nobody else has one while the lock is held."""
+    """Remove the folders of killed builds; there is no other build while the lock is held."""
     for room in cache_folder().glob(f"{_PREFIX}*"):
         shutil.rmtree(room, ignore_errors=True)

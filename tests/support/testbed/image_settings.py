@@ -1,7 +1,7 @@
-"""How this machine reaches Debian's and Python's packages: handed to builds of images, and kept out of what they build.
+"""This machine's package sources for image builds; the images do not contain them.
 
-Builds see two folders: one instead of root's home, where pip looks for its configuration, and one instead of /etc/apt.
-A proxy named in the environment is handed on by buildah itself, which does not write it down in the image either.
+Builds get two folders: one in place of root's home, with pip's configuration, and one in place of /etc/apt.
+buildah itself passes on a proxy from the environment, without writing it to the image.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PIP_OPTIONS: Final = (
     "default-timeout",
     "retries",
 )
-"""What decides how pip reaches an index, apart from certificates."""
+"""pip's options about indexes, apart from certificates."""
 
 _AUTHORITIES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
-"""Variables that name a file of certificates which this machine trusts."""
+"""Variables with a file of trusted certificates."""
 
 
 def write_home(folder: Path) -> None:
-    """Write root's home folder for a build: pip's configuration, certificates, and passwords for indexes.
+    """Write root's home folder for a build: pip's configuration, certificates, and passwords.
 
     Wheels below its subfolder ``wheels`` are preferred to those of the index.
     """
@@ -70,7 +70,7 @@ def write_apt(folder: Path, *, suite: str) -> None:
 
 
 def mirror(suite: str) -> str:
-    """Where Debian's packages come from: the mirror that this machine uses, else the one that debootstrap knows."""
+    """The mirror of Debian's packages: this machine's, or debootstrap's default."""
     if own := _archives().get("Debian"):
         return own
     script = (packages.unpacked("build") / "usr/sbin/debootstrap").read_text()
@@ -81,14 +81,14 @@ def mirror(suite: str) -> str:
 
 
 def proxies() -> dict[str, str]:
-    """The variables that name apt's proxies to programs that are not apt, where the environment does not."""
+    """Proxy variables from apt's configuration, if the environment has none."""
     named = _output("apt-config", "shell", "http_proxy", "Acquire::http::Proxy", "https_proxy", "Acquire::https::Proxy")
     found = {name: value for name, value in re.findall(r"^(\w+)='(.*)'$", named, re.MULTILINE) if value != "DIRECT"}
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
 def _sources(suite: str) -> str:
-    """The file that tells apt where a release of Debian is."""
+    """The sources file of apt for a release of Debian."""
     places = [(mirror(suite), f"{suite} {suite}-updates")]
     if security := _archives().get("Debian-Security"):
         places.append((security, f"{suite}-security"))
@@ -100,7 +100,7 @@ def _sources(suite: str) -> str:
 
 
 def _archives() -> dict[str, str]:
-    """The archives of packages in this machine's apt sources, by their labels; the first of each label."""
+    """The package archives in this machine's apt sources by label; the first of each label."""
     targets = _output("apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages")
     found = [line.rpartition(" ") for line in targets.splitlines()]
     return {label: uri.rstrip("/") for label, _, uri in reversed(found)}
@@ -112,17 +112,17 @@ def _pip_options() -> dict[str, str]:
     if authorities := next(filter(None, map(os.environ.get, _AUTHORITIES)), None):
         options["cert"] = authorities
     listed = _output(sys.executable, "-m", "pip", "config", "list")
-    # Those of the environment, which go before the files', are named `:env:.index-url`.
+    # Options of the environment, which override those of files, are named `:env:.index-url`.
     found = re.findall(r"^(global|install|:env:)\.([\w-]+)=('.*'|\".*\")$", listed, re.MULTILINE)
     for _, name, value in sorted(found, key=lambda option: ("global", "install", ":env:").index(option[0])):
         text = str(ast.literal_eval(value))
-        # A folder of this machine is not there in a build.
+        # A folder of this machine does not exist in a build.
         options[name] = " ".join(word for word in text.split() if name != "find-links" or "://" in word)
     return {name: value for name, value in options.items() if value}
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing if it is not there or fails."""
+    """The output of a command; empty if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
     except OSError:

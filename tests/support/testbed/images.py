@@ -1,7 +1,7 @@
-"""The images that a node runs, as archives in the cache: from the Dockerfiles, and of single programs.
+"""The images of the node, as archives in the cache: from the Dockerfiles, and of single programs.
 
-No registry of images and no container engine is needed; root is, for those with a Dockerfile. Each archive is made anew
-when what it is made of changes.
+No image registry and no container engine is needed; images with a Dockerfile need root. Each archive is rebuilt
+when its files change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMAGES: Final[Mapping[str, str]] = {
     "etcd": "quay.io/coreos/etcd:v3.7.3",
     "pause": "registry.k8s.io/pause:3.10",
 }
-"""What manifests call the images, by the names that :func:`archive` takes."""
+"""The full names of the images, by the names that :func:`archive` takes."""
 
 _BINARIES: Final = ("etcd",)
 _DOCKERFILES: Final = {name: image_build.ROOT / f"Dockerfile.{name}" for name in ("agent", "operator")}
@@ -40,12 +40,12 @@ _DOCKERFILES: Final = {name: image_build.ROOT / f"Dockerfile.{name}" for name in
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What an image is made of that holds nothing but one static program.
+    """The settings of an image with one static program.
 
     Attributes:
-        found: returns the program's path; it may be built first.
+        found: returns the program's path; it may build the program.
         at: its path in the image.
-        config: what the image says of how it is run.
+        config: the image's configuration.
     """
 
     found: Callable[[], Path]
@@ -54,7 +54,7 @@ class Program:
 
 
 def _pause() -> Path:
-    """Compile the program that holds a pod's namespaces."""
+    """Compile the pause program, which keeps a pod's namespaces."""
     go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if go is None:
         raise Missing("Go", "install it (https://go.dev/dl/) so that `go` is on the PATH")
@@ -78,13 +78,13 @@ _PROGRAMS: Final[Mapping[str, Program]] = {
 
 
 def archive(name: str) -> Path:
-    """Return the archive of an image, and make it if it is missing or out of date.
+    """Return the archive of an image, built if it is missing or outdated.
 
     Args:
         name: one of :data:`IMAGES`.
 
     Raises:
-        Missing: it cannot be made.
+        Missing: it cannot be built.
     """
     with locked(f"image-{name}"):
         path = _path(name)
@@ -94,14 +94,14 @@ def archive(name: str) -> Path:
 
 
 def is_ready(name: str) -> bool:
-    """Return whether :func:`archive` finds the image as it is now, without making it."""
+    """Return whether the archive of the image is up to date."""
     if name in _BINARIES and not is_built(name):
         return False
     return _path(name).exists()
 
 
 def _make(name: str, path: Path) -> None:
-    """Make an image's archive, and remove those of earlier contents."""
+    """Build an image's archive, and remove outdated ones."""
     for other in path.parent.glob("*.tar*"):
         other.unlink()
     unfinished = path.with_suffix(".tar.tmp")
@@ -120,13 +120,13 @@ def _path(name: str) -> Path:
 
 
 def _identity(name: str) -> str:
-    """Another one for each content of what an image is made of."""
+    """A hash of the files of an image."""
     if name in _DOCKERFILES:
         return image_build.identity(_DOCKERFILES[name])
     program = _PROGRAMS[name]
     inputs = [IMAGES[name], program.at, repr(program.config)]
     if name in _BINARIES:
-        # Its path is another one for each version; the user's own may change where it lies.
+        # The path contains the version; the contents of the user's own program may change.
         path = program.found()
         inputs += [str(path), str(path.stat().st_size), str(path.stat().st_mtime_ns)]
     else:

@@ -1,7 +1,7 @@
-"""How a control plane is set up: its keys and kubeconfig, and the command line of each of its parts.
+"""The setup of a control plane: keys, kubeconfig, and the command line of each part.
 
-Each control plane has an authority of its own, made for it alone, so whoever has its kubeconfig talks to it and to
-nobody else who may have taken its port.
+Each control plane has its own certificate authority, so a client with its kubeconfig cannot talk to another
+server on the same port.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a control plane stands, and how it is reached.
+    """The files and addresses of a control plane.
 
     Attributes:
-        folder: where all its files go.
-        address: the IP address that the API server listens on and names as its own.
+        folder: the folder of its files.
+        address: the IP address that the API server listens on and advertises.
         port: its port.
-        etcd_port: where etcd serves the API server, on loopback.
-        peer_port: where etcd would serve its peers.
-        services: the range of the addresses of services.
-        token: whoever shows it may do everything.
+        etcd_port: etcd's client port, on loopback.
+        peer_port: etcd's peer port.
+        services: the range of service addresses.
+        token: the token of an administrator.
     """
 
     folder: Path
@@ -51,22 +51,22 @@ class Site:
 
     @property
     def kubeconfig(self) -> Path:
-        """Of somebody who may do everything."""
+        """The kubeconfig of an administrator."""
         return self.folder / "kubeconfig"
 
     @property
     def authority(self) -> Path:
-        """The certificate of who has signed the API server's."""
+        """The certificate of the authority."""
         return self.folder / "pki" / "ca.crt"
 
 
 def write_credentials(site: Site) -> None:
-    """Make the keys, certificates, tokens and the kubeconfig of a control plane."""
+    """Create the keys, certificates, tokens and the kubeconfig of a control plane."""
     pki = site.folder / "pki"
     pki.mkdir(exist_ok=True)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(pki / "ca.crt")
-    inside = str(ipaddress.ip_network(site.services)[1])  # where pods reach it
+    inside = str(ipaddress.ip_network(site.services)[1])  # the address for pods
     server = authority.issue_cert(site.address, inside, "localhost", "kubernetes.default.svc")
     server.private_key_pem.write_to_path(pki / "server.key")
     server.cert_chain_pems[0].write_to_path(pki / "server.crt")
@@ -76,7 +76,7 @@ def write_credentials(site: Site) -> None:
 
 
 def kubeconfig(site: Site, *, token: str, namespace: str = "default") -> str:
-    """A kubeconfig that needs no other file."""
+    """A self-contained kubeconfig."""
     authority = base64.b64encode(site.authority.read_bytes()).decode()
     return json.dumps(
         {
@@ -91,7 +91,7 @@ def kubeconfig(site: Site, *, token: str, namespace: str = "default") -> str:
 
 
 def etcd_command(site: Site) -> list[str]:
-    """How etcd is started."""
+    """The command line of etcd."""
     clients, peers = (f"http://127.0.0.1:{port}" for port in (site.etcd_port, site.peer_port))
     return [
         str(binary("etcd")),
@@ -107,7 +107,7 @@ def etcd_command(site: Site) -> list[str]:
 
 
 def api_server_command(site: Site) -> list[str]:
-    """How the API server is started."""
+    """The command line of the API server."""
     pki = site.folder / "pki"
     return [
         str(binary("kube-apiserver")),
@@ -124,13 +124,13 @@ def api_server_command(site: Site) -> list[str]:
         f"--service-cluster-ip-range={site.services}",
         "--authorization-mode=Node,RBAC",
         "--allow-privileged",
-        # A loopback address cannot be the address of a service.
+        # A service cannot have a loopback address.
         *(["--endpoint-reconciler-type=none"] if site.address.startswith("127.") else []),
     ]
 
 
 def controller_manager_command(site: Site) -> list[str]:
-    """How the controller manager is started."""
+    """The command line of the controller manager."""
     return [
         str(binary("kube-controller-manager")),
         f"--kubeconfig={site.kubeconfig}",
@@ -139,14 +139,14 @@ def controller_manager_command(site: Site) -> list[str]:
         f"--root-ca-file={site.authority}",
         "--leader-elect=false",
         "--secure-port=0",
-        # With the usual limits its many service accounts take seconds, and pods are forbidden until then.
+        # With the default limits, creating service accounts takes seconds, and pods are forbidden until then.
         "--kube-api-qps=500",
         "--kube-api-burst=1000",
     ]
 
 
 def scheduler_command(site: Site) -> list[str]:
-    """How the scheduler is started."""
+    """The command line of the scheduler."""
     return [
         str(binary("kube-scheduler")),
         f"--kubeconfig={site.kubeconfig}",
@@ -156,12 +156,12 @@ def scheduler_command(site: Site) -> list[str]:
 
 
 def environment(folder: Path, kubeconfig_file: Path, *, programs: Sequence[str]) -> dict[str, str]:
-    """An environment in which a user's commands reach a cluster, and no file of the user's own is read or written.
+    """An environment for commands on a cluster, without the user's own files.
 
     Args:
-        folder: where caches and settings go instead.
-        kubeconfig_file: says which cluster.
-        programs: what must be found on the PATH.
+        folder: the folder for caches and settings.
+        kubeconfig_file: the kubeconfig of the cluster.
+        programs: programs for the PATH.
     """
     own = {
         "KUBECONFIG": str(kubeconfig_file),

@@ -1,8 +1,8 @@
-"""Nodes that nobody has to own: kwok says of thousands of pods that they run, and runs none of them.
+"""Simulated nodes: kwok reports thousands of pods as running without running them.
 
-The scheduler binds pods to these nodes as to any; then kwok writes into each pod what a kubelet would
-(``kwok_stages.yaml`` beside this file). So the API server, the controllers and the operator have all the work that real
-nodes make them.
+The scheduler binds pods to these nodes; then kwok writes the status that a kubelet would write
+(``kwok_stages.yaml`` beside this file). So the API server, the controllers and the operator have the same work
+as with real nodes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ LINGERS: Final = "testbed/lingers"
 """The annotation of pods that stay Terminating when they are deleted."""
 
 MARK: Final = "testbed/node"
-"""The annotation of the nodes that kwok looks after."""
+"""The annotation of kwok's nodes."""
 
 STAGES: Final = Path(__file__).with_name("kwok_stages.yaml")
 
 
 class SimulatedNodes:
-    """Nodes of a control plane, and the kwok that looks after them; within ``async with`` they are ready.
+    """Simulated nodes of a control plane with their kwok; within ``async with`` they are ready.
 
     Args:
-        cluster: must run.
-        folder: for kwok's log.
-        nodes: how many; each has room for ten thousand pods.
+        cluster: a running control plane.
+        folder: the folder of kwok's log.
+        nodes: the number of nodes; each has room for ten thousand pods.
     """
 
     def __init__(self, cluster: ControlPlane, folder: Path, *, nodes: int = 10) -> None:
@@ -67,11 +67,11 @@ class SimulatedNodes:
 
     @property
     def pid(self) -> int:
-        """Of kwok."""
+        """The id of kwok's process."""
         return self._kwok.pid
 
     def check(self) -> None:
-        """See that kwok runs.
+        """Check that kwok runs.
 
         Raises:
             DaemonDied: it has ended by itself.

@@ -1,26 +1,26 @@
-"""A real Kubernetes with one real node, where pods run: in namespaces of its own, safe on anyone's machine.
+"""A real Kubernetes with one real node, which runs pods, in its own namespaces.
 
 etcd, API server, controller manager, scheduler, containerd, kubelet, kube-proxy and CoreDNS, ready in some seconds. It
-needs root on Linux, and changes nothing on the machine: it has network, mounts, processes and control groups of its
-own, nothing is installed, and no file is written but in the folder that it is given and in the cache folder.
+needs root on Linux, and changes nothing on the machine: it has its own network, mounts, processes and control
+groups, nothing is installed, and files are written only to its folder and to the cache folder.
 
 =====================  ===============================================================================
-module                 question
+module                 content
 =====================  ===============================================================================
-``node``               what can a test do with a node?
-``node_machine``       can a node run on this machine?
-``node_config``        what are its parts told?
-``node_parts``         in which order do they start, and when are they ready?
-``node_inside``        how do its namespaces become a machine of its own?
-``node_keeper``        who removes it, however the tests end?
-``node_cgroups``       which control groups does it have?
-``node_images``        which images need not be imported again?
-``node_enter``         how does a command run inside?
-``node_syscalls``      what does the kernel offer that Python does not?
+``node``               the operations of tests on a node
+``node_machine``       requirements of the machine
+``node_config``        command lines and configuration files
+``node_parts``         the start order and the readiness of the processes
+``node_inside``        the first process in the namespaces
+``node_keeper``        the process that removes the node
+``node_cgroups``       its control groups
+``node_images``        imported images
+``node_enter``         commands in the namespaces
+``node_syscalls``      system calls that Python lacks
 =====================  ===============================================================================
 
-What it cannot keep out: the kernel may load modules for what containers use (overlay, veth, netfilter), and keeps them;
-and a privileged container could change the machine as it can on any node.
+Two effects reach the machine: the kernel may load modules for containers (overlay, veth, netfilter), and keeps them;
+and a privileged container can change the machine, as on any node.
 """
 
 from __future__ import annotations
@@ -57,29 +57,29 @@ __all__ = ["Node", "NodeFailed", "check_machine"]
 _IMPORT_LIMIT = 600.0
 """Seconds for the import of an image; one with torch takes more than a minute."""
 _START_LIMIT = 300.0
-"""Seconds until nothing is expected any more from a node that starts; long before, a part that is late is named."""
+"""The limit in seconds of a node's start; a late part is named long before."""
 _END_LIMIT = 60.0
 _POLL = 0.02
-"""Seconds between two questions whether the kubelet would find an image; there is nothing that tells."""
+"""Seconds between two checks for an image; there is no event to wait for."""
 _TAIL = 4000
 _ROOT = Path(__file__).parents[3]
 
 
 class NodeFailed(RuntimeError):  # noqa: N818 - it says what happened
-    """A node did not start, or has ended, or something of it could not be removed."""
+    """A node did not start, or has ended, or could not be removed completely."""
 
 
 class Node(Cluster):
     """One node with its control plane; within ``async with`` it runs.
 
-    It belongs to no event loop: a fixture may start it in one, and a test use it in another. While it runs, a process
-    of its own watches over it, and removes it also when the tests are killed.
+    It is independent of event loops: a fixture may start it in one, and a test use it in another. Meanwhile, another
+    process watches it, and removes it also when the tests are killed.
 
     Args:
-        folder: for its logs, its configuration, and the logs of its pods; must be there.
+        folder: an existing folder for its logs, its configuration, and the logs of its pods.
 
     Raises:
-        Missing: when it is started, it cannot run on this machine.
+        Missing: it cannot run on this machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,33 +116,33 @@ class Node(Cluster):
 
     @property
     def server(self) -> str:
-        """The API server's URL, which is reached inside only."""
+        """The API server's URL, reachable only inside."""
         return self._site.server
 
     @property
     def kubeconfig(self) -> Path:
-        """Of somebody who may do everything; it is of use inside only."""
+        """The kubeconfig of an administrator, usable only inside."""
         return self._site.kubeconfig
 
     @property
     def environ(self) -> dict[str, str]:
-        """In which kubectl, helm and elasticjob reach it."""
+        """The environment for kubectl, helm and elasticjob."""
         found = installation.environment(self.folder, self.kubeconfig, programs=("kubectl", "helm"))
         return node_config.without_proxies(found)
 
     @property
     def audit_log(self) -> Path:
-        """What the API server was asked: an object of audit.k8s.io/v1 in each line, without bodies."""
+        """The audit log of the API server: an object of audit.k8s.io/v1 per line, without bodies."""
         return node_config.audit_log(self._site)
 
     @property
     def pid(self) -> int:
-        """Of its first process, as this machine sees it."""
+        """The id of its first process, as this machine sees it."""
         return self._pid
 
     @property
     def keeper_pid(self) -> int:
-        """Of the process that removes it."""
+        """The id of the process that removes it."""
         return self._running().pid
 
     def kubeconfig_with(self, token: str, namespace: str) -> str:
@@ -171,15 +171,15 @@ class Node(Cluster):
         """Run a command of this machine inside, where it sees the node's network and processes, and its files.
 
         Args:
-            argv: such as kubectl, helm or elasticjob with arguments.
-            stdin: what it reads.
-            env: more of its environment.
+            argv: the command, such as kubectl, helm or elasticjob with arguments.
+            stdin: its input.
+            env: more variables.
             check: whether it must succeed.
             timeout: seconds after which it is killed.
 
         Raises:
             CommandFailed: it failed although it must not, or it took too long.
-            NodeFailed: so has the node.
+            NodeFailed: the node has failed.
         """
         environ = {**self.environ, **(env or {})}
         return await self._run_inside(*argv, environ=environ, stdin=stdin, check=check, limit=timeout)
@@ -191,16 +191,16 @@ class Node(Cluster):
         stdin: int = subprocess.DEVNULL,
         stderr: int = subprocess.PIPE,
     ) -> asyncio.subprocess.Process:
-        """Start a command inside, like :meth:`run`, and leave it running: such as ``kubectl wait``.
+        """Start a command inside, such as ``kubectl wait``, and leave it running.
 
         Args:
             argv: the program and its arguments.
-            env: more of its environment.
-            stdin: as subprocess has it.
-            stderr: likewise; stdout is a pipe.
+            env: more variables.
+            stdin: as in subprocess.
+            stderr: as in subprocess; stdout is a pipe.
 
         Returns:
-            A process that takes signals, and ends, as if it were the command itself.
+            A process that forwards signals, and ends like the command.
         """
         return await asyncio.create_subprocess_exec(
             *self._entering(),
@@ -212,17 +212,17 @@ class Node(Cluster):
         )
 
     async def load_image(self, archive: Path) -> None:
-        """Give the node an image, as ``kind load`` does; nothing is imported if it has that from an earlier run.
+        """Import an image, like ``kind load``, unless the node has it from an earlier run.
 
         Args:
-            archive: an OCI or docker archive that names its image. Once the file is gone, the image will go, too.
+            archive: an OCI or docker archive with a named image. When the file is removed, the image is removed, too.
         """
         image = await asyncio.to_thread(inspected, archive.resolve())
         kept = Kept(self._place / "images.json")
         there = await self.images()
         if kept.has(image, there):
             return
-        if old := sorted(there.keys() & set(image.names)):  # the kubelet's side misses that a name changes its meaning
+        if old := sorted(there.keys() & set(image.names)):  # the CRI misses that a name has another image
             await self._containerd("images", "delete", *old)
         await self._containerd("images", "import", str(image.path), limit=_IMPORT_LIMIT)
         there = await self.images()
@@ -238,7 +238,7 @@ class Node(Cluster):
 
     @contextlib.asynccontextmanager
     async def image_called(self, name: str, image: str) -> AsyncIterator[None]:
-        """Within ``async with``, an image that the node has is called by another name, too."""
+        """Give an image another name within ``async with``."""
         await self._containerd("images", "tag", full_name(image), full_name(name))
         try:
             yield
@@ -246,11 +246,11 @@ class Node(Cluster):
             await self._containerd("images", "delete", full_name(name))
 
     async def images(self) -> dict[str, str]:
-        """The images that it has: the digest of each, by each of its names."""
+        """The digests of its images by name."""
         return listed(await self._containerd("images", "list"))
 
     def processes(self, pod_uid: str) -> dict[int, str]:
-        """The processes of a pod, by their ids on this machine, each with its command line; to be killed, say."""
+        """The command lines of a pod's processes, by their ids on this machine."""
         found = {}
         for process in Path("/proc").iterdir():
             try:
@@ -296,7 +296,7 @@ class Node(Cluster):
         self._expect("ready")
 
     def _expect(self, event: str) -> dict[str, Any]:
-        """Read the next event, which must be this one."""
+        """Read the next event and check its kind."""
         stdout = self._running().stdout
         assert stdout is not None
         if not select.select([stdout], [], [], _START_LIMIT)[0]:
@@ -308,7 +308,7 @@ class Node(Cluster):
         return said
 
     def _end(self) -> str:
-        """Have the keeper remove it; returns what it could not remove."""
+        """Have the keeper remove the node; returns what it could not remove."""
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return ""
@@ -316,7 +316,7 @@ class Node(Cluster):
             assert keeper.stdin is not None
             keeper.stdin.close()
             code = keeper.wait(_END_LIMIT)
-        shutil.rmtree(self.folder / "etcd-data", ignore_errors=True)  # it allocates much more than it needs
+        shutil.rmtree(self.folder / "etcd-data", ignore_errors=True)  # it is preallocated and large
         return self._keepers_words() if code else ""
 
     def _keepers_words(self) -> str:
@@ -342,7 +342,7 @@ class Node(Cluster):
             self.check()
             raise
         if check and result.returncode != 0:
-            self.check()  # if the node has fallen down, that is the better story
+            self.check()  # if the node has failed, that is the better error
             raise CommandFailed(argv, f"ended with {result.returncode}", result.stdout + result.stderr)
         return result
 
@@ -352,7 +352,7 @@ class Node(Cluster):
         return (await self._run_inside(*control, environ=self._bed.environ, limit=limit)).stdout
 
     async def _can_run(self, names: Iterable[str]) -> bool:
-        """Whether the kubelet would find the images: each has then a second name, which is a digest."""
+        """Whether the kubelet finds the images: each then has a second name, which is a digest."""
         there = await self.images()
         seen = {digest for name, digest in there.items() if name.startswith("sha256:")}
         return all(there.get(name) in seen for name in names)

@@ -1,15 +1,15 @@
-"""The control groups of a node: one folder of its own in each hierarchy, made before it starts and removed after it.
+"""The control groups of a node: one folder in each hierarchy, created before its start and removed after its end.
 
-A node's processes live below that folder, and in a cgroup namespace they see nothing else, so kubelet and runc make
-theirs there as if the machine were their own.
+A node's processes live below that folder, in a cgroup namespace that shows nothing else, so kubelet and runc create
+their groups there.
 
-**Version 1** (a hierarchy for each controller): the folder is made below the group of whoever runs the tests.
-**Version 2** (one hierarchy): it is made at the top, since a group that has processes can give its children no
-controllers. What the machine has not yet given to groups at the top is switched on for the time of the run. The node's
-first process moves itself into a group below (``init``) once it is in its namespaces, since the same holds for its own.
+**Version 1** (a hierarchy for each controller): the folder is created below the group of the tests.
+**Version 2** (one hierarchy): it is created at the top, because a group with processes cannot give its children
+controllers. Controllers that groups at the top lack are enabled for the run. The node's
+first process moves itself into a group below (``init``) for the same reason.
 Where both are mounted, version 1 has the controllers, and is used.
 
-What is made is first written down, so that who comes later can remove it after a ``kill -9``.
+The folders are recorded first, so that a later run can remove them after a ``kill -9``.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 NEEDED_V1: Final = frozenset({"cpu", "cpuacct", "cpuset", "memory", "devices", "pids"})
 NEEDED_V2: Final = frozenset({"cpu", "memory", "pids"})
-"""Controllers without which kubelet or runc fail."""
+"""The controllers that kubelet and runc need."""
 
 INIT: Final = "init"
 """With version 2, the group of the node's own processes, below the folder."""
 
 _PATIENCE: Final = 10.0
-"""Seconds that the kernel gets to let go of a group whose processes have been killed; it usually takes milliseconds."""
+"""Seconds until the kernel releases a group of killed processes; it usually takes milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchy:
-    """A hierarchy of control groups as this machine has it mounted.
+    """A mounted hierarchy of control groups.
 
     Attributes:
-        mount: where.
-        own: the folder of the group in which the calling process is.
-        options: how it is mounted once more: its controllers, or ``none,name=…``; empty for version 2.
+        mount: the mount point.
+        own: the folder of the calling process's group.
+        options: the mount options: its controllers, or ``none,name=…``; empty for version 2.
     """
 
     mount: Path
@@ -62,11 +62,11 @@ class Hierarchy:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """What a node has of control groups, as it is written down.
+    """The control groups of a node.
 
     Attributes:
         folders: its folder in each hierarchy.
-        enabled: the controllers that were switched on for it at the top of version 2.
+        enabled: the controllers that were enabled for it at the top of version 2.
     """
 
     folders: tuple[str, ...]
@@ -77,11 +77,11 @@ def hierarchies(mountinfo: str, groups: str) -> list[Hierarchy]:
     """The hierarchies in use.
 
     Args:
-        mountinfo: content of /proc/self/mountinfo.
-        groups: content of /proc/self/cgroup.
+        mountinfo: the contents of /proc/self/mountinfo.
+        groups: the contents of /proc/self/cgroup.
 
     Returns:
-        All of version 1; the one of version 2 where there is none of those.
+        All hierarchies of version 1; that of version 2 if there are none.
     """
     own = dict(_own_groups(groups))
     known = frozenset().union(*own)
@@ -110,7 +110,7 @@ def of_this_machine() -> list[Hierarchy]:
 
 
 def check(found: list[Hierarchy]) -> None:
-    """See whether a node can use these hierarchies.
+    """Check whether a node can use these hierarchies.
 
     Raises:
         Missing: it cannot.
@@ -124,7 +124,7 @@ def check(found: list[Hierarchy]) -> None:
         top = found[0].mount
         have = set((top / "cgroup.controllers").read_text().split())
         needed, places = NEEDED_V2, [top]
-        # Only the machine's own top may have processes and give controllers; a container's is another's child.
+        # Only the machine's root group may have processes and give controllers; a container's is a child group.
         if (top / "cgroup.type").exists() and (top / "cgroup.procs").read_text().strip():
             raise Missing(
                 "the top of the control groups",
@@ -141,7 +141,7 @@ def check(found: list[Hierarchy]) -> None:
 
 
 def plan(found: list[Hierarchy], name: str) -> Groups:
-    """What a node of this name will have; nothing is made yet."""
+    """The groups of a node with this name; they are not created yet."""
     if found[0].version == 1:
         return Groups(folders=tuple(str(hierarchy.own / name) for hierarchy in found))
     top = found[0].mount
@@ -150,7 +150,7 @@ def plan(found: list[Hierarchy], name: str) -> Groups:
 
 
 def make(groups: Groups) -> None:
-    """Make the folders, and switch the controllers on.
+    """Create the folders, and enable the controllers.
 
     Raises:
         OSError: the kernel refuses.
@@ -160,7 +160,7 @@ def make(groups: Groups) -> None:
     for folder in map(Path, groups.folders):
         folder.mkdir()
         if (folder / "cpuset.cpus").exists() and not (folder / "cgroup.controllers").exists():
-            # Version 1: a new group has no processors until it is told.
+            # Version 1: a new group has no processors until they are set.
             for file in ("cpuset.cpus", "cpuset.mems"):
                 (folder / file).write_text((folder.parent / file).read_text())
             (folder / "cgroup.clone_children").write_text("1")
@@ -174,7 +174,7 @@ def join(groups: Groups) -> None:
 
 
 def remove(groups: Groups) -> list[str]:
-    """Kill what still runs in the folders, remove them with all below, and switch the controllers off again.
+    """Kill the processes in the folders, remove the folders, and disable the controllers again.
 
     Returns:
         What could not be removed.
@@ -182,7 +182,7 @@ def remove(groups: Groups) -> list[str]:
     deadline = time.monotonic() + _PATIENCE
     left = [folder for folder in map(Path, groups.folders) if not _remove(folder, deadline)]
     for name in groups.enabled:
-        # Refused where somebody else has come to use it meanwhile; then it stays on.
+        # Refused if another group uses it meanwhile; then it stays enabled.
         with contextlib.suppress(OSError):
             (Path(groups.folders[0]).parent / "cgroup.subtree_control").write_text(f"-{name}")
     return [str(folder) for folder in left]
@@ -209,12 +209,12 @@ def processes(folder: Path) -> Iterator[int]:
 def _remove(folder: Path, deadline: float) -> bool:
     while folder.exists():
         for pid in processes(folder):
-            if pid > 0:  # 0 stands for one that cannot be seen from here
+            if pid > 0:  # 0 stands for a process outside of this PID namespace
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         for group, _, _ in os.walk(folder, topdown=False):
             with contextlib.suppress(OSError):
-                # Version 1: what it has cached of files keeps a removed group alive in the kernel.
+                # Version 1: cached files keep a removed group alive in the kernel.
                 Path(group, "memory.force_empty").write_text("0")
             with contextlib.suppress(OSError):
                 Path(group).rmdir()

@@ -1,9 +1,9 @@
-"""What a node's parts are told: their command lines, files and environment. Nothing here touches the machine.
+"""Command lines, files and environment of a node's parts. Nothing here changes the machine.
 
-Inside, what is the node's alone stands below one folder (:data:`INSIDE`), wherever it lies outside; the folder that
-tests were given, for logs and configuration, has the same path on both sides.
+Inside, the node's own files are below one folder (:data:`INSIDE`); the folder that
+tests give for logs and configuration has the same path on both sides.
 
-The network, in a namespace of its own, so that its addresses cannot meet others:
+The network, in its own namespace:
 
 ==================  =========================================================
 10.88.255.1         the node, on ``lo``: API server, kubelet, CoreDNS
@@ -11,8 +11,8 @@ The network, in a namespace of its own, so that its addresses cannot meet others
 10.96.0.0/16        services
 ==================  =========================================================
 
-Pods are not on a bridge: on one, what goes from pod to pod would pass iptables, and so services, only on machines where
-``br_netfilter`` is loaded. CoreDNS is a process of the node rather than a pod: it is ready sooner, and needs no image.
+Pods are not on a bridge: there, traffic between pods would pass iptables, and so services, only on machines with
+``br_netfilter``. CoreDNS is a process of the node and not a pod: it is ready sooner, and needs no image.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ KERNEL_VALUES: Final[Mapping[str, str]] = {
     "vm/overcommit_memory": "1",
     "vm/panic_on_oom": "0",
 }
-"""What the kubelet wants of /proc/sys, which is the whole machine's; it is shown files with these values instead."""
+"""The kubelet's values of /proc/sys, which belongs to the machine; the node sees files with these values instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bed:
-    """All that the processes which make and run a node are told.
+    """The settings of the processes that create and run a node.
 
     Attributes:
         folder: for logs and configuration.
-        cache: the cache folder, where nodes have their places.
-        shown: folders that must be seen as they are, wherever they lie.
+        cache: the cache folder.
+        shown: folders that keep their paths inside.
         tools: the root of the unpacked packages.
         commands: the command line of each part, by its name.
         server: the API server's URL.
-        token: whoever shows it there may do everything.
-        authority: the certificate of who has signed the API server's.
+        token: the token of an administrator.
+        authority: the certificate of the API server's authority.
     """
 
     folder: str
@@ -92,7 +92,7 @@ class Bed:
 
     @property
     def environ(self) -> dict[str, str]:
-        """The whole environment of the node's parts."""
+        """The complete environment of the node's parts."""
         found = packages.environment(Path(self.tools))
         return found | {
             "PATH": f"{BIN}:{found['PATH']}",
@@ -103,12 +103,12 @@ class Bed:
 
 
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which nobody asks the machine's proxy for what is inside."""
+    """An environment without the machine's proxies."""
     return {name: value for name, value in environ.items() if not name.lower().endswith("_proxy")}
 
 
 def audit_log(site: Site) -> Path:
-    """Where the API server writes what it was asked."""
+    """The path of the audit log."""
     return site.folder / "audit.log"
 
 
@@ -116,8 +116,8 @@ def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str,
     """The command lines of all parts, by name.
 
     Args:
-        site: where the control plane stands.
-        programs: where kubelet, kube-proxy and coredns are.
+        site: the files and addresses of the control plane.
+        programs: the folders of kubelet, kube-proxy and coredns.
         tools: the root of the unpacked packages.
     """
     config = site.folder / "config"
@@ -150,9 +150,9 @@ def files(site: Site, tools: Path, pause_image: str) -> dict[str, str]:
     """The files that the parts read, by their path below the folder ``config``.
 
     Args:
-        site: where the control plane stands.
+        site: the files and addresses of the control plane.
         tools: the root of the unpacked packages.
-        pause_image: the name of the image whose program holds a pod's namespaces.
+        pause_image: the name of the pause image, which keeps a pod's namespaces.
     """
     containerd = _containerd(site, tools, pause_image)
     return {
@@ -161,7 +161,7 @@ def files(site: Site, tools: Path, pause_image: str) -> dict[str, str]:
         "proxy.json": json.dumps(_proxy(site)),
         "cni/node.conflist": json.dumps(_CNI),
         "containerd.toml": containerd,
-        # While what an earlier run has left is removed, nobody must take it up again.
+        # The containers of an earlier run must not restart while they are removed.
         "containerd-without-pods.toml": f'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n{containerd}',
         "Corefile": _corefile(site),
     }
@@ -189,14 +189,14 @@ def _kubelet(site: Site) -> Mapping[str, Any]:
         "resolvConf": "",
         "podLogsDir": str(site.folder / "pods"),
         "volumePluginDir": str(INSIDE / "volume-plugins"),
-        # The machine is somebody's: it may have swap or cgroup v1, and may not let us change limits of the kernel's.
+        # The machine may have swap or cgroup v1, and may not permit changes of kernel limits.
         "cgroupDriver": "cgroupfs",
         "enforceNodeAllocatable": [],
         "failCgroupV1": False,
         "failSwapOn": False,
         "featureGates": {"KubeletInUserNamespace": True},
         "oomScoreAdj": 0,
-        # Its disk may be nearly full. Nothing is evicted for that, nor are images, which are kept for the next run.
+        # Its disk may be nearly full. Neither pods nor images are evicted for that.
         "evictionHard": {"memory.available": "50Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "imageGCHighThresholdPercent": 100,
     }
@@ -210,7 +210,7 @@ def _proxy(site: Site) -> Mapping[str, Any]:
         "bindAddress": ADDRESS,
         "clientConnection": {"kubeconfig": str(site.kubeconfig)},
         "clusterCIDR": PODS,
-        "conntrack": {"maxPerCore": 0},  # another limit of the whole machine
+        "conntrack": {"maxPerCore": 0},  # another machine-wide limit
         "healthzBindAddress": f"127.0.0.1:{PROXY_HEALTH}",
         "hostnameOverride": NAME,
     }
@@ -263,7 +263,7 @@ oom_score = 0
 
 
 def _corefile(site: Site) -> str:
-    # Two blocks: in one, the answer for all other names would come before that for services.
+    # Two blocks: in one, the answer for all other names would precede that for services.
     return f"""\
 {DOMAIN}:53 in-addr.arpa:53 {{
   bind {ADDRESS}

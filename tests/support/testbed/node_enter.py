@@ -1,10 +1,10 @@
-"""Runs a command inside a node's namespaces, and stands for it outside.
+"""Run a command inside a node's namespaces, and represent it outside.
 
-The file is run by itself, by a bare interpreter (``python -I -S``), with the process id of its parent, that of the
-node's first process, a folder, and the command. It hands on the signals that it gets, and ends as the command ends; the
-command dies with it, and it dies with its parent, so that nothing is left after ``kill -9``.
+A bare interpreter (``python -I -S``) runs this file, with the process id of its parent, that of the
+node's first process, a folder, and the command. It forwards signals, and ends as the command ends; the
+command dies with it, and it dies with its parent, so that ``kill -9`` leaves nothing.
 
-Rejected: util-linux' ``nsenter``, which keeps signals to itself: a command that is terminated would go on inside.
+``nsenter`` of util-linux does not forward signals: a terminated command would run on inside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CANNOT_EXECUTE = 126
 
 
 def entering(pid: int, folder: str) -> tuple[str, ...]:
-    """The beginning of a command line; what follows it runs in the namespaces of this process, in this folder."""
+    """The start of a command line that runs a command in the namespaces of a process, in a folder."""
     return (sys.executable, "-I", "-S", __file__, str(os.getpid()), str(pid), folder)
 
 
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     if not entered:
         print("the node has ended", file=sys.stderr)
         return _CANNOT_EXECUTE
-    # A signal that comes before there is somebody to hand it on to waits.
+    # Signals are blocked until the command exists.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
     child = os.fork()
     if child == 0:

@@ -1,6 +1,6 @@
-"""Which images containerd has kept from earlier runs, so that only what has changed is imported.
+"""The images that containerd has kept from earlier runs, so that only changed images are imported.
 
-An archive is known by the list of its contents, which names a digest of each; so no gigabytes are read to know it.
+An archive is identified by the digests in its list of contents, without reading its layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LISTS = ("index.json", "manifest.json")
-"""Of an OCI archive and of docker's; some archives have both."""
+"""The lists of OCI archives and of docker archives; some archives have both."""
 _NAMED_BY = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 
 
@@ -26,8 +26,8 @@ class Archive:
 
     Attributes:
         path: the file.
-        identity: another one for each content.
-        names: of the image, as Kubernetes writes them out.
+        identity: a hash of its contents.
+        names: the full names of the image.
     """
 
     path: Path
@@ -36,15 +36,15 @@ class Archive:
 
 
 def inspected(path: Path) -> Archive:
-    """What an archive is.
+    """Read an archive.
 
     Raises:
-        ValueError: the file holds no image that has a name.
+        ValueError: the file has no named image.
     """
     with tarfile.open(path, "r:") as archive:
         texts = {name: text for name in _LISTS if (text := _text(archive, name)) is not None}
         lists = {name: json.loads(text) for name, text in texts.items()}
-        # Docker's list may name files by other words than their digests; what it calls the configuration has them.
+        # Docker's list may not use digests as file names; the configuration has them.
         configurations = [_text(archive, image["Config"]) or b"" for image in lists.get("manifest.json", ())]
     names = _names(lists)
     if not names:
@@ -54,7 +54,7 @@ def inspected(path: Path) -> Archive:
 
 
 def full_name(name: str) -> str:
-    """An image's name with host and tag, as containers' runtimes write out what users leave away."""
+    """An image's name with host and tag, as container runtimes complete it."""
     first, _, rest = name.partition("/")
     if not rest:
         name = f"docker.io/library/{name}"
@@ -64,7 +64,7 @@ def full_name(name: str) -> str:
 
 
 def _text(archive: tarfile.TarFile, name: str) -> bytes | None:
-    """The content of a file in an archive; None if it is not there."""
+    """The contents of a file in an archive; None if it is missing."""
     try:
         file = archive.extractfile(name)
     except KeyError:
@@ -73,7 +73,7 @@ def _text(archive: tarfile.TarFile, name: str) -> bytes | None:
 
 
 def _names(lists: Mapping[str, Any]) -> list[str]:
-    """The names of the images, by what the archive's lists say."""
+    """The names of the images in the archive's lists."""
     names = [name for image in lists.get("manifest.json", ()) for name in image.get("RepoTags") or ()]
     for manifest in lists.get("index.json", {}).get("manifests", ()):
         annotations = manifest.get("annotations", {})
@@ -82,16 +82,16 @@ def _names(lists: Mapping[str, Any]) -> list[str]:
 
 
 def listed(table: str) -> dict[str, str]:
-    """The digest of each image that ``ctr images list`` prints, by each of its names."""
+    """The digests of the images in the output of ``ctr images list``, by name."""
     rows = (line.split() for line in table.splitlines()[1:])
     return {row[0]: row[2] for row in rows}
 
 
 class Kept:
-    """The images that were imported, as they are written down beside them.
+    """The record of the imported images.
 
     Args:
-        file: where.
+        file: the file of the record.
     """
 
     def __init__(self, file: Path) -> None:
@@ -99,12 +99,12 @@ class Kept:
         self._records: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
 
     def has(self, archive: Archive, there: Mapping[str, str]) -> bool:
-        """Whether what was imported from an archive with these contents is there still, by its names."""
+        """Whether the images of an archive with these contents are still present."""
         digests = self._records.get(archive.identity, {}).get("names", {})
         return bool(digests) and digests.items() <= there.items()
 
     def add(self, archive: Archive, there: Mapping[str, str]) -> None:
-        """Write down that an archive was imported; others of its path, or with its names, are no longer wanted."""
+        """Record the import of an archive; others with its path or its names are outdated."""
         self._records = {
             identity: record
             for identity, record in self._records.items()
@@ -117,7 +117,7 @@ class Kept:
         self._file.write_text(json.dumps(self._records))
 
     def unwanted(self, there: Mapping[str, str]) -> list[str]:
-        """Of the images which are there, by all their names, those that are not wanted."""
-        # The kubelet's interface gives each image a name of its own besides: a digest.
+        """The present images that are not in the record."""
+        # The CRI also gives each image a digest as its name.
         wanted = {digest for record in self._records.values() for digest in record["names"].values()}
         return sorted(name for name, digest in there.items() if digest not in wanted)

@@ -1,13 +1,13 @@
-"""The first process of a node: arranges its namespaces, has the parts started, and takes in orphans.
+"""The first process of a node: sets up its namespaces, starts the parts, and reaps orphans.
 
-It runs in new namespaces (mount, network, PID, IPC, UTS, cgroup), which nobody outside sees, and which vanish with it:
-so nothing that is mounted, addressed or routed here needs to be undone. What reaches beyond namespaces is covered:
+It runs in new namespaces (mount, network, PID, IPC, UTS, cgroup), which vanish with it:
+mounts, addresses and routes need no clean-up. Effects beyond the namespaces are prevented:
 
-- **/proc/sys**, apart from the network's part, is read-only, and shows the values that the kubelet would set.
-- **/var** and **/etc** take what is written there into memory; **/run** is empty.
-- **control groups** are seen from the node's own on (:mod:`node_cgroups`).
+- **/proc/sys**, apart from the network's part, is read-only, with the values that the kubelet would set.
+- writes to **/var** and **/etc** stay in memory; **/run** is empty.
+- **control groups** begin at the node's own (:mod:`node_cgroups`).
 
-The folders that the node and its user share show through wherever they lie.
+The folders that the node and its user share keep their paths.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PROGRAM_FAILED = 1
 
 
 def main(folder: str, place: str) -> int:
-    """Be the node until killed.
+    """Run the node until it is killed.
 
     Args:
-        folder: where the node's :class:`Bed` is written down.
-        place: the folder for what lies on a disk.
+        folder: the folder with the node's :class:`Bed`.
+        place: the folder for files on a disk.
     """
     bed = Bed.read(Path(folder, "bed.json").read_text())
     try:
@@ -50,18 +50,18 @@ def main(folder: str, place: str) -> int:
     child = os.fork()
     if child == 0:
         os._exit(node_parts.main(bed))
-    while True:  # whose parent has died becomes a child of this process
+    while True:  # orphans become children of this process
         pid, status = os.wait()
         if pid == child:
             return os.waitstatus_to_exitcode(status)
 
 
 def arrange(bed: Bed, place: Path) -> None:
-    """Make the namespaces a machine of the node's own.
+    """Set up the namespaces.
 
     Raises:
         OSError: the kernel refuses something.
-        CalledProcessError: so does `ip`.
+        CalledProcessError: `ip` fails.
     """
     mount("none", "/", flags=Mount.RECURSIVE | Mount.PRIVATE)
     socket.sethostname(node_config.NAME)
@@ -110,7 +110,7 @@ def _mount_cgroups(hierarchies: Iterable[node_cgroups.Hierarchy]) -> None:
 
 
 def _cover(folder: str) -> None:
-    """Take into memory what is written below the folder."""
+    """Keep writes below the folder in memory."""
     over = node_config.INSIDE / "over" / folder.strip("/")
     for name in ("upper", "work"):
         (over / name).mkdir(parents=True)
@@ -118,7 +118,7 @@ def _cover(folder: str) -> None:
 
 
 def _connect(environ: Mapping[str, str]) -> None:
-    """Give the node its address, and a way from it to services; have it pass on what pods send."""
+    """Set the node's address and the route to services; forward the packets of pods."""
     for command in (
         "ip link set lo up",
         f"ip address add {node_config.ADDRESS}/32 dev lo",
@@ -129,7 +129,7 @@ def _connect(environ: Mapping[str, str]) -> None:
 
 
 def _choose_iptables(bed: Bed) -> None:
-    """Take the older of the kernel's two ways to keep rules where it does not have the newer."""
+    """Use the older iptables backend if the kernel lacks the newer."""
     asked = ["iptables", "--table=nat", "--list", "--numeric"]
     if subprocess.run(asked, env=bed.environ, capture_output=True, timeout=30, check=False).returncode != 0:
         for name in (f"ip{version}tables{what}" for version in ("", "6") for what in ("", "-save", "-restore")):
@@ -150,5 +150,5 @@ def _cover_kernel_values(values: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who ends the node is its keeper
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keeper ends the node
     sys.exit(main(*sys.argv[1:]))

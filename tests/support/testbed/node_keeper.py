@@ -1,12 +1,12 @@
-"""Keeps a node: makes it, and removes it when whoever wanted it closes a pipe or dies.
+"""Create a node, and remove it when the tests close a pipe or die.
 
-It is a process of its own in a session of its own, so that it outlives ``kill -9`` and Ctrl-C of the tests; the node's
-first process in turn dies with it. So a node has always somebody who cleans up, up to the moment in which somebody
-kills all of them at once; what is left then (empty control groups, and files below the cache folder: processes, mounts
-and links die with their namespaces) is removed by the next one that starts.
+It is a separate process in its own session, so that it survives ``kill -9`` and Ctrl-C of the tests; the node's
+first process dies with it. So a process cleans up after every node, unless all of them are killed
+at once; the rest (empty control groups, and files below the cache folder: processes, mounts
+and links die with their namespaces) is removed by the next node that starts.
 
-A node stands in a *place*: a folder below the cache folder, with a lock that says whether it is taken. The first one
-keeps containerd's root from run to run, and with it the images that were imported; others are for nodes beside it, and
+A node uses a *place*: a folder below the cache folder, with a lock. The first one
+keeps containerd's root with the imported images from run to run; others are for concurrent nodes, and
 are removed with them.
 """
 
@@ -38,7 +38,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 def main(folder: str) -> int:
-    """Keep the node that is written down in this folder; returns the exit code."""
+    """Keep the node that this folder describes; returns the exit code."""
     bed = Bed.read(Path(folder, "bed.json").read_text())
     asked_to_end = _asked_to_end()
     with _place(Path(bed.cache)) as place:
@@ -63,13 +63,13 @@ def main(folder: str) -> int:
 
 
 def say(event: str, **more: Any) -> None:
-    """Tell who wanted the node; nobody may be there any more."""
+    """Report to the tests, which may have died."""
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps({"event": event, **more}), flush=True)
 
 
 def sweep(cache: Path) -> None:
-    """Remove what nodes have left that ended without a keeper."""
+    """Remove the rest of nodes that ended without a keeper."""
     for lock in sorted(_places(cache).glob("*.lock")):
         place = lock.with_suffix("")
         with _lock(lock) as taken:
@@ -79,7 +79,7 @@ def sweep(cache: Path) -> None:
 
 
 def tidy(place: Path) -> list[str]:
-    """Remove all that a node had but images; returns what could not be removed."""
+    """Remove everything of a node except images; returns what could not be removed."""
     left = []
     if (place / _GROUPS).exists():
         left = node_cgroups.remove(node_cgroups.read((place / _GROUPS).read_text()))
@@ -93,7 +93,7 @@ def tidy(place: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _place(cache: Path) -> Iterator[Path]:
-    """The first place that is not taken, tidied as all others are; it is taken until the end."""
+    """Lock the first free place, and clean up all others."""
     for number in count(1):
         place = _places(cache) / str(number)
         with _lock(place.with_suffix(".lock")) as taken:
@@ -122,7 +122,7 @@ def _remove_unless_kept(place: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Whether the lock was free; if so, it is held. The file stays: another one of its name would be another lock."""
+    """Try to take the lock; returns whether it is held. The file stays, because a new file would be another lock."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,7 +133,7 @@ def _lock(path: Path) -> Iterator[bool]:
 
 
 def _started(folder: str, place: Path, groups: node_cgroups.Groups) -> subprocess.Popen[bytes]:
-    """The node's first process, in its groups and in namespaces of its own."""
+    """Start the node's first process, in its groups and namespaces."""
     unshare(Namespace.PID)  # for the child
     others = Namespace.MOUNT | Namespace.NET | Namespace.IPC | Namespace.UTS | Namespace.CGROUP
 
@@ -151,7 +151,7 @@ def _started(folder: str, place: Path, groups: node_cgroups.Groups) -> subproces
 
 
 def _asked_to_end() -> list[int]:
-    """File descriptors of which one becomes readable when the node is wanted no longer."""
+    """File descriptors; one becomes readable when the tests end."""
     by_signal, signalled = os.pipe()
     os.set_blocking(signalled, False)
     signal.set_wakeup_fd(signalled)
@@ -159,7 +159,7 @@ def _asked_to_end() -> list[int]:
         signal.signal(number, lambda *_: None)
     parent = os.getppid()
     descriptors = [sys.stdin.fileno(), by_signal]
-    # The pipe alone may be held open by another child of the tests.
+    # Another child of the tests may hold the pipe open.
     with contextlib.suppress(ProcessLookupError):
         descriptors.append(os.pidfd_open(parent))
     return descriptors

@@ -1,4 +1,4 @@
-"""Whether a node can run on this machine, as far as that can be told at once, in words."""
+"""The requirements of a node on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RIGHTS = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 
 def check_machine() -> None:
-    """See whether a node can run here.
+    """Check whether a node can run here.
 
     Raises:
         Missing: it cannot.
@@ -37,17 +37,17 @@ def check_machine() -> None:
 
 
 def lacking_rights(status: str) -> list[str]:
-    """Of the rights that a node needs, those which a process does not have by its /proc/…/status."""
+    """The missing capabilities of a process, from its /proc/…/status."""
     held = int(status.partition("CapEff:")[2].split()[0], 16)
     return [name for name, number in _RIGHTS.items() if not held >> number & 1]
 
 
 def file_system(path: Path, mountinfo: str) -> str:
-    """The kind of the file system that a path lies on, by the content of /proc/self/mountinfo."""
+    """The type of the file system of a path, from /proc/self/mountinfo."""
     found, kind = Path("/"), ""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         mounted = Path(node_cgroups.unescaped(before.split()[4]))
-        if path.is_relative_to(mounted) and mounted.is_relative_to(found):  # a later one covers an earlier one
+        if path.is_relative_to(mounted) and mounted.is_relative_to(found):  # a later mount covers an earlier one
             found, kind = mounted, after.split()[0]
     return kind

@@ -1,4 +1,4 @@
-"""Starts the parts of a node in order, inside, and says when all are ready, or which one is not and what it wrote."""
+"""Start the parts of a node in order, inside, and report readiness, or the failed part with its log."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tests.support.testbed.node_config import Bed
 
 _LIMIT = 90.0
-"""Seconds within which a part is ready, even on a machine that is busy."""
+"""Seconds within which a part is ready, even on a busy machine."""
 _POLL = 0.05
-"""Seconds between two questions whether a part is ready; there is nothing that tells."""
+"""Seconds between two readiness checks; there is no event to wait for."""
 
 
 def main(bed: Bed) -> int:
@@ -36,7 +36,7 @@ def main(bed: Bed) -> int:
 
 
 def say(event: str, **more: Any) -> None:
-    """Tell who wanted the node."""
+    """Report to the tests."""
     print(json.dumps({"event": event, **more}), flush=True)
 
 
@@ -52,7 +52,7 @@ async def _run(bed: Bed) -> None:
 
 
 class _Parts:
-    """The parts of one node, each a process that ends with this one."""
+    """The parts of one node: processes that end with this one."""
 
     def __init__(self, bed: Bed, session: aiohttp.ClientSession) -> None:
         self._bed = bed
@@ -68,12 +68,12 @@ class _Parts:
         await asyncio.gather(self._start_control_plane(), self._start_containerd())
         kubelet = self._start("kubelet")
         await self._until(kubelet, self._api_answers(f"/api/v1/nodes/{node_config.NAME}"))
-        proxy = self._start("kube-proxy")  # where it finds no node, it looks again after a second
+        proxy = self._start("kube-proxy")  # without a node, it retries after a second
         await self._until(kubelet, self._node_takes_pods)
         dns = self._daemons["coredns"]
         await self._until(proxy, self._answers(f"http://127.0.0.1:{node_config.PROXY_HEALTH}/healthz"))
         await self._until(dns, self._answers(f"http://127.0.0.1:{node_config.DNS_READY}/ready"))
-        # Pods are forbidden in a namespace until it has this one.
+        # Pods are forbidden in a namespace without this service account.
         controllers = self._daemons["kube-controller-manager"]
         await self._until(controllers, self._api_answers("/api/v1/namespaces/default/serviceaccounts/default"))
 
@@ -92,7 +92,7 @@ class _Parts:
 
     async def _start_control_plane(self) -> None:
         self._start("etcd")
-        api_server = self._start("kube-apiserver")  # waits for etcd by itself
+        api_server = self._start("kube-apiserver")  # it waits for etcd
         await self._until(api_server, self._api_answers("/readyz"))
         for name in ("kube-controller-manager", "kube-scheduler", "coredns"):
             self._start(name)
@@ -109,7 +109,7 @@ class _Parts:
         await self._until(self._start("containerd"), _containerd_answers)
 
     def _remove_containers(self) -> None:
-        """Remove those of earlier runs, and so what they have written."""
+        """Remove the containers of earlier runs with their files."""
         control = ["ctr", "--namespace=k8s.io", "containers"]
         listed = self._output([*control, "list", "--quiet"]).split()
         if listed:
@@ -127,7 +127,7 @@ class _Parts:
         return daemon
 
     async def _until(self, daemon: Daemon, probe: Callable[[], Awaitable[bool]]) -> None:
-        """Wait until the probe says yes; the part is to blame if it does not."""
+        """Wait until the probe succeeds; the part is blamed if it does not."""
         try:
             async with asyncio.timeout(_LIMIT):
                 while not await probe():

@@ -1,4 +1,4 @@
-"""The few calls of the kernel that a node in namespaces of its own needs and Python 3.11 does not have."""
+"""System calls for namespaces that Python 3.11 lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIGKILL = 9
 
 
 class Namespace(enum.IntFlag):
-    """Kinds of namespaces, as unshare(2) and setns(2) take them."""
+    """Namespace flags of unshare(2) and setns(2)."""
 
     MOUNT = 0x00020000
     CGROUP = 0x02000000
@@ -49,11 +49,11 @@ def mount(source: Path | str, target: Path | str, kind: str = "", flags: Mount =
     """Mount something.
 
     Args:
-        source: a folder or file for a bind mount; for others a mere word.
-        target: the folder (or file) over which it is mounted.
-        kind: of file system; empty where a mount that is there is bound or changed.
-        flags: of mount(2).
-        options: what this kind of file system is told.
+        source: a folder or file for a bind mount; otherwise a label.
+        target: the mount point.
+        kind: the file system type; empty for a bind mount or a remount.
+        flags: the flags of mount(2).
+        options: the options of the file system.
 
     Raises:
         OSError: the kernel refuses.

@@ -1,7 +1,7 @@
-"""How Debian's packages are used without being installed: apt fetches them, dpkg unpacks them below the cache folder.
+"""Debian's packages without an installation: apt fetches them, dpkg unpacks them below the cache folder.
 
-A set is what it names and all that those packages depend on but every Debian has not. apt decides both, as if this
-machine had nothing installed, and with lists, caches and locks of its own: of the machine only its sources, keys and
+A set has the named packages and their dependencies that not every Debian has. apt resolves them as if this
+machine had nothing installed, with separate lists, caches and locks: only the machine's sources, keys and
 proxy are used, and nothing is changed. Root is not needed.
 """
 
@@ -40,36 +40,36 @@ SETS: Final[dict[SetName, tuple[str, ...]]] = {
     "prometheus": ("prometheus",),
     "browser": ("chromium", "fonts-dejavu-core", "fonts-liberation"),
 }
-"""What a node needs to run pods, what makes an image out of a Dockerfile, a Prometheus with its promtool, and a
+"""The packages to run pods, to build images from Dockerfiles, to run Prometheus and promtool, and a
 browser with fonts."""
 
 _ALONE: Final[frozenset[SetName]] = frozenset({"prometheus"})
-"""Sets whose programs are whole: what their packages depend on is for services and pages, which are not used."""
+"""Sets whose programs need no dependencies: those are for services and pages, which are not used."""
 
 _ON_EVERY_DEBIAN: Final = ("?essential", "apt")
-"""What is not unpacked, with all that it needs: the C library above all, of which a process can have only one."""
+"""Packages that are not unpacked, with their dependencies: above all the C library."""
 
 _MERGED: Final = ("bin", "sbin", "lib", "lib64")
-"""Folders that are one with those of the same name below usr/, as on any Debian since 2023."""
+"""Folders that are merged with those of the same name below usr/, as on any Debian since 2023."""
 
 _ALTERNATIVES: Final = {
     "xtables-nft-multi": tuple(
         f"{family}tables{what}" for family in ("ip", "ip6") for what in ("", "-save", "-restore")
     )
 }
-"""Names below usr/sbin that an installation would have made, by the program that they stand for."""
+"""Links below usr/sbin that an installation would create, by their program."""
 
 _PRIVATE: Final = ("pulseaudio",)
-"""Folders below those of libraries, in which others look by an absolute path, which is that of an installation."""
+"""Library folders that other libraries find by the absolute path of an installation."""
 
 _LAYOUT: Final = 2
-"""Raised when a set of the same packages comes to be unpacked in another way."""
+"""The version of the unpacking; it is raised when the unpacking changes."""
 
 _REMEDY: Final = "these tests need Debian or Ubuntu, whose packages they unpack below the cache folder"
 
 
 def unpacked(name: SetName) -> Path:
-    """The root folder of a set; fetched and unpacked if it is not there.
+    """The root folder of a set, fetched and unpacked if it is missing.
 
     Raises:
         Missing: this is no Debian or Ubuntu, or apt cannot get the packages.
@@ -88,7 +88,7 @@ def is_ready(name: SetName) -> bool:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """What a process needs in its environment so that it uses the programs and libraries of a set before all others."""
+    """Variables that put the programs and libraries of a set first."""
     programs = [root / "usr" / folder for folder in ("sbin", "bin")]
     libraries = list((root / "usr/lib").glob("*-linux-gnu*"))
     private = [folder for library in libraries for name in _PRIVATE if (folder := library / name).is_dir()]
@@ -100,7 +100,7 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def _root(name: SetName) -> Path:
-    """Where a set stands: another place for each content and each release of the distribution."""
+    """The folder of a set; it depends on the packages and the release of the distribution."""
     try:
         release = platform.freedesktop_os_release()
     except OSError:
@@ -135,7 +135,7 @@ def _make(name: SetName, root: Path) -> None:
 
 
 class _Apt:
-    """The machine's apt with its own sources, and with a state of our own in which nothing is installed."""
+    """The machine's apt with its sources and a separate, empty state."""
 
     def __init__(self, folder: Path) -> None:
         self._archives = folder / "archives"
@@ -144,17 +144,17 @@ class _Apt:
         (folder / "status").touch()
         self._configuration = folder / "apt.conf"
         self._configuration.write_text(
-            # What a machine's configuration does around each update is for the machine's own lists and caches.
+            # Update hooks of the machine are for its own lists and caches.
             "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n"
             "#clear APT::Update::Post-Invoke-Success;\n#clear DPkg::Post-Invoke;\n"
             f'Dir::State "{folder}/state";\nDir::State::status "{folder}/status";\nDir::Cache "{folder}/cache";\n'
-            # Without this, root's apt fetches as a user who may not look into the cache folder.
+            # Without this, root's apt fetches as a user who cannot read the cache folder.
             'APT::Sandbox::User "root";\n'
             'APT::Install-Recommends "false";\nAPT::Install-Suggests "false";\nDebug::NoLocking "true";\n'
             'Acquire::Languages "none";\nAcquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";\n'
             'Acquire::Retries "3";\n'
         )
-        # A source that cannot be reached need not be one of those that matter here.
+        # An unreachable source may be irrelevant.
         self._complaints = self._answer("update").stderr
 
     def closure(self, packages: Sequence[str]) -> set[str]:
@@ -194,7 +194,7 @@ class _Apt:
 
 
 def _unpack(archive: Path, root: Path) -> None:
-    """Lay a package's files below the root; none keeps a right that goes beyond its owner's."""
+    """Unpack a package below the root, without setuid bits and capabilities."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", archive], stdout=subprocess.PIPE) as contents:
         subprocess.run(
             ["tar", "-x", "--keep-directory-symlink", "--no-same-owner", "--no-same-permissions", "-C", root],
@@ -206,7 +206,7 @@ def _unpack(archive: Path, root: Path) -> None:
 
 
 def _point_links_inside(root: Path) -> None:
-    """Turn each link to /… into one to what the set has there, if it has it; else it would show the machine's own."""
+    """Redirect absolute links to the files of the set, if it has them."""
     for folder, folders, files in os.walk(root):
         for link in (Path(folder, name) for name in [*folders, *files]):
             if not link.is_symlink() or not (target := link.readlink()).is_absolute():
@@ -218,7 +218,7 @@ def _point_links_inside(root: Path) -> None:
 
 
 def _add_alternatives(root: Path) -> None:
-    """Give programs the names by which they are called."""
+    """Create the links to programs."""
     for program, names in _ALTERNATIVES.items():
         for name in names:
             if (root / "usr/sbin" / program).exists():
@@ -226,7 +226,7 @@ def _add_alternatives(root: Path) -> None:
 
 
 def _remove_others(root: Path, name: SetName) -> None:
-    """Free the disk of what this set was before its content changed."""
+    """Remove outdated folders of this set."""
     for other in root.parent.glob(f"{name}-*"):
         if other != root:
             shutil.rmtree(other, ignore_errors=True)

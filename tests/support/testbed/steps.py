@@ -1,4 +1,4 @@
-"""What is made once before the tests can run, how long each thing takes, and what can be made side by side."""
+"""The preparation steps of the test bed, with their durations and lanes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Lane(enum.Enum):
-    """What is in one lane is made one after the other."""
+    """The steps of one lane run one after the other; lanes run concurrently."""
 
     COMPILER = enum.auto()
     """What Go builds: takes processors."""
