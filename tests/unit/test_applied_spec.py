@@ -80,7 +80,7 @@ RUNS = settings(max_examples=200, deadline=None, database=None, derandomize=True
 
 @RUNS
 @given(spec=SPECS)
-def test_an_applied_spec_that_was_stored_makes_the_same_spec_again(spec: ElasticJobSpec) -> None:
+def test_applied_spec_round_trips(spec: ElasticJobSpec) -> None:
     stored = json.loads(json.dumps(status_to_json(JobStatus(applied_spec=spec.applied))))
     applied = status_from_json(stored).applied_spec
 
@@ -90,7 +90,7 @@ def test_an_applied_spec_that_was_stored_makes_the_same_spec_again(spec: Elastic
 
 @RUNS
 @given(before=SPECS, after=SPECS)
-def test_the_applied_fields_stay_and_all_others_follow_the_user(before: ElasticJobSpec, after: ElasticJobSpec) -> None:
+def test_applied_fields_stay_and_others_change(before: ElasticJobSpec, after: ElasticJobSpec) -> None:
     held = after.with_applied(before.applied)
 
     assert held.applied == before.applied
@@ -130,7 +130,7 @@ BESIDE = {"image": "i", "args": ["train.py"], "env": [{"name": "A", "value": "1"
         (IN_TEMPLATE, {**BESIDE, "nprocPerNode": 2}, ("spec.nprocPerNode",)),
     ],
 )
-def test_moving_a_value_between_the_template_and_its_field_is_no_change(
+def test_moving_a_value_into_the_template_is_no_change(
     before: dict[str, Any], after: dict[str, Any], differing: tuple[str, ...]
 ) -> None:
     sizes = {"minReplicas": 1, "maxReplicas": 2}
@@ -138,7 +138,7 @@ def test_moving_a_value_between_the_template_and_its_field_is_no_change(
     assert changed_fields(ElasticJobSpec.of({**sizes, **after}), applied) == differing
 
 
-def test_pods_are_made_from_the_applied_spec_of_the_plan_or_else_of_the_status() -> None:
+def test_with_applied_spec_prefers_the_plan() -> None:
     job = with_status(a_job(args=("new.py",)), applied_spec=AppliedSpec(args=("old.py",)))
     newest = Plan(status=JobStatus(applied_spec=AppliedSpec(args=("newest.py",))))
 

@@ -39,7 +39,7 @@ def with_pod(**template: object) -> ElasticJobSpec:
     return ElasticJobSpec.of(with_worker(template=template))
 
 
-def test_a_manifest_is_read_as_its_author_meant_it() -> None:
+def test_archived_manifest_is_converted() -> None:
     job = manifest.load_checked(ARCHIVED)
     spec = job.spec
     assert problem_of(spec) is None
@@ -66,7 +66,7 @@ def test_a_manifest_is_read_as_its_author_meant_it() -> None:
     assert job.job["spec"]["replicaSpecs"]["Worker"]["replicas"] == 2  # the object itself stays as it is
 
 
-def test_the_operator_reads_the_object_of_such_a_job_as_it_stands_in_the_cluster() -> None:
+def test_archived_object_is_read_from_the_cluster() -> None:
     given = manifest.load_checked(ARCHIVED)
     stored = {**given.job, "metadata": {**given.job["metadata"], "uid": "1", "generation": 1}}
     assert job_of(stored).spec == given.spec
@@ -75,7 +75,7 @@ def test_the_operator_reads_the_object_of_such_a_job_as_it_stands_in_the_cluster
     assert held.template["spec"]["containers"][0]["name"] == "worker"
 
 
-def test_a_spec_of_today_is_left_as_it_is() -> None:
+def test_current_spec_is_not_converted() -> None:
     today = {"maxReplicas": 3, "image": "i", "args": ["--nnodes=2", "train.py"]}
     assert modern(today) is today
     assert objection(today) is None
@@ -84,17 +84,17 @@ def test_a_spec_of_today_is_left_as_it_is() -> None:
 # Numbers
 
 
-def test_the_number_of_pods_is_the_upper_bound_too_where_that_is_left_out() -> None:
+def test_archived_replicas_are_the_default_maximum() -> None:
     given = archived("train.py")
     del given["maxReplicas"]
     assert ElasticJobSpec.of(given).max_replicas == 2
 
 
-def test_a_number_that_somebody_scaled_to_wins() -> None:
+def test_scaled_replicas_win() -> None:
     assert ElasticJobSpec.of(archived("train.py", spec={"replicas": 3})).desired == 3
 
 
-def test_its_number_is_written_where_autoscalers_look_for_it() -> None:
+def test_archived_replicas_are_written_to_the_spec() -> None:
     spec = ElasticJobSpec.of(archived("train.py"))
     assert spec.replicas is None
     job = replace(a_job(), spec=spec)
@@ -103,7 +103,7 @@ def test_its_number_is_written_where_autoscalers_look_for_it() -> None:
     assert plan(replace(job, spec=written), a_world(), now=NOW).replicas is None
 
 
-def test_without_a_number_the_operator_chooses_it_as_for_every_job() -> None:
+def test_archived_replicas_may_be_missing() -> None:
     given = archived("train.py")
     del given["replicaSpecs"]["Worker"]["replicas"]
     spec = ElasticJobSpec.of(given)
@@ -114,11 +114,11 @@ def test_without_a_number_the_operator_chooses_it_as_for_every_job() -> None:
 
 
 @pytest.mark.parametrize(("policy", "limit"), [("Never", 0), ("ExitCode", 100), ("OnFailure", 100), ("Always", 100)])
-def test_a_pod_that_is_never_started_again_fails_the_job(policy: str, limit: int) -> None:
+def test_restart_policy_never_sets_the_backoff_limit(policy: str, limit: int) -> None:
     assert ElasticJobSpec.of(with_worker(restartPolicy=policy)).backoff_limit == limit
 
 
-def test_what_the_run_policy_says_is_heeded_today() -> None:
+def test_run_policy_is_converted() -> None:
     policy = {"backoffLimit": 3, "ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 600, "cleanPodPolicy": "All"}
     filled_in = {"cleanPodPolicy": "Running"}  # by the API server
     given = {**with_worker(restartPolicy="Never"), **filled_in, "RunPolicy": policy}
@@ -127,7 +127,7 @@ def test_what_the_run_policy_says_is_heeded_today() -> None:
     assert spec.clean_pod_policy is CleanPodPolicy.ALL
 
 
-def test_what_had_no_effect_in_the_template_has_none() -> None:
+def test_archived_template_fields_without_effect_are_dropped() -> None:
     spec = with_pod(
         metadata={"name": "x", "generateName": "y", "namespace": "z", "annotations": {"a": "b"}},
         spec={"restartPolicy": "OnFailure", "containers": [{"name": "c", "image": "i", "args": ["train.py"]}]},
@@ -181,14 +181,14 @@ def test_the_container_may_have_any_name(names: tuple[str, ...], own: int) -> No
         (("s3://bucket/main.py", "--epochs", "10"), ("s3://bucket/main.py", "--epochs", "10"), 1),
     ],
 )  # fmt: skip
-def test_what_the_operator_says_itself_is_left_out_of_the_launchers_flags(
+def test_flags_that_the_operator_sets_are_removed(
     args: tuple[str, ...], left: tuple[str, ...], nproc: int | str
 ) -> None:
     spec = ElasticJobSpec.of(archived(*args))
     assert (program_of(spec), spec.nproc_per_node) == (((), left), nproc)
 
 
-def test_the_number_of_restarts_is_the_jobs() -> None:
+def test_max_restarts_flag_becomes_the_field() -> None:
     spec = ElasticJobSpec.of(archived("--max_restarts=3", "train.py"))
     assert (spec.max_restarts, spec.backoff_limit, program_of(spec)) == (3, 3, ((), ("train.py",)))
 
@@ -202,15 +202,13 @@ def test_the_number_of_restarts_is_the_jobs() -> None:
         (("--max_restarts=many", "x.py"), {}, "the flag --max_restarts in args is the operator's to set"),
     ],
 )
-def test_a_field_that_says_something_else_than_a_flag_is_refused(
-    args: tuple[str, ...], spec: dict[str, Any], told: str
-) -> None:
+def test_field_that_contradicts_a_flag_is_rejected(args: tuple[str, ...], spec: dict[str, Any], told: str) -> None:
     problem = problem_of(ElasticJobSpec.of(archived(*args, spec=spec)))
     assert problem is not None
     assert problem.startswith(told)
 
 
-def test_a_field_may_say_what_a_flag_says() -> None:
+def test_field_may_repeat_a_flag() -> None:
     filled_in = {"nprocPerNode": 1, "maxRestarts": 100}  # by the API server
     for fields in ({"nprocPerNode": 4}, {"maxRestarts": 3}, filled_in):
         spec = ElasticJobSpec.of(archived("--nproc_per_node=4", "--max_restarts=3", "x.py", spec=fields))
@@ -229,20 +227,20 @@ def test_a_field_may_say_what_a_flag_says() -> None:
         [],
     ],
 )
-def test_a_command_that_is_a_launcher_is_the_operators_to_give(command: list[str]) -> None:
+def test_launcher_in_the_command_is_removed(command: list[str]) -> None:
     spec = ElasticJobSpec.of(archived("--nproc_per_node=1", "train.py", command=command))
     assert problem_of(spec) is None
     assert (program_of(spec), spec.nproc_per_node) == (((), ("train.py",)), 1)
 
 
-def test_the_program_may_stand_behind_the_launcher_in_the_command() -> None:
+def test_program_may_follow_the_launcher_in_the_command() -> None:
     command = ["torchrun", "--nproc_per_node=2", "train.py"]
     spec = ElasticJobSpec.of(archived("--epochs=3", command=command))
     assert (program_of(spec), spec.nproc_per_node) == (((), ("train.py", "--epochs=3")), 2)
 
 
 @pytest.mark.parametrize("command", [["bash", "-c", 'exec torchrun "$@"'], ["/run.sh"], ["python", "train.py"]])
-def test_a_command_that_starts_the_launcher_in_its_own_way_is_refused(command: list[str]) -> None:
+def test_command_that_starts_a_launcher_indirectly_is_rejected(command: list[str]) -> None:
     problem = problem_of(ElasticJobSpec.of(archived("train.py", command=command)))
     assert problem is not None
     assert problem.startswith("the container elasticjob-worker of spec.replicaSpecs.Worker has the command [")
@@ -262,7 +260,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["metadata", "spec"]), JSON | st.fixed_dictionaries({"containers": JSON})))
-def test_any_template_is_answered_with_a_job_or_a_sentence(template: dict[str, Any]) -> None:
+def test_any_template_is_converted_or_rejected(template: dict[str, Any]) -> None:
     spec = ElasticJobSpec.of(with_worker(template=template))
     assert problem_of(spec) is None or len(str(problem_of(spec))) > 20
     assert modern(modern(with_worker(template=template))) == modern(with_worker(template=template))

@@ -262,7 +262,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_job_and_what_is_observed_decide_what_is_done(case: Case) -> None:
+def test_plan_of(case: Case) -> None:
     if case.state is JobState.RUNNING:
         case = replace(case, world=replace(case.world, round=a_round(running(0), running(1))))
 
@@ -287,7 +287,7 @@ def told(made: Plan) -> dict[EventReason, str]:
 # -- names
 
 
-def test_a_successor_has_the_same_name_for_all_who_saw_the_same_past() -> None:
+def test_pod_names_are_deterministic() -> None:
     world = a_world(running(0), died(1))
     [successor] = plan(TRAINED, world, NOW).create
     [again] = plan(TRAINED, replace(world, pods=world.pods[::-1]), NOW + 1).create
@@ -296,7 +296,7 @@ def test_a_successor_has_the_same_name_for_all_who_saw_the_same_past() -> None:
     assert successor.name != died(1).name
 
 
-def test_a_successor_takes_the_name_of_no_pod_that_is_still_there_even_if_all_were_made_in_the_same_second() -> None:
+def test_pod_names_are_unique_within_one_second() -> None:
     first = died(1)
     second = died(1, after=first)
     third = died(1, after=second)
@@ -305,7 +305,7 @@ def test_a_successor_takes_the_name_of_no_pod_that_is_still_there_even_if_all_we
     assert successor.name == pod_name(NAME, UID, 1, third.uid)
 
 
-def test_a_new_pod_does_not_take_the_name_of_one_that_the_agents_were_told_is_going() -> None:
+def test_new_pod_does_not_reuse_the_name_of_a_draining_pod() -> None:
     gone = pod_name(NAME, UID, 1, "")
     [new] = plan(TRAINED, a_world(running(0), size=size(2, generation=3, going=(gone,))), NOW).create
 
@@ -313,7 +313,7 @@ def test_a_new_pod_does_not_take_the_name_of_one_that_the_agents_were_told_is_go
     assert new.name != gone
 
 
-def test_a_place_without_a_failure_for_a_while_starts_over_however_often_its_pods_were_deleted() -> None:
+def test_back_off_starts_over_after_a_healthy_time() -> None:
     job = that_trained(a_job(replicas=2))
     earlier = died(1, failures=3, created=NOW - 100, ended=NOW - 80)
     [second] = plan(job, a_world(running(0), earlier), NOW - 72).create
@@ -328,16 +328,14 @@ def test_a_place_without_a_failure_for_a_while_starts_over_however_often_its_pod
     assert (fourth.failures, fourth.failed) == (1, NOW)
 
 
-def test_the_time_that_a_place_was_kept_waiting_was_not_healthy() -> None:
+def test_back_off_time_is_not_healthy_time() -> None:
     dead = died(1, failures=9, failed=NOW - 63, started=NOW - 1, ended=NOW)
     made = plan(that_trained(a_job(replicas=2)), a_world(running(0), dead), NOW)
 
     assert (made.create, made.wake_at) == ((), NOW + LONGEST_BACK_OFF)
 
 
-def test_a_place_whose_pods_are_asked_to_leave_by_nobody_knows_whom_waits_longer_each_time_and_nobody_is_charged() -> (
-    None
-):
+def test_index_whose_pods_are_asked_to_leave_backs_off_uncharged() -> None:
     job = that_trained(a_job(replicas=2, minimum=2))
     [second] = plan(job, a_world(running(0), left(1)), NOW).create
     assert (second.failures, second.failed) == (1, NOW)
@@ -354,7 +352,7 @@ def test_a_place_whose_pods_are_asked_to_leave_by_nobody_knows_whom_waits_longer
 
 
 @pytest.mark.parametrize("ended", [NOW + 3600, NOW - 3600])
-def test_a_clock_of_a_node_that_is_wrong_keeps_no_place_empty_and_takes_no_patience(ended: float) -> None:
+def test_wrong_node_clock_does_not_change_the_back_off(ended: float) -> None:
     job = that_trained(a_job(replicas=2))
     dead = died(1, failures=4, failed=NOW - 40, created=NOW - 5, started=ended - 3, ended=ended)
     waits = plan(job, a_world(running(0), dead), NOW)
@@ -365,13 +363,13 @@ def test_a_clock_of_a_node_that_is_wrong_keeps_no_place_empty_and_takes_no_patie
     assert [pod.index for pod in plan(later, a_world(running(0), dead), NOW + 20).create] == [1]
 
 
-def test_where_the_own_clock_was_set_back_a_place_is_filled_at_once() -> None:
+def test_clock_that_was_set_back_delays_nothing() -> None:
     dead = died(1, failures=4, created=NOW + 3600, started=NOW + 3600, ended=NOW + 3605)
     [another] = plan(that_trained(a_job(replicas=2)), a_world(running(0), dead), NOW).create
     assert (another.failures, another.failed) == (5, NOW)
 
 
-def test_a_pod_that_its_own_deadline_ended_has_died() -> None:
+def test_pod_ended_by_its_own_deadline_is_charged() -> None:
     late = left(1, reasons=frozenset({"DeadlineExceeded", "Error"}))
     status = plan(that_trained(a_job(replicas=2)), a_world(running(0), late), NOW).status
     assert status is not None
@@ -382,21 +380,21 @@ def test_a_pod_that_its_own_deadline_ended_has_died() -> None:
     assert failed.state is JobState.FAILED
 
 
-def test_where_no_pod_is_left_that_remembers_the_run_new_ones_are_told_of_it() -> None:
+def test_new_pods_get_a_resume_record_if_no_pod_is_left() -> None:
     job = that_trained(a_job(replicas=2), round=7, restarts=3, uncharged_restarts=1)
     told_them = [pod.resume for pod in plan(job, a_world(lost(0), lost(1)), NOW).create]
     assert told_them == [ResumeRecord(round=7, restarts=3, uncharged_restarts=1)] * 2
     assert [pod.resume for pod in plan(job, a_world(running(0), lost(1)), NOW).create] == [None]
 
 
-def test_what_keeps_etcd_from_serving_is_told_where_nothing_else_is_left() -> None:
+def test_etcd_error_is_reported() -> None:
     job = that_trained(a_job(replicas=1))
     world = a_world(store_read=False, etcd_error="its etcd does not serve yet: no node takes it")
     waiting = condition(plan(job, world, NOW).status, ConditionType.WAITING)
     assert waiting.message.endswith("its etcd does not serve yet: no node takes it")
 
 
-def test_a_place_whose_pods_are_deleted_before_they_run_waits_longer_and_longer_and_says_so() -> None:
+def test_index_whose_pods_are_deleted_before_they_run_backs_off() -> None:
     job = that_trained(a_job(replicas=2, minimum=2))
     first = pending(1, terminating=True, created=NOW - 0.5)
     [second] = plan(job, a_world(running(0), first), NOW).create
@@ -414,7 +412,7 @@ def test_a_place_whose_pods_are_deleted_before_they_run_waits_longer_and_longer_
     assert ran.failures == 2, "one that ran is made good at once"
 
 
-def test_what_was_deleted_when_it_was_not_wanted_keeps_no_place_waiting() -> None:
+def test_pods_deleted_while_unwanted_cause_no_back_off() -> None:
     job = that_trained(a_job(replicas=3), desired=1)
     gone = [pending(index, terminating=True, created=NOW - 0.5, failures=5, failed=NOW - 1) for index in (1, 2)]
     assert [pod.failures for pod in plan(job, a_world(running(0), *gone), NOW).create] == [5, 5]
@@ -422,7 +420,7 @@ def test_what_was_deleted_when_it_was_not_wanted_keeps_no_place_waiting() -> Non
     assert [pod.failures for pod in plan(job, a_world(*lost), NOW).create] == [1, 0, 0]
 
 
-def test_an_end_that_lies_in_the_future_keeps_nothing_waiting() -> None:
+def test_completion_time_in_the_future_delays_nothing() -> None:
     over = with_status(TRAINED, state=JobState.SUCCEEDED, completed=NOW + 3600)
     cleared = plan(over, a_world(running(0)), NOW)
     assert (len(cleared.remove), cleared.etcd, cleared.wake_at) == (1, False, None)
@@ -431,7 +429,7 @@ def test_an_end_that_lies_in_the_future_keeps_nothing_waiting() -> None:
 # -- charges
 
 
-def test_what_is_gone_is_forgotten_with_the_next_write_and_not_before() -> None:
+def test_uids_of_vanished_pods_are_dropped_with_the_next_status() -> None:
     world = a_world(running(0), running(1), round=a_round(running(0), running(1)))
     settled = plan(TRAINED, world, NOW).status
     assert settled is not None
@@ -443,7 +441,7 @@ def test_what_is_gone_is_forgotten_with_the_next_write_and_not_before() -> None:
     assert rewritten.counted_pod_uids == frozenset()
 
 
-def test_a_pod_that_was_to_go_and_stays_after_all_is_no_longer_accounted_for() -> None:
+def test_pod_that_stays_after_all_is_forgotten_as_counted() -> None:
     world = a_world(running(1), round=a_round(running(1)))
     job = that_trained(a_job(replicas=1, generation=2))
     settled = plan(job, replace(world, size=size(1, generation=2)), NOW).status
@@ -454,7 +452,7 @@ def test_a_pod_that_was_to_go_and_stays_after_all_is_no_longer_accounted_for() -
     assert status == settled
 
 
-def test_more_deaths_than_restarts_are_allowed_fail_the_job() -> None:
+def test_exceeded_backoff_limit_fails_the_job() -> None:
     job = that_trained(a_job(replicas=2, backoff_limit=3), pod_failures=3)
     made = plan(job, a_world(running(0), died(1, 139)), NOW)
 
@@ -474,7 +472,7 @@ def test_more_deaths_than_restarts_are_allowed_fail_the_job() -> None:
 # -- history
 
 
-def test_an_ended_pod_is_kept_until_it_has_a_successor() -> None:
+def test_ended_pod_is_kept_until_it_has_a_successor() -> None:
     waiting = died(0, failures=9, ended=NOW - 5)
     ended = [died(index, ended=NOW, started=NOW - 200) for index in range(1, 4)]
     alive = [running(index, after=ended[index - 1]) for index in range(1, 4)]
@@ -487,7 +485,7 @@ def test_an_ended_pod_is_kept_until_it_has_a_successor() -> None:
 # -- the end
 
 
-def test_success_is_said_in_conditions_and_an_event() -> None:
+def test_success_is_reported() -> None:
     made = plan(TRAINED, a_world(running(0), running(1), outcome=success(round=4, restarts=1)), NOW)
 
     for kind in (ConditionType.SUCCEEDED, ConditionType.FINISHED):
@@ -512,7 +510,7 @@ def test_failure_names_its_root_cause() -> None:
     assert told(made) == {EventReason.FAILED: f"failed: {cause}"}
 
 
-def test_of_several_agents_that_tell_of_a_failure_the_first_is_quoted() -> None:
+def test_first_failure_message_is_quoted() -> None:
     world = a_world(died(0, 1, message=says("second"), ended=NOW), died(1, 1, message=says("first"), ended=NOW - 1))
 
     assert condition(plan(TRAINED, world, NOW).status, ConditionType.FAILED).message == "first"
@@ -528,14 +526,14 @@ def test_refused_input_is_quoted() -> None:
 # -- status and conditions
 
 
-def test_the_status_speaks_of_the_generation_that_its_own_write_makes() -> None:
+def test_observed_generation_includes_the_written_replicas() -> None:
     status = plan(a_job(replicas=None, generation=1), a_world(), NOW).status
 
     assert status is not None
     assert status.observed_generation == 2
 
 
-def test_a_job_starts_when_its_first_round_forms() -> None:
+def test_job_starts_when_its_first_round_forms() -> None:
     job = that_had_pods(a_job(replicas=2))
     pods = (running(0), running(1))
     before = plan(job, a_world(*pods), NOW).status
@@ -549,7 +547,7 @@ def test_a_job_starts_when_its_first_round_forms() -> None:
     assert told(made) == {EventReason.STARTED: "training started with 2 pods and world size 2"}
 
 
-def test_waiting_says_for_which_pods_and_why() -> None:
+def test_waiting_names_the_missing_pods_and_why() -> None:
     job = that_trained(a_job(minimum=3, replicas=3))
     failing = died(2, failures=2, size=size(3, minimum=3))
     pods = (running(0, size=size(3, minimum=3)), unready(1, size=size(3, minimum=3)), failing)
@@ -562,14 +560,14 @@ def test_waiting_says_for_which_pods_and_why() -> None:
     )
 
 
-def test_many_missing_pods_are_not_all_named() -> None:
+def test_many_missing_pods_are_abbreviated() -> None:
     job = that_trained(a_job(minimum=50, replicas=50, maximum=50))
     message = condition(plan(job, a_world(), NOW).status, ConditionType.WAITING).message
 
     assert message.endswith(" and 46 more have not joined yet")
 
 
-def test_a_job_with_fewer_pods_than_desired_is_degraded_once_it_has_trained() -> None:
+def test_trained_job_with_too_few_pods_is_degraded() -> None:
     world = a_world(running(0), unready(1))
     new = plan(that_had_pods(a_job(replicas=2)), world, NOW).status
     trained = plan(TRAINED, replace(world, round=a_round(running(0))), NOW).status
@@ -580,7 +578,7 @@ def test_a_job_with_fewer_pods_than_desired_is_degraded_once_it_has_trained() ->
     assert condition(trained, ConditionType.RUNNING).status is True
 
 
-def test_a_condition_keeps_the_time_since_which_it_holds() -> None:
+def test_condition_keeps_its_transition_time() -> None:
     pods = (running(0), running(1))
     first = plan(TRAINED, a_world(*pods, round=a_round(*pods)), NOW).status
     assert first is not None
@@ -592,7 +590,7 @@ def test_a_condition_keeps_the_time_since_which_it_holds() -> None:
     assert condition(broken, ConditionType.RUNNING).since == NOW + 5
 
 
-def test_waiting_tells_the_causes_that_the_cluster_gives() -> None:
+def test_waiting_quotes_the_causes_given_by_the_cluster() -> None:
     job = that_had_pods(a_job(minimum=4, replicas=5, maximum=5))
     pull = "the image cannot be pulled: not found."
     world = a_world(pending(0, waiting=pull), pending(1, waiting="unschedulable"), pending(2, waiting=pull), unready(3))
@@ -606,7 +604,7 @@ def test_waiting_tells_the_causes_that_the_cluster_gives() -> None:
     )
 
 
-def test_what_hinders_new_pods_is_said_and_told_once() -> None:
+def test_blocked_pods_are_reported_once() -> None:
     job = that_trained(a_job(minimum=2))
     world = a_world(running(0), blocked="exceeded quota: pods.")
     made = plan(job, world, NOW)
@@ -627,7 +625,7 @@ def test_what_hinders_new_pods_is_said_and_told_once() -> None:
     assert (free.replicas, condition(free, ConditionType.WAITING).reason) == (2, Reason.BELOW_MINIMUM)
 
 
-def test_what_keeps_etcd_away_is_said_though_no_pod_has_to_be_made() -> None:
+def test_blocked_etcd_is_reported_although_all_pods_exist() -> None:
     job = that_had_pods(a_job(minimum=2))
     quota = 'pods "digits-etcd" is forbidden: exceeded quota: few.'
     world = replace(a_world(unready(0), unready(1), blocked=quota, store_read=False), etcd=EtcdState.STARTING)
@@ -640,7 +638,7 @@ def test_what_keeps_etcd_away_is_said_though_no_pod_has_to_be_made() -> None:
     assert told(made) == {EventReason.RESOURCES_BLOCKED: hindered}
 
 
-def test_workers_give_way_to_an_etcd_that_finds_no_room_and_come_back_when_it_is_there() -> None:
+def test_workers_yield_to_a_blocked_etcd() -> None:
     job = that_had_pods(a_job(minimum=1, maximum=4, replicas=4))
     quota = 'pods "digits-etcd" is forbidden: exceeded quota: few'
     pods = (unready(0), unready(1), unready(2))
@@ -657,7 +655,7 @@ def test_workers_give_way_to_an_etcd_that_finds_no_room_and_come_back_when_it_is
     assert len(plan(job, there, NOW).create) == 3
 
 
-def test_pods_that_have_trained_give_no_way_but_no_more_are_made() -> None:
+def test_trained_pods_do_not_yield_to_etcd() -> None:
     job = that_trained(a_job(minimum=1, maximum=4, replicas=4))
     world = a_world(running(0), running(1), blocked="exceeded quota", etcd_blocked=True, store_read=False)
     made = plan(job, replace(world, etcd=EtcdState.STARTING), NOW)
@@ -665,7 +663,7 @@ def test_pods_that_have_trained_give_no_way_but_no_more_are_made() -> None:
     assert len(plan(job, replace(world, etcd=EtcdState.READY), NOW).create) == 2
 
 
-def test_what_is_missing_while_all_pods_train_is_said_too_and_taken_back() -> None:
+def test_blocked_objects_are_reported_while_all_pods_train() -> None:
     pods = (running(0), running(1))
     world = a_world(
         *pods,
@@ -689,7 +687,7 @@ def test_what_is_missing_while_all_pods_train_is_said_too_and_taken_back() -> No
     assert [condition(mended, kind).status for kind in kinds] == [False, False]
 
 
-def test_what_the_cluster_refuses_is_said_and_told_once_and_no_successor_is_promised() -> None:
+def test_rejected_pods_are_reported_once() -> None:
     made = plan(TRAINED, a_world(running(0), died(1), rejected="Pod is invalid: spec.volumes: no such volume."), NOW)
 
     invalid = condition(made.status, ConditionType.INVALID)
@@ -707,7 +705,7 @@ def test_what_the_cluster_refuses_is_said_and_told_once_and_no_successor_is_prom
     assert (same.status, same.events, same.create) == (None, (), ())
 
 
-def test_a_refusal_stands_until_the_spec_is_another_or_a_pod_was_taken() -> None:
+def test_rejection_stands_until_the_spec_changes_or_a_pod_is_accepted() -> None:
     refused = plan(TRAINED, a_world(running(0), rejected="no such volume"), NOW).status
     assert refused is not None
     job = replace(TRAINED, status=refused)
@@ -726,7 +724,7 @@ def test_a_refusal_stands_until_the_spec_is_another_or_a_pod_was_taken() -> None
 
 
 @pytest.mark.parametrize("incompatible_image", [NO_AGENT, STRANGER], ids=["no agent", "another version"])
-def test_why_no_agent_can_run_is_the_reason_of_the_failure(incompatible_image: IncompatibleImage) -> None:
+def test_incompatible_image_is_the_reason_of_the_failure(incompatible_image: IncompatibleImage) -> None:
     made = plan(TRAINED, a_world(died(0, 2, incompatible_image=incompatible_image), died(1)), NOW)
     failed = condition(made.status, ConditionType.FAILED)
 
@@ -736,7 +734,7 @@ def test_why_no_agent_can_run_is_the_reason_of_the_failure(incompatible_image: I
     assert made.status.pod_failures == 0
 
 
-def test_however_much_a_pod_has_to_say_the_status_stays_within_its_bounds() -> None:
+def test_long_messages_are_shortened_in_the_status() -> None:
     made = plan(TRAINED, a_world(running(0), outcome=failure("x" * 16_384)), NOW)
 
     assert made.status is not None
@@ -745,7 +743,7 @@ def test_however_much_a_pod_has_to_say_the_status_stays_within_its_bounds() -> N
     assert all(len(condition.message) <= MESSAGE_LIMIT for condition in made.status.conditions)
 
 
-def test_a_spec_that_cannot_be_meant_is_said_to_be_invalid_until_it_is_mended() -> None:
+def test_invalid_spec_is_reported_until_it_is_corrected() -> None:
     bad = a_job(env=({"name": "PET_NNODES", "value": "7"},))
     made = plan(bad, a_world(), NOW)
     assert made.create == ()
@@ -761,7 +759,7 @@ def test_a_spec_that_cannot_be_meant_is_said_to_be_invalid_until_it_is_mended() 
     assert condition(mended.status, ConditionType.INVALID).status is False
 
 
-def test_a_store_that_lost_its_keys_does_not_take_them_from_the_status() -> None:
+def test_status_keeps_what_the_store_lost() -> None:
     job = with_status(TRAINED, round=7, restarts=3)
     pods = (running(0), running(1))
     status = plan(job, a_world(*pods), NOW).status
@@ -773,7 +771,7 @@ def test_a_store_that_lost_its_keys_does_not_take_them_from_the_status() -> None
 # -- events
 
 
-def test_deaths_and_leaves_are_told_with_what_follows() -> None:
+def test_events_of_ended_pods_name_the_successor() -> None:
     job = that_trained(a_job(replicas=4))
     world = a_world(died(0), died(1, 3, message=says("the store cannot be reached"), failures=3), left(2), going(3))
     made = plan(job, world, NOW)
@@ -787,19 +785,19 @@ def test_deaths_and_leaves_are_told_with_what_follows() -> None:
     assert [event.warning for event in made.events] == [False, True, True, False]
 
 
-def test_the_last_line_of_what_a_pod_left_is_told() -> None:
+def test_event_quotes_the_last_line_of_output() -> None:
     made = plan(TRAINED, a_world(running(0), died(1, 1, message="Traceback\n  …\nKeyError: 'x'\n")), NOW)
 
     assert told(made)[EventReason.POD_DIED].startswith(f"{died(1).name} exited with code 1: KeyError: 'x'; ")
 
 
-def test_a_pod_that_came_to_an_unknown_end_is_told_too() -> None:
+def test_event_of_a_pod_with_an_unknown_end() -> None:
     made = plan(TRAINED, a_world(running(0), died(1, None)), NOW)
 
     assert told(made)[EventReason.POD_DIED].startswith(f"{died(1).name} came to an unknown end; ")
 
 
-def test_a_pod_whose_init_container_failed_is_said_not_to_have_started_and_its_exit_code_is_told() -> None:
+def test_event_of_a_pod_whose_init_container_failed() -> None:
     said = "its init container fetch exited with code 7: no such bucket"
     made = plan(TRAINED, a_world(running(0), died(1, None, init_exit_code=7, message=said, ended=NOW)), NOW)
 
@@ -809,7 +807,7 @@ def test_a_pod_whose_init_container_failed_is_said_not_to_have_started_and_its_e
     assert made.status.last_failure == LastFailure(words, pod=died(1).name, exit_code=7, time=NOW)
 
 
-def test_pods_that_the_plan_itself_removes_are_not_told_as_deleted() -> None:
+def test_pods_removed_by_the_plan_are_not_reported_as_deleted() -> None:
     job = with_status(that_trained(a_job(replicas=1, generation=2)), desired=2)
     world = a_world(running(0), running(1))
     first = plan(job, world, NOW)
@@ -820,7 +818,7 @@ def test_pods_that_the_plan_itself_removes_are_not_told_as_deleted() -> None:
     assert plan(replace(job, status=first.status), after, NOW).events == ()
 
 
-def test_a_new_round_is_told_with_its_cause() -> None:
+def test_new_round_event_names_the_cause() -> None:
     pods = (running(0), running(1))
     scaled = plan(TRAINED, a_world(*pods, round=a_round(*pods, number=2, cause="digits-1 joined")), NOW)
     cause = "rank 1 on digits-1: KeyError: 'x'"
@@ -835,7 +833,7 @@ def test_a_new_round_is_told_with_its_cause() -> None:
     assert (failed.status.restarts, failed.status.last_failure) == (1, LastFailure(cause, time=NOW))
 
 
-def test_a_worker_failure_after_which_the_job_goes_on_is_the_last_failure_with_all_that_is_known_of_it() -> None:
+def test_worker_failure_is_the_last_failure() -> None:
     pods = (running(0), running(1))
     anew = a_round(*pods, number=2, restarts=1, cause="rank 3", reason=RoundReason.WORKER_FAILED, failure=a_failure())
     raised = plan(TRAINED, a_world(*pods, round=anew), NOW).status
@@ -853,7 +851,7 @@ def test_a_worker_failure_after_which_the_job_goes_on_is_the_last_failure_with_a
     )
 
 
-def test_what_came_after_a_failure_is_not_taken_for_it() -> None:
+def test_later_round_is_not_reported_as_the_failure() -> None:
     pods = (running(0), running(1))
     after = a_round(*pods, number=3, restarts=1, cause="digits-1 joined", failure=a_failure())
     made = plan(TRAINED, a_world(*pods, round=after), NOW)
@@ -874,7 +872,7 @@ def test_what_came_after_a_failure_is_not_taken_for_it() -> None:
     assert (unknown.status.restarts, unknown.status.last_failure) == (1, None)
 
 
-def test_an_round_without_members_is_told_as_a_pause() -> None:
+def test_round_without_members_is_a_pause() -> None:
     made = plan(TRAINED, a_world(running(0), running(1), round=a_round(number=2, cause="digits-1 died")), NOW)
 
     assert told(made) == {EventReason.PAUSED: "nobody trains now: digits-1 died"}

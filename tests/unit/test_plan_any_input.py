@@ -180,9 +180,7 @@ JOBS = st.builds(
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(job=JOBS, observed=WORLDS, now=SECONDS)
-def test_whatever_it_is_given_the_plan_never_raises_and_never_asks_for_too_much(
-    job: Job, observed: Observed, now: float
-) -> None:
+def test_plan_of_any_input(job: Job, observed: Observed, now: float) -> None:
     made = plan(job, observed, now)
 
     staying = [pod for pod in observed.pods if is_live(pod) and pod.uid not in {removal.uid for removal in made.remove}]

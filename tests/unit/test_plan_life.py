@@ -374,7 +374,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_job_and_what_is_observed_decide_what_is_done(case: Case) -> None:
+def test_plan_of(case: Case) -> None:
     if case.state is JobState.RUNNING and case.world.store_read:
         case = replace(case, world=replace(case.world, round=a_round(running(0), running(1))))
 
@@ -397,7 +397,7 @@ def test_a_job_and_what_is_observed_decide_what_is_done(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_what_has_been_said_once_is_not_said_again(case: Case) -> None:
+def test_second_plan_reports_nothing_new(case: Case) -> None:
     made = plan(case.job, case.world, NOW)
     status = made.status or case.job.status
     again = plan(replace(case.job, status=status), case.world, NOW)
@@ -420,7 +420,7 @@ def followed(job: Job, world: Observed) -> Job:
 # -- suspended and resumed
 
 
-def test_to_be_suspended_is_said_step_by_step() -> None:
+def test_suspension_is_reported_step_by_step() -> None:
     job = with_spec_applied(a_job(suspend=True), active=NOW - 60, replicas=2)
     stopping = plan(job, a_world(running(0), running(1)), NOW)
     first = condition(stopping.status, ConditionType.SUSPENDED)
@@ -441,7 +441,7 @@ def test_to_be_suspended_is_said_step_by_step() -> None:
         assert (condition(rests.status, kind).status, condition(rests.status, kind).reason) == (False, Reason.SUSPENDED)
 
 
-def test_what_was_counted_outlives_the_suspension_and_is_given_to_the_pods() -> None:
+def test_counts_outlive_a_suspension() -> None:
     round = a_round(running(0), number=7, restarts=2, free=4)
     job = that_trained(a_job(suspend=True), pod_failures=1, excluded_nodes=("node-3",))
     stopping = followed(job, a_world(running(0), round=round))
@@ -461,7 +461,7 @@ def test_what_was_counted_outlives_the_suspension_and_is_given_to_the_pods() -> 
 
 
 @pytest.mark.parametrize("job", [a_job(), that_rests(a_job())], ids=["new", "resumed"])
-def test_pods_that_were_not_taken_leave_no_doubt_about_how_the_run_ended(job: Job) -> None:
+def test_rejected_pods_do_not_make_the_outcome_unknown(job: Job) -> None:
     external = replace(job, spec=msgspec.structs.replace(job.spec, etcd=EtcdSpec(endpoint="etcd:2379")))
     away = a_world(store_read=False, store_error="cannot be reached")
     tried = followed(external, away)
@@ -478,7 +478,7 @@ def test_pods_that_were_not_taken_leave_no_doubt_about_how_the_run_ended(job: Jo
         assert [pod.index for pod in plan(before, coming, NOW + 600).create] == [0, 1]
 
 
-def test_an_operator_that_was_killed_before_it_saw_the_first_pods_asks_the_store_where_that_answers_at_once() -> None:
+def test_restarted_operator_reads_the_store_before_it_creates_pods() -> None:
     job = followed(a_job(), NO_STORE)
     waits = plan(job, a_world(store_read=False), NOW)
     assert waits.create == ()
@@ -492,7 +492,7 @@ def test_an_operator_that_was_killed_before_it_saw_the_first_pods_asks_the_store
     assert [pod.index for pod in plan(job, a_world(), NOW).create] == [0, 1]
 
 
-def test_that_pods_were_seen_is_remembered_with_the_next_write_and_is_none_of_its_own() -> None:
+def test_first_pods_are_recorded_with_the_next_status() -> None:
     job = followed(a_job(), NO_STORE)
     names = [pod.name for pod in plan(a_job(), NO_STORE, NOW).create]
     pods = [replace(pending(index), name=name) for index, name in enumerate(names)]
@@ -509,7 +509,7 @@ def test_that_pods_were_seen_is_remembered_with_the_next_write_and_is_none_of_it
     )
 
 
-def test_the_round_before_a_suspension_is_not_taken_for_training() -> None:
+def test_round_before_a_suspension_does_not_count_as_training() -> None:
     former = plan(a_job(), NO_STORE, NOW).create
     outlived = a_round(*(replace(running(pod.index), name=pod.name) for pod in former), number=5)
     rests = that_rests(a_job())
@@ -526,7 +526,7 @@ def test_the_round_before_a_suspension_is_not_taken_for_training() -> None:
     assert (trains.state, trains.world_size) == (JobState.RUNNING, 2)
 
 
-def test_a_spec_that_cannot_be_meant_is_said_to_be_so_while_the_job_is_suspended() -> None:
+def test_invalid_spec_is_reported_while_suspended() -> None:
     bad = that_rests(a_job(suspend=True, env=({"name": "A"}, {"name": "A"})))
     made = plan(bad, NO_STORE, NOW)
     invalid = condition(made.status, ConditionType.INVALID)
@@ -541,7 +541,7 @@ def test_a_spec_that_cannot_be_meant_is_said_to_be_so_while_the_job_is_suspended
 # -- what pods are made from
 
 
-def test_what_pods_are_made_from_is_pinned_before_there_is_any() -> None:
+def test_spec_is_applied_before_the_first_pod() -> None:
     job = a_job(args=("train.py",), image="digits:1")
     made = plan(job, a_world(), NOW)
 
@@ -550,7 +550,7 @@ def test_what_pods_are_made_from_is_pinned_before_there_is_any() -> None:
     assert with_applied_spec(job, made).spec == job.spec
 
 
-def test_a_change_of_it_waits_and_that_is_said_once() -> None:
+def test_changed_applied_fields_require_a_restart_which_is_reported_once() -> None:
     before = with_spec_applied(a_job(args=("old.py",)))
     after = replace(
         before, spec=a_job(args=("new.py",), template={"metadata": {"labels": {"a": "b"}}}).spec, generation=2
@@ -572,7 +572,7 @@ def test_a_change_of_it_waits_and_that_is_said_once() -> None:
     assert (in_effect.status, in_effect.reason) == (False, Reason.SPEC_IN_EFFECT)
 
 
-def test_a_change_that_could_not_be_meant_says_so_while_it_waits_and_stops_nothing() -> None:
+def test_invalid_change_of_a_running_job_is_reported_and_stops_nothing() -> None:
     before = with_spec_applied(a_job())
     after = with_spec(before, a_job(env=({"name": "PET_NNODES", "value": "7"},)).spec)
     made = plan(after, a_world(running(0)), NOW)
@@ -581,7 +581,7 @@ def test_a_change_that_could_not_be_meant_says_so_while_it_waits_and_stops_nothi
     assert "as it stands, it could not be resumed: " in condition(made.status, ConditionType.RESTART_REQUIRED).message
 
 
-def test_pods_that_were_never_asked_to_go_stay_what_they_are_when_the_job_is_resumed() -> None:
+def test_live_pods_keep_the_applied_spec_on_resumption() -> None:
     suspended = followed(with_spec_applied(a_job(suspend=True, args=("old.py",))), a_world(running(0)))
     resumed = replace(suspended, spec=a_job(args=("new.py",)).spec, generation=2)
     made = plan(resumed, a_world(running(0)), NOW)
@@ -591,13 +591,13 @@ def test_pods_that_were_never_asked_to_go_stay_what_they_are_when_the_job_is_res
     assert condition(made.status, ConditionType.RESTART_REQUIRED).status is True
 
 
-def test_a_job_that_has_trained_keeps_to_it_though_all_its_pods_have_vanished() -> None:
+def test_applied_spec_stays_after_all_pods_vanished() -> None:
     job = replace(with_spec_applied(a_job(args=("old.py",))), spec=a_job(args=("new.py",)).spec)
 
     assert with_applied_spec(job, plan(job, a_world(), NOW)).spec.args == ("old.py",)
 
 
-def test_it_takes_effect_at_once_as_long_as_there_was_no_pod() -> None:
+def test_change_before_the_first_pod_takes_effect_at_once() -> None:
     refused = followed(a_job(image="no/such:image:at:all"), replace(NO_STORE, rejected="no such image"))
     mended = replace(refused, spec=a_job(image="digits:1").spec, generation=2)
     made = plan(mended, a_world(), NOW)
@@ -606,7 +606,7 @@ def test_it_takes_effect_at_once_as_long_as_there_was_no_pod() -> None:
     assert with_applied_spec(mended, made).spec.image == "digits:1"
 
 
-def test_sizes_budgets_and_times_change_at_any_time() -> None:
+def test_sizes_limits_and_times_change_at_any_time() -> None:
     before = with_spec_applied(a_job())
     changes = {"backoff_limit": 7, "active_deadline": 3600, "ttl_after_finished": 1, "disruption_budget": True}
     after = replace(before, spec=a_job(maximum=8, replicas=3, max_restarts=1, **changes).spec, generation=2)
@@ -618,7 +618,7 @@ def test_sizes_budgets_and_times_change_at_any_time() -> None:
     assert not any(each.type == ConditionType.RESTART_REQUIRED for each in made.status.conditions)
 
 
-def test_the_failure_policy_that_holds_is_the_pinned_one() -> None:
+def test_applied_failure_policy_is_in_effect() -> None:
     before = with_spec_applied(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),)))
     after = replace(before, spec=a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),)).spec)
     status = plan(after, a_world(running(0), out_of_memory(1)), NOW).status
@@ -630,7 +630,7 @@ def test_the_failure_policy_that_holds_is_the_pinned_one() -> None:
 # -- failures
 
 
-def test_fates_are_told_in_words_and_what_is_not_charged_is_no_failure() -> None:
+def test_events_name_the_termination_cause() -> None:
     job = that_trained(a_job(maximum=8, replicas=6))
     pods = (out_of_memory(0), evicted(1), preempted(2), lost(3), turned_away(4), running(5))
     made = plan(job, a_world(*pods), NOW)
@@ -655,7 +655,7 @@ def test_fates_are_told_in_words_and_what_is_not_charged_is_no_failure() -> None
     )
 
 
-def test_what_the_policy_ignores_is_told_and_what_fails_the_job_names_its_rule() -> None:
+def test_failure_policy_is_named_in_messages() -> None:
     ignores = (on_reasons(FailureAction.IGNORE, "OOMKilled"),)
     made = plan(that_trained(a_job(failure_rules=ignores)), a_world(running(0), out_of_memory(1)), NOW)
     assert told(made) == {
@@ -672,7 +672,7 @@ def test_what_the_policy_ignores_is_told_and_what_fails_the_job_names_its_rule()
     assert told(made) == {EventReason.FAILED: f"failed: {why}"}
 
 
-def test_nodes_are_kept_away_from_where_a_rule_says_so() -> None:
+def test_rule_excludes_nodes() -> None:
     rules = (on_reasons(FailureAction.COUNT, "OOMKilled", exclude=True),)
     job = that_trained(a_job(failure_rules=rules), excluded_nodes=("node-1",))
     world = a_world(running(0), out_of_memory(1, node="node-2"))
@@ -702,7 +702,7 @@ def test_nodes_are_kept_away_from_where_a_rule_says_so() -> None:
         ("", -9, "rank 3 on digits-2-abcde was killed by SIGKILL"),
     ],
 )
-def test_what_was_killed_for_want_of_memory_is_said_to_be(message: str, exit_code: int, told: str) -> None:
+def test_run_failure_message(message: str, exit_code: int, told: str) -> None:
     record = FailureRecord(
         round=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=exit_code, message=message
     )
@@ -714,7 +714,7 @@ def test_what_was_killed_for_want_of_memory_is_said_to_be(message: str, exit_cod
 
 
 @pytest.mark.parametrize("ended", ["outcome", "word"])
-def test_what_is_first_seen_when_the_job_has_ended_is_counted_all_the_same(ended: str) -> None:
+def test_round_first_seen_at_completion_is_counted(ended: str) -> None:
     pods = (running(0), running(1))
     round = a_round(*pods, number=3, restarts=1, free=2, failure=a_failure())
     seen = a_world(*pods, round=round, outcome=success(round=3, restarts=1) if ended == "outcome" else None)
@@ -731,7 +731,7 @@ def test_what_is_first_seen_when_the_job_has_ended_is_counted_all_the_same(ended
 # -- the end
 
 
-def test_a_deadline_that_has_passed_is_said_in_words() -> None:
+def test_exceeded_deadline_is_the_failure_message() -> None:
     job = that_trained(a_job(active_deadline=60), active=NOW - 60)
     made = plan(job, a_world(running(0), died(1)), NOW)
 
@@ -741,7 +741,7 @@ def test_a_deadline_that_has_passed_is_said_in_words() -> None:
     assert made.status.last_failure == LastFailure(why, time=NOW)
 
 
-def test_at_the_end_nothing_else_holds_any_more() -> None:
+def test_finished_job_has_no_other_true_condition() -> None:
     changed = replace(with_spec_applied(a_job()), spec=a_job(args=("new.py",)).spec)
     job = followed(changed, replace(a_world(running(0)), store_error="connection refused"))
     for kind in (ConditionType.RESTART_REQUIRED, ConditionType.STORE_UNREACHABLE):
@@ -754,7 +754,7 @@ def test_at_the_end_nothing_else_holds_any_more() -> None:
 # -- a store that is not ours
 
 
-def test_a_store_that_cannot_be_used_is_a_condition_and_pods_are_made_all_the_same() -> None:
+def test_unusable_store_is_a_condition_and_pods_are_created() -> None:
     job = a_job(etcd=EtcdSpec(endpoint="etcd:2379"))
     world = a_world(store_read=False, store_error="etcd:2379 cannot be reached: connection refused.")
     made = plan(job, world, NOW)
@@ -772,7 +772,7 @@ def test_a_store_that_cannot_be_used_is_a_condition_and_pods_are_made_all_the_sa
     assert condition(reached, ConditionType.STORE_UNREACHABLE).reason == Reason.REACHABLE
 
 
-def test_of_a_store_that_may_not_be_read_enough_pods_are_all_that_is_known() -> None:
+def test_forbidden_store_and_enough_pods_count_as_running() -> None:
     world = a_world(running(0), running(1), store_read=False, store_error="no right to read", store_forbidden=True)
     status = plan(that_had_pods(a_job(minimum=2)), world, NOW).status
 

@@ -62,7 +62,7 @@ def resumed_too_soon() -> Job:
     return replace(job, spec=a_job(etcd=NEW).spec, generation=4)
 
 
-def test_a_job_that_is_resumed_before_it_rests_comes_to_rest_first_and_then_takes_what_was_changed() -> None:
+def test_job_resumed_before_it_is_suspended_stops_first() -> None:
     job, waits = carried_out(resumed_too_soon(), AWAY, NOW + 11)
     assert (waits.create, waits.events, waits.wake_at) == ((), (), NOW + 10 + PATIENCE)
     assert with_applied_spec(job).spec.etcd == OLD
@@ -78,7 +78,7 @@ def test_a_job_that_is_resumed_before_it_rests_comes_to_rest_first_and_then_take
     assert with_applied_spec(job, goes_on).spec.etcd == NEW
 
 
-def test_its_old_store_still_says_how_the_run_ended() -> None:
+def test_old_store_of_a_resumed_job_is_read_first() -> None:
     job, _ = carried_out(resumed_too_soon(), AWAY, NOW + 11)
     over, _ = carried_out(job, a_world(outcome=success()), NOW + 12)
     assert over.status.state is JobState.SUCCEEDED
@@ -90,7 +90,7 @@ def test_its_old_store_still_says_how_the_run_ended() -> None:
     assert with_applied_spec(job, goes_on).spec.etcd == NEW
 
 
-def test_it_waits_for_pods_that_are_still_going_and_then_the_whole_time_for_the_store() -> None:
+def test_resumed_job_waits_for_terminating_pods_and_the_store() -> None:
     job = with_spec_applied(a_job(etcd=OLD, suspend=True))
     job, _ = carried_out(job, away(running(0)), NOW)
     job = replace(job, spec=a_job(etcd=NEW).spec, generation=4)
@@ -104,7 +104,7 @@ def test_it_waits_for_pods_that_are_still_going_and_then_the_whole_time_for_the_
 # -- suspended
 
 
-def test_while_pods_stop_nothing_else_is_waited_for_and_patience_begins_when_the_last_has_ended() -> None:
+def test_store_is_waited_for_after_the_last_pod_has_ended() -> None:
     job = with_spec_applied(a_job(suspend=True))
     job, _ = carried_out(job, away(going(0), going(1)), NOW)
     for kind, reason in ((ConditionType.SUSPENDED, Reason.STOPPING), (ConditionType.WAITING, Reason.SUSPENDED)):
@@ -122,7 +122,7 @@ def test_while_pods_stop_nothing_else_is_waited_for_and_patience_begins_when_the
 # -- deaths
 
 
-def test_no_pod_takes_the_place_of_one_that_may_have_failed_the_job() -> None:
+def test_pod_that_may_have_failed_the_job_is_not_replaced() -> None:
     job = with_spec_applied(a_job(backoff_limit=0))
     world = away(running(0), died(1))
     job, held = carried_out(job, world, NOW + 1)
@@ -138,7 +138,7 @@ def test_no_pod_takes_the_place_of_one_that_may_have_failed_the_job() -> None:
     assert (job.status.state, job.status.pod_failures) == (JobState.FAILED, 1)
 
 
-def test_within_the_budget_a_pod_is_replaced_all_the_same_but_not_where_a_rule_fails_the_job() -> None:
+def test_pod_within_the_backoff_limit_is_replaced_unless_a_rule_fails_the_job() -> None:
     allowed = plan(with_spec_applied(a_job(backoff_limit=1)), away(running(0), died(1)), NOW + 1)
     assert [pod.index for pod in allowed.create] == [1]
 
@@ -158,7 +158,7 @@ def test_within_the_budget_a_pod_is_replaced_all_the_same_but_not_where_a_rule_f
     ],
     ids=["bad input", "no agent"],
 )
-def test_a_pod_that_cannot_start_does_not_end_a_run_that_may_have_ended_before(last: Pod, reason: Reason) -> None:
+def test_pod_that_cannot_start_fails_the_job_only_if_the_run_has_not_ended(last: Pod, reason: Reason) -> None:
     job = with_spec_applied(a_job())
     world = away(last)
     job, held = carried_out(job, world, NOW + 1)
@@ -171,7 +171,7 @@ def test_a_pod_that_cannot_start_does_not_end_a_run_that_may_have_ended_before(l
         assert condition(ended, ConditionType.FINISHED).reason == reason
 
 
-def test_nor_does_one_that_waits_for_an_image_while_the_store_is_being_read() -> None:
+def test_incompatible_image_waits_for_the_store() -> None:
     incompatible_image = running(
         0, ready=False, incompatible_image=IncompatibleImage(Reason.NO_AGENT, "the image has no torchelastic-run")
     )
@@ -183,7 +183,7 @@ def test_nor_does_one_that_waits_for_an_image_while_the_store_is_being_read() ->
     )
 
 
-def test_a_pod_that_gave_up_on_its_store_costs_nothing_and_is_the_last_failure() -> None:
+def test_pod_that_gave_up_on_its_store_is_uncharged_and_the_last_failure() -> None:
     status = plan(with_spec_applied(a_job()), a_world(running(0), died(1, 3)), NOW).status
     assert status is not None
     assert status.last_failure is not None
@@ -194,7 +194,7 @@ def test_a_pod_that_gave_up_on_its_store_costs_nothing_and_is_the_last_failure()
 # -- what is said of the spec
 
 
-def test_a_budget_that_nobody_asks_for_any_more_is_not_called_there() -> None:
+def test_disruption_budget_condition_names_why_it_is_false() -> None:
     asked = with_spec_applied(a_job(disruption_budget=True))
     asked, _ = carried_out(asked, a_world(running(0), running(1), disruption_budget_error="no right"), NOW)
     mended = plan(asked, a_world(running(0), running(1)), NOW).status
@@ -203,7 +203,7 @@ def test_a_budget_that_nobody_asks_for_any_more_is_not_called_there() -> None:
     assert condition(without, ConditionType.DISRUPTION_BUDGET_FAILED).reason == Reason.NOT_REQUESTED
 
 
-def test_a_restart_limit_that_a_flag_contradicts_is_said_to_have_no_effect_though_nothing_pinned_has_changed() -> None:
+def test_contradicting_restart_limit_is_reported_to_have_no_effect() -> None:
     container = {"name": "w", "image": "i:1", "args": ["--max_restarts=3", "t.py"]}
     archived = {
         "minReplicas": 1,

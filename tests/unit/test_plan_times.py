@@ -126,7 +126,7 @@ LIVES = st.lists(st.tuples(SPANS, st.none() | SPANS, SPANS, SPANS, SPANS), max_s
 
 @settings(database=None, derandomize=True, deadline=None)
 @given(st.booleans(), SPANS, LIVES, st.none() | SPANS, SPANS)
-def test_each_second_from_a_jobs_creation_to_its_end_is_counted_once(
+def test_each_second_is_counted_once(
     suspended_first: bool,
     rests_first: float,
     lives: list[tuple[float, float | None, float, float, float]],
@@ -165,7 +165,7 @@ def test_each_second_from_a_jobs_creation_to_its_end_is_counted_once(
     assert life.last.report.time_breakdown == life.status.time_breakdown
 
 
-def test_while_a_job_runs_or_rests_nothing_is_written_for_the_sake_of_its_time() -> None:
+def test_time_alone_writes_no_status() -> None:
     life = Life()
     life.passes(10, RunState.TRAINING)
     life.is_counted()
@@ -182,7 +182,7 @@ def test_while_a_job_runs_or_rests_nothing_is_written_for_the_sake_of_its_time()
     assert (life.last.status, life.last.report, life.status.time_breakdown) == (None, None, split)
 
 
-def test_pods_that_leave_at_a_suspension_followed_at_once_by_a_resumption_count_as_left() -> None:
+def test_pods_that_leave_at_a_short_suspension_count_as_left() -> None:
     life = Life()
     life.passes(10, RunState.TRAINING)
     life.is_counted()
@@ -205,7 +205,7 @@ def test_pods_that_leave_at_a_suspension_followed_at_once_by_a_resumption_count_
         assert known.gone == {NodeEnd.LEFT: 2}
 
 
-def test_what_was_read_of_a_former_life_is_not_taken_for_the_word_of_this_one() -> None:
+def test_record_from_before_the_suspension_is_ignored() -> None:
     life = Life()
     life.passes(10, RunState.TRAINING)
     life.is_counted()
@@ -217,7 +217,7 @@ def test_what_was_read_of_a_former_life_is_not_taken_for_the_word_of_this_one() 
     life.split_is_right()
 
 
-def test_what_leaders_count_beside_time_is_kept_over_a_suspension() -> None:
+def test_counts_of_the_leader_are_kept_over_a_suspension() -> None:
     told = TimeBreakdown(
         until=NOW + 30,
         seconds={RunState.TRAINING: 30.0},
@@ -239,7 +239,7 @@ def test_what_leaders_count_beside_time_is_kept_over_a_suspension() -> None:
     )
 
 
-def test_where_a_job_has_trained_and_nobody_has_told_its_time_is_not_known() -> None:
+def test_time_without_a_record_is_unknown() -> None:
     trained = with_spec_applied(a_job(suspend=True))
     status = plan(trained, a_world(), NOW + 30).status
     assert status is not None
@@ -250,7 +250,7 @@ def test_where_a_job_has_trained_and_nobody_has_told_its_time_is_not_known() -> 
     assert [new.resume and new.resume.time_breakdown for new in resumed.create] == [None, None]
 
 
-def test_a_store_that_is_closed_to_the_operator_leaves_no_older_split_standing() -> None:
+def test_forbidden_store_makes_the_time_breakdown_unknown() -> None:
     known = TimeBreakdown(until=NOW, seconds={RunState.SUSPENDED: 10.0})
     job = with_status(with_spec_applied(a_job(etcd=EtcdSpec(endpoint="etcd:2379"))), time_breakdown=known)
     status = plan(job, a_world(store_read=False, store_forbidden=True, outcome=success()), NOW + 30).status
@@ -260,9 +260,7 @@ def test_a_store_that_is_closed_to_the_operator_leaves_no_older_split_standing()
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("end", ["finishes", "rests"])
-def test_of_a_resumed_job_that_has_trained_and_whose_store_nobody_can_read_the_time_is_not_known(
-    trains: bool, end: str
-) -> None:
+def test_time_of_a_resumed_job_with_an_unreadable_store_is_unknown(trains: bool, end: str) -> None:
     life = Life()
     life.passes(10, RunState.TRAINING)
     life.is_counted()
@@ -293,7 +291,7 @@ def test_of_a_resumed_job_that_has_trained_and_whose_store_nobody_can_read_the_t
 
 
 @pytest.mark.parametrize(("after", "state"), [(60, RunState.STOPPING), (61, RunState.WAITING)])
-def test_a_long_time_after_the_last_word_is_no_stopping(after: float, state: RunState) -> None:
+def test_long_time_after_the_last_record_counts_as_waiting(after: float, state: RunState) -> None:
     told = TimeBreakdown(until=NOW + 30, seconds={RunState.TRAINING: 30.0})
     status = plan(with_spec_applied(a_job()), a_world(time_breakdown=told, outcome=success()), NOW + 30 + after).status
     assert status is not None
@@ -309,7 +307,7 @@ def test_a_long_time_after_the_last_word_is_no_stopping(after: float, state: Run
     ],
     ids=["of another time", "of more time than there was"],
 )
-def test_a_word_that_cannot_be_is_not_believed(told: TimeBreakdown) -> None:
+def test_implausible_time_record_is_ignored(told: TimeBreakdown) -> None:
     known = TimeBreakdown(until=NOW, seconds={})
     job = with_status(with_spec_applied(a_job()), time_breakdown=known, state=JobState.WAITING, world_size=0)
     status = plan(job, a_world(time_breakdown=told, outcome=success()), NOW + 30).status
@@ -328,9 +326,7 @@ def finished(job: Job, status: JobStatus | None) -> Job:
     return replace(job, status=status_from_json(json.loads(json.dumps(status_to_json(status)))))
 
 
-def test_what_the_store_knows_is_kept_with_the_status_that_says_how_it_ended_and_again_until_the_store_is_gone() -> (
-    None
-):
+def test_report_is_written_at_completion_until_the_store_is_gone() -> None:
     job = with_spec_applied(a_job())
     world = a_world(running(0), running(1), outcome=success(), history=HISTORY)
     ends = plan(job, world, NOW + 0.7)
@@ -348,7 +344,7 @@ def test_what_the_store_knows_is_kept_with_the_status_that_says_how_it_ended_and
     assert gone.report is None
 
 
-def test_of_a_job_that_never_trained_it_is_kept_that_it_failed() -> None:
+def test_report_of_a_job_that_never_trained() -> None:
     job = a_job(active_deadline=60)
     job = with_status(job, active=NOW)
     ends = plan(job, NO_STORE, NOW + 61)
@@ -359,7 +355,7 @@ def test_of_a_job_that_never_trained_it_is_kept_that_it_failed() -> None:
     assert ends.report.completed == NOW + 61
 
 
-def test_what_the_store_knows_is_kept_when_a_job_has_come_to_rest_and_not_before() -> None:
+def test_report_is_written_once_the_job_is_suspended() -> None:
     job = with_spec_applied(a_job(suspend=True))
     stopping = plan(job, a_world(running(0), history=HISTORY), NOW)
     assert stopping.report is None
@@ -382,7 +378,7 @@ def test_what_the_store_knows_is_kept_when_a_job_has_come_to_rest_and_not_before
     assert rests.etcd is False
 
 
-def test_of_a_job_that_is_removed_at_once_or_by_hand_nothing_is_kept() -> None:
+def test_deleted_job_has_no_report() -> None:
     world = a_world(outcome=success(), history=HISTORY)
     at_once = plan(with_spec_applied(a_job(ttl_after_finished=0)), world, NOW)
     assert (at_once.delete_job, at_once.report) == (True, None)

@@ -45,7 +45,7 @@ def as_the_agent_reads_it(command: AgentCommand) -> AgentSettings:
     return parse(command.argv[1:], command.env)
 
 
-def test_the_agent_understands_all_that_it_is_given(tmp_path: Path) -> None:
+def test_agent_parses_its_command(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     job = a_job(maximum=4, nproc_per_node=3, max_restarts=7, args=(str(script), "--epochs", "10"))
     settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
@@ -60,7 +60,7 @@ def test_the_agent_understands_all_that_it_is_given(tmp_path: Path) -> None:
     assert (settings.program.kind, settings.program.argv) == (ProgramKind.SCRIPT, (str(script), "--epochs", "10"))
 
 
-def test_without_a_command_the_arguments_may_be_flags_of_the_launcher() -> None:
+def test_args_without_a_command_may_be_launcher_flags() -> None:
     job = a_job(args=("--nproc-per-node=5", "-m", "json.tool", "--nnodes"))
     settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
 
@@ -76,7 +76,7 @@ def test_without_a_command_the_arguments_may_be_flags_of_the_launcher() -> None:
         (("/bin/echo", "--"), ("x",)),
     ],
 )
-def test_with_a_command_nothing_of_it_is_read_as_a_flag(command: tuple[str, ...], args: tuple[str, ...]) -> None:
+def test_command_is_not_parsed_for_flags(command: tuple[str, ...], args: tuple[str, ...]) -> None:
     started = agent_command(a_job(command=command, args=args), POD, HERE)
     settings = as_the_agent_reads_it(started)
 
@@ -97,11 +97,11 @@ def test_with_a_command_nothing_of_it_is_read_as_a_flag(command: tuple[str, ...]
         ("python", "torchrun.py"),
     ],
 )
-def test_a_command_that_speaks_of_a_launcher_is_none(command: tuple[str, ...]) -> None:
+def test_command_that_only_mentions_a_launcher_is_valid(command: tuple[str, ...]) -> None:
     assert problem_of(a_job(image="i", command=command).spec) is None
 
 
-def test_the_size_travels_as_the_record_that_the_store_would_have() -> None:
+def test_size_is_passed_as_a_record() -> None:
     env = agent_command(a_job(), POD, HERE).env
 
     assert decode(env[Env.SIZE].encode(), SizeRecord) == POD.size
@@ -109,7 +109,7 @@ def test_the_size_travels_as_the_record_that_the_store_would_have() -> None:
     assert env[Env.CHECKPOINT_DIR] == "/checkpoints/digits/1"
 
 
-def test_every_variable_that_is_given_is_reserved() -> None:
+def test_every_given_variable_is_reserved() -> None:
     resumed = replace(POD, resume=ResumeRecord(round=1))
     assert set(agent_command(a_job(), resumed, HERE).env) == RESERVED
 
@@ -136,7 +136,7 @@ FAIL, IGNORE, COUNT = FailureAction.FAIL_JOB, FailureAction.IGNORE, FailureActio
         ((FailureRule(IGNORE, pod_conditions=(PodCondition("DisruptionTarget"),)),), None, None),
     ],
 )
-def test_rules_on_exit_codes_are_given_to_the_agents_as_two_sets(
+def test_exit_code_rules_are_passed_to_the_agents(
     rules: tuple[FailureRule, ...], final: str | None, free: str | None
 ) -> None:
     env = agent_command(a_job(failure_rules=rules), POD, HERE).env
@@ -144,7 +144,7 @@ def test_rules_on_exit_codes_are_given_to_the_agents_as_two_sets(
     assert (env.get("PET_FINAL_EXIT_CODES"), env.get("PET_FREE_EXIT_CODES")) == (final, free)
 
 
-def test_how_the_pods_meet_is_given_to_the_agents(tmp_path: Path) -> None:
+def test_rendezvous_settings_are_passed_to_the_agents(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     job = a_job(args=(str(script),), rendezvous=RendezvousSpec(30, 1200, 10))
     settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
@@ -156,7 +156,7 @@ def test_how_the_pods_meet_is_given_to_the_agents(tmp_path: Path) -> None:
     assert (ports["PET_PORT_RANGE"], "PET_RDZV_CONF" in ports) == ("20000-20031", False)
 
 
-def test_the_agent_understands_the_rules_and_the_run_that_it_goes_on_with(tmp_path: Path) -> None:
+def test_agent_parses_failure_rules_and_the_resume_record(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     rules = (exit_rule(FAIL, 3, 64, 65), exit_rule(IGNORE, 1, 3, negated=True))
     job = a_job(args=(str(script),), failure_rules=rules, rendezvous=RendezvousSpec(ports=PortRange(20000, 20031)))
@@ -170,14 +170,14 @@ def test_the_agent_understands_the_rules_and_the_run_that_it_goes_on_with(tmp_pa
     assert (settings.rendezvous.ports.first, settings.rendezvous.ports.last) == (20000, 20031)
 
 
-def test_agents_find_the_secret_of_their_etcd_where_it_is_mounted() -> None:
+def test_tls_secret_is_passed_to_the_agents() -> None:
     job = a_job(etcd=EtcdSpec(endpoint="https://etcd", tls_secret="etcd-client"), rendezvous=RendezvousSpec(lease=9))
 
     assert agent_command(job, POD, HERE).env["PET_RDZV_CONF"] == "lease=9,tls=/etc/torchelastic/etcd"
 
 
 @pytest.mark.parametrize(("period", "grace"), [(None, 60), (120, 60), (120, 0), (80, 60), (100, 75)])
-def test_the_workers_get_the_grace_that_the_job_gives_them(tmp_path: Path, period: int | None, grace: int) -> None:
+def test_grace_period_is_passed_to_the_agents(tmp_path: Path, period: int | None, grace: int) -> None:
     (script := tmp_path / "train.py").touch()
     template = {} if period is None else pod_template(terminationGracePeriodSeconds=period)
     job = a_job(args=(str(script),), grace_period=grace, template=template)
@@ -191,7 +191,7 @@ def test_the_workers_get_the_grace_that_the_job_gives_them(tmp_path: Path, perio
         assert settings.rendezvous.notice == max(0, period - min(25, period / 4) - grace)
 
 
-def test_another_launcher_takes_the_place_of_the_first_words() -> None:
+def test_launcher_can_be_replaced() -> None:
     launcher = ("/usr/bin/python3", "-m", "torchelastic.run")
     started = agent_command(a_job(args=("x.py",)), POD, replace(HERE, launcher=launcher))
 
@@ -218,7 +218,7 @@ def test_the_template_may_name_the_program_and_more_variables() -> None:
 
 
 @pytest.mark.parametrize("shape", [{}, {"spec": None}, {"spec": {"containers": None}}, {"spec": {"containers": []}}])
-def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
+def test_template_may_be_empty(shape: dict[str, object]) -> None:
     job = a_job(template=shape, image="i", args=("x.py",))
 
     assert program_of(job.spec) == ((), ("x.py",))
@@ -422,7 +422,7 @@ def test_a_template_may_be_as_good_as_empty(shape: dict[str, object]) -> None:
         ({"objection": "it is too old"}, "it is too old"),
     ],
 )
-def test_what_is_said_twice_is_a_problem_that_is_put_into_words(fields: dict[str, object], words: str) -> None:
+def test_settings_given_twice_are_rejected(fields: dict[str, object], words: str) -> None:
     assert problem_of(a_job(**fields).spec) == words  # type: ignore[arg-type]
 
 
@@ -490,7 +490,7 @@ def test_what_is_said_twice_is_a_problem_that_is_put_into_words(fields: dict[str
         ),
     ],
 )
-def test_what_a_template_must_not_say_is_a_problem_that_is_put_into_words(given: dict[str, object], words: str) -> None:
+def test_invalid_template_is_rejected(given: dict[str, object], words: str) -> None:
     assert problem_of(a_job(image="i", template=given).spec) == words
 
 
@@ -507,17 +507,17 @@ def test_what_a_template_must_not_say_is_a_problem_that_is_put_into_words(given:
         ),
     ],
 )
-def test_what_neither_spec_nor_template_says_is_a_problem(fields: dict[str, object], words: str) -> None:
+def test_missing_image_or_program_is_rejected(fields: dict[str, object], words: str) -> None:
     assert problem_of(a_job(**fields).spec) == words  # type: ignore[arg-type]
 
 
-def test_what_only_repeats_the_rule_is_no_problem() -> None:
+def test_template_may_repeat_the_operators_values() -> None:
     given = {"metadata": {"name": "", "labels": None}, "spec": {"restartPolicy": "Never", "hostname": None}}
 
     assert problem_of(a_job(image="i", args=("x.py",), template=given).spec) is None
 
 
-def test_what_is_said_once_is_no_problem() -> None:
+def test_settings_given_once_are_valid() -> None:
     env = ({"name": "PET_LOG_DIR", "value": "/logs"}, {"name": "A", "valueFrom": {"fieldRef": {}}})
 
     assert problem_of(a_job(command=("a",), args=("b",), env=env, template=template(image="c")).spec) is None
@@ -535,7 +535,7 @@ def test_what_is_said_once_is_no_problem() -> None:
     assert problem_of(of_a_command.spec) is None
 
 
-def test_references_are_resolved_as_a_kubelet_would() -> None:
+def test_references_are_resolved_as_by_a_kubelet() -> None:
     started = AgentCommand(("run", "$(A)-$(B)", "$(NOBODY)", "$$(A)", "$A"), {"A": "1"})
     entries = [
         {"name": "B", "value": "<$(A)>"},
@@ -550,7 +550,7 @@ def test_references_are_resolved_as_a_kubelet_would() -> None:
     assert result.env == {"A": "1", "B": "<1>", "EARLY": "$(LATE)", "LATE": "x", "EMPTY": ""}
 
 
-def test_what_is_too_long_to_start_a_program_with_is_named_before_a_pod_is_made() -> None:
+def test_too_long_arguments_are_rejected() -> None:
     def problem(**fields: Any) -> str:
         return problem_of(a_job(image="i", **{"args": ("x.py",), **fields}).spec) or ""
 
@@ -599,7 +599,7 @@ COUNTS_4 = FailureRule(FailureAction.COUNT, exit_codes=ExitCodes(frozenset({4}),
         ),
     ],
 )
-def test_what_could_not_be_started_or_would_not_train_is_a_problem(fields: dict[str, object], words: str) -> None:
+def test_unstartable_program_is_rejected(fields: dict[str, object], words: str) -> None:
     problem = problem_of(a_job(**{"image": "i", "args": ("x.py",), **fields}).spec)  # type: ignore[arg-type]
     assert problem is not None
     assert words in problem

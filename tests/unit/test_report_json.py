@@ -117,12 +117,12 @@ def numbers_of(report: Report) -> list[int]:
 
 @settings(database=None, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(reports())
-def test_a_report_comes_back_as_it_was_written(report: Report) -> None:
+def test_report_round_trips(report: Report) -> None:
     assert decode_report(encode_report(report)) == report
     assert report_from_json(json.loads(json.dumps(report_to_json(report)))) == report
 
 
-def test_a_report_reads_like_what_it_is() -> None:
+def test_report_json() -> None:
     failure = a_failure(host="10.0.0.7", pid=41, uptime=2.5)
     last = PastRound(
         number=2,
@@ -218,18 +218,18 @@ def test_a_report_reads_like_what_it_is() -> None:
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_report_is_refused_in_a_sentence(text: bytes) -> None:
+def test_invalid_report_is_rejected(text: bytes) -> None:
     with pytest.raises(BadInput, match="not the report of a job: "):
         decode_report(text)
 
 
-def test_what_a_later_version_says_beside_it_is_passed_over() -> None:
+def test_unknown_fields_of_a_report_are_ignored() -> None:
     document = {**report_to_json(a_report(1)), "later": 1}
     assert report_from_json(document) == a_report(1)
 
 
 @pytest.mark.parametrize("letter", ["x", "\n", "ü", "\U0001f525", "\udcff"])
-def test_a_report_is_never_larger_than_what_can_be_kept_and_its_sentences_are_shortened_first(letter: str) -> None:
+def test_long_report_is_shortened_to_the_limit(letter: str) -> None:
     words = letter * 16000
     failure = a_failure(message=words)
     rounds = tuple(
@@ -251,7 +251,7 @@ def test_a_report_is_never_larger_than_what_can_be_kept_and_its_sentences_are_sh
 # -- over suspensions
 
 
-def test_the_rounds_of_a_later_life_are_added_to_those_that_were_kept() -> None:
+def test_rounds_after_a_resumption_are_added() -> None:
     kept = a_report(1, 2, 3, state=JobState.SUSPENDED, time_breakdown=TimeBreakdown(until=NOW + 5))
     later = merged(kept, a_report(4, 5))
     assert (numbers_of(later), later.history.omitted, later.state) == ([1, 2, 3, 4, 5], 0, JobState.SUCCEEDED)
@@ -259,7 +259,7 @@ def test_the_rounds_of_a_later_life_are_added_to_those_that_were_kept() -> None:
     assert numbers_of(merged(kept, a_report())) == [1, 2, 3]
 
 
-def test_each_rest_is_kept_once() -> None:
+def test_each_suspension_is_kept_once() -> None:
     first = a_report(1, state=JobState.SUSPENDED, rested=(NOW + 1.5,))
     second = merged(first, a_report(2, state=JobState.SUSPENDED, rested=(NOW + 2.5,)))
     assert second.rested == (NOW + 1.5, NOW + 2.5)
@@ -267,20 +267,20 @@ def test_each_rest_is_kept_once() -> None:
     assert merged(written, second).rested == merged(written, a_report(2, 3)).rested == second.rested
 
 
-def test_to_keep_the_same_life_twice_adds_nothing() -> None:
+def test_merging_twice_adds_nothing() -> None:
     first, second = a_report(1, 2), a_report(3, 4, 5)
     once = merged(first, second)
     assert merged(once, second) == once
 
 
-def test_rounds_that_a_leader_has_left_out_are_counted_once() -> None:
+def test_omitted_rounds_are_counted_once() -> None:
     kept = merged(None, a_report(1, 2, 9, 10, omitted=6))
     later = merged(kept, a_report(11, 15, omitted=3))
     assert (numbers_of(later), later.history.omitted) == ([1, 2, 9, 10, 11, 15], 9)
     assert merged(later, a_report(11, 15, omitted=3)) == later
 
 
-def test_of_many_rounds_the_first_and_the_last_are_kept() -> None:
+def test_first_and_last_rounds_are_kept() -> None:
     later = merged(a_report(*range(1, 151)), a_report(*range(151, 301)))
     half = HISTORY_LIMIT // 2
     assert numbers_of(later) == [*range(1, half + 1), *range(301 - half, 301)]
@@ -288,5 +288,5 @@ def test_of_many_rounds_the_first_and_the_last_are_kept() -> None:
     assert bounded(later.history, HISTORY_LIMIT) == later.history
 
 
-def test_another_jobs_report_of_the_same_name_has_no_part_in_it() -> None:
+def test_report_of_another_job_is_not_merged() -> None:
     assert numbers_of(merged(a_report(1, 2, uid="another"), a_report(1))) == [1]

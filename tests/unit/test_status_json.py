@@ -78,11 +78,11 @@ STATUSES = st.builds(
 
 @settings(database=None, derandomize=True)
 @given(STATUSES)
-def test_a_status_comes_back_as_it_was_written(status: JobStatus) -> None:
+def test_status_round_trips(status: JobStatus) -> None:
     assert status_from_json(json.loads(json.dumps(status_to_json(status)))) == status
 
 
-def test_a_status_reads_as_in_kubernetes() -> None:
+def test_status_json() -> None:
     running = Condition(ConditionType.RUNNING, status=True, reason=Reason.TRAINING, message="round 1", since=NOW + 0.9)
     status = JobStatus(
         state=JobState.RUNNING, observed_generation=3, ready_replicas=1, desired=2, started=NOW, conditions=(running,)
@@ -114,7 +114,7 @@ def test_a_status_reads_as_in_kubernetes() -> None:
     assert not optional & document.keys()
 
 
-def test_where_the_time_went_is_told_in_milliseconds() -> None:
+def test_time_breakdown_is_in_milliseconds() -> None:
     split = TimeBreakdown(
         until=NOW + 90.25,
         state=RunState.STOPPING,
@@ -130,7 +130,7 @@ def test_where_the_time_went_is_told_in_milliseconds() -> None:
     }
 
 
-def test_what_failed_last_says_only_what_is_known_of_it() -> None:
+def test_last_failure_omits_what_is_unknown() -> None:
     killed = LastFailure("digits-1-x was killed by SIGKILL", pod="digits-1-x", signal="SIGKILL", time=NOW)
 
     assert status_to_json(JobStatus(last_failure=killed))["lastFailure"] == {
@@ -142,7 +142,7 @@ def test_what_failed_last_says_only_what_is_known_of_it() -> None:
 
 
 @pytest.mark.parametrize("document", [None, {}, {"selector": "a=b", "somethingNew": 1}])
-def test_what_is_not_there_yet_has_its_default_and_what_is_not_ours_is_passed_over(document: dict[str, object]) -> None:
+def test_missing_status_fields_have_defaults_and_unknown_ones_are_ignored(document: dict[str, object]) -> None:
     assert status_from_json(document) == JobStatus()
 
 
@@ -161,12 +161,12 @@ def test_what_is_not_there_yet_has_its_default_and_what_is_not_ours_is_passed_ov
         {"appliedSpec": {"failurePolicy": {"rules": [{"action": "Odd"}]}}},
     ],
 )
-def test_a_status_that_cannot_be_ours_is_refused_and_not_forgotten(document: dict[str, object]) -> None:
+def test_foreign_status_is_rejected(document: dict[str, object]) -> None:
     with pytest.raises(BadInput, match="is not one that this operator writes"):
         status_from_json(document)
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 1e300])
-def test_a_time_that_no_calendar_has_is_written_all_the_same(seconds: float) -> None:
+def test_times_are_clamped_to_the_calendar(seconds: float) -> None:
     assert moment(seconds) in ("1970-01-01T00:00:00.000Z", "9999-12-31T23:59:59.999Z")
     assert rfc3339(seconds) in ("1970-01-01T00:00:00Z", "9999-12-31T23:59:59Z")
