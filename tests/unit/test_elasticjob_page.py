@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from elastic_operator.api.constants import ConditionType
-from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec
+from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec, changed_fields
 from elastic_operator.api.status import JobState
 from elastic_operator.api.validation import problem_of
-from elastic_operator.controller.applied_spec import changed_fields
 from elastic_operator.manifest import crd
 
 if TYPE_CHECKING:

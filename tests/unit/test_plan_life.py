@@ -18,10 +18,9 @@ from elastic_operator.api.spec import (
     SchedulingSpec,
 )
 from elastic_operator.api.status import Condition, JobState, LastFailure
-from elastic_operator.controller.applied_spec import with_applied_spec
 from elastic_operator.controller.model import EtcdState, Plan
 from elastic_operator.controller.plan import EXIT_PERIOD, plan
-from elastic_operator.controller.snapshot import PATIENCE
+from elastic_operator.controller.snapshot import PATIENCE, with_applied_spec
 from tests.support.builders import (
     NOW,
     a_failure,

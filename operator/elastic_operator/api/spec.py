@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from elastic_operator.api.json_access import listing, mappings
+from elastic_operator.api.json_access import listing, mapping, mappings
 from elastic_operator.api.legacy import WORKER, modern, objection
 
 GROUP: Final = "elastic.pytorch.org"
@@ -54,6 +54,10 @@ class GangScheduler(enum.StrEnum):
 
     SCHEDULER_PLUGINS = "SchedulerPlugins"
     VOLCANO = "Volcano"
+
+
+_OF_WORKER: Final = frozenset({"image", "command", "args", "env", "template"})
+"""Fields whose content may stand in the template as well."""
 
 
 class _Part(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -307,3 +311,27 @@ def program_of(spec: AppliedSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def user_env(spec: AppliedSpec) -> tuple[Json, ...]:
     """The user's environment variables, each as in a container's spec: the template's, then the spec's."""
     return (*mappings(worker_container(spec), "env"), *spec.env)
+
+
+def changed_fields(spec: ElasticJobSpec, applied: AppliedSpec) -> tuple[str, ...]:
+    """The fields that differ from the applied spec, such as ``spec.args``.
+
+    What only moved between the template and the fields beside it is not a change.
+    """
+    keys = dict(zip(AppliedSpec.__struct_fields__, AppliedSpec.__struct_encode_fields__, strict=True))
+    differing = {name for name in keys if getattr(applied, name) != getattr(spec, name)}
+    if differing & _OF_WORKER and _worker_of(applied) == _worker_of(spec):
+        differing -= _OF_WORKER
+    return tuple(f"spec.{key}" for name, key in keys.items() if name in differing)
+
+
+def _worker_of(spec: AppliedSpec) -> tuple[object, ...]:
+    """What the template and the fields beside it say together."""
+    own = worker_container(spec)
+    beside = {key: value for key, value in own.items() if key not in _OF_WORKER}
+    containers = [beside if each is own else each for each in listing(spec.template, "spec", "containers")]
+    if containers == [{"name": own.get("name")}]:
+        containers = []
+    metadata = {key: value for key, value in mapping(spec.template, "metadata").items() if value is not None}
+    pod = {key: value for key, value in mapping(spec.template, "spec").items() if key != "containers"}
+    return spec.image or own.get("image"), program_of(spec), user_env(spec), metadata, pod, containers

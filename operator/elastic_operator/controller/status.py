@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from elastic_operator.api.status import JobStatus
-    from elastic_operator.controller.applied_spec import SpecInEffect
     from elastic_operator.controller.completion import Completion
     from elastic_operator.controller.failures import FailureCount
     from elastic_operator.controller.model import Job, Observed, Pod
     from elastic_operator.controller.scaling import PlannedPods
-    from elastic_operator.controller.snapshot import Snapshot
+    from elastic_operator.controller.snapshot import Snapshot, SpecInEffect
     from torchelastic.protocol import RoundRecord
 
 Value = tuple[bool, Reason, str]

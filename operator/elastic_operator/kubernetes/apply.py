@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from elastic_operator.api.constants import EventReason
 from elastic_operator.api.json_access import mapping
 from elastic_operator.controller import messages
-from elastic_operator.controller.applied_spec import with_applied_spec
 from elastic_operator.controller.model import EtcdState, JobEvent, PodPhase
+from elastic_operator.controller.snapshot import with_applied_spec
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
