@@ -84,7 +84,7 @@ class RendezvousHandler(abc.ABC):
     def next_rendezvous(self) -> RendezvousInfo | tuple[Store, int, int]:
         """Wait until the nodes have met; return a store, this node's rank, and how many nodes there are.
 
-        Called again whenever workers have failed, or :meth:`num_nodes_waiting` is above 0.
+        Called again when workers have failed, or :meth:`num_nodes_waiting` is above 0.
 
         Raises:
             RendezvousError: they do not meet.

@@ -1,4 +1,4 @@
-"""From the parameters of a handler of ours to settings; values are read as those of ``torchelastic-run``'s flags."""
+"""The settings of our handler, from its parameters; values are read as those of ``torchelastic-run``'s flags."""
 
 from __future__ import annotations
 

@@ -175,16 +175,13 @@ class History:
         if not record.members:
             self.enter(RunState.WAITING)
 
-    def note_progress(self, record: NodeRecord) -> bool:
-        """Note what a node reports of the program's progress; return whether it is new."""
-        return self._note_progress(record.round, record.first_step_at, record.last_checkpoint_at)
-
-    def _note_progress(self, number: int, first_step: float, last_checkpoint: float) -> bool:
-        times = self._round
-        if number != times.number or (first_step <= times.first_step and last_checkpoint <= times.last_checkpoint):
+    def note_progress(self, record: NodeRecord | TimeBreakdown) -> bool:
+        """Note the program's progress in the current round; return whether it is new."""
+        times, step, checkpoint = self._round, record.first_step_at, record.last_checkpoint_at
+        if record.round != times.number or (step <= times.first_step and checkpoint <= times.last_checkpoint):
             return False
-        times.first_step = times.first_step or first_step
-        times.last_checkpoint = max(times.last_checkpoint, last_checkpoint)
+        times.first_step = times.first_step or step
+        times.last_checkpoint = max(times.last_checkpoint, checkpoint)
         return True
 
     # -- what other nodes have written
@@ -202,7 +199,7 @@ class History:
         self._base = breakdown
         first = bisect.bisect_right(self._transitions, breakdown.until, key=lambda transition: transition.at) - 1
         del self._transitions[: max(first, 0)]
-        self._note_progress(breakdown.round, breakdown.first_step_at, breakdown.last_checkpoint_at)
+        self.note_progress(breakdown)
 
     def adopt_rounds(self, history: HistoryRecord) -> None:
         """Add the rounds of which this node was not told."""

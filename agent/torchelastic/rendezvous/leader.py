@@ -34,6 +34,7 @@ from torchelastic.rendezvous.membership import Membership
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_TIMEOUT, Verdict, probe
 from torchelastic.rendezvous.policy.plan import plan
 from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold
+from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.api import Listing
 from torchelastic.store.backoff import Backoff
 from torchelastic.store.list_and_watch import follow_forever
@@ -171,9 +172,7 @@ class Leader:
                     return True
             return False
         finally:
-            for task in probes:
-                task.cancel()
-            await asyncio.gather(*probes, return_exceptions=True)
+            await cancel(*probes)
 
     def _start(self, probing: Coroutine[Any, Any, None]) -> None:
         if self._tasks is None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode, other_version
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, Verdict, hold_connection, probe
+from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.backoff import Backoff
 
 if TYPE_CHECKING:
@@ -282,6 +283,4 @@ class LeaderElection:
             await asyncio.wait((holding, replaced), return_when=asyncio.FIRST_COMPLETED)
             return holding.result() if holding.done() else None
         finally:
-            holding.cancel()
-            replaced.cancel()
-            await asyncio.gather(holding, replaced, return_exceptions=True)
+            await cancel(holding, replaced)

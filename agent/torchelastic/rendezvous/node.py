@@ -21,7 +21,7 @@ from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
 from torchelastic.rendezvous.node_registration import NodeRegistration, remove_finished_run
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer, listen
-from torchelastic.rendezvous.run_state import RunStateWatch
+from torchelastic.rendezvous.run_state import RunStateWatch, cancel
 from torchelastic.store.backoff import RETRY_MIN
 from torchelastic.store.wrappers import never_refusing
 
@@ -225,8 +225,7 @@ class RendezvousNode:
 
     async def _cancel(self) -> None:
         if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+            await cancel(self._running)
 
     async def _write_final_history(self) -> None:
         """Write where the time went, if this node led last and no node leads after it: all nodes leave at once."""
@@ -274,12 +273,12 @@ class RendezvousNode:
 
     @property
     def restarts(self) -> int:
-        """Restarts charged to the run, as far as this node knows."""
+        """Restarts charged to the run."""
         return (self.round or self._settings.resume).restarts
 
     @property
     def uncharged_restarts(self) -> int:
-        """Restarts of the run without a charge, as far as this node knows."""
+        """Restarts of the run without a charge."""
         return (self.round or self._settings.resume).uncharged_restarts
 
     @property
@@ -442,9 +441,7 @@ class RendezvousNode:
                     await leading
             finally:
                 self._server.observer = self._leader = None
-                leading.cancel()
-                replaced.cancel()
-                await asyncio.gather(leading, replaced, return_exceptions=True)
+                await cancel(leading, replaced)
 
     def _partitioned(self) -> None:
         logger.warning("neither the store nor a peer can be reached: stopping the workers")
@@ -515,6 +512,4 @@ async def _reaches_any(run: RunStateWatch, reaches_a_peer: Callable[[float], Awa
         found, _ = await asyncio.wait(probes, timeout=within, return_when=asyncio.FIRST_COMPLETED)
         return bool(found)
     finally:
-        for task in probes:
-            task.cancel()
-        await asyncio.gather(*probes, return_exceptions=True)
+        await cancel(*probes)

@@ -27,7 +27,6 @@ class NodeRegistration:
     """Keeps a node's record in the store while :meth:`run` runs; writes it again if the key or the lease is lost.
 
     Args:
-        run: the run.
         record: the node's first record.
         fresh_store_port: offers a port for the next round's TCPStore that no store knows yet; called before the key is
             written again after its loss, because the store may have lost a round that used the port offered before.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torchelastic.errors import TorchElasticError
 from torchelastic.protocol import NodeRecord, RoundRecord
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, RunEnded
+from torchelastic.rendezvous.run_state import cancel
 
 if TYPE_CHECKING:
     import socket
@@ -199,8 +200,7 @@ class NodeThread:
                 await asyncio.wait((following, node.failed), return_when=asyncio.FIRST_COMPLETED)
                 await (following if following.done() else node.failed)
             finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                await cancel(following)
                 self._inner = None
                 if self._leaves:
                     await node.leave()

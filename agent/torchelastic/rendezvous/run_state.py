@@ -62,6 +62,13 @@ class ChangeSignal:
             await self.after(self.count)
 
 
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait for their end; their errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Versioned(Generic[RecordT_co]):
     """A record with the revision of its last change.

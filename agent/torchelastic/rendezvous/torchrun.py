@@ -1,8 +1,7 @@
 """Our rendezvous as torch finds it: ``torchrun --rdzv-backend=torchelastic``.
 
-torch loads the entry points of the group ``torchrun.handlers`` while it imports its own rendezvous, so this module
-imports nothing of torch's, and nothing that takes time. Each of torchrun's agents keeps its own budget of restarts;
-whatever they restart, the run goes on.
+torch loads this entry point while it imports its own rendezvous, so this module imports nothing of torch's, and nothing
+that takes time.
 """
 
 from __future__ import annotations
