@@ -127,8 +127,23 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
 def ending_of(spec: AppliedSpec) -> PodEnding:
     """How the pods of a job end."""
     command, args = program_of(spec)
+    flags = () if command else args
+    entries = tuple(user_env(spec))
     period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
-    return pod_ending(period=period, grace=spec.grace_period, env=user_env(spec), flags=() if command else args)
+    grace = spec.grace_period
+    notice = _said("notice", NOTICE, entries, flags)
+    told = {} if grace is None else {_variable("stop-grace"): f"{grace}"}
+    said = _said("stop-grace", GRACE, entries, flags) if grace is None else float(grace)
+    if period is None or period < 0:
+        # Not below the agent's defaults: a flag of the same name may belong to the program.
+        return PodEnding(math.ceil(max(notice or 0.0, NOTICE) + max(said or 0.0, GRACE) + AROUND), told)
+    left = period - min(AROUND, period / 4)
+    if said is None:
+        said = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
+        told[_variable("stop-grace")] = f"{said:g}"
+    if notice is None:
+        told[_variable("notice")] = f"{min(max(left - said, 0.0), _LONGEST_NOTICE):g}"
+    return PodEnding(period, told)
 
 
 def resolved(command: AgentCommand, entries: Iterable[Json]) -> AgentCommand:
@@ -155,43 +170,14 @@ def _expand(text: str, env: Mapping[str, str]) -> str:
     return _REFERENCE.sub(value, text)
 
 
-def pod_ending(*, period: int | None, env: Iterable[Json], flags: Sequence[str], grace: int | None = None) -> PodEnding:
-    """How a pod ends.
-
-    Args:
-        period: the template's terminationGracePeriodSeconds; None if it sets none.
-        grace: the spec's gracePeriodSeconds; None if it sets none.
-        env: the user's variables, each as in a container's spec.
-        flags: the arguments that may contain flags of the agent.
-    """
-    entries = tuple(env)
-    notice = _said("notice", NOTICE, entries, flags)
-    told = {} if grace is None else {_variable("stop-grace"): f"{grace}"}
-    said = _said("stop-grace", GRACE, entries, flags) if grace is None else float(grace)
-    if period is None or period < 0:
-        # Not below the agent's defaults: a flag of the same name may belong to the program.
-        return PodEnding(math.ceil(max(notice or 0.0, NOTICE) + max(said or 0.0, GRACE) + AROUND), told)
-    left = period - _around(period)
-    if said is None:
-        said = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
-        told[_variable("stop-grace")] = f"{said:g}"
-    if notice is None:
-        told[_variable("notice")] = f"{min(max(left - said, 0.0), _LONGEST_NOTICE):g}"
-    return PodEnding(period, told)
-
-
-def _around(period: float) -> float:
-    return min(AROUND, period / 4)
-
-
 def _said(flag: str, own: float, env: Iterable[Json], flags: Sequence[str]) -> float | None:
     """The longest time that the user may have set; None if it is not set.
 
     Args:
         flag: of the agent.
         own: the agent's default, used for a value that only the cluster knows.
-        env: see :func:`pod_ending`.
-        flags: likewise.
+        env: the user's variables.
+        flags: the arguments that may contain flags of the agent.
     """
     said = [
         f"{own}" if "valueFrom" in entry else str(entry.get("value"))

@@ -1,8 +1,7 @@
 """The etcd of a job that names none: a Deployment of one, which Kubernetes itself replaces, behind a Service.
 
-The loss of its data is harmless, since the agents bring back what they know. So it lies on its node's disk without
-waiting for that disk; a volume (``spec.etcd.storage``), which is asked for by those to whom the data matter more, is
-written with care.
+The loss of its data is harmless, since the agents write what they know again. So its data are on the disk of its
+node, without fsync. Only data on a volume (``spec.etcd.storage``) are synced.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from elastic_operator.resources.metadata import PodSettings
 
 ETCD: Final = "etcd"
-"""What its container is called."""
+"""The name of its container."""
 
 _USER: Final = 65532
 _UNPRIVILEGED: Final[Json] = {
@@ -37,12 +36,12 @@ _PORT_NAME: Final = "client"
 _FOLDER: Final = "/var/lib/etcd"
 _RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}}
 _FROM_THE_TEMPLATE: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
-"""What the template says of where its pods may run and whose images they may have holds for etcd's pod, too: without it
-some clusters have no place for it. Where pods *should* run does not: it need not take the place of workers."""
+"""Fields of the template without which some clusters do not accept or run a pod. Node selectors and affinities are
+left out: etcd need not take the place of workers."""
 
 
 def etcd_name(job_name: str) -> str:
-    """What the service and the deployment of a job's etcd are called."""
+    """The name of the service and of the deployment of a job's etcd."""
     return f"{job_name}-etcd"
 
 
@@ -52,11 +51,11 @@ def etcd_endpoint(cluster_ip: str) -> str:
 
 
 def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
-    """The service, under whose address the pods find the etcd; ready to be created.
+    """The service.
 
     Args:
-        job: to which it belongs.
-        cluster_ip: the address that it must have, because pods that live were told it; None for any.
+        job: the owner.
+        cluster_ip: its address, if living pods use it already; None for any.
     """
     spec: dict[str, Any] = {
         "type": "ClusterIP",
@@ -69,7 +68,7 @@ def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
 
 
 def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
-    """The deployment, ready to be created."""
+    """The deployment."""
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -86,7 +85,7 @@ def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
                     "containers": [_container(job, settings)],
                     "volumes": [{"name": "data", **_volume(job)}],
                     "automountServiceAccountToken": False,
-                    # Else a service called "etcd" would set variables here that etcd takes for its own.
+                    # Otherwise a service called "etcd" would set variables that etcd reads.
                     "enableServiceLinks": False,
                     "terminationGracePeriodSeconds": 5,
                     "securityContext": completed_mapping(_UNPRIVILEGED, SECCOMP),
@@ -109,7 +108,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
             f"--data-dir={_FOLDER}/{'data' if keeps_data else '$(POD_IP)'}",
             f"--listen-client-urls=http://0.0.0.0{client}",
             f"--advertise-client-urls=http://{etcd_name(job.name)}.{job.namespace}{client}",
-            # Its history is of use to those only who lost the connection for a moment.
+            # Only clients that lost the connection for a moment need its history.
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=10m",
             f"--quota-backend-bytes={1 << 30}",
@@ -131,8 +130,8 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
 _CARELESS: Final = [
     # As a variable: etcd 3.4 has no such flag, and ignores the variable.
     {"name": "ETCD_UNSAFE_NO_FSYNC", "value": "true"},
-    # What a node that lost power has half written must not be read again. A new folder for each address of the pod sees
-    # to that: the address lasts as long as the pod's sandbox, and no sandbox outlives its node.
+    # Data of a node that lost power must not be read again. So each address of the pod has its own folder: no sandbox,
+    # and no address, outlives a restart of its node.
     {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
 ]
 
@@ -150,7 +149,7 @@ def _shared_with_workers(job: Job) -> dict[str, Any]:
     pod = {key: copy.deepcopy(template[key]) for key in _FROM_THE_TEMPLATE if template.get(key) is not None}
     tolerate_silent_node(pod, job.spec.node_loss)
     if job.spec.scheduling.priority_class:
-        # The workers wait for it; it must not be what they push aside.
+        # The workers wait for it, so they must not preempt it.
         pod["priorityClassName"] = job.spec.scheduling.priority_class
     return pod
 

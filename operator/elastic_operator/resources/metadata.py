@@ -22,12 +22,12 @@ AGENT_METRICS_PORT: Final = 9464
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSettings:
-    """What pods are made with where the job does not say.
+    """Defaults for the pods of all jobs.
 
     Attributes:
-        etcd_image: of the etcd that is made for a job; it has ``etcd`` on its PATH.
-        agent_metrics_port: where agents serve /metrics; 0 for any free port, which is noted on the pod once its agent
-            has told it. So it is in any case on the host's network, where two pods can't share a port.
+        etcd_image: of the etcd that is created for a job; it has ``etcd`` on its PATH.
+        agent_metrics_port: where agents serve /metrics; 0 for any free port, which is then written on the pod. On the
+            host's network any free port is used.
     """
 
     etcd_image: str = ETCD_IMAGE
@@ -35,7 +35,7 @@ class PodSettings:
 
 
 def owner_reference(job: Job) -> dict[str, Any]:
-    """Says that the job controls an object."""
+    """The reference to the job that controls an object."""
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": job.name, "uid": job.uid, "controller": True}
 
 
@@ -45,7 +45,7 @@ def own_labels(job: Job, role: str) -> dict[str, str]:
 
 
 def common_labels(job: Job, role: str) -> dict[str, str]:
-    """The labels by which tools group what they show; the user may give them other values."""
+    """The labels by which tools group objects; a template may override them."""
     return {
         "app.kubernetes.io/name": "elasticjob",
         "app.kubernetes.io/instance": job.name,
@@ -55,7 +55,7 @@ def common_labels(job: Job, role: str) -> dict[str, str]:
 
 
 def own_metadata(job: Job, name: str, role: str) -> dict[str, Any]:
-    """The metadata of an object of which the user says nothing."""
+    """The metadata of an object."""
     return {
         "name": name,
         "namespace": job.namespace,
@@ -65,12 +65,12 @@ def own_metadata(job: Job, name: str, role: str) -> dict[str, Any]:
 
 
 def for_prometheus(port: int) -> dict[str, str]:
-    """What a Prometheus that goes by annotations wants to read on a pod."""
+    """The annotations by which Prometheus finds a pod."""
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(port), "prometheus.io/path": "/metrics"}
 
 
 def metrics_notes(job: Job, port: int) -> dict[str, Any]:
-    """The annotations of one of the job's pods whose agent serves on this port; what its template says holds."""
+    """The annotations of a pod whose agent serves on this port; those of the template take precedence."""
     said = mapping(job.spec.template, "metadata", "annotations")
     missing = {name: value for name, value in for_prometheus(port).items() if name not in said}
     return {**missing, ANNOTATION_METRICS_PORT: str(port)}

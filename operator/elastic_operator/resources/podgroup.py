@@ -1,12 +1,13 @@
-"""The PodGroup of a job: at least a minimum of its pods is scheduled together, or none is.
+"""The PodGroup and the PodDisruptionBudget of a job.
 
-Two kinds are supported: that of Kubernetes' scheduler plugins, and Volcano's. Neither is part of Kubernetes.
+A PodGroup says how many pods a scheduler starts together or not at all. Two kinds are supported: that of Kubernetes'
+scheduler plugins, and Volcano's. Neither is part of Kubernetes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,88 +19,60 @@ from elastic_operator.api.spec import GangScheduler
 from elastic_operator.resources.metadata import own_labels, own_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from elastic_operator.api.spec import Json, SchedulingSpec
     from elastic_operator.controller.model import Job
 
 
-def budget_name(job: Job) -> str:
-    """What the disruption budget of a job is called."""
-    return f"{job.name}-workers"
+@dataclass(frozen=True, slots=True)
+class _Gang:
+    """A scheduler of gangs.
+
+    Attributes:
+        api_version: of its PodGroups.
+        scheduler: its name.
+        product: what has to be installed.
+        mark: where a pod names its PodGroup: ``labels`` or ``annotations``, and the key.
+    """
+
+    api_version: str
+    scheduler: str
+    product: str
+    mark: tuple[str, str]
 
 
-def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
-    """The PodDisruptionBudget object."""
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": own_metadata(job, budget_name(job), ROLE_WORKER),
-        "spec": {
-            # A percentage would be one of the scale's replicas, which an elastic job need not have.
-            "minAvailable": min_available,
-            "selector": {"matchLabels": own_labels(job, ROLE_WORKER)},
-            # A worker that does not even run holds up no drain.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
-    }
-
-
-API_VERSIONS: Final = {
-    GangScheduler.SCHEDULER_PLUGINS: "scheduling.x-k8s.io/v1alpha1",
-    GangScheduler.VOLCANO: "scheduling.volcano.sh/v1beta1",
+_GANGS: Final[Mapping[GangScheduler, _Gang]] = {
+    GangScheduler.SCHEDULER_PLUGINS: _Gang(
+        "scheduling.x-k8s.io/v1alpha1",
+        "scheduler-plugins-scheduler",
+        "the scheduler plugins of Kubernetes (sigs.k8s.io/scheduler-plugins)",
+        ("labels", "scheduling.x-k8s.io/pod-group"),
+    ),
+    GangScheduler.VOLCANO: _Gang(
+        "scheduling.volcano.sh/v1beta1",
+        "volcano",
+        "Volcano (volcano.sh)",
+        ("annotations", "scheduling.k8s.io/group-name"),
+    ),
 }
-"""The API version of each scheduler's PodGroups."""
-
-_SCHEDULERS: Final = {
-    GangScheduler.SCHEDULER_PLUGINS: "scheduler-plugins-scheduler",
-    GangScheduler.VOLCANO: "volcano",
-}
-_INSTALL: Final = {
-    GangScheduler.SCHEDULER_PLUGINS: "the scheduler plugins of Kubernetes (sigs.k8s.io/scheduler-plugins)",
-    GangScheduler.VOLCANO: "Volcano (volcano.sh)",
-}
-_LABEL: Final = "scheduling.x-k8s.io/pod-group"
-_ANNOTATION: Final = "scheduling.k8s.io/group-name"
-
 _TOO_MUCH: Final = Decimal(10) ** 20
 """Kubernetes counts in 64 bits."""
 
 Amounts = dict[str, Decimal]
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """By what a scheduler knows the PodGroup of a pod.
-
-    Attributes:
-        labels: of the pod.
-        annotations: of the pod.
-    """
-
-    labels: dict[str, str] = field(default_factory=dict)
-    annotations: dict[str, str] = field(default_factory=dict)
-
-
-def group_name(job: Job) -> str:
-    """What the PodGroup of a job is called."""
-    return job.name
-
-
-def gang_marks(job: Job) -> Marks:
-    """What the pods of a job carry so that they belong to its PodGroup; nothing where there is none."""
-    match job.spec.scheduling.gang:
-        case GangScheduler.SCHEDULER_PLUGINS:
-            return Marks(labels={_LABEL: group_name(job)})
-        case GangScheduler.VOLCANO:
-            return Marks(annotations={_ANNOTATION: group_name(job)})
-        case None:
-            return Marks()
+def gang_marks(job: Job, kind: str) -> dict[str, str]:
+    """The ``labels`` or ``annotations`` by which a pod belongs to the PodGroup of its job."""
+    gang = job.spec.scheduling.gang
+    if gang is None or _GANGS[gang].mark[0] != kind:
+        return {}
+    return {_GANGS[gang].mark[1]: job.name}
 
 
 def scheduler_of(policy: SchedulingSpec) -> str | None:
     """The scheduler of a job's pods; None for that of the template, or of the cluster."""
-    return policy.scheduler_name or (_SCHEDULERS[policy.gang] if policy.gang is not None else None)
+    return policy.scheduler_name or (_GANGS[policy.gang].scheduler if policy.gang is not None else None)
 
 
 def pod_group(job: Job, gang: GangScheduler, min_member: int) -> dict[str, Any]:
@@ -109,51 +82,65 @@ def pod_group(job: Job, gang: GangScheduler, min_member: int) -> dict[str, Any]:
     if requests := requests_of(mapping(job.spec.template, "spec")):
         spec["minResources"] = {name: _written(amount * min_member) for name, amount in sorted(requests.items())}
     if gang is GangScheduler.VOLCANO:
-        if policy.queue:
-            spec["queue"] = policy.queue
-        if policy.priority_class:
-            spec["priorityClassName"] = policy.priority_class
+        volcano = {"queue": policy.queue, "priorityClassName": policy.priority_class}
+        spec |= {name: value for name, value in volcano.items() if value}
     return {
-        "apiVersion": API_VERSIONS[gang],
+        "apiVersion": _GANGS[gang].api_version,
         "kind": "PodGroup",
-        "metadata": own_metadata(job, group_name(job), ROLE_WORKER),
+        "metadata": own_metadata(job, job.name, ROLE_WORKER),
         "spec": spec,
     }
 
 
 def not_installed(gang: GangScheduler) -> str:
     """What to do if a cluster does not know the PodGroup."""
-    group = API_VERSIONS[gang].partition("/")[0]
+    group = _GANGS[gang].api_version.partition("/")[0]
     return (
         f"this cluster knows no PodGroup of {group}, which spec.schedulingPolicy.gang asks for: install "
-        f"{_INSTALL[gang]}, or remove gang from the job"
+        f"{_GANGS[gang].product}, or remove gang from the job"
     )
 
 
-def requests_of(pod: Json) -> Amounts:
-    """What a pod takes of a node, as schedulers count it: the sum of its containers, or what it needs to begin with.
+def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
+    """The PodDisruptionBudget object: drains and other evictions never leave fewer workers than this."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": own_metadata(job, f"{job.name}-workers", ROLE_WORKER),
+        "spec": {
+            # A percentage would refer to the replicas of the scale, which an elastic job need not have.
+            "minAvailable": min_available,
+            "selector": {"matchLabels": own_labels(job, ROLE_WORKER)},
+            # A worker that does not run delays no drain.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
 
-    What cannot be read counts for nothing: the API server has the word on it, when pods are made.
+
+def requests_of(pod: Json) -> Amounts:
+    """What a pod requests of a node, as schedulers count it: the sum of its containers, or what it needs to start.
+
+    Invalid quantities are ignored: the API server rejects them when pods are created.
 
     Args:
         pod: a pod's spec.
     """
     running = _sum(_asked(container) for container in mappings(pod, "containers"))
-    beginning: Amounts = {}
-    beside: Amounts = {}
+    starting: Amounts = {}
+    sidecars: Amounts = {}
     for container in mappings(pod, "initContainers"):
-        at_once = _sum((beside, _asked(container)))
-        beginning = _larger(beginning, at_once)
-        if container.get("restartPolicy") == "Always":  # it stays, beside all that follow
+        at_once = _sum((sidecars, _asked(container)))
+        starting = _larger(starting, at_once)
+        if container.get("restartPolicy") == "Always":  # a sidecar keeps running
             running = _sum((running, _asked(container)))
-            beside = at_once
-    # What is said of the pod as a whole takes the place of that.
-    needed = {**_larger(running, beginning), **_asked(pod)}
+            sidecars = at_once
+    # The requests of the pod as a whole take precedence.
+    needed = {**_larger(running, starting), **_asked(pod)}
     return {name: amount for name, amount in _sum((needed, _amounts(mapping(pod, "overhead")))).items() if amount > 0}
 
 
 def _asked(whole: Json) -> Amounts:
-    """What a container, or a pod as a whole, asks for: its requests, or where it has none, its limits."""
+    """The requests of a container, or of a pod as a whole, with its limits as defaults."""
     resources = mapping(whole, "resources")
     return {**_amounts(mapping(resources, "limits")), **_amounts(mapping(resources, "requests"))}
 
@@ -178,8 +165,7 @@ def _sum(parts: Iterable[Amounts]) -> Amounts:
 
 
 def _larger(one: Amounts, other: Amounts) -> Amounts:
-    names = one.keys() | other.keys()
-    return {name: max(one.get(name, Decimal(0)), other.get(name, Decimal(0))) for name in names}
+    return {name: max(one.get(name, Decimal(0)), other.get(name, Decimal(0))) for name in one.keys() | other.keys()}
 
 
 def _written(amount: Decimal) -> str:

@@ -45,23 +45,16 @@ if TYPE_CHECKING:
 
 
 RESTRICTED: Final[Json] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-"""What a container's security context says beside its pod's. Together they are what the pod security standard
-``restricted`` asks for, but for a user that is not root: that is for those to say who know the image."""
+"""A container's security context. With :data:`SECCOMP` this is the pod security standard ``restricted``, except for
+a user that is not root: only the author of an image knows that."""
 
 SECCOMP: Final[Json] = {"seccompProfile": {"type": "RuntimeDefault"}}
-"""What a pod's security context says."""
+"""A pod's security context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of a container that is to be on a volume.
-
-    Attributes:
-        path: where it is.
-        name: of the volume, where that is free.
-        source: what the volume is.
-        read_only: whether the container may only read it.
-    """
+    """A folder of a container that is on a volume; the name gets a number if the template uses it."""
 
     path: str
     name: str
@@ -70,7 +63,7 @@ class Folder:
 
 
 def completed(given: object, defaults: Json) -> object:
-    """A mapping with defaults for what it leaves open, null included, and in the mappings that are in it likewise."""
+    """A mapping with defaults for missing and null values, recursively; another value is returned unchanged."""
     return given if given is not None and not isinstance(given, dict) else completed_mapping(given or {}, defaults)
 
 
@@ -86,18 +79,12 @@ def completed_mapping(given: Json, defaults: Json) -> dict[str, Any]:
 
 
 def extended(given: object, more: Sequence[object]) -> object:
-    """A list with more at its end."""
+    """A list with more at its end; another value is returned unchanged."""
     return given if given is not None and not isinstance(given, list) else [*listing(given), *more]
 
 
 def with_folders(pod: dict[str, Any], container: dict[str, Any], folders: Sequence[Folder]) -> None:
-    """Add volumes for those folders where the container has none yet.
-
-    Args:
-        pod: the pod's spec; its volumes are changed.
-        container: one of its containers; its mounts are changed.
-        folders: which.
-    """
+    """Add volumes to a pod's spec and mounts to one of its containers for folders that are not mounted yet."""
     there = mounted_folders(container)
     taken = {text(volume, "name") for volume in mappings(pod, "volumes")}
     for folder in folders:
@@ -115,10 +102,10 @@ def with_folders(pod: dict[str, Any], container: dict[str, Any], folders: Sequen
 
 
 def restricted(context: object) -> object:
-    """A container's security context, with no more rights than it asks for."""
+    """A container's security context with defaults for what it leaves out."""
     defaults = dict(RESTRICTED)
     asked = mapping(context)
-    # The API server refuses to have these and no escalation of privileges.
+    # The API server rejects these together with the default.
     if asked.get("privileged") is True or "CAP_SYS_ADMIN" in listing(asked, "capabilities", "add"):
         del defaults["allowPrivilegeEscalation"]
     return completed(context, defaults)
@@ -203,7 +190,7 @@ def _metrics_port(job: Job, settings: PodSettings) -> int:
     """Where the agent serves /metrics; 0: on any free port."""
     if job.spec.metrics_port is not None:
         return job.spec.metrics_port
-    # Whoever is on the host's network shares its ports with others of the kind.
+    # Pods on the host's network share its ports.
     on_the_host = mapping(job.spec.template.get("spec")).get("hostNetwork") is True
     return 0 if on_the_host else settings.agent_metrics_port
 
@@ -215,10 +202,9 @@ def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object
     metadata = completed(given, {"labels": common_labels(job, ROLE_WORKER), "annotations": defaults})
     if not isinstance(metadata, dict):
         return metadata
-    gang = gang_marks(job)
-    own = {**own_labels(job, ROLE_WORKER), LABEL_INDEX: str(new.index), **gang.labels}
+    own = {**own_labels(job, ROLE_WORKER), LABEL_INDEX: str(new.index), **gang_marks(job, "labels")}
     notes = {
-        **gang.annotations,
+        **gang_marks(job, "annotations"),
         ANNOTATION_PROTOCOL: str(PROTOCOL_VERSION),
         ANNOTATION_FAILURES: str(new.failures),
         **({} if new.failed is None else {ANNOTATION_FAILED: rfc3339(new.failed)}),
@@ -255,7 +241,7 @@ def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: objec
 
 
 def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
-    """The template's containers with ours in its place; as the first, where the template has none of that name."""
+    """The template's containers with ours in place of the one of its name, else as the first."""
     for position, container in enumerate(given):
         if mapping(container).get("name") == WORKER:
             return [*given[:position], worker, *given[position + 1 :]]
@@ -263,7 +249,7 @@ def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
 
 
 def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings, store: str) -> dict[str, Any]:
-    """Our container; the volumes that it needs are added to the pod."""
+    """The worker container; the volumes that it needs are added to the pod."""
     given: Json = next((entry for entry in mappings(pod, "containers") if entry.get("name") == WORKER), {})
     container = completed_mapping(
         given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
@@ -309,5 +295,5 @@ def _folders(spec: ElasticJobSpec) -> tuple[Folder, ...]:
 
 
 def _credentials(secret: str) -> Folder:
-    """With what the agents show themselves to etcd, and know it; the agent reads its files, the workers may."""
+    """The credentials for etcd; the agent reads them, and the workers may."""
     return Folder(ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
