@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from elastic_operator.api.constants import EventReason
@@ -22,6 +22,7 @@ from elastic_operator.kubernetes.client import (
     PODS,
     SERVICES,
     ApiError,
+    backoff,
 )
 from elastic_operator.kubernetes.pod_status import MAX_PORT, etcd_address_of, is_leaving, is_over
 from elastic_operator.kubernetes.store import managed_etcd
@@ -33,7 +34,7 @@ from elastic_operator.resources.worker_pod import worker_pod
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job, NewPod, Plan, Removal
@@ -62,7 +63,7 @@ class CreateBackoff:
     rejected: str | None = None
     blocked: str | None = None
     _generation: int = 0
-    _tries: int = 0
+    _delays: Iterator[float] = field(default_factory=lambda: backoff(_BASE_DELAY, _MAX_DELAY))
     _next_try: float = 0.0
     _failing_since: float | None = None
     _failures: int = 0
@@ -70,7 +71,11 @@ class CreateBackoff:
     def see(self, generation: int) -> None:
         """Start over for a new generation; what blocked the former one counts until this one was tried."""
         if generation != self._generation:
-            self._generation, self._tries, self._next_try, self.rejected = generation, 0, 0.0, None
+            self._generation, self.rejected = generation, None
+            self._start_over()
+
+    def _start_over(self) -> None:
+        self._next_try, self._delays = 0.0, backoff(_BASE_DELAY, _MAX_DELAY)
 
     @property
     def wait(self) -> float:
@@ -84,8 +89,7 @@ class CreateBackoff:
     def block(self, why: str) -> None:
         """It is not accepted now."""
         self.rejected, self.blocked = None, why
-        self._next_try = time.monotonic() + min(_BASE_DELAY * 2.0 ** min(self._tries, 16), _MAX_DELAY)
-        self._tries += 1
+        self._next_try = time.monotonic() + next(self._delays)
 
     def fail(self, patience: float) -> bool:
         """The API server failed; return whether it has for so many seconds, and several times."""
@@ -104,7 +108,7 @@ class CreateBackoff:
         self.progress()
         changed = self.rejected is not None or self.blocked is not None
         self.rejected = self.blocked = None
-        self._tries, self._next_try = 0, 0.0
+        self._start_over()
         return changed
 
 
@@ -124,7 +128,7 @@ class Applier:
         store: the known objects.
         writer: creates, changes and deletes them.
         stores: the jobs' etcds.
-        events: tells users.
+        events: records events.
         settings: of the pods.
         status_written: called with the job as it was and the plan, once its status is written.
         patience: seconds for which the API server may fail before that is reported.

@@ -145,7 +145,7 @@ class KubernetesBackend:
         stores: the jobs' etcds.
         secrets: the credentials for external etcds.
         applier: carries out plans.
-        events: tells users.
+        events: records events.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class KubernetesBackend:
         return record.requeue
 
     def pod_deleted(self, pod: Json) -> None:
-        """A pod is gone: remember it until it is replaced, and tell its last words.
+        """Remember a deleted pod until it is replaced, and record its last message as an event.
 
         A pod that was deleted by force, or without a node, may be gone at once. The planner has to see it all the same:
         its successor needs another name, for its agent may still run.
@@ -424,7 +424,7 @@ def startup_problem(events: Iterable[Json]) -> str:
 
 
 def deleted_pod_event(body: Json) -> JobEvent | None:
-    """The last words of a pod that somebody deleted; its log is gone with it.
+    """The event with the last message of a pod that a user deleted, as its log is gone.
 
     Returns:
         None if it left none, or had ended before: then the planner has reported it.

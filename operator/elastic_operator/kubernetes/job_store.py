@@ -61,11 +61,12 @@ class Credentials:
             StoreRefused: it has no usable credentials.
         """
         credentials = cls()
+        name = text(secret, "metadata", "name")
         try:
-            credentials.authority = credentials._file(secret, AUTHORITY)
-            credentials.certificate = credentials._file(secret, CERTIFICATE)
-            credentials.key = credentials._file(secret, KEY)
-            credentials._check(text(secret, "metadata", "name"))
+            for attribute, key in (("authority", AUTHORITY), ("certificate", CERTIFICATE), ("key", KEY)):
+                if encoded := mapping(secret, "data").get(key):
+                    setattr(credentials, attribute, credentials._file(str(encoded), key, name))
+            credentials._check(f"the Secret {name}, which spec.etcd.tlsSecret names,")
         except BaseException:
             credentials.close()
             raise
@@ -76,23 +77,19 @@ class Credentials:
         while self._files:
             os.close(self._files.pop())
 
-    def _file(self, secret: Json, name: str) -> str | None:
-        encoded = mapping(secret, "data").get(name)
-        if not encoded:
-            return None
+    def _file(self, encoded: str, key: str, secret: str) -> str:
         try:
-            content = base64.b64decode(str(encoded), validate=True)
+            content = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError):
-            raise StoreRefused(f"{name} of the Secret {text(secret, 'metadata', 'name')} is not base64") from None
-        number = os.memfd_create(name, os.MFD_CLOEXEC)
+            raise StoreRefused(f"{key} of the Secret {secret} is not base64") from None
+        number = os.memfd_create(key, os.MFD_CLOEXEC)
         self._files.append(number)
         with open(number, "wb", closefd=False) as file:
             file.write(content)
         return f"/proc/self/fd/{number}"
 
-    def _check(self, name: str) -> None:
-        """Raise an error that names the Secret's keys, before TLS does that names the files."""
-        secret = f"the Secret {name}, which spec.etcd.tlsSecret names,"
+    def _check(self, secret: str) -> None:
+        """Raise an error that names the Secret's keys, before TLS raises one that names the files."""
         if self.authority is None and self.certificate is None:
             raise StoreRefused(
                 f"{secret} has neither {AUTHORITY} nor {CERTIFICATE}: put the certificates for etcd under these names"
@@ -102,18 +99,15 @@ class Credentials:
                 f"{secret} has one of {CERTIFICATE} and {KEY} and not the other: who identifies himself needs both"
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        problem = f"a {AUTHORITY} that holds no certificate in PEM form"
         try:
             if self.authority is not None:
                 context.load_verify_locations(self.authority)
-        except (OSError, ValueError):
-            raise StoreRefused(f"{secret} has a {AUTHORITY} that holds no certificate in PEM form") from None
-        try:
+            problem = f"a {CERTIFICATE} and a {KEY} that are no pair in PEM form without a password"
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError):
-            raise StoreRefused(
-                f"{secret} has a {CERTIFICATE} and a {KEY} that are no pair in PEM form without a password"
-            ) from None
+            raise StoreRefused(f"{secret} has {problem}") from None
 
 
 class EtcdSecrets:
@@ -186,8 +180,8 @@ class _Followed:
         away_since: when it was first unreachable, a monotonic time.
         error: why it is unreachable, once that is reported.
         reported: when that was, a monotonic time.
-        size: the size that was to be written last.
-        late: whether nobody waits for ``writing`` any more.
+        size: the latest size to write.
+        late: whether ``write_size`` has stopped waiting for ``writing``.
     """
 
     key: str

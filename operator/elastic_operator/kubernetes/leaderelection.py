@@ -72,7 +72,7 @@ class LeaderElector:
         """Run ``work`` whenever the lease is held, and cancel it when the lease is lost; release the lease at the end.
 
         Args:
-            work: what a leader does. It must not end by itself.
+            work: what a leader does. It must run until it is cancelled.
         """
         while True:
             await self._acquire()

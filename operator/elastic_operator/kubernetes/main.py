@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 BAD_INPUT: Final = 2
-"""The exit code for a command line that can't be honoured."""
+"""The exit code for invalid input."""
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -42,14 +42,14 @@ given, with a kubeconfig. SIGTERM ends it: the jobs train on without it.
 
 
 class LogFormat(enum.StrEnum):
-    """How a line of the log looks."""
+    """The format of a line of the log."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class LogLevel(enum.StrEnum):
-    """What is logged: this, and all that is worse."""
+    """The least severe messages that are logged."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -75,18 +75,18 @@ class OperatorSettings:
     """How the operator is run.
 
     Attributes:
-        namespaces: whose jobs it looks after; empty for all.
+        namespaces: of the jobs; empty for all.
         etcd_secrets_namespaces: where it may read the Secrets with credentials for etcd.
-        pods: what pods are made with where the job does not say.
+        pods: defaults for the pods of all jobs.
         listen: where /healthz, /readyz and /metrics are served.
         leader_elect: whether it acts only while it holds the lease, so that several copies may run.
         lease_namespace: of the lease; None for the operator's own namespace.
         lease_name: of the lease.
-        kubeconfig: a file; None for the pod's service account, or where a context is given for the usual file.
+        kubeconfig: a file; None for the pod's service account or, with a context, for the usual file.
         context: of the kubeconfig; None for its current one.
-        log_format: how a line of the log looks.
+        log_format: of each line.
         log_level: what is logged.
-        identity: what this copy is called in the lease and in events; no two processes at once have the same.
+        identity: the unique name of this copy in the lease and in events.
         in_pod: whether it runs in a pod with a service account.
     """
 
@@ -106,24 +106,24 @@ class OperatorSettings:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one sentence."""
+    """Reports an error in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"elastic-operator: {message}; see `elastic-operator --help`\n")
 
 
 def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSettings:
-    """The settings that a command line asks for; a bad one ends the process with a sentence and exit code 2.
+    """The settings of a command line; an invalid one ends the process with a sentence and exit code 2.
 
     Args:
         argv: without the program's name; None for this process's own.
-        environ: POD_NAME and POD_NAMESPACE say which pod this is.
+        environ: POD_NAME and POD_NAMESPACE name this pod.
     """
     parser = _parser()
     given = parser.parse_args(argv)
     in_pod = bool(environ.get("KUBERNETES_SERVICE_HOST"))
     if not in_pod and given.kubeconfig is None and given.context is None:
-        # Whatever cluster somebody used last is not to be changed by a word less.
+        # The cluster that the user used last must not be changed by accident.
         parser.error("this is no pod: name a cluster with --context or --kubeconfig")
     return OperatorSettings(
         namespaces=tuple(dict.fromkeys(given.namespace)),

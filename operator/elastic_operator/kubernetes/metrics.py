@@ -43,7 +43,7 @@ class Cause(enum.StrEnum):
     NOT_ADMITTED = "not_admitted"
     """A pod for which its node had no room."""
     POD_LEFT = "pod_left"
-    """A pod that somebody deleted, or whose agent was asked to leave."""
+    """A pod that a user deleted, or whose agent was asked to leave."""
 
 
 _BY_TERMINATION: Final[Mapping[TerminationCause | None, Cause]] = {

@@ -39,19 +39,6 @@ class Owner:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Tombstone:
-    """Remembers a deleted object.
-
-    Attributes:
-        version: no state up to this version counts any more.
-        expires: a monotonic time.
-    """
-
-    version: float
-    expires: float
-
-
 @dataclass(slots=True)
 class _Index:
     """The objects of one kind, by UID and by namespace and UID of the owner."""
@@ -82,7 +69,8 @@ class Store:
         self._kinds: dict[Resource, _Index] = {}
         self._uids: dict[str, str] = {}
         self._pods: dict[str, Pod] = {}
-        self._tombstones: dict[str, _Tombstone] = {}
+        self._tombstones: dict[str, tuple[float, float]] = {}
+        """By UID: no state up to this version counts any more; and the monotonic time when that is forgotten."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -118,7 +106,7 @@ class Store:
         before = index.objects.get(uid)
         tombstone = self._tombstones.get(uid)
         version = version_of(body)
-        if tombstone is not None and version <= tombstone.version:
+        if tombstone is not None and version <= tombstone[0]:
             return
         if before is not None and version <= version_of(before):
             return
@@ -159,7 +147,7 @@ class Store:
             if uid not in uids and not elsewhere and version_of(body) <= version:
                 self._bury(resource, body, version)
         now = time.monotonic()
-        self._tombstones = {uid: each for uid, each in self._tombstones.items() if each.expires > now}
+        self._tombstones = {uid: each for uid, each in self._tombstones.items() if each[1] > now}
 
     def _bury(self, resource: Resource, body: Json, version: float) -> None:
         uid = body["metadata"]["uid"]
@@ -167,9 +155,8 @@ class Store:
         before = index.objects.get(uid)
         if before is not None and version < version_of(before):
             return
-        former = self._tombstones.get(uid)
-        latest = version if former is None else max(version, former.version)
-        self._tombstones[uid] = _Tombstone(latest, time.monotonic() + self._tombstone_ttl)
+        latest = max(version, self._tombstones.get(uid, (version, 0.0))[0])
+        self._tombstones[uid] = (latest, time.monotonic() + self._tombstone_ttl)
         if before is None:
             return
         del index.objects[uid]

@@ -1,6 +1,6 @@
 """What ties an object to its job: the reference by which Kubernetes removes it with the job, and the labels.
 
-The reference does not say ``blockOwnerDeletion``: where that is enforced, it needs a right on the job's finalizers.
+The reference does not say ``blockOwnerDeletion``: if that is enforced, it needs a permission for the job's finalizers.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
             part[step] = {}
         part = part[step]
         if not isinstance(part, dict):
-            return  # the API server has a word for it
+            return  # the API server reports it
     terms = part.get("nodeSelectorTerms")
     if terms is None:
         part["nodeSelectorTerms"] = [{"matchFields": demands}]
