@@ -296,7 +296,7 @@ GPU_UTILIZATION: Final = _platform(
 JOB_SECONDS: Final = _platform(
     "job_seconds",
     Kind.COUNTER,
-    "Time since the job was created, by what it did then; a total of the whole run, shown by its leader.",
+    "Time since the job was created, by what it did then; a total of the run, shown by its leader.",
 )
 JOB_LOST: Final = _platform(
     "job_lost_seconds",
@@ -310,9 +310,7 @@ JOB_RESTARTS: Final = _platform(
 )
 JOB_JOINED: Final = _platform("job_nodes_joined", Kind.COUNTER, "Nodes that joined, those of the first round included.")
 JOB_GONE: Final = _platform(
-    "job_nodes_gone",
-    Kind.COUNTER,
-    "Nodes that a round had and the next one had not, by what became of them.",
+    "job_nodes_gone", Kind.COUNTER, "Nodes that a round had and the next one had not, by what became of them."
 )
 JOB_NODES: Final = _platform("job_nodes", Kind.GAUGE, "Nodes of the current round.")
 JOB_WANTED_NODES: Final = _platform("job_wanted_nodes", Kind.GAUGE, "Nodes that there should be.")

@@ -9,8 +9,7 @@ aligned place. In words of 8 bytes::
              one of them), one for values above the last bound, and one for the sum
     16384 …  names, one line of JSON each
 
-Word 0 covers a name after its first value is written. The next program of the same worker (as in a shell script)
-continues where the one before ended.
+The next program of the same worker (as in a shell script) continues where the one before ended.
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ class MemoryWriter:
         self._free = max((first + source.words for source, first in self._places.items()), default=_VALUES)
 
     def place(self, source: Source) -> int | None:
-        """Return the first word of a source; None if there is no room for it.
-
-        A new source is read once :meth:`publish` is called, after its first value.
-        """
+        """Return the first word of a source; None if there is no room for it."""
         if (place := self._places.get(source)) is not None:
             return place
         place, form = self._free, source.form
@@ -132,12 +128,9 @@ class MemoryWriter:
             return None
         self._names[self._names_end : end] = line
         self._places[source] = place
-        self._names_end, self._free = end, place + source.words
+        self._numbers[0] = self._names_end = end
+        self._free = place + source.words
         return place
-
-    def publish(self) -> None:
-        """Let the reader see all names that were given a place."""
-        self._numbers[0] = self._names_end
 
     def count_dropped(self, reason: str) -> None:
         """Count a value that was dropped."""

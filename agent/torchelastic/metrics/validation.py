@@ -72,16 +72,12 @@ class ValidatingHandler(MetricHandler):
             sink = self._sink(group, name)
             if sink is not None:
                 sink(value)
-                self._begun()
             while self._waiting:
                 self.emit(self._waiting.pop(0))
 
     @abc.abstractmethod
     def _open(self, series: Series, source: tuple[str, str], *, of_platform: bool) -> Sink | None:
         """Begin a series; None if there is no room for it. What the sink gets is finite, except for gauges."""
-
-    def _begun(self) -> None:
-        """The first value of a series was taken."""
 
     @abc.abstractmethod
     def _count_dropped(self, reason: str) -> None:

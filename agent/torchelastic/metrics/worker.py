@@ -61,9 +61,6 @@ class WorkerMetricHandler(ValidatingHandler):
 
         return {Kind.GAUGE: hold, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[series.kind]
 
-    def _begun(self) -> None:
-        self._memory.publish()
-
     def _count_dropped(self, reason: str) -> None:
         with self._lock:
             self._memory.count_dropped(reason)
