@@ -12,7 +12,7 @@ from array import array
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +22,7 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from tests.support.scraping import Page, Samples
 from torchelastic import metrics
 from torchelastic.errors import SettingsError
 from torchelastic.metrics import MetricData, PrometheusMetricHandler
@@ -30,43 +31,22 @@ from torchelastic.metrics.api import MetricRegistry
 from torchelastic.metrics.series import WORKER_STATES, Form, Kind, user_series
 from torchelastic.protocol import RoundReason
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from prometheus_client import Metric
-
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
 
 def put(handler: PrometheusMetricHandler, name: Any, value: Any, group: str = "my_app") -> None:
     handler.emit(MetricData(0.0, group, name, value))
 
 
-def scrape(handler: PrometheusMetricHandler) -> Samples:
-    """All samples, by name and labels; both formats parse, and say the same."""
-    text = generate_latest(handler.registry).decode()
-    samples = _samples(parse_text(text))
+def page(handler: PrometheusMetricHandler) -> Page:
+    """What a scrape shows; both formats parse, and say the same."""
+    found = Page(parse_text(generate_latest(handler.registry).decode()))
     openmetrics = openmetrics_exposition.generate_latest(handler.registry).decode()
-    assert _samples(parse_openmetrics(openmetrics)).keys() == samples.keys()
-    return samples
-
-
-def _samples(families: Iterable[Metric]) -> Samples:
-    found: Samples = {}
-    for family in families:
-        for sample in family.samples:
-            key = sample.name, tuple(sorted(sample.labels.items()))
-            assert key not in found, f"{key} stands there twice"
-            found[key] = sample.value
+    assert Page(parse_openmetrics(openmetrics)).samples.keys() == found.samples.keys()
     return found
 
 
-def types(handler: PrometheusMetricHandler) -> dict[str, str]:
-    return {family.name: family.type for family in parse_text(generate_latest(handler.registry).decode())}
-
-
-def value(handler: PrometheusMetricHandler, name: str, **labels: str) -> float | None:
-    return scrape(handler).get((name, tuple(sorted(labels.items()))))
+def scrape(handler: PrometheusMetricHandler) -> Samples:
+    """All samples, by name and labels."""
+    return page(handler).samples
 
 
 @pytest.fixture
@@ -114,7 +94,7 @@ def test_a_users_name_becomes_a_gauge_by_prometheus_conventions(
 ) -> None:
     put(handler, name, put_value, group)
     assert scrape(handler) == {(series, ()): pytest.approx(seen)}
-    assert types(handler) == {series: "gauge"}
+    assert page(handler).types == {series: "gauge"}
 
 
 def test_names_that_come_out_alike_never_share_a_series(
@@ -221,7 +201,7 @@ def test_a_counter_on_request_adds_up() -> None:
         ("my_app_tokens_total", ()): 30,
         ("my_app_busy_seconds_total", ()): 1.5,
     }
-    assert set(types(handler).values()) == {"counter"}
+    assert set(page(handler).types.values()) == {"counter"}
 
 
 def test_what_was_declared_for_a_group_holds_for_every_handler() -> None:
@@ -231,7 +211,7 @@ def test_what_was_declared_for_a_group_holds_for_every_handler() -> None:
     for name in ("samples", "step.ms", "size", "loss"):
         put(handler, name, 5, group)
         put(handler, name, 5)
-    assert types(handler) == {
+    assert page(handler).types == {
         f"{group}_samples": "counter",
         f"{group}_step_seconds": "histogram",
         f"{group}_size": "histogram",
@@ -260,7 +240,7 @@ def test_what_is_declared_after_its_first_value_stays_what_it_was_and_is_told_on
         f"'size' of the group '{group}' was declared to be a histogram with the buckets [1.0, 10.0] {late}",
     ]
     put(handler, "tokens", 2, group)
-    assert value(handler, f"{group}_tokens") == 2
+    assert page(handler).value(f"{group}_tokens") == 2
 
 
 ASKING = (PrometheusMetricHandler, partial(metrics.declare, "my_app"))
@@ -312,7 +292,7 @@ def test_a_value_that_would_spoil_a_sum_is_dropped_counted_and_told_once(
 def test_a_histogram_with_a_bucket_below_zero_takes_negative_values() -> None:
     handler = PrometheusMetricHandler(histograms={"reward": [-1, 0, 1]})
     put(handler, "reward", -0.5)
-    samples = _samples(parse_text(generate_latest(handler.registry).decode()))
+    samples = Page(parse_text(generate_latest(handler.registry).decode())).samples
     assert samples["my_app_reward_bucket", (("le", "0.0"),)] == 1
     assert samples["my_app_reward_bucket", (("le", "-1.0"),)] == 0
 
@@ -382,7 +362,7 @@ def test_threads_that_measure_at_once_lose_nothing() -> None:
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
-    _samples(parse_text(generate_latest(handler.registry).decode()))  # whole and sound, whatever comes in meanwhile
+    Page(parse_text(generate_latest(handler.registry).decode()))  # whole and sound, whatever comes in meanwhile
     for thread in threads:
         thread.join()
     samples = scrape(handler)
@@ -393,38 +373,29 @@ def test_threads_that_measure_at_once_lose_nothing() -> None:
 # -- the platform's names
 
 
-def test_the_state_of_the_workers_is_one_of_several(agent: AgentMetrics) -> None:
-    for state in ("init", "healthy"):
-        agent.worker_state("trainer", state)
-        states = {
-            dict(labels)["state"]: number
-            for (name, labels), number in scrape(agent.handler).items()
-            if name == "torchelastic_worker_state" and dict(labels)["role"] == "trainer"
-        }
-        assert states == {**dict.fromkeys(WORKER_STATES, 0), state: 1}
-    assert types(agent.handler) == {"torchelastic_worker_state": "gauge"}
-
-
-def test_an_round_shows_its_number_and_world_size(agent: AgentMetrics) -> None:
+def test_what_happens_in_an_agent_has_its_labels(agent: AgentMetrics) -> None:
     agent.round(7, world_size=16)
     agent.remaining_restarts("default", 99)
+    agent.worker_state("trainer", "init")
+    agent.worker_state("trainer", "healthy")
+    states = {
+        ("torchelastic_worker_state", (("role", "trainer"), ("state", state))): float(state == "healthy")
+        for state in WORKER_STATES
+    }
     assert scrape(agent.handler) == {
         ("torchelastic_round", ()): 7,
         ("torchelastic_world_size", ()): 16,
         ("torchelastic_remaining_restarts", (("role", "default"),)): 99,
+        **states,
     }
-
-
-def test_recoveries_are_measured_in_seconds_by_cause(agent: AgentMetrics) -> None:
     agent.recovered(0.2, RoundReason.WORKER_FAILED)
     agent.recovered(3.0, RoundReason.WORKER_FAILED)
     agent.recovered(0.1, RoundReason.NODE_LOST)
-    name = "torchelastic_recovery_duration_seconds"
-    assert value(agent.handler, f"{name}_bucket", cause="worker_failed", le="0.25") == 1
-    assert value(agent.handler, f"{name}_count", cause="worker_failed") == 2
-    assert value(agent.handler, f"{name}_sum", cause="worker_failed") == pytest.approx(3.2)
-    assert value(agent.handler, f"{name}_count", cause="node_lost") == 1
-    assert types(agent.handler) == {name: "histogram"}
+    name, shown = "torchelastic_recovery_duration_seconds", page(agent.handler)
+    assert shown.value(f"{name}_bucket", cause="worker_failed", le="0.25") == 1
+    assert shown.value(f"{name}_sum", cause="worker_failed") == pytest.approx(3.2)
+    assert shown.value(f"{name}_count", cause="node_lost") == 1
+    assert shown.types[name] == "histogram"
 
 
 @pytest.mark.parametrize(
@@ -443,9 +414,9 @@ def test_the_end_of_a_run_is_counted_by_its_outcome(
     samples = scrape(agent.handler)
     outcomes = {labels for (name, labels), number in samples.items() if number and name.endswith("outcomes_total")}
     assert outcomes == {(("outcome", outcome), ("retries", retries), ("role", "default"))}
-    assert value(agent.handler, "torchelastic_runs_total", role="default") == 1
-    assert value(agent.handler, "torchelastic_flakiness_ratio", role="default") == pytest.approx(flakiness)
-    assert types(agent.handler)["torchelastic_run_outcomes"] == "counter"
+    assert page(agent.handler).value("torchelastic_runs_total", role="default") == 1
+    assert page(agent.handler).value("torchelastic_flakiness_ratio", role="default") == pytest.approx(flakiness)
+    assert page(agent.handler).types["torchelastic_run_outcomes"] == "counter"
 
 
 def test_operations_are_counted_by_outcome_and_timed(agent: AgentMetrics) -> None:
