@@ -247,5 +247,5 @@ class LocalBackend:
         self._store_away = True
         if self.etcd is None:
             self.tell(JobEvent(LocalReason.STORE_AWAY, sentence, warning=True))
-        else:  # an own etcd tells of its death itself
+        else:  # the job's own etcd reports its death itself
             self._changed()

@@ -1,7 +1,8 @@
 """The jobs on this machine, as other terminals see them.
 
-A run that is alive is asked over its control socket. Of a run that is over or was killed, its directory tells. This
-module is synchronous and uses the standard library alone, so that ``elasticjob get`` starts quickly.
+The state of a run that is alive is read from its control socket; the state of a run that has ended or was killed is
+read from its directory. This module is synchronous and uses only the standard library, so that ``elasticjob get``
+starts quickly.
 """
 
 from __future__ import annotations

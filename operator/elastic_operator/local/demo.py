@@ -176,7 +176,7 @@ class Watched:
 
     def _wake(self) -> None:
         file = self.rank_file(0)
-        # The file may tell of a round before a snapshot does: its time is that of the line.
+        # The file of a round may appear before the snapshot with that round; the time of the line counts.
         if file is not None and file.round not in self._first_lines and b"\n" in file.path.read_bytes():
             self._first_lines[file.round] = time.monotonic()
         self._changed.set()

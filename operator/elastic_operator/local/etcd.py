@@ -191,14 +191,14 @@ class EtcdProcess:
     async def _serves(self, process: Process, notifications: socket.socket) -> bool:
         """Return True when it serves, False if it ends first or takes too long."""
         dead = asyncio.ensure_future(process.wait())
-        told = asyncio.ensure_future(_ready(notifications))
+        ready = asyncio.ensure_future(_ready(notifications))
         try:
-            await asyncio.wait((dead, told), timeout=_READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
-            if not told.done() or process.returncode is not None:
+            await asyncio.wait((dead, ready), timeout=_READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done() or process.returncode is not None:
                 return False
         finally:
             dead.cancel()
-            told.cancel()
+            ready.cancel()
         self.state = EtcdState.READY
         self.ready.set()
         self._changed()

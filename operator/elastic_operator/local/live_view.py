@@ -168,7 +168,7 @@ def _steps(steps: Sequence[Step]) -> RenderableType:
 
 def _pods(job: JobView, now: float) -> RenderableType:
     living, ended = job.living_pods, job.ended_pods
-    # Beside living pods, those that ended last tell what happened; if all have ended, each tells how.
+    # Beside living pods, the two that ended last explain what happened; if all have ended, each is shown.
     rows = [*living[:_MAX_PODS], *ended[:2]] if living else sorted(ended[:_MAX_PODS], key=lambda pod: pod.index)
     titles = ("POD", "PID", "STATE", "RANKS", "AGE", "MESSAGE" if any(map(_message, rows)) else "")
     table = [tuple(Text(title, "dim") for title in titles), *(_pod(pod, now) for pod in rows)]

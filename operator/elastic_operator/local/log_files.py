@@ -136,19 +136,19 @@ def follow(
 
     at_first = log_files(logs, wanted)
     current = only if only is not None else max((file.round for file in at_first), default=0)
-    told = current if at_first else 0
+    announced = current if at_first else 0
 
     def read() -> bool:
         """Write what is new; return whether there is more to come."""
-        nonlocal told
+        nonlocal announced
         over = ended.is_set()
         for file in log_files(logs, wanted):
             if file.round < current or only not in (None, file.round):
                 continue
-            if file.round > told:
-                if told:
+            if file.round > announced:
+                if announced:
                     tell(f"round {file.round} begins")
-                told = file.round
+                announced = file.round
             reader.read([file], new=file not in at_first)
         return not over and (only is None or latest_round(logs) <= only)
 

@@ -350,7 +350,7 @@ class LocalRun:
             live.status = replace(live.status, replicas=0, ready_replicas=0)
 
     def _changed(self) -> None:
-        """Ask the plan again, and tell those who watch."""
+        """Plan again, and notify the watchers."""
         self._queue.put(self._live.key)
         self.snapshots.touch()
         if (ending := self._finished()) is not None and not self._backend.running_pods:

@@ -185,7 +185,7 @@ class PlainView(View):
             self._say(*(f"  {command}   # {why}" for command, why in suggestions(job, self._hints)))
         for event in _new_events(before, job):
             self._say(f"! {event_text(event)}" if event.warning else event_text(event))
-        # Events tell of rounds and sizes, the outcome of the end.
+        # Events report rounds and sizes; the outcome reports the end.
         if not job.status.finished and (before is None or before.status.state != job.status.state):
             self._say(f"{job.name} is {job.status.state}")
         progress = job.progress
