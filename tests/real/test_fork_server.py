@@ -184,6 +184,7 @@ async def test_a_store_that_cannot_start_fails_only_that_start(tmp_path: Path, m
 async def test_an_agent_replaces_a_spare_process_that_dies_while_becoming_the_store() -> None:
     async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
         store = await process_of(agent.pid, "store of the round")
+        assert await process_of(agent.pid, "sleep")  # until then it is a spare process
         spare = await process_of(agent.pid, "spare process")
         os.kill(spare, signal.SIGSTOP)  # as a process on a machine without free memory is slow to read
         os.kill(store, signal.SIGKILL)
