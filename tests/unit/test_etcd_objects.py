@@ -143,32 +143,32 @@ def test_the_deployment_as_a_whole() -> None:
     ]
 
 
-def test_the_service_leads_to_the_pods_of_this_very_job() -> None:
-    labels = deployment()["spec"]["template"]["metadata"]["labels"]
-    assert labels.items() >= SELECTED.items()
-    assert SELECTED["elastic.pytorch.org/job-uid"] == UID, "a later job of the same name has another one"
-
-
-def test_an_address_that_pods_were_told_is_asked_for() -> None:
+def test_names_and_endpoints() -> None:
+    assert len(etcd_name("a" * 45)) <= 63, "a service has no longer name"
+    assert [etcd_endpoint(address) for address in ("10.96.3.4", "fd00::7")] == ["10.96.3.4:2379", "[fd00::7]:2379"]
     assert etcd_service(a_job(), cluster_ip="10.96.3.4")["spec"]["clusterIP"] == "10.96.3.4"
 
 
-@pytest.mark.parametrize(("address", "endpoint"), [("10.96.3.4", "10.96.3.4:2379"), ("fd00::7", "[fd00::7]:2379")])
-def test_the_endpoint_is_the_address_and_the_port(address: str, endpoint: str) -> None:
-    assert etcd_endpoint(address) == endpoint
+def test_etcd_shares_tolerations_pull_secrets_and_priority_with_the_workers() -> None:
+    taint = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "tolerationSeconds": 3600}
+    shared = {"imagePullSecrets": [{"name": "hub"}], "priorityClassName": "high"}
+    template = {"tolerations": [taint], **shared, "nodeSelector": {"gpu": "h100"}, "schedulerName": "mine"}
+    pod = pod_of(template={"spec": template}, node_loss=40)
+    assert {key: pod[key] for key in shared} == shared
+    assert not {"nodeSelector", "schedulerName"} & pod.keys()
+    mine, ours = pod["tolerations"]
+    assert (mine, ours["key"], ours["tolerationSeconds"]) == (taint, "node.kubernetes.io/not-ready", 40)
+    assert pod_of(scheduling=SchedulingSpec(priority_class="high"))["priorityClassName"] == "high"
+    assert "priorityClassName" not in pod_of()
 
 
-def test_the_names_of_the_longest_job_are_short_enough_for_a_service() -> None:
-    assert len(etcd_name("a" * 45)) <= 63
-
-
-def test_image_and_resources_may_be_given_and_limits_are_not_undercut_by_our_requests() -> None:
+def test_image_and_resources_of_the_spec_replace_the_defaults() -> None:
     etcd = EtcdSpec(image="mine:1", resources={"limits": {"memory": "32Mi"}})
     container = container_of(etcd=etcd)
     assert (container["image"], container["resources"]) == ("mine:1", {"limits": {"memory": "32Mi"}})
 
 
-def test_with_a_volume_the_data_are_written_with_care() -> None:
+def test_data_on_a_volume_are_synced() -> None:
     storage = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     pod = pod_of(etcd=EtcdSpec(storage=storage))
     (container,) = pod["containers"]
@@ -178,32 +178,12 @@ def test_with_a_volume_the_data_are_written_with_care() -> None:
     assert volume["ephemeral"]["volumeClaimTemplate"]["spec"] == storage
 
 
-def test_where_workers_may_run_and_whose_images_they_may_have_holds_for_etcd_too() -> None:
-    shared = {"tolerations": [{"operator": "Exists"}], "imagePullSecrets": [{"name": "hub"}]}
-    pod = pod_of(template={"spec": {**shared, "nodeSelector": {"gpu": "h100"}, "schedulerName": "mine"}})
-    assert {key: pod[key] for key in shared} == shared
-    assert not {"nodeSelector", "schedulerName"} & pod.keys()
-
-
-def test_a_silent_node_of_etcd_is_given_up_as_soon_as_one_of_workers() -> None:
-    taint = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "tolerationSeconds": 3600}
-    mine, ours = pod_of(template={"spec": {"tolerations": [taint]}}, node_loss=40)["tolerations"]
-    assert mine == taint
-    assert (ours["key"], ours["tolerationSeconds"]) == ("node.kubernetes.io/not-ready", 40)
-
-
-def test_etcd_is_as_important_as_the_workers_that_wait_for_it() -> None:
-    assert pod_of(template={"spec": {"priorityClassName": "high"}})["priorityClassName"] == "high"
-    assert pod_of(scheduling=SchedulingSpec(priority_class="high"))["priorityClassName"] == "high"
-    assert "priorityClassName" not in pod_of()
-
-
 @pytest.mark.parametrize("template", [{}, {"spec": None}, {"spec": 7}, {"spec": {"tolerations": None}}])
-def test_any_template_will_do(template: dict[str, Any]) -> None:
+def test_an_empty_or_invalid_template_is_ignored(template: dict[str, Any]) -> None:
     assert pod_of(template=template) == pod_of()
 
 
-def test_nothing_is_shared_with_the_job_or_between_objects() -> None:
+def test_objects_share_nothing_with_the_job_or_each_other() -> None:
     etcd = EtcdSpec(storage={"resources": {}}, resources={"requests": {}})
     template = {"spec": {"tolerations": [{"key": "a"}]}}
     first, second, careless = deployment(etcd=etcd, template=template), deployment(etcd=etcd), deployment()

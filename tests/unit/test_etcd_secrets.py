@@ -35,7 +35,7 @@ def a_secret(**data: str | bytes) -> dict[str, Any]:
     return {"metadata": {"name": "hub", "namespace": "team"}, "data": encoded}
 
 
-def test_authority_certificate_and_key_are_taken_and_are_gone_when_closed(files: Certificates) -> None:
+def test_authority_certificate_and_key_are_files_until_they_are_closed(files: Certificates) -> None:
     secret = a_secret(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
     credentials = Credentials.of(secret)
     assert credentials.authority is not None
@@ -50,7 +50,7 @@ def test_authority_certificate_and_key_are_taken_and_are_gone_when_closed(files:
     credentials.close()
 
 
-def test_an_authority_may_do_and_so_may_a_certificate_with_its_key(files: Certificates) -> None:
+def test_an_authority_alone_or_a_certificate_with_its_key_is_enough(files: Certificates) -> None:
     authority = Credentials.of(a_secret(ca_crt=files.authority))
     assert (authority.certificate, authority.key) == (None, None)
     client = Credentials.of(a_secret(tls_crt=files.client, tls_key=files.client_key))
@@ -59,7 +59,7 @@ def test_an_authority_may_do_and_so_may_a_certificate_with_its_key(files: Certif
     client.close()
 
 
-def test_what_is_no_use_is_called_by_its_name_in_the_secret(files: Certificates) -> None:
+def test_an_unusable_key_of_a_secret_is_named(files: Certificates) -> None:
     for secret, words in (
         (a_secret(), "has neither ca.crt nor tls.crt: put the certificates for etcd under these names"),
         ({"metadata": {"name": "hub"}}, "has neither ca.crt nor tls.crt"),
@@ -100,9 +100,7 @@ async def secrets(server: Server) -> AsyncIterator[EtcdSecrets]:
         yield EtcdSecrets(api, ["team"])
 
 
-async def test_a_secret_is_read_by_its_name_whenever_it_is_asked_for(
-    server: Server, secrets: EtcdSecrets, files: Certificates
-) -> None:
+async def test_a_secret_is_read_each_time(server: Server, secrets: EtcdSecrets, files: Certificates) -> None:
     server.secret = a_secret(ca_crt=files.authority)
     for _ in range(2):
         (await secrets.read("team", "hub")).close()
@@ -119,7 +117,7 @@ async def test_a_secret_is_read_by_its_name_whenever_it_is_asked_for(
         (500, StoreUnavailable, "the Secret hub with the credentials for etcd cannot be read: .*words"),
     ],
 )
-async def test_a_secret_that_cannot_be_read_is_told_in_words(
+async def test_a_secret_that_cannot_be_read_is_reported(
     server: Server, secrets: EtcdSecrets, status: int, kind: type[Exception], words: str
 ) -> None:
     server.status = status

@@ -1,4 +1,4 @@
-"""The events of jobs as objects, and what a deleted pod said last."""
+"""The Event objects of jobs and of deleted pods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def a_job(version: str = "7") -> dict[str, Any]:
     return job
 
 
-def test_an_event_says_of_which_job_it_is_what_happened_and_who_tells_it() -> None:
+def test_an_event_names_its_job_and_its_reporter() -> None:
     event = event_object(a_job(), NEWS, identity="operator-0", now=START + 3)
 
     assert event["metadata"]["namespace"] == cluster_objects.NAMESPACE
@@ -41,7 +41,7 @@ def test_an_event_says_of_which_job_it_is_what_happened_and_who_tells_it() -> No
     assert event["reportingInstance"] == "operator-0"
 
 
-def test_told_twice_it_has_the_same_name_and_another_one_has_another() -> None:
+def test_the_same_event_has_the_same_name_and_another_one_has_another() -> None:
     def name(job: dict[str, Any], news: JobEvent) -> str:
         return str(event_object(job, news, identity="x", now=START)["metadata"]["name"])
 
@@ -50,7 +50,7 @@ def test_told_twice_it_has_the_same_name_and_another_one_has_another() -> None:
     assert name(a_job(), NEWS) != name(a_job(), JobEvent(EventReason.SCALED, "scaled from 3 to 4 pods"))
 
 
-def test_a_long_message_is_shortened_and_bad_news_is_a_warning() -> None:
+def test_a_long_message_is_shortened() -> None:
     event = event_object(
         a_job(), JobEvent(EventReason.POD_DIED, "x" * 5000, warning=True), identity="operator-0", now=START
     )
@@ -73,7 +73,7 @@ def said(body: dict[str, Any]) -> str | None:
     return event.message
 
 
-def test_what_a_deleted_pod_said_last_is_told() -> None:
+def test_the_last_message_of_a_deleted_pod_is_an_event() -> None:
     left = encode_termination_message(TerminationMessage(reason="Left", message="left on SIGTERM in round 4")).decode()
     assert said(deleted(died(143, left, after=75))) == (
         "digits-1-bbbbb, which was deleted, said last: left on SIGTERM in round 4"
@@ -95,5 +95,5 @@ def test_what_a_deleted_pod_said_last_is_told() -> None:
     ],
     ids=["it had ended before", "it left without a word", "it runs", "it never ran", "nobody deleted it"],
 )
-def test_nothing_is_told_of_a_pod_of_which_there_is_nothing_new_to_tell(body: dict[str, Any]) -> None:
+def test_a_pod_without_a_new_message_gives_no_event(body: dict[str, Any]) -> None:
     assert said(body) is None

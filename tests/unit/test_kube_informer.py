@@ -1,4 +1,4 @@
-"""The informer: what it lists, what it watches, and what it does where that fails."""
+"""The informer: lists, watches and their failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PATIENCE = 20.0
 
 
-async def test_changes_from_another_thread_are_handled_in_order_whatever_fails(
+async def test_changes_from_another_thread_are_handled_in_order_despite_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     handled: list[int] = []
@@ -182,7 +182,7 @@ async def test_an_expired_watch_lists_again_and_removes_what_is_gone(server: Ser
         await until(lambda: store.count(PODS) == 0)
 
 
-async def test_everything_is_listed_again_now_and_then(server: Server) -> None:
+async def test_everything_is_listed_again_periodically(server: Server) -> None:
     server.pods = ["a"]
     async with informed(server, resync_period=0.05) as (informer, store):
         await informer.synced.wait()
@@ -191,7 +191,7 @@ async def test_everything_is_listed_again_now_and_then(server: Server) -> None:
 
 
 @pytest.mark.parametrize("forbidden", ["/namespaces/a/", "/namespaces/a/pods"])
-async def test_a_forbidden_namespace_holds_up_no_other_and_is_noticed_when_it_is_opened(
+async def test_a_forbidden_namespace_does_not_delay_others_and_is_listed_once_it_is_permitted(
     server: Server, caplog: pytest.LogCaptureFixture, forbidden: str
 ) -> None:
     caplog.set_level("INFO")
@@ -219,7 +219,7 @@ async def test_a_forbidden_namespace_holds_up_no_other_and_is_noticed_when_it_is
         (("a", "b"), 500, "what exists cannot be listed: the API server refused (500"),
     ],
 )
-async def test_if_nothing_can_be_listed_it_says_why_once(
+async def test_if_nothing_can_be_listed_the_reason_is_logged_once(
     server: Server, caplog: pytest.LogCaptureFixture, namespaces: tuple[str, ...], status: int, words: str
 ) -> None:
     server.failing["/"] = status
@@ -233,7 +233,7 @@ async def test_if_nothing_can_be_listed_it_says_why_once(
         assert informer.problem == ""
 
 
-async def test_a_list_that_fails_is_tried_again_alone(server: Server) -> None:
+async def test_only_the_list_that_failed_is_tried_again(server: Server) -> None:
     server.failing["deployments"] = 500
     async with informed(server) as (informer, store):
         await until(lambda: "500" in informer.problem)

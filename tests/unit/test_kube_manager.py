@@ -73,7 +73,7 @@ async def test_a_leader_with_many_pending_requests_renews_its_lease(
     assert not server.get(LEASES, "elastic-operator")["spec"]["holderIdentity"], "it was released"
 
 
-async def test_a_standby_knows_all_jobs_and_does_nothing_until_it_leads(
+async def test_a_standby_lists_all_jobs_and_does_nothing_until_it_leads(
     server: ObjectServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.put(LEASES, "elastic-operator", spec=HELD)
@@ -88,7 +88,9 @@ async def test_a_standby_knows_all_jobs_and_does_nothing_until_it_leads(
         assert await metric("elastic_operator_leader") == "1.0"
 
 
-async def test_without_leader_election_it_leads_at_once(server: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_leader_election_it_leads_at_once(
+    server: ObjectServer, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running(server, caplog, leader_elect=False) as metric:
         server.put(ELASTIC_JOBS, "one", spec={**JOB, **EXTERNAL})
         await server.until(lambda: len(server.of_kind(PODS)) == 1)
@@ -96,7 +98,7 @@ async def test_without_leader_election_it_leads_at_once(server: ObjectServer, ca
     assert server.times("GET", LEASES) == 0
 
 
-async def test_a_copy_that_may_list_nothing_does_not_lead_and_says_why_once(
+async def test_a_copy_that_may_list_nothing_does_not_lead(
     server: ObjectServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = 'pods is forbidden: User "operator" cannot list resource "pods"'

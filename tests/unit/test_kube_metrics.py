@@ -63,22 +63,22 @@ def counted(job: Job, observed: Observed) -> dict[Cause, int]:
     ],
     ids=lambda value: value.value if isinstance(value, Cause) else "",
 )
-def test_each_pod_that_is_replaced_counts_once_with_what_became_of_it(pod: Pod, cause: Cause) -> None:
+def test_each_replaced_pod_is_counted_once_by_cause(pod: Pod, cause: Cause) -> None:
     assert counted(that_trained(a_job()), a_world(running(0), pod)) == {cause: 1}
 
 
-def test_pods_that_the_operator_removes_are_no_restarts() -> None:
+def test_pods_that_the_operator_deletes_are_not_counted() -> None:
     assert counted(that_trained(a_job(replicas=1)), a_world(running(0), running(1))) == {}
     assert counted(that_trained(a_job(suspend=True)), a_world(running(0), running(1))) == {}
 
 
-def test_workers_that_were_started_anew_count_by_whether_that_was_charged() -> None:
+def test_restarts_of_workers_are_counted_as_charged_or_free() -> None:
     pods = running(0), running(1)
     world = a_world(*pods, round=a_round(*pods, number=7, restarts=3, free=2))
     assert counted(that_trained(a_job(), restarts=1), world) == {Cause.WORKER_FAILED: 2, Cause.FREE: 2}
 
 
-def test_the_way_to_running_is_measured_once() -> None:
+def test_the_time_until_a_job_trains_is_measured_once() -> None:
     pods = running(0), running(1)
     world = a_world(*pods, round=a_round(*pods))
     job = that_had_pods(a_job())
@@ -90,17 +90,13 @@ def test_the_way_to_running_is_measured_once() -> None:
     waiting = plan(job, a_world(pending(0), pending(1)), NOW + 12).status
     assert waiting is not None
     assert seconds_to_running(job, waiting, NOW + 12) is None
+    resumed = that_rests(a_job(), started=None, round=0, active=NOW + 100)
+    status = plan(resumed, world, NOW + 103).status
+    assert status is not None
+    assert seconds_to_running(resumed, status, NOW + 103) == 3, "since it was resumed"
 
 
-def test_of_a_job_that_was_made_suspended_the_way_begins_when_it_is_resumed() -> None:
-    pods = running(0), running(1)
-    job = that_rests(a_job(), started=None, round=0, active=NOW + 100)
-    todo = plan(job, a_world(*pods, round=a_round(*pods)), NOW + 103)
-    assert todo.status is not None
-    assert seconds_to_running(job, todo.status, NOW + 103) == 3
-
-
-def test_all_of_it_is_shown() -> None:
+def test_the_page_has_all_series() -> None:
     metrics = OperatorMetrics()
     holds = [{"type": "Running", "status": "True"}, {"type": "Degraded", "status": "True"}]
     over = [{"type": "Running", "status": "False"}, {"type": "Made up", "status": "True"}]
@@ -124,7 +120,7 @@ def test_all_of_it_is_shown() -> None:
     assert "Made up" not in shown
 
 
-def test_every_series_is_in_the_documentation() -> None:
+def test_every_series_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     metrics = OperatorMetrics()
     metrics.jobs(list, lambda: True)
@@ -168,7 +164,7 @@ def shown_of(*bodies: Json, accept: str = "") -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
-def test_each_job_is_shown_with_its_pods_its_conditions_and_its_budgets(accept: str) -> None:
+def test_each_job_is_shown_with_pods_conditions_and_budgets(accept: str) -> None:
     job = ("team", "digits")
     assert shown_of(job_body(), accept=accept) == {
         ("desired_pods", *job): 4,
@@ -182,9 +178,14 @@ def test_each_job_is_shown_with_its_pods_its_conditions_and_its_budgets(accept: 
         ("max_restarts", *job): 7,
         ("backoff_limit", *job): 7,
     }
+    archived = job_body("two", replicaSpecs={"Worker": {"restartPolicy": "Never"}})
+    shown = shown_of(job_body("one", status={}, backoffLimit=1), archived, accept=accept)
+    assert [shown["backoff_limit", "team", name] for name in ("one", "two")] == [1, 0]
+    assert ("desired_pods", "team", "one") not in shown
+    assert shown["ready_pods", "team", "one"] == 0
 
 
-def test_a_store_that_the_operator_may_not_read_is_not_shown_as_one_that_is_away() -> None:
+def test_a_forbidden_store_is_not_shown_as_unreachable() -> None:
     unreachable = {"type": "StoreUnreachable", "status": "True", "reason": "Unreachable"}
     away, closed = (
         shown_of(job_body(status={"conditions": [unreachable | {"reason": reason}]}))
@@ -194,20 +195,7 @@ def test_a_store_that_the_operator_may_not_read_is_not_shown_as_one_that_is_away
     assert ("condition", "team", "digits", "StoreUnreachable") not in closed
 
 
-def test_a_budget_of_its_own_for_pods_and_the_archived_form_are_shown_too() -> None:
-    shown = shown_of(
-        job_body("one", backoffLimit=1), job_body("two", replicaSpecs={"Worker": {"restartPolicy": "Never"}})
-    )
-    assert [shown["backoff_limit", "team", name] for name in ("one", "two")] == [1, 0]
-
-
-def test_of_a_job_that_nobody_has_looked_at_yet_it_is_not_said_how_many_pods_it_is_to_have() -> None:
-    shown = shown_of(job_body(status={}))
-    assert ("desired_pods", "team", "digits") not in shown
-    assert shown["ready_pods", "team", "digits"] == 0
-
-
-def test_a_job_that_is_somebody_elses_is_not_shown_nor_is_any_by_a_copy_that_stands_by() -> None:
+def test_jobs_of_another_controller_and_jobs_on_a_standby_are_not_shown() -> None:
     assert shown_of(job_body(managedBy="kueue.x-k8s.io/multikueue")) == {}
     metrics = OperatorMetrics()
     metrics.jobs(lambda: [job_body()], lambda: False)

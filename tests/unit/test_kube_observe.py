@@ -1,4 +1,4 @@
-"""What is observed of a job beyond its objects: slow pods, a slow etcd, pods that are gone, and what to try again."""
+"""Observations beyond the objects of a job: slow pods, a slow etcd, deleted pods, and back-off."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time_and_less_and_l
     assert cluster.requeue == 5.0, "it starts again"
 
 
-async def test_it_says_as_long_as_an_etcd_is_not_ready_why(cluster: Cluster, backend: KubernetesBackend) -> None:
+async def test_an_etcd_that_is_not_ready_is_diagnosed(cluster: Cluster, backend: KubernetesBackend) -> None:
     cluster.start_etcd()
     assert (await look(cluster, backend)).etcd_error is None
     assert (cluster.requests, cluster.requeue) == ([], 15.0)
@@ -224,7 +224,7 @@ async def test_a_pod_that_is_gone_is_observed_as_deleted_until_another_takes_its
     assert len((await look(cluster, backend)).pods) == 2
 
 
-def test_what_is_blocked_is_tried_less_and_less_often(cluster: Cluster) -> None:
+def test_a_blocked_object_is_tried_less_and_less_often(cluster: Cluster) -> None:
     creates, waits = CreateBackoff(), []
     for _ in range(9):
         creates.block("exceeded quota")
@@ -251,7 +251,7 @@ def test_another_generation_is_tried_at_once(cluster: Cluster) -> None:
     assert (creates.blocked, creates.wait) == ("exceeded quota", 0)
 
 
-def test_a_failing_api_server_is_reported_after_some_tries_and_some_time(cluster: Cluster) -> None:
+def test_a_failing_api_server_is_reported_after_several_tries_and_some_time(cluster: Cluster) -> None:
     creates = CreateBackoff()
     assert [creates.fail(5.0) for _ in range(4)] == [False] * 4
     cluster.now += 6

@@ -1,4 +1,4 @@
-"""What becomes of a job's report on an API server, also on one that does not do what it is asked."""
+"""The ConfigMap with the report of a job, also on a failing API server."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def first(cluster: OperatedCluster, method: str, path: str) -> int:
     return cluster.server.asked.index((method, path))
 
 
-async def test_it_is_written_before_the_status_says_that_the_job_is_over_and_before_etcd_goes(
+async def test_the_report_is_written_before_the_final_status_and_before_etcd_is_deleted(
     cluster: OperatedCluster,
 ) -> None:
     cluster.add_job()
@@ -188,7 +188,7 @@ async def test_it_is_written_before_the_status_says_that_the_job_is_over_and_bef
     assert cluster.server.times("POST", CONFIG_MAPS) == 1
 
 
-async def test_a_job_that_may_have_no_report_ends_all_the_same_and_that_is_told(cluster: OperatedCluster) -> None:
+async def test_a_job_whose_report_is_rejected_finishes_with_an_event(cluster: OperatedCluster) -> None:
     def fault(_method: str, path: str) -> Fault | None:
         return (403, "Forbidden", "exceeded quota: small") if "configmaps" in path else None
 
@@ -203,7 +203,7 @@ async def test_a_job_that_may_have_no_report_ends_all_the_same_and_that_is_told(
     assert cluster.server.times("POST", CONFIG_MAPS) == 1
 
 
-async def test_a_store_stays_while_its_report_cannot_be_written(cluster: OperatedCluster) -> None:
+async def test_etcd_is_kept_while_the_report_cannot_be_written(cluster: OperatedCluster) -> None:
     def fault(_method: str, path: str) -> Fault | None:
         return (500, "InternalError", "etcdserver: leader changed") if "configmaps" in path else None
 

@@ -1,4 +1,4 @@
-"""What becomes of writes that the API server does not take, or says that it does not."""
+"""Writes that the API server rejects or answers with a conflict."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def store() -> Store:
 
 
 @pytest.mark.parametrize("resource", [PODS, SERVICES], ids=lambda resource: resource.plural)
-async def test_an_object_whose_removal_was_answered_with_a_conflict_is_not_taken_for_gone(
+async def test_a_conflict_on_deletion_does_not_mean_that_the_object_is_gone(
     server: Server, api: Api, store: Store, resource: Resource
 ) -> None:
     writer = Writer(api, store)
@@ -87,7 +87,7 @@ async def test_an_object_whose_removal_was_answered_with_a_conflict_is_not_taken
 
 
 @pytest.mark.parametrize("resource", [PODS, ELASTIC_JOBS], ids=lambda resource: resource.plural)
-async def test_a_successor_of_the_same_name_is_not_removed_in_place_of_what_is_gone(resource: Resource) -> None:
+async def test_a_successor_of_the_same_name_is_not_deleted(resource: Resource) -> None:
     async with ObjectServer() as server, Api(server.configuration) as api:
         store = Store(changed=lambda _key: None)
         writer = Writer(api, store)

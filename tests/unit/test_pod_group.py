@@ -61,11 +61,11 @@ def test_the_group_of_volcano_as_a_whole() -> None:
     }
 
 
-def test_pods_that_ask_for_nothing_have_no_least_resources() -> None:
+def test_without_requests_there_are_no_least_resources() -> None:
     assert a_gang(GangScheduler.VOLCANO)["spec"] == {"minMember": 3}
 
 
-def test_what_to_install_is_told() -> None:
+def test_a_missing_kind_is_reported_with_what_to_install() -> None:
     assert not_installed(GangScheduler.VOLCANO) == (
         "this cluster knows no PodGroup of scheduling.volcano.sh, which spec.schedulingPolicy.gang asks for: install "
         "Volcano (volcano.sh), or remove gang from the job"
@@ -126,12 +126,12 @@ def asks(name: str = "worker", *, limits: Any = None, restarts: str | None = Non
         ({"containers": [asks(cpu=0, memory="much", gpu=None)]}, {}),
     ],
 )
-def test_what_a_pod_takes_of_its_node(pod: dict[str, Any], requests: dict[str, str]) -> None:
+def test_the_requests_of_a_pod(pod: dict[str, Any], requests: dict[str, str]) -> None:
     assert requests_of(pod) == {name: Decimal(amount) for name, amount in requests.items()}
 
 
 @pytest.mark.parametrize(("cpu", "written"), [("500m", "1500m"), ("1", "3"), ("0.0001", "1m"), ("1e3", "3000")])
-def test_amounts_are_written_so_that_every_scheduler_reads_them(cpu: str, written: str) -> None:
+def test_amounts_are_whole_numbers_or_thousandths(cpu: str, written: str) -> None:
     template = {"containers": [asks(cpu=cpu)]}
     assert a_gang(GangScheduler.VOLCANO, template)["spec"]["minResources"] == {"cpu": written}
 
@@ -140,6 +140,6 @@ QUANTITIES = st.none() | st.integers() | st.floats() | st.text(max_size=4) | st.
 
 
 @given(st.dictionaries(st.text(max_size=3), QUANTITIES, max_size=3))
-def test_no_quantity_is_too_odd(requests: dict[str, Any]) -> None:
+def test_invalid_quantities_are_ignored(requests: dict[str, Any]) -> None:
     whole = a_gang(GangScheduler.VOLCANO, {"containers": [{"resources": {"requests": requests}}]})
     assert whole["spec"]["minMember"] == 3
