@@ -88,9 +88,7 @@ async def test_a_standby_lists_all_jobs_and_does_nothing_until_it_leads(
         assert await metric("elastic_operator_leader") == "1.0"
 
 
-async def test_without_leader_election_it_leads_at_once(
-    server: ObjectServer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_leader_election_it_leads_at_once(server: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
     async with running(server, caplog, leader_elect=False) as metric:
         server.put(ELASTIC_JOBS, "one", spec={**JOB, **EXTERNAL})
         await server.until(lambda: len(server.of_kind(PODS)) == 1)
