@@ -182,8 +182,8 @@ class StoreMirror:
                         self._take(each)
                         self._changed()
                         continue
-                    told = [self._put(change.key, change.entry) for change in each]
-                    if any(told):
+                    changes = [self._put(change.key, change.entry) for change in each]
+                    if any(changes):
                         self._changed()
 
     def _take(self, listing: Listing) -> None:

@@ -25,7 +25,7 @@ def parse_endpoints(text: str) -> tuple[str | None, tuple[str, ...]]:
     """Read ``host[:port][,host[:port]…]``; ``http://`` or ``https://`` may stand in front of each.
 
     Returns:
-        The protocol, None where none is written; and host:port of each server, IPv6 addresses in brackets.
+        The protocol, None if none is written; and host:port of each server, IPv6 addresses in brackets.
 
     Raises:
         SettingsError: one of them cannot be read, or they differ in the protocol. The message starts with the part that
