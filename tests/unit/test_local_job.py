@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ from elastic_operator.local.processes import PodCommands
 from elastic_operator.local.run_dir import RunDir
 from elastic_operator.local.snapshot import last_line
 from elastic_operator.manifest.loader import load, load_checked
+from elastic_operator.store_mirror import store_at
 from torchelastic.protocol import SizeRecord
 
 if TYPE_CHECKING:
@@ -213,24 +215,23 @@ async def test_the_check_passes_for_a_script_beside_the_manifest_and_names_a_mis
 
 
 async def test_an_own_etcd_that_runs_and_does_not_answer_is_not_ready(file: Path, tmp_path: Path) -> None:
-    """The mirror is told of an endpoint that nothing listens on, while etcd's process runs."""
-    live = live_of(file)
+    changed = asyncio.Event()
     backend = LocalBackend(
-        live,
+        live_of(file),
         etcd=EtcdSettings(tmp_path / "etcd", tmp_path / "data", tmp_path / "log", {}),
-        command=lambda _new, _endpoint: pytest.fail("no pod is created"),
-        changed=lambda: None,
+        command=lambda *_: pytest.fail("no pod is created"),
+        changed=changed.set,
         broken=lambda error: pytest.fail(f"{error}"),
         keep=lambda _report: pytest.fail("no report is kept"),
     )
     assert backend.etcd is not None
     backend.etcd.state = EtcdState.READY
     assert backend.observed().etcd is EtcdState.READY
-    backend._on_store_away("etcd at 127.0.0.1 gave no answer in time")
+    following = asyncio.create_task(backend.mirror.run(lambda: store_at("127.0.0.1:1"), None))
+    await changed.wait()
     assert (backend.observed().etcd, list(backend.events)) == (EtcdState.STARTING, [])
-    backend.mirror.readable = True
-    backend._mirror_changed()
-    assert (backend.observed().etcd, list(backend.events)) == (EtcdState.READY, [])
+    following.cancel()
+    await asyncio.wait([following])
 
 
 # Unsupported fields

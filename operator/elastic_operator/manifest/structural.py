@@ -136,16 +136,13 @@ def _sentence(error: ValidationError) -> str:
         case "pattern":
             expected = str(error.schema.get("description", "")).removesuffix(".")
             return f"{shown(value)} is not possible here; expected is: {expected}"
-        case "minimum":
-            return f"{shown(value)} is too small; the smallest number possible is {limit}"
-        case "maximum":
-            return f"{shown(value)} is too large; the largest number possible is {limit}"
+        case "minimum" | "maximum" as bound:
+            small, smallest = ("small", "smallest") if bound == "minimum" else ("large", "largest")
+            return f"{shown(value)} is too {small}; the {smallest} number possible is {limit}"
         case "minLength" | "minItems" | "minProperties":
             return "must not be empty" if limit == 1 else f"has {len(value)} entries; at least {limit} are needed"
-        case "maxLength":
-            return f"has {len(value)} characters; at most {limit} are possible"
-        case "maxItems":
-            return f"has {len(value)} items; at most {limit} are possible"
+        case "maxLength" | "maxItems" as bound:
+            return f"has {len(value)} {'items' if bound == 'maxItems' else 'characters'}; at most {limit} are possible"
         case "maxProperties":
             number = "only one is" if limit == 1 else f"at most {limit} are"
             return f"has {len(value)} fields, {shown(list(value))}; {number} possible"
