@@ -79,10 +79,13 @@ def _by_exit_codes(snapshot: Snapshot, count: FailureCount) -> Completion | None
         return Completion(reason=Reason.RUN_SUCCEEDED)
     if (failed := ends.get(PodEnd.RUN_FAILED)) is not None:
         return _failed(snapshot, Reason.RUN_FAILED, messages.last_message(failed), failed)
+    incompatible = [pod for pod in snapshot.live if pod.incompatible_image is not None]
     # Pods that cannot start know nothing of the run's end: if the store is being read, it comes first.
-    wait = snapshot.never_read and snapshot.store_may_tell(0.0)
-    incompatible = ends.get(PodEnd.INCOMPATIBLE)
-    for pod in (*(() if wait else snapshot.live), *(() if incompatible is None else (incompatible,))):
+    if incompatible and snapshot.never_read and snapshot.store_may_tell(0.0):
+        incompatible = []
+    if PodEnd.INCOMPATIBLE in ends:
+        incompatible.append(ends[PodEnd.INCOMPATIBLE])
+    for pod in incompatible:
         if (image := pod.incompatible_image) is not None:
             return _failed(snapshot, image.reason, image.message, pod)
     if (refused := ends.get(PodEnd.BAD_INPUT)) is not None:
