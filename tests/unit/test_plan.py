@@ -46,6 +46,7 @@ from torchelastic.protocol import FailureRecord, ResumeRecord, RoundReason, Size
 
 if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed
+    from torchelastic.protocol import RoundRecord
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,17 @@ def test_plan_of(case: Case) -> None:
 
 def told(made: Plan) -> dict[EventReason, str]:
     return {EventReason(event.reason): event.message for event in made.events}
+
+
+@pytest.mark.parametrize(("there", "goes"), [(None, 2), (a_round(running(1), running(2)), 0)])
+def test_while_a_store_has_lost_its_data_readiness_does_not_decide_which_pod_goes(
+    there: RoundRecord | None, goes: int
+) -> None:
+    job = that_trained(a_job(replicas=2, generation=2))
+    sizes = {"size": size(3)}
+    world = a_world(unready(0, **sizes), running(1, **sizes), running(2, **sizes), round=there)
+
+    assert [removal.name for removal in plan(job, world, NOW).remove] == [running(goes).name]
 
 
 # -- names

@@ -20,13 +20,13 @@ from elastic_operator.api.constants import ConditionType, Reason, pod_name
 from elastic_operator.api.wire import rfc3339
 from elastic_operator.controller import messages
 from elastic_operator.controller.failures import pod_end
-from elastic_operator.controller.model import EtcdState, NewPod, PodEnd, Removal
+from elastic_operator.controller.model import EtcdState, NewPod, PodEnd, PodPhase, Removal
 from elastic_operator.controller.run_report import breakdown_at_change
 from elastic_operator.controller.snapshot import without
 from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from elastic_operator.controller.failures import FailureCount
     from elastic_operator.controller.model import Job, Pod
@@ -174,7 +174,10 @@ def _settle_size(snapshot: Snapshot, desired: int) -> tuple[SizeRecord, SizeReco
     generation = max(newest if agreed else max(newest + 1, job.generation), job.status.size_generation)
     size = msgspec.structs.replace(size, generation=generation)
     announced = stored.draining if agreed and stored is not None and stored.generation == newest else ()
-    surplus = _surplus(snapshot.live, desired, announced)
+    # Until the agents have restored a store that lost its data, it does not say which of them are ready.
+    is_lost = snapshot.observed.store_read and snapshot.observed.round is None and job.status.round > 0
+    unready = [pod for pod in snapshot.live if not (pod.ready or (is_lost and pod.phase is PodPhase.RUNNING))]
+    surplus = _surplus(snapshot.live, desired, announced, {pod.uid for pod in unready})
     unaware = any(pod.size is None or pod.size.generation < generation for pod in snapshot.live)
     if not unaware or not snapshot.observed.store_read or (stored is not None and stored.generation >= generation):
         return size, None, surplus
@@ -182,7 +185,7 @@ def _settle_size(snapshot: Snapshot, desired: int) -> tuple[SizeRecord, SizeReco
     return size, msgspec.structs.replace(size, draining=draining), surplus
 
 
-def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str]) -> tuple[Pod, ...]:
+def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str], unready: Collection[str]) -> tuple[Pod, ...]:
     """The pods to delete.
 
     First those that are announced as draining, as no round includes them; then the younger one of two with the same
@@ -190,14 +193,14 @@ def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str]) -> tup
     """
     surplus = [pod for pod in live if pod.name in announced]
     by_index: dict[int, Pod] = {}
-    for pod in sorted(live, key=lambda pod: (not pod.ready, pod.created, pod.uid)):
+    for pod in sorted(live, key=lambda pod: (pod.uid in unready, pod.created, pod.uid)):
         if pod.name in announced:
             continue
         if pod.index in by_index:
             surplus.append(pod)
         else:
             by_index[pod.index] = pod
-    staying = sorted(by_index.values(), key=lambda pod: (pod.ready, -pod.index))
+    staying = sorted(by_index.values(), key=lambda pod: (pod.uid not in unready, -pod.index))
     return (*surplus, *staying[: max(len(staying) - max(desired, 0), 0)])
 
 
