@@ -82,8 +82,8 @@ def test_what_may_change_at_any_time_is_what_no_rule_refuses_and_no_pod_is_made_
     assert told == SPEC.keys() - {*ARCHIVED, "managedBy"} - refused - {*AppliedSpec.__struct_encode_fields__}
 
 
-def test_what_changes_at_rest_alone_is_what_the_rules_refuse_while_a_job_runs() -> None:
-    told = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("at rest")}
+def test_what_changes_only_while_suspended_is_what_the_rules_refuse_while_a_job_runs() -> None:
+    told = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("suspended")}
     about_changes = [rule for rule in crd.schema()["x-kubernetes-validations"] if "oldSelf" in rule["rule"]]
     refused = {rule["fieldPath"].removeprefix(".spec.") for rule in about_changes}
     assert {name for name in FIELDS if any(f"{name}.".startswith(f"{field}.") for field in refused)} == told
@@ -136,7 +136,7 @@ def test_a_running_job_of_the_first_controller_becomes_what_it_shows_beside_it()
 
 
 def test_each_flag_that_it_calls_the_operators_is_refused() -> None:
-    beginning, of_fields = section("What is trained, and with how many pods").split("\n- what a field says")
+    beginning, of_fields = section("What is trained, and with how many pods").split("\n- what a field sets")
     flags = re.findall(r"`(--[a-z-]+)`", beginning.split("- what only the operator says")[1])
     assert len(flags) == 9
     for flag in flags:
