@@ -137,7 +137,7 @@ def test_a_running_job_of_the_first_controller_becomes_what_it_shows_beside_it()
 
 def test_each_flag_that_it_calls_the_operators_is_refused() -> None:
     beginning, of_fields = section("What is trained, and with how many pods").split("\n- what a field sets")
-    flags = re.findall(r"`(--[a-z-]+)`", beginning.split("- what only the operator says")[1])
+    flags = re.findall(r"`(--[a-z-]+)`", beginning.split("- what only the operator may set")[1])
     assert len(flags) == 9
     for flag in flags:
         words = (flag,) if flag == "--standalone" else (flag, "1")
