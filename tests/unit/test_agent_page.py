@@ -69,7 +69,7 @@ def test_the_keys_of_the_configuration_are_all_there_with_their_defaults() -> No
 def test_the_variables_of_a_worker_are_all_there() -> None:
     round = RoundRecord(number=1, members=(Member("a.1", "10.0.0.1", 1),), store="10.0.0.1:1")
     [environment] = worker_environments(round, "a.1", role="default", run_id="x", max_restarts=1)
-    assert environment.keys() <= rows("What a worker finds").keys()
+    assert environment.keys() <= rows("Environment of a worker").keys()
 
 
 def test_what_a_program_can_call_is_all_there() -> None:
@@ -80,7 +80,7 @@ def test_what_a_program_can_call_is_all_there() -> None:
 
 
 def test_the_exit_codes_are_all_there() -> None:
-    codes = {name for name in rows("How it ends") if name.isdecimal()}
+    codes = {name for name in rows("Exit codes") if name.isdecimal()}
     assert codes == {str(code.value) for code in ExitCode}
 
 
