@@ -234,14 +234,6 @@ async def test_a_failing_api_server_is_reported_until_it_accepts_pods(cluster: O
     await cluster.until(lambda: WEBHOOK not in (cluster.message("Waiting") or ""))
 
 
-async def test_an_api_server_that_fails_sometimes_is_not_reported() -> None:
-    async with OperatedCluster(transient=0.0) as cluster:
-        cluster.server.fault = failing("POST", PODS, 503, "try again", times=2, after=1)
-        cluster.add_job()
-        await cluster.have_pods(2)
-        assert cluster.told("ResourcesBlocked") == []
-
-
 async def test_an_api_server_that_accepts_a_pod_at_each_try_is_not_reported() -> None:
     asks = itertools.count()
 

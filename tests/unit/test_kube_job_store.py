@@ -14,6 +14,8 @@ from torchelastic.errors import StoreError
 from torchelastic.protocol import SizeRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic_operator.store_mirror import Reach
 
 PATIENCE = 30
@@ -35,10 +37,19 @@ async def test_an_unexpected_error_while_a_size_is_written_is_a_store_error(monk
 class Away(StoreMirror):
     """A mirror whose store a test reports as unreachable."""
 
+    def __init__(self, run_id: str, *, changed: Callable[[], None], away: Callable[[str], None]) -> None:
+        super().__init__(run_id, changed=changed, away=away)
+        self.report = away
+
     async def run(self, settings: Reach, available: asyncio.Event | None) -> None:
         assert available is not None
         self.up = available
         await asyncio.Event().wait()
+
+
+def fail(mirror: StoreMirror, error: str) -> None:
+    assert isinstance(mirror, Away)
+    mirror.report(error)
 
 
 async def test_a_store_is_reported_as_unreachable_only_while_it_should_be_up(
@@ -52,14 +63,14 @@ async def test_a_store_is_reported_as_unreachable_only_while_it_should_be_up(
             return stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=up)
 
         mirror = own(up=False)
-        mirror._away("no route")
+        fail(mirror, "no route")
         assert stores.error("uid") is None
         own(up=True)
-        mirror._away("no route")
+        fail(mirror, "no route")
         assert (stores.error("uid"), woken) == ("no route", ["team/digits"])
         own(up=False)
         assert stores.error("uid") is None
-        mirror._away("no route")
+        fail(mirror, "no route")
         assert stores.error("uid") is None
 
 
@@ -90,7 +101,7 @@ async def test_an_own_store_is_reported_after_a_minute(
     async with asyncio.timeout(PATIENCE), JobStores(lambda _key: None) as stores:
         mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=True)
         for now.time, trouble in ((0.0, None), (50.0, None), (60.0, "no route")):
-            mirror._away("no route")
+            fail(mirror, "no route")
             assert stores.error("uid") == trouble
 
 
@@ -109,7 +120,7 @@ async def test_another_reason_is_reported_twice_a_minute_at_most(
             (60.0, "no route", "no answer"),
             (61.0, "no route", "no route"),
         ):
-            mirror._away(said)
+            fail(mirror, said)
             assert stores.error("uid") == told
         assert len(woken) == 3
 
