@@ -48,7 +48,7 @@ def test_each_gpu_shows_its_memory_and_what_it_does(nvml: StandIn) -> None:
     assert nvml.opened == 1
 
 
-def test_what_a_gpu_does_not_know_is_left_out_and_no_matter(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+def test_readings_that_a_gpu_does_not_support_are_left_out(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     nvml.wrong["nvmlDeviceGetUtilizationRates", 1] = nvml.NVML_ERROR_NOT_SUPPORTED  # as of a part of a GPU
     found = shown(Gpus())
     assert ("utilization_ratio", "1") not in found
@@ -56,9 +56,7 @@ def test_what_a_gpu_does_not_know_is_left_out_and_no_matter(nvml: StandIn, caplo
     assert not caplog.records
 
 
-def test_a_gpu_that_is_lost_does_not_hide_the_others_and_is_told_of_once(
-    nvml: StandIn, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_gpu_is_left_out_and_logged_once(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     nvml.wrong["nvmlDeviceGetHandleByIndex", 1] = nvml.NVML_ERROR_GPU_IS_LOST
     gpus = Gpus()
     for _ in range(2):
@@ -68,7 +66,7 @@ def test_a_gpu_that_is_lost_does_not_hide_the_others_and_is_told_of_once(
     ]
 
 
-def test_a_driver_that_has_failed_is_opened_anew_at_the_next_scrape(nvml: StandIn) -> None:
+def test_a_failed_driver_is_opened_again_at_the_next_scrape(nvml: StandIn) -> None:
     gpus = Gpus()
     nvml.wrong["nvmlDeviceGetCount"] = nvml.NVML_ERROR_UNKNOWN
     assert shown(gpus) == {}
@@ -77,7 +75,7 @@ def test_a_driver_that_has_failed_is_opened_anew_at_the_next_scrape(nvml: StandI
     assert nvml.opened == 2
 
 
-def test_a_driver_that_does_not_answer_costs_a_moment_and_its_series_and_is_not_asked_again_meanwhile(
+def test_a_driver_that_does_not_answer_is_asked_once_and_logged_once(
     nvml: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpus = Gpus(patience=0.01)
@@ -93,7 +91,7 @@ def test_a_driver_that_does_not_answer_costs_a_moment_and_its_series_and_is_not_
 
 
 @pytest.mark.parametrize("number", [StandIn.NVML_ERROR_LIBRARY_NOT_FOUND, StandIn.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_without_a_driver_there_is_nothing_to_show_or_to_say(
+def test_without_a_driver_nothing_is_shown_or_logged(
     nvml: StandIn, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     nvml.wrong["nvmlInit"] = number
@@ -101,7 +99,7 @@ def test_without_a_driver_there_is_nothing_to_show_or_to_say(
     assert not caplog.records
 
 
-def test_without_the_extra_there_is_nothing_to_show_or_to_say(
+def test_without_pynvml_nothing_is_shown_or_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, asked = builtins.__import__, []

@@ -113,7 +113,7 @@ def test_a_handler_that_raises_is_reported_once_and_stops_nothing(
 
 
 @pytest.mark.parametrize("wrong", [Recorder, "console", None])
-def test_what_is_no_handler_is_refused_when_it_is_configured(wrong: Any) -> None:
+def test_configure_refuses_what_is_no_handler(wrong: Any) -> None:
     with pytest.raises(TypeError, match="object with a method emit"):
         metrics.configure(wrong)
 
@@ -253,7 +253,7 @@ def main():
         ),
     ],
 )
-def test_the_documentations_snippets_do_what_it_says(snippet: str, use: str, said: str) -> None:
+def test_the_snippets_of_torchelastics_documentation_run(snippet: str, use: str, said: str) -> None:
     ended = subprocess.run([sys.executable, "-c", f"{snippet}\n{use}"], check=True, capture_output=True, text=True)
     assert ended.stderr == ""
     assert re.search(said, ended.stdout.rstrip("\n"))

@@ -64,12 +64,12 @@ class Fixed(Collector):
 # -- the page
 
 
-def test_every_series_says_whose_it_is_whoever_made_it(agent: AgentMetrics) -> None:
+def test_every_series_has_the_labels_of_the_job(agent: AgentMetrics) -> None:
     beside = Fixed(GaugeMetricFamily("my_app_loss", "Loss.", value=1))
     registry = agent.registry(beside)
     agent.round(1, 2)
     agent.store_answered("get", 0.1, succeeded=True)
-    for _ in range(2):  # what a collector gives anew each time, and what it keeps
+    for _ in range(2):  # some collectors make new families each time, some keep them
         shown = page(registry)
         assert shown.job == ("team", "digits")
         assert shown.value("torchelastic_round") == shown.value("my_app_loss") == 1
@@ -77,7 +77,7 @@ def test_every_series_says_whose_it_is_whoever_made_it(agent: AgentMetrics) -> N
 
 
 @pytest.mark.parametrize("job", [("", "\udc80"), ('"', "a\nb\\"), ("", "")])
-def test_any_name_of_a_job_gives_a_page_that_can_be_read(job: tuple[str, str]) -> None:
+def test_a_job_may_have_any_name(job: tuple[str, str]) -> None:
     agent = AgentMetrics(MetricRegistry(), job=job)
     registry = agent.registry()
     agent.round(1, 2)
@@ -85,14 +85,14 @@ def test_any_name_of_a_job_gives_a_page_that_can_be_read(job: tuple[str, str]) -
     assert shown.job == (job[0], job[1].replace("\udc80", "\\udc80"))
 
 
-def test_units_are_told_to_who_asks_for_openmetrics(agent: AgentMetrics) -> None:
+def test_openmetrics_has_units(agent: AgentMetrics) -> None:
     seconds = CounterMetricFamily("my_app_busy_seconds", "Time.", value=1)
     registry = agent.registry(Fixed(seconds, GaugeMetricFamily("my_app_loss", "Loss.", value=1)))
     units = {family.name: family.unit for family in parse_openmetrics(generate_openmetrics(registry).decode())}
     assert units == {"my_app_busy_seconds": "seconds", "my_app_loss": ""}
 
 
-def test_who_fails_does_not_hide_the_others_and_is_told_of_once(
+def test_a_collector_that_fails_is_left_out_and_logged_once(
     agent: AgentMetrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     loss = GaugeMetricFamily("my_app_loss", "Loss.", value=1)
@@ -108,7 +108,7 @@ def test_who_fails_does_not_hide_the_others_and_is_told_of_once(
 # -- requests to the store
 
 
-async def test_every_request_to_the_store_is_measured_and_does_what_it_did(agent: AgentMetrics) -> None:
+async def test_every_request_to_the_store_is_measured(agent: AgentMetrics) -> None:
     registry = agent.registry()
     store = measured(MemoryStore(), agent.store_answered)
     lease = await store.grant(10)
@@ -146,7 +146,7 @@ async def test_every_request_to_the_store_is_measured_and_does_what_it_did(agent
     ("error", "outcome"),
     [(StoreUnavailable("away"), "failure"), (StoreRefused("no"), "failure"), (LeaseLost("over"), "success")],
 )
-async def test_a_request_without_an_answer_is_a_failure_and_bad_news_is_none(
+async def test_a_request_without_an_answer_is_a_failure(
     agent: AgentMetrics, monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str
 ) -> None:
     registry, memory = agent.registry(), MemoryStore()
@@ -160,7 +160,7 @@ async def test_a_request_without_an_answer_is_a_failure_and_bad_news_is_none(
     assert page(registry).named(REQUESTS) == {(REQUESTS, (("outcome", outcome), ("request", "keep_alive"))): 1}
 
 
-async def test_a_watch_that_was_never_confirmed_is_a_failure_and_one_that_was_broken_later_is_not(
+async def test_only_a_watch_without_confirmation_is_a_failure(
     agent: AgentMetrics,
 ) -> None:
     registry, memory = agent.registry(), MemoryStore()
@@ -186,7 +186,7 @@ def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
     return {(dict(labels)["operation"], dict(labels)["outcome"]): count for (_, labels), count in found.items()}
 
 
-def test_what_an_round_costs_is_told_under_the_documented_names(agent: AgentMetrics) -> None:
+def test_operations_of_a_round_have_the_documented_names(agent: AgentMetrics) -> None:
     registry = agent.registry()
     times = RoundTimes(agent)
     times.waits()
@@ -220,7 +220,7 @@ class WorkersThatCannotBeStarted:
         raise StartError("nor can the store")
 
 
-async def test_a_start_that_the_machine_does_not_allow_is_a_failure(agent: AgentMetrics, tmp_path: Path) -> None:
+async def test_a_start_that_the_machine_refuses_is_a_failure(agent: AgentMetrics, tmp_path: Path) -> None:
     registry = agent.registry()
     settings = AgentSettings(
         rendezvous=RendezvousSettings("digits", SizeRecord(min=1, max=1, desired=1), max_restarts=1),
@@ -240,7 +240,7 @@ async def test_a_start_that_the_machine_does_not_allow_is_a_failure(agent: Agent
     }
 
 
-def test_a_wait_for_an_round_that_will_not_come_is_a_failure_and_only_one(agent: AgentMetrics) -> None:
+def test_a_wait_in_vain_is_one_failure(agent: AgentMetrics) -> None:
     registry = agent.registry()
     times = RoundTimes(agent)
     times.failed()
@@ -272,7 +272,7 @@ STEPS = st.lists(st.tuples(STATES, st.integers(0, 50), STATES, STATES, st.intege
 
 
 @given(STEPS)
-def test_the_states_of_a_run_never_fall_and_add_up_whatever_is_learnt_late(
+def test_seconds_by_state_never_fall_and_add_up_to_the_time(
     steps: list[tuple[RunState, int, RunState, RunState, int]],
 ) -> None:
     spent: dict[RunState, float] = {}

@@ -204,7 +204,7 @@ def test_a_counter_on_request_adds_up() -> None:
     assert set(page(handler).types.values()) == {"counter"}
 
 
-def test_what_was_declared_for_a_group_holds_for_every_handler() -> None:
+def test_a_declaration_holds_for_every_handler() -> None:
     group = "test_what_was_declared"
     metrics.declare(group, counters=["samples", "size"], histograms={"step.ms": [0.1, 1]})
     handler = PrometheusMetricHandler(histograms={"size": [1, 10]})
@@ -223,7 +223,7 @@ def test_what_was_declared_for_a_group_holds_for_every_handler() -> None:
     }
 
 
-def test_what_is_declared_after_its_first_value_stays_what_it_was_and_is_told_once(
+def test_a_late_declaration_changes_nothing_and_is_logged_once(
     handler: PrometheusMetricHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = "test_what_is_declared_late"
@@ -262,7 +262,7 @@ BUCKETS = "buckets of 'x' must be finite numbers, each above"
         ({"histograms": {"x": [1]}, "counters": ["x"]}, "'x' is asked for both"),
     ],
 )
-def test_who_asks_for_no_counters_or_histograms_is_told_what_is_wanted(asked: Any, answer: str) -> None:
+def test_invalid_counters_and_histograms_are_refused(asked: Any, answer: str) -> None:
     for ask in ASKING:
         with pytest.raises(ValueError, match=answer):
             ask(**asked)
@@ -272,7 +272,7 @@ def test_who_asks_for_no_counters_or_histograms_is_told_what_is_wanted(asked: An
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -1])
-def test_a_value_that_would_spoil_a_sum_is_dropped_counted_and_told_once(
+def test_a_value_that_would_spoil_a_sum_is_dropped_and_logged_once(
     wrong: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     handler = PrometheusMetricHandler(counters=["samples"], histograms={"size": [1, 10]})
@@ -318,7 +318,7 @@ class Size(enum.IntEnum):
         *("5", b"3", bytearray(b"3"), memoryview(b"3"), array("b", b"3"), OneElement("5")),
     ],
 )
-def test_a_value_that_is_no_number_is_dropped_counted_and_told_once(
+def test_a_value_that_is_no_number_is_dropped_and_logged_once(
     handler: PrometheusMetricHandler, wrong: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(handler, "loss", 1)
@@ -333,12 +333,12 @@ def test_a_value_that_is_no_number_is_dropped_counted_and_told_once(
 
 
 @pytest.mark.parametrize("number", [2, 2.0, Decimal(2), Fraction(2), Size.TWO, OneElement(2), OneElement(Decimal(2))])
-def test_whatever_is_one_number_is_taken(handler: PrometheusMetricHandler, number: Any) -> None:
+def test_anything_that_is_one_number_is_taken(handler: PrometheusMetricHandler, number: Any) -> None:
     put(handler, "loss", number)
     assert scrape(handler) == {("my_app_loss", ()): 2}
 
 
-def test_a_loop_that_makes_new_names_meets_a_limit_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_have_a_limit_that_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     handler = PrometheusMetricHandler(max_series=100)
     for step in range(1000):
         put(handler, f"loss_at_step_{step}", step)
@@ -437,7 +437,7 @@ def test_operations_are_counted_by_outcome_and_timed(agent: AgentMetrics) -> Non
 # -- served
 
 
-def test_it_serves_by_itself_in_any_program() -> None:
+def test_a_handler_serves_its_series() -> None:
     handler = PrometheusMetricHandler(port=0, address="127.0.0.1")
     try:
         put(handler, "loss", 0.5)

@@ -37,7 +37,7 @@ async def test_it_serves_prometheus_text_on_any_free_port(handler: PrometheusMet
     assert [(family.name, family.type) for family in parse_text(text)] == [("my_app_loss", "gauge")]
 
 
-async def test_it_serves_openmetrics_to_who_asks_for_it(handler: PrometheusMetricHandler) -> None:
+async def test_it_serves_openmetrics_on_request(handler: PrometheusMetricHandler) -> None:
     async with serve_metrics(handler.registry, 0, host="127.0.0.1") as port:
         _, content_type, text = await get(
             f"127.0.0.1:{port}", accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5"

@@ -112,7 +112,7 @@ def measured() -> Iterator[Measured]:
     REGISTRY.detach(measured)
 
 
-async def test_the_first_step_says_since_when_the_program_trains_and_the_others_nothing(agent: Agent) -> None:
+async def test_only_the_first_step_is_reported(agent: Agent) -> None:
     torchelastic.step()
     after = time.time()
     said = await agent.node.until(lambda said: said["first_step_at"])
@@ -125,7 +125,7 @@ async def test_the_first_step_says_since_when_the_program_trains_and_the_others_
     assert (await agent.node.until(lambda said: said["last_checkpoint_at"]))["first_step_at"] == said["first_step_at"]
 
 
-async def test_a_checkpoint_that_is_written_keeps_what_was_before_it_began(agent: Agent) -> None:
+async def test_a_checkpoint_is_reported_with_the_time_of_its_beginning(agent: Agent) -> None:
     before = time.time()
     with torchelastic.checkpoint():
         began = time.time()
@@ -135,7 +135,7 @@ async def test_a_checkpoint_that_is_written_keeps_what_was_before_it_began(agent
     assert said["first_step_at"] == 0
 
 
-async def test_a_checkpoint_that_fails_keeps_nothing(agent: Agent, measured: Measured) -> None:
+async def test_a_failed_checkpoint_is_not_reported(agent: Agent, measured: Measured) -> None:
     with pytest.raises(OSError, match="full"), torchelastic.checkpoint():
         raise OSError("the disk is full")
     torchelastic.step()
@@ -143,7 +143,7 @@ async def test_a_checkpoint_that_fails_keeps_nothing(agent: Agent, measured: Mea
     assert measured.values == []
 
 
-async def test_of_checkpoints_within_a_second_the_last_is_told_of_when_it_is_over(agent: Agent) -> None:
+async def test_of_checkpoints_within_a_second_the_first_and_the_last_are_reported(agent: Agent) -> None:
     writing = [torchelastic.checkpoint() for _ in range(2000)]
     await asyncio.sleep(0.002)  # times are told in milliseconds, and the last one is to be another
     writing.append(torchelastic.checkpoint())
@@ -156,7 +156,7 @@ async def test_of_checkpoints_within_a_second_the_last_is_told_of_when_it_is_ove
     assert len(agent.node.reports) == 2
 
 
-async def test_a_checkpoint_in_the_background_is_told_of_when_its_future_has_written_it(
+async def test_a_checkpoint_in_the_background_is_reported_when_its_future_succeeds(
     agent: Agent, measured: Measured
 ) -> None:
     failed, cancelled, written = Future[None](), Future[None](), Future[None]()
@@ -229,7 +229,9 @@ async def test_an_agent_that_hangs_up_is_called_again(agent: Agent, monkeypatch:
     assert agent.node.reports[-1]["first_step_at"] == said["first_step_at"]
 
 
-async def test_an_agent_that_takes_nothing_in_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_that_reads_nothing_does_not_block_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(tmp_path / "channel"))
@@ -244,7 +246,7 @@ async def test_an_agent_that_takes_nothing_in_holds_nobody_up(tmp_path: Path, mo
         assert not AGENT.send({"kept": 1.0})  # it is full
 
 
-async def test_what_cannot_be_is_not_believed(agent: Agent) -> None:
+async def test_impossible_reports_are_ignored(agent: Agent) -> None:
     told, now = agent.progress.update, time.time()
     told(1, stepped=now, kept=now)  # not the worker of rank 0
     told(0, stepped=agent.began - 10, kept=agent.began - 10)
@@ -267,7 +269,7 @@ async def test_only_the_node_with_rank_0_reports(agent: Agent) -> None:
     assert len(agent.node.reports) == 1
 
 
-async def test_however_much_is_told_it_is_reported_once_in_a_second_and_at_once_when_asked_for(agent: Agent) -> None:
+async def test_the_node_reports_once_a_second_or_on_request(agent: Agent) -> None:
     for _ in range(1000):
         agent.progress.update(0, kept=time.time())
     assert len(agent.node.reports) == 1
@@ -281,7 +283,7 @@ async def test_however_much_is_told_it_is_reported_once_in_a_second_and_at_once_
     assert len(agent.node.reports) == 3
 
 
-async def test_with_the_next_round_nothing_of_the_last_one_is_reported(agent: Agent) -> None:
+async def test_progress_ends_with_its_round(agent: Agent) -> None:
     for _ in range(2):
         agent.progress.update(0, stepped=time.time(), kept=time.time())
     agent.begin()

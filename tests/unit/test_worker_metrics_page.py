@@ -104,7 +104,7 @@ def test_gauges_end_with_their_worker_and_counts_stay_until_its_successor_goes_o
         ((0, 1), (1, 2), {"1": 2, "2": 1}),
     ],
 )
-def test_counts_go_on_where_ranks_have_changed(
+def test_counts_go_on_if_ranks_have_changed(
     node: Node, before: tuple[int, int], after: tuple[int, int], expected: dict[str, float]
 ) -> None:
     for number, worker in enumerate(node.begin(*before), start=1):
@@ -167,7 +167,7 @@ NAMES = st.text(max_size=8) | st.sampled_from(
         max_size=4,
     )
 )
-def test_whatever_workers_measure_the_page_is_well_formed_and_no_series_is_there_twice(
+def test_the_page_is_well_formed_for_any_names(
     tmp_path_factory: pytest.TempPathFactory, rounds: list[list[tuple[str, str, Form | None]]]
 ) -> None:
     agent = AgentMetrics(MetricRegistry())
@@ -193,9 +193,7 @@ def test_rounds_leave_no_descriptors(tmp_path: Path) -> None:
     assert len(set(open_after)) == 1
 
 
-def test_values_that_are_not_taken_are_counted_for_each_rank_and_told_once(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dropped_values_are_counted_by_rank_and_logged_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     (worker,) = node.begin(0)
     for wrong in ("high", None, [1]):
         worker.add_value("loss", wrong)  # type: ignore[arg-type]
@@ -211,9 +209,7 @@ def test_values_that_are_not_taken_are_counted_for_each_rank_and_told_once(
     assert len(caplog.records) == 3
 
 
-def test_a_signal_handler_that_measures_under_a_new_name_spoils_no_other(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_handler_may_measure_under_a_new_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     (worker,) = node.begin(0)
     place, came = MemoryWriter.place, []
 
@@ -229,7 +225,7 @@ def test_a_signal_handler_that_measures_under_a_new_name_spoils_no_other(
     assert node.page().samples == {("my_app_loss", rank): 1, ("my_app_of_handler", rank): 7}
 
 
-def test_workers_that_make_new_counters_at_each_start_have_the_page_grow_to_a_limit(node: Node) -> None:
+def test_inherited_counters_have_a_limit(node: Node) -> None:
     for round in range(5):
         (worker,) = node.begin(0)
         worker._registry.declare("my_app", dict.fromkeys((f"{round}.{n}" for n in range(900)), Form(Kind.COUNTER)))
@@ -241,9 +237,7 @@ def test_workers_that_make_new_counters_at_each_start_have_the_page_grow_to_a_li
     assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 5 * 900 - 2000
 
 
-def test_where_there_is_no_room_workers_do_without_and_it_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_room_for_its_memory_a_worker_is_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     metrics = WorkerMetrics(tmp_path / "file" / "folder", tmp_path / "other")
     variables, _ = metrics.begin(0, {0: 0})

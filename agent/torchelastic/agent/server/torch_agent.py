@@ -155,7 +155,7 @@ class _Handler:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
-        """While calls block and no worker runs: whoever asks this agent to stop does not wait for the calls."""
+        """While calls block and no worker runs, a request to stop does not wait for the calls."""
         self._blocked = True
         try:
             self.check()
