@@ -135,6 +135,10 @@ class TcpProxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self.connections += 1
+        assert self._server is not None
+        if not self._server.is_serving():  # it was accepted while the proxy was closed
+            writer.transport.abort()
+            return
         try:
             target_reader, target_writer = await asyncio.open_connection(*self._target)
         except OSError:

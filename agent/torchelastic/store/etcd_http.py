@@ -171,7 +171,7 @@ class EtcdServers:
             response = await self._session.request(
                 method,
                 URL(f"{self._bases[endpoint].origin()}{path}", encoded=True),
-                data=body,
+                data=body or None,
                 headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})},
                 allow_redirects=False,  # a redirect would take the credentials along
                 timeout=aiohttp.ClientTimeout(connect=connect),
