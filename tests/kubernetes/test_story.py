@@ -90,6 +90,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
     await user.wait(f"pod/{victim}", "jsonpath={.status.phase}=Failed")
     await user.wait("elasticjob/rounds", "jsonpath={.status.podFailures}=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=2/2")
+    await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
     assert "round" in (await user.kubectl("logs", victim, "-c", "worker")).stdout
 
     # etcd dies: training continues, and changes are possible again when it is back.
@@ -100,6 +101,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
     assert (await user.get("elasticjob/rounds"))["status"]["round"] == round
     await user.kubectl("scale", "elasticjob/rounds", "--replicas=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=1")
+    await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=1/1")
 
     told = await user.events("rounds")
     assert f"{victim} " in told
