@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from elastic_operator.cli.run import choose_view
 from elastic_operator.local.live_view import LiveView, render
-from elastic_operator.local.view import Hints, PlainView, Step, choose_view, outcome, own_hints
+from elastic_operator.local.view import Hints, PlainView, Step, outcome, own_hints
 from elastic_operator.views import formatting
 from elastic_operator.views.job_view import JobView
 from tests.support.snapshots import FOLDER, KILLED, RUN, START, event, pod, snapshot

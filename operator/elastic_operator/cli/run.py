@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from elastic_operator.cli.options import add_command
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from elastic_operator.cli.options import Commands
+    from elastic_operator.local.view import Hints, View
 
 _RUN_EXAMPLES = """\
 examples:
@@ -60,6 +62,26 @@ def add_to(commands: Commands) -> None:
         )
 
 
+def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[str, str]) -> View:
+    """Return the live view if the output is a terminal that can show it, else plain lines.
+
+    Args:
+        plain: the user wants plain lines.
+        hints: how ``elasticjob`` is called.
+        output: where to show it.
+        environ: NO_COLOR and TERM=dumb ask for plain lines.
+    """
+    if plain or environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb" or not output.isatty():
+        from elastic_operator.local.view import PlainView
+
+        return PlainView(output, hints)
+    from rich.console import Console
+
+    from elastic_operator.local.live_view import LiveView
+
+    return LiveView(Console(file=output, highlight=False), hints)
+
+
 def _execute(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
@@ -67,7 +89,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     from elastic_operator.local.demo import perform
     from elastic_operator.local.run_dir import home_dir
     from elastic_operator.local.runner import RunRequest, run_job
-    from elastic_operator.local.view import choose_view, own_hints
+    from elastic_operator.local.view import own_hints
     from elastic_operator.manifest.loader import load_checked
 
     request = RunRequest(

@@ -145,24 +145,6 @@ class View(contextlib.AbstractContextManager["View"]):
         """Give the terminal back."""
 
 
-def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[str, str]) -> View:
-    """Return the live view if the output is a terminal that can show it, else plain lines.
-
-    Args:
-        plain: the user wants plain lines.
-        hints: how ``elasticjob`` is called.
-        output: where to show it.
-        environ: NO_COLOR and TERM=dumb ask for plain lines.
-    """
-    if plain or environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb" or not output.isatty():
-        return PlainView(output, hints)
-    from rich.console import Console
-
-    from elastic_operator.local.live_view import LiveView
-
-    return LiveView(Console(file=output, highlight=False), hints)
-
-
 class PlainView(View):
     """Prints a line for each change, with the time of day."""
 

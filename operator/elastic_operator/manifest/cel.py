@@ -40,10 +40,12 @@ def broken_rules(value: object, schema: Schema, old: object = None, location: Lo
     """
     if value is None:
         return
-    for rule in schema.get("x-kubernetes-validations", ()):
-        if not _holds(rule, value, schema, old):
-            at = tuple(step for step in rule.get("fieldPath", "").split(".") if step)
-            yield Problem((*location, *at), rule["message"] + _quoted(rule["rule"], value))
+    if rules := schema.get("x-kubernetes-validations"):
+        converted, before = _cel(value, schema), None if old is None else _cel(old, schema)
+        for rule in rules:
+            if not _holds(rule, converted, before):
+                at = tuple(step for step in rule.get("fieldPath", "").split(".") if step)
+                yield Problem((*location, *at), rule["message"] + _quoted(rule["rule"], value))
     if isinstance(value, Mapping):
         for key, below in value.items():
             old_field = old.get(key) if isinstance(old, Mapping) else None
@@ -56,14 +58,14 @@ def broken_rules(value: object, schema: Schema, old: object = None, location: Lo
             yield from broken_rules(item, schema.get("items", {}), next(same, None), (*location, index))
 
 
-def _holds(rule: Mapping[str, Any], value: object, schema: Schema, old: object) -> bool:
+def _holds(rule: Mapping[str, Any], value: Value, old: Value | None) -> bool:
     """Return whether the value keeps the rule; a rule that cannot be evaluated is broken."""
-    variables = {"self": _cel(value, schema)}
+    variables = {"self": value}
     if _OLD_SELF.search(rule["rule"]):
         if rule.get("optionalOldSelf"):
-            variables["oldSelf"] = celtypes.ListType([] if old is None else [_cel(old, schema)])
+            variables["oldSelf"] = celtypes.ListType([] if old is None else [old])
         elif old is not None:
-            variables["oldSelf"] = _cel(old, schema)
+            variables["oldSelf"] = old
         else:
             return True
     try:
