@@ -197,6 +197,12 @@ def test_the_first_exception_is_kept(error_json: Path, monkeypatch: pytest.Monke
     assert [path.name for path in error_json.parent.iterdir()] == ["error.json"]
 
 
+def test_a_message_that_is_not_unicode_is_kept(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ERROR_FILE, str(error_json))
+    record_exception(ValueError("no file \udcff"))
+    assert words(error_json, 1) == "ValueError: no file \udcff"
+
+
 # -- kills for memory
 
 
@@ -205,6 +211,8 @@ def test_the_first_exception_is_kept(error_json: Path, monkeypatch: pytest.Monke
     [
         ("0::/kubepods/pod1\n", "kubepods/pod1/memory.events", "low 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"),
         ("0::/../outer\n", "memory.events", "oom_kill 2\n"),
+        ("4:memory:/docker/1\n0::/\n", "memory/docker/1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
+        ("9:cpu,memory:/docker/1\n0::/\n", "memory/memory.oom_control", "oom_kill 2\n"),
     ],
 )
 def test_kills_are_counted_in_the_own_cgroup(membership: str, counter: str, content: str, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from torchelastic.protocol import FailureKind, FailureRecord, shorten
 from torchelastic.rendezvous.policy.messages import name_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torchelastic.config.settings import AgentSettings
     from torchelastic.protocol import RoundRecord
 
@@ -194,7 +196,8 @@ def _recorded_exception(path: Path) -> tuple[str, bool]:
     """
     try:
         with path.open("rb") as file:
-            message = msgspec.json.decode(file.read(_FILE_LIMIT), type=_ErrorFile).message
+            record = json.loads(file.read(_FILE_LIMIT))  # msgspec.json refuses lone surrogates
+        message = msgspec.convert(record, _ErrorFile).message
     except (OSError, ValueError, RecursionError):
         return "", False
     if isinstance(message, str):
@@ -325,10 +328,7 @@ def failure_of_node(
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine.
-
-    In a container, its own cgroup is often mounted as the root.
-    """
+    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine."""
 
     def __init__(
         self,
@@ -337,8 +337,7 @@ class MemoryKills:
         membership: Path = Path("/proc/self/cgroup"),
         machine: Path = Path("/proc/vmstat"),
     ) -> None:
-        group = next((line.removeprefix("0::/") for line in _lines(membership) if line.startswith("0::/")), "")
-        self._files = (root / group / "memory.events", root / "memory.events", machine)
+        self._files = [*_counters(root, membership), machine]
 
     def count(self) -> int:
         """How many so far; 0 if nothing counts them."""
@@ -352,6 +351,20 @@ class MemoryKills:
     def explains(self, exit_code: int, *, since: int) -> bool:
         """Whether a process with this exit code was killed for memory, given the count before it started."""
         return exit_code == -signal.SIGKILL and self.count() > since
+
+
+def _counters(root: Path, membership: Path) -> Iterator[Path]:
+    """The files that may count for this process: a container often sees its own cgroup as the root."""
+    for line in _lines(membership):
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            mount, name = root, "memory.events"
+        elif "memory" in controllers.split(","):  # cgroup version 1
+            mount, name = root / "memory", "memory.oom_control"
+        else:
+            continue
+        yield mount / group.strip("/") / name
+        yield mount / name
 
 
 def _lines(path: Path) -> list[str]:
