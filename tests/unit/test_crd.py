@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic_operator.api.spec import GROUP, KIND, PLURAL, VERSION, AppliedSpec, ElasticJobSpec, changed_fields
 from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_to_json
-from elastic_operator.api.validation_error import in_words
+from elastic_operator.api.validation import in_words
 from elastic_operator.manifest import crd, structural
 
 REPOSITORY = Path(__file__).parents[2]

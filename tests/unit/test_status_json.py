@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.json_values import moment, rfc3339
 from elastic_operator.api.spec import AppliedSpec
 from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_from_json, status_to_json
-from elastic_operator.api.wire import moment, rfc3339
 from elastic_operator.errors import BadInput
 from tests.support.builders import NOW
 from torchelastic.protocol import NodeEnd, RunState, TimeBreakdown

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from elastic_operator.api.json_values import from_json, moment, seconds_of, to_json
 from elastic_operator.api.status import JobState
-from elastic_operator.api.wire import from_json, moment, seconds_of, to_json
 from elastic_operator.errors import BadInput
 from torchelastic.protocol import (
     COUNT_LIMIT,

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from elastic_operator.api.json_access import listing, mapping, mappings
+from elastic_operator.api.json_values import listing, mapping, mappings
 from elastic_operator.api.legacy import WORKER, modern, objection
 
 GROUP: Final = "elastic.pytorch.org"

@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from elastic_operator.api.json_values import from_json, to_json
 from elastic_operator.api.spec import AppliedSpec  # noqa: TC001 - msgspec reads the annotations
-from elastic_operator.api.wire import from_json, to_json
 from elastic_operator.errors import BadInput
 from torchelastic.protocol import TimeBreakdown  # noqa: TC001
 

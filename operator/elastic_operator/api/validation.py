@@ -1,5 +1,6 @@
-"""Checks what the CRD cannot: contradictions within a spec, and the parts of the pod template that the operator reads.
+"""Problems of a manifest, and the checks that the CRD cannot make.
 
+The checks find contradictions within a spec, and problems in the parts of the pod template that the operator reads.
 Everything else in a template is checked by the API server when pods are created.
 """
 
@@ -8,22 +9,69 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import CHECKPOINT_FOLDER, ETCD_TLS_FOLDER, METRICS_PORT, OWN_PREFIX
-from elastic_operator.api.json_access import at, integer, listing, mapping, mappings
-from elastic_operator.api.launcher_flags import launcher_flags, program_is_launcher, starts_launcher
-from elastic_operator.api.legacy import WORKER
+from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, shown
+from elastic_operator.api.legacy import WORKER, launcher_flags, program_is_launcher, starts_launcher
 from elastic_operator.api.spec import NEVER, FailureAction, mounted_folders, program_of, user_env, worker_container
-from elastic_operator.api.validation_error import shown
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import Env
 from torchelastic.store.endpoints import parse_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from elastic_operator.api.spec import ElasticJobSpec, FailureRule, Json
+
+
+Location = tuple[str | int, ...]
+"""The path of a value: keys and list indices from the root."""
+
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that has to be changed before the manifest can be accepted.
+
+    Attributes:
+        location: the path of the value.
+        message: what is wrong with it and what to change; follows ``spec.field: ``.
+    """
+
+    location: Location
+    message: str
+
+    @property
+    def path(self) -> str:
+        """The location as text: ``spec.args[0]``, ``metadata.labels[app.kubernetes.io/name]``."""
+        return dotted(self.location)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.location else self.message
+
+
+def dotted(location: Location) -> str:
+    """A location as text."""
+    path = ""
+    for step in location:
+        if isinstance(step, int) or not _PLAIN_KEY.fullmatch(step):
+            path += f"[{step}]"
+        else:
+            path += f".{step}" if path else step
+    return path
+
+
+def in_words(problems: Sequence[str | Problem]) -> str:
+    """The first problem as a sentence; if there are more, their number and a line for each."""
+    first, *others = [str(problem) for problem in problems]
+    if not others:
+        return first
+    count = "1 more problem" if len(others) == 1 else f"{len(others)} more problems"
+    return "\n".join([f"{first}; and {count}:", *(f"  {other}" for other in others)])
 
 
 class Pet:

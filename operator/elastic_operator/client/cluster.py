@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
-from elastic_operator.api.json_access import integer, mappings, text
+from elastic_operator.api.json_values import integer, mappings, text
 from elastic_operator.api.report import REPORT_KEY
 from elastic_operator.client import ScrapedJob
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished

@@ -14,7 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.api.json_access import integer, text
+from elastic_operator.api.json_values import integer, text
 from elastic_operator.api.legacy import WORKER
 from elastic_operator.api.status import JobState
 from elastic_operator.client.pod_log import AGENT, LogLine, PodLog

@@ -17,7 +17,7 @@ from collections import deque
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from elastic_operator.api.wire import rfc3339
+from elastic_operator.api.json_values import rfc3339
 from torchelastic.output import ROUND_LINE, WORKER_LINE
 
 if TYPE_CHECKING:

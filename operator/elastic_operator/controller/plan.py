@@ -4,17 +4,15 @@ It does no I/O, reads no clock, logs nothing, and raises for no input. It is lev
 the status. A plan that was carried out leaves nothing to do; after one that was carried out in part, the next plan
 does the rest. It asks these modules, in this order:
 
-==============  ===============================================================================
-module          question
-==============  ===============================================================================
-``snapshot``    which pods are live, which spec is in effect, and must the store be read first?
-``failures``    what does the end of each pod mean, and what does it count for?
-``completion``  has the job ended?
-``scaling``     which pods are deleted and created, and what are the agents told?
-``status``      what does the status say?
-``events``      what is emitted?
-``run_report``  where did the time go, and what is kept of the run?
-==============  ===============================================================================
+============  ===============================================================================
+module        question
+============  ===============================================================================
+``snapshot``  which pods are live, which spec is in effect, and must the store be read first?
+``failures``  what does the end of each pod mean, and has the job ended?
+``scaling``   which pods are deleted and created, and what are the agents told?
+``status``    what does the status say, where did the time go, and what is kept of the run?
+``messages``  which events are emitted?
+============  ===============================================================================
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import MANAGER, CleanPodPolicy
-from elastic_operator.controller.completion import deadline_of, find_completion
-from elastic_operator.controller.events import completion_event, running_events, suspension_events
-from elastic_operator.controller.failures import count_failures
+from elastic_operator.controller.failures import count_failures, deadline_of, find_completion
+from elastic_operator.controller.messages import completion_event, running_events, suspension_events
 from elastic_operator.controller.model import EtcdState, Plan, PodPhase
-from elastic_operator.controller.run_report import report_at_completion, report_at_suspension
 from elastic_operator.controller.scaling import PlannedPods, plan_pods, removals
 from elastic_operator.controller.snapshot import PATIENCE, Snapshot, must_stop_first, spec_in_effect, without
 from elastic_operator.controller.status import (
     finished_status,
+    report_at_completion,
+    report_at_suspension,
     running_status,
     suspended_status,
     unless_the_same,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from elastic_operator.api.constants import EventReason
-from elastic_operator.api.json_access import mapping
+from elastic_operator.api.json_values import mapping
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, JobEvent, PodPhase
 from elastic_operator.controller.snapshot import with_applied_spec

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType, EventReason
-from elastic_operator.api.json_access import integer, mapping, mappings, text
+from elastic_operator.api.json_values import integer, mapping, mappings, text
 from elastic_operator.api.spec import MANAGER, ElasticJobSpec
 from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of

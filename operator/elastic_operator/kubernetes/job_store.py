@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
-from elastic_operator.api.json_access import mapping, text
+from elastic_operator.api.json_values import mapping, text
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, ApiError, with_hint
 from elastic_operator.store_mirror import StoreMirror, store_at

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from elastic_operator.api.json_access import integer, mapping, text
+from elastic_operator.api.json_values import integer, mapping, text
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import LEASES, ApiError
 

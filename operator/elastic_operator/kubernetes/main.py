@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from elastic_operator.api.wire import rfc3339
+from elastic_operator.api.json_values import rfc3339
 from elastic_operator.errors import BadInput
 from elastic_operator.resources.metadata import AGENT_METRICS_PORT, ETCD_IMAGE, PodSettings
 

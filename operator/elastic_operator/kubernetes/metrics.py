@@ -12,7 +12,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.json_access import integer, mapping, mappings, text
+from elastic_operator.api.json_values import integer, mapping, mappings, text
 from elastic_operator.api.legacy import modern
 from elastic_operator.api.spec import MANAGER
 from elastic_operator.api.status import JobState

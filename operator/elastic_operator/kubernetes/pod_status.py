@@ -22,7 +22,7 @@ from elastic_operator.api.constants import (
     OWN_PREFIX,
     Reason,
 )
-from elastic_operator.api.json_access import at, integer, listing, mapping, mappings, text
+from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, text
 from elastic_operator.api.legacy import WORKER
 from elastic_operator.api.validation import Pet
 from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, TerminationCause

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_operator.api.json_access import integer, mapping, mappings, text
+from elastic_operator.api.json_values import integer, mapping, mappings, text
 from elastic_operator.api.spec import GROUP, KIND
 from elastic_operator.controller.model import EtcdState
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, with_hint

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.api.constants import MANAGED_BY, ROLE_REPORT, report_name, worker_selector
-from elastic_operator.api.json_access import mapping, text
+from elastic_operator.api.json_values import mapping, rfc3339, text
 from elastic_operator.api.report import REPORT_KEY, decode_report, encode_report, merged
 from elastic_operator.api.status import status_to_json
-from elastic_operator.api.wire import rfc3339
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.client import (
     CONFIG_MAPS,

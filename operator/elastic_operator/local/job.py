@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from elastic_operator.api.json_access import at, mapping, mappings
+from elastic_operator.api.json_values import at, mapping, mappings, rfc3339
 from elastic_operator.api.legacy import WORKER, modern
 from elastic_operator.api.spec import MANAGER, CleanPodPolicy, ElasticJobSpec, FailurePolicy, SchedulingSpec
 from elastic_operator.api.status import JobStatus, status_to_json
-from elastic_operator.api.validation import problem_of
-from elastic_operator.api.validation_error import in_words
-from elastic_operator.api.wire import rfc3339
+from elastic_operator.api.validation import in_words, problem_of
 from elastic_operator.controller.model import Job
 from elastic_operator.errors import BadInput
 from elastic_operator.manifest import crd

@@ -17,7 +17,8 @@ from celpy import celtypes
 from celpy.adapter import json_to_cel
 from celpy.evaluation import CELEvalError
 
-from elastic_operator.api.validation_error import Location, Problem, shown
+from elastic_operator.api.json_values import shown
+from elastic_operator.api.validation import Location, Problem
 from elastic_operator.manifest.structural import Schema, field_schema
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
+from elastic_operator.api.json_values import shown
 from elastic_operator.api.spec import GROUP, KIND, VERSION, Json
-from elastic_operator.api.validation_error import Problem, shown
+from elastic_operator.api.validation import Problem
 from elastic_operator.manifest.structural import Schema, field_schema, unknown_fields, violations
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 from yaml.reader import ReaderError
 
+from elastic_operator.api.json_values import shown
 from elastic_operator.api.spec import ElasticJobSpec, Json
-from elastic_operator.api.validation_error import Location, Problem, in_words, shown
+from elastic_operator.api.validation import Location, Problem, in_words
 from elastic_operator.errors import BadInput
 from elastic_operator.manifest import crd
 

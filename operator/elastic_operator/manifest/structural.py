@@ -16,7 +16,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
 
-from elastic_operator.api.validation_error import Location, Problem, shown
+from elastic_operator.api.json_values import shown
+from elastic_operator.api.validation import Location, Problem
 
 Schema = Mapping[str, Any]
 _Errors = Iterator[ValidationError]

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.json_access import integer
+from elastic_operator.api.json_values import integer
 from elastic_operator.api.spec import program_of, user_env
 from elastic_operator.api.validation import AROUND, Pet, optional_variables
 from torchelastic.protocol import PROTOCOL_VERSION, Env, encode

@@ -10,7 +10,7 @@ import copy
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.constants import LABEL_JOB_UID, ROLE_ETCD
-from elastic_operator.api.json_access import mapping
+from elastic_operator.api.json_values import mapping
 from elastic_operator.resources.metadata import common_labels, own_labels, own_metadata
 from elastic_operator.resources.worker_pod import RESTRICTED, SECCOMP, completed_mapping, tolerate_silent_node
 from torchelastic.protocol import bracketed

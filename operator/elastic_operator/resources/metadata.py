@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.constants import ANNOTATION_METRICS_PORT, LABEL_JOB, LABEL_ROLE, MANAGED_BY
-from elastic_operator.api.json_access import mapping
+from elastic_operator.api.json_values import mapping
 from elastic_operator.api.spec import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kubernetes.utils.quantity import parse_quantity
 
 from elastic_operator.api.constants import ROLE_WORKER
-from elastic_operator.api.json_access import mapping, mappings
+from elastic_operator.api.json_values import mapping, mappings
 from elastic_operator.api.spec import GangScheduler
 from elastic_operator.resources.metadata import own_labels, own_metadata
 

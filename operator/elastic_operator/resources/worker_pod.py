@@ -27,10 +27,9 @@ from elastic_operator.api.constants import (
     ROLE_WORKER,
     hostname,
 )
-from elastic_operator.api.json_access import listing, mapping, mappings, text
+from elastic_operator.api.json_values import listing, mapping, mappings, rfc3339, text
 from elastic_operator.api.legacy import WORKER
 from elastic_operator.api.spec import NEVER, mounted_folders, user_env
-from elastic_operator.api.wire import rfc3339
 from elastic_operator.resources.agent_command import Surroundings, agent_command, ending_of
 from elastic_operator.resources.metadata import common_labels, for_prometheus, own_labels, owner_reference
 from elastic_operator.resources.podgroup import gang_marks, scheduler_of

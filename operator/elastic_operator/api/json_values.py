@@ -1,4 +1,6 @@
-"""Writes statuses and reports as JSON and reads them back: camelCase keys and RFC 3339 times.
+"""Reads values of unchecked JSON, and converts statuses and reports: camelCase keys and RFC 3339 times.
+
+The functions that read a value of unchecked JSON return their type, whatever the JSON contains.
 
 Times of a status are in whole seconds, as everywhere in Kubernetes. Times of a report and of a time breakdown are in
 milliseconds, because their durations have to add up.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 import math
 import re
 from datetime import UTC, datetime, timedelta
@@ -20,6 +23,9 @@ from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from elastic_operator.api.spec import Json
+
 
 _T = TypeVar("_T")
 
@@ -44,6 +50,52 @@ _MILLISECONDS: Final = frozenset({"asOf", "began", "ended", "created", "rested"}
 _OMITTED_IF_EMPTY: Final = frozenset({"countedPodUIDs", "excludedNodes", "pod", "signal", "ended"})
 _VERBATIM: Final = frozenset({"appliedSpec", "seconds", "gone"})
 _NOT_WRITTEN: Final = {"TimeBreakdown": frozenset({"state", "round", "first_step_at", "last_checkpoint_at", "there"})}
+
+_SHOWN_CHARACTERS: Final = 60
+
+
+def mapping(value: object, *path: str) -> Json:
+    """The mapping at the path; empty if there is none."""
+    found = at(value, *path)
+    return found if isinstance(found, dict) else {}
+
+
+def mappings(value: object, *path: str) -> tuple[Json, ...]:
+    """The mappings in the list at the path."""
+    return tuple(entry for entry in listing(value, *path) if isinstance(entry, dict))
+
+
+def listing(value: object, *path: str) -> tuple[object, ...]:
+    """The items of the list at the path; empty if there is none."""
+    found = at(value, *path)
+    return tuple(found) if isinstance(found, list) else ()
+
+
+def text(value: object, *path: str) -> str:
+    """The text at the path; empty if there is none."""
+    found = at(value, *path)
+    return found if isinstance(found, str) else ""
+
+
+def integer(value: object, *path: str) -> int | None:
+    """The integer at the path; None if there is none."""
+    found = at(value, *path)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def at(value: object, *path: str) -> object:
+    """The value at the path; None if there is none."""
+    for key in path:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
+
+
+def shown(value: object) -> str:
+    """A value quoted as JSON, shortened if it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 2]} …"
 
 
 def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
