@@ -55,7 +55,7 @@ async def test_a_watch_delivers_an_object_of_megabytes(server: Server) -> None:
     job = {"metadata": {"name": "large", "annotations": {"note": "x" * 3_000_000}}}
     line = json.dumps({"type": "ADDED", "object": job}).encode() + b"\n"
     server.answers += [line[:100], line[100:] + line[:5], line[5:]]
-    async with api_of(server) as api:
+    async with UserApi(server.configuration) as api:
         seen = [change async for change in api.watch(ELASTIC_JOBS, "default", start="1")]
     assert seen == [("ADDED", job), ("ADDED", job)]
 
@@ -63,7 +63,7 @@ async def test_a_watch_delivers_an_object_of_megabytes(server: Server) -> None:
 async def test_a_watch_from_an_expired_version_fails_with_410(server: Server) -> None:
     told = {"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old resource version"}}
     server.answers.append(json.dumps(told).encode() + b"\n")
-    async with api_of(server) as api:
+    async with UserApi(server.configuration) as api:
         with pytest.raises(ApiError, match="too old") as caught:
             _ = [change async for change in api.watch(ELASTIC_JOBS, "default", start="1")]
     assert caught.value.status == 410

@@ -13,7 +13,6 @@ round (the kubelet drops the oldest part of a long log) have round 0.
 
 from __future__ import annotations
 
-from collections import deque
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 AGENT: Final = -1
 """The rank of the agent's own lines."""
 
-_MAX_RECENT: Final = 256
-"""Lines that are remembered to recognize them when the log is read again."""
 _MAX_DISORDER: Final = 1
 """Seconds by which the timestamps of standard output and standard error may be out of order."""
 
@@ -66,20 +63,19 @@ class PodLog:
         self.round = 0
         self.ranks: dict[int, tuple[int, ...]] = {}
         self._partial = b""
-        self._recent: deque[tuple[float, bytes]] = deque(maxlen=_MAX_RECENT)
-        self._known: set[tuple[float, bytes]] = set()
-        self._known_before = 0.0
+        self._last = (0.0, b"")
+        self._latest = 0.0
+        self._resuming = False
 
     @property
     def since(self) -> str | None:
         """The time from which to read the log again; None for its beginning."""
-        return rfc3339(int(self._recent[-1][0]) - _MAX_DISORDER) if self._recent else None
+        return rfc3339(int(self._last[0]) - _MAX_DISORDER) if self._latest else None
 
     def resume(self) -> None:
-        """Prepare for reading the log again from :attr:`since` on: known lines are skipped."""
+        """Prepare for reading the log again from :attr:`since` on: all lines up to the last known one are skipped."""
         self._partial = b""
-        self._known = set(self._recent)
-        self._known_before = min(self._known)[0] if len(self._recent) == _MAX_RECENT else 0.0
+        self._resuming = self._latest > 0
 
     def feed(self, piece: bytes) -> Iterator[LogLine]:
         """Yield the lines that this piece completes."""
@@ -96,9 +92,10 @@ class PodLog:
     def _read(self, line: bytes) -> Iterator[LogLine]:
         time, text = stamped = _split_timestamp(line)
         if time:
-            if time < self._known_before or stamped in self._known:
+            if self._resuming and time <= self._latest:
+                self._resuming = stamped != self._last
                 return
-            self._recent.append(stamped)
+            self._last, self._latest, self._resuming = stamped, max(time, self._latest), False
         if rank := WORKER_LINE.match(text):
             yield LogLine(time, self.round, int(rank["rank"]), text[rank.end() :])
             return

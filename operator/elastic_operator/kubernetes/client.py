@@ -24,7 +24,7 @@ from elastic_operator.api.spec import GROUP, VERSION, GangScheduler
 from elastic_operator.errors import BadInput, ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
     from types import TracebackType
 
     import kopf
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
 
 _TIMEOUT: Final = 30.0
-_WATCH_SECONDS: Final = 300
-"""The server ends a watch after this time."""
 _CONNECTIONS: Final = 96
 _MAX_ERROR_BYTES: Final = 1 << 20
 """An error that a pod sends through the API server's proxy may have any length."""
@@ -319,7 +317,7 @@ class Api:
         self, resource: Resource, namespace: str | None, *, labels: str = "", name: str = "", fields: str = ""
     ) -> tuple[list[Json], str]:
         """List the objects of a namespace (None: of all); return them and the resource version of the list."""
-        query = _selectors(labels, name, fields)
+        query = selectors(labels, name, fields)
         found = self._decoded(await self._send("GET", resource.path(namespace), query, verb="LIST"))
         return list(found.get("items") or ()), str(found["metadata"]["resourceVersion"])
 
@@ -329,7 +327,7 @@ class Api:
         Raises:
             ApiError: 410 if reading took so long that the list has expired.
         """
-        query = {**_selectors(labels), "limit": str(_PAGE_SIZE)}
+        query = {**selectors(labels), "limit": str(_PAGE_SIZE)}
         while True:
             data = await self._send("GET", resource.path(namespace), query, verb="LIST")
             try:
@@ -380,26 +378,6 @@ class Api:
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         return self._decoded(await self._send("DELETE", resource.path(namespace, name), body=body))
-
-    async def watch(
-        self, resource: Resource, namespace: str | None, *, start: str, labels: str = "", name: str = ""
-    ) -> AsyncGenerator[tuple[str, Json], None]:
-        """Yield every change after a resource version, ADDED, MODIFIED or DELETED, for some minutes.
-
-        Raises:
-            ApiError: 410 if the resource version has expired: list again.
-        """
-        query = {**_selectors(labels, name), "watch": "true", "resourceVersion": start}
-        query["timeoutSeconds"] = str(_WATCH_SECONDS)
-        # The server ends it by then. If not even that is heard, the connection is dead.
-        pieces = self._stream(resource.path(namespace), query, verb="WATCH", silence=_WATCH_SECONDS + _TIMEOUT)
-        async with contextlib.aclosing(pieces):
-            async for line in _lines(pieces):
-                change = json.loads(line)
-                if change["type"] == "ERROR":
-                    told = change["object"]
-                    raise ApiError(int(told.get("code", 500)), str(told.get("reason")), str(told.get("message")))
-                yield change["type"], change["object"]
 
     async def _stream(
         self, path: str, query: Mapping[str, str], *, verb: str = "", silence: float | None = None
@@ -473,26 +451,16 @@ class Api:
         return ClusterError(f"what answers under {self._configuration.host} is no Kubernetes API server")
 
 
-def _selectors(labels: str = "", name: str = "", fields: str = "") -> dict[str, str]:
-    selectors = {"labelSelector": labels, "fieldSelector": f"metadata.name={name}" if name else fields}
-    return {kind: selector for kind, selector in selectors.items() if selector}
+def selectors(labels: str = "", name: str = "", fields: str = "") -> dict[str, str]:
+    """The parameters of a request that select by labels, and by a name or by fields."""
+    given = {"labelSelector": labels, "fieldSelector": f"metadata.name={name}" if name else fields}
+    return {kind: selector for kind, selector in given.items() if selector}
 
 
 def _unreachable(error: Exception) -> ClusterError:
     if isinstance(error, asyncio.TimeoutError):
         return ApiTimeout("the API server does not answer in time")
     return ClusterError(f"the API server cannot be reached: {str(error) or type(error).__name__}")
-
-
-async def _lines(pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Split a stream into lines of any length: aiohttp limits a line to less than a large object needs."""
-    begun: list[bytes] = []
-    async for piece in pieces:
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            yield b"".join((*begun, end))
-            begun.clear()
-        begun.append(rest)
 
 
 async def _beginning(response: aiohttp.ClientResponse) -> bytes:
