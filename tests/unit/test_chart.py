@@ -17,7 +17,7 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from elastic_operator.kubernetes.main import Address, LogFormat, LogLevel, OperatorSettings, parse
+from elastic_operator.kubernetes.main import LOG_FORMATS, LOG_LEVELS, Address, OperatorSettings, parse
 from elastic_operator.resources.metadata import PodSettings
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ def test_the_deployment_gives_the_operator_only_arguments_that_it_knows() -> Non
         leader_elect=True,
         lease_namespace="team",
         lease_name="team",
-        log_level=LogLevel.ERROR,
-        log_format=LogFormat.JSON,
+        log_level="error",
+        log_format="json",
         identity=settings.identity,
         listen=Address("", 8080),
         in_pod=True,
@@ -184,10 +184,10 @@ def test_the_defaults_are_those_of_the_operator() -> None:
     assert VALUES["etcd"]["image"] == operator.pods.etcd_image
     assert VALUES["agent"]["metricsPort"] == operator.pods.agent_metrics_port
     assert VALUES["leaderElection"] is operator.leader_elect
-    assert VALUES["logging"] == {"level": operator.log_level.value, "format": operator.log_format.value}
+    assert VALUES["logging"] == {"level": operator.log_level, "format": operator.log_format}
     logging = SCHEMA["properties"]["logging"]["properties"]
-    assert logging["level"]["enum"] == list(LogLevel)
-    assert logging["format"]["enum"] == list(LogFormat)
+    assert logging["level"]["enum"] == list(LOG_LEVELS)
+    assert logging["format"]["enum"] == list(LOG_FORMATS)
 
 
 def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:

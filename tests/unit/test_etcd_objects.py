@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -35,9 +34,7 @@ METADATA = {
     ],
 }
 SELECTED = {
-    "elastic.pytorch.org/job": "digits",
-    "elastic.pytorch.org/role": "etcd",
-    "elastic.pytorch.org/job-uid": UID,
+    f"elastic.pytorch.org/{key}": value for key, value in (("job", "digits"), ("role", "etcd"), ("job-uid", UID))
 }
 
 
@@ -181,25 +178,3 @@ def test_data_on_a_volume_are_synced() -> None:
 @pytest.mark.parametrize("template", [{}, {"spec": None}, {"spec": 7}, {"spec": {"tolerations": None}}])
 def test_an_empty_or_invalid_template_is_ignored(template: dict[str, Any]) -> None:
     assert pod_of(template=template) == pod_of()
-
-
-def test_objects_share_nothing_with_the_job_or_each_other() -> None:
-    etcd = EtcdSpec(storage={"resources": {}}, resources={"requests": {}})
-    template = {"spec": {"tolerations": [{"key": "a"}]}}
-    first, second, careless = deployment(etcd=etcd, template=template), deployment(etcd=etcd), deployment()
-    before = copy.deepcopy((etcd, template, second, deployment()))
-    spoil(first)
-    spoil(careless)
-    assert (etcd, template, second, deployment()) == before
-
-
-def spoil(value: Any) -> None:
-    """Change everything that can be changed in an object."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            spoil(inner)
-        value["spoiled"] = True
-    elif isinstance(value, list):
-        for inner in value:
-            spoil(inner)
-        value.append("spoiled")

@@ -207,21 +207,6 @@ async def test_an_unreachable_own_etcd_is_reported_while_it_is_ready(
     await cluster.until(lambda: not cluster.holds("StoreUnreachable"))
 
 
-async def test_an_own_etcd_that_is_not_ready_is_not_reported_as_unreachable() -> None:
-    async with OperatedCluster(patience=0.0) as cluster:
-        cluster.add_job()
-        await cluster.have_pods(2)
-        for ready in (1, 0, 1, 0):
-            cluster.tell_of_etcd(readyReplicas=ready, round=ready)
-            await cluster.look()
-            assert ready or not cluster.holds("StoreUnreachable")
-        cluster.run_pods()
-        cluster.add_job(maxReplicas=3, replicas=3)
-        await cluster.have_pods(3)
-        await cluster.until(lambda: cluster.status.get("desired") == 3)
-        assert not cluster.holds("StoreUnreachable")
-
-
 async def test_a_failing_api_server_is_reported_until_it_accepts_pods(cluster: OperatedCluster) -> None:
     cluster.server.fault = failing("POST", PODS, 500, f"Internal error occurred: {WEBHOOK}", times=inf, after=1)
     cluster.add_job()

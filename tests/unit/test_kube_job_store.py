@@ -95,21 +95,16 @@ def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-async def test_an_own_store_is_reported_after_a_minute(
-    now: SimpleNamespace,
-) -> None:
-    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: None) as stores:
-        mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=True)
-        for now.time, trouble in ((0.0, None), (50.0, None), (60.0, "no route")):
-            fail(mirror, "no route")
-            assert stores.error("uid") == trouble
-
-
-async def test_another_reason_is_reported_twice_a_minute_at_most(
+async def test_a_store_is_reported_after_its_patience_and_another_reason_twice_a_minute_at_most(
     now: SimpleNamespace,
 ) -> None:
     woken: list[str] = []
     async with asyncio.timeout(PATIENCE), JobStores(woken.append, patience=0.0) as stores:
+        own = stores.follow("own", "team/own", "127.9.9.9:2379", lasts=False, up=True)
+        for now.time, told in ((0.0, None), (50.0, None), (60.0, "no route")):
+            fail(own, "no route")
+            assert stores.error("own") == told, "its node may have died, which takes a minute"
+        woken.clear()
         mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
         for now.time, said, told in (
             (0.0, "no route", "no route"),

@@ -12,8 +12,6 @@ from elastic_operator.kubernetes.main import (
     Address,
     JsonLines,
     KopfFilter,
-    LogFormat,
-    LogLevel,
     OperatorSettings,
     TextLines,
     main,
@@ -56,8 +54,8 @@ def test_every_flag_becomes_a_setting() -> None:
         lease_name="d",
         kubeconfig="/e",
         context="f",
-        log_format=LogFormat.JSON,
-        log_level=LogLevel.WARNING,
+        log_format="json",
+        log_level="warning",
         identity="operator-0",
         in_pod=False,
     )
@@ -155,15 +153,12 @@ def a_record(message: str, level: int = logging.WARNING, *, error: bool = False)
     return record
 
 
-def test_a_text_line_has_time_level_and_message() -> None:
+def test_a_line_has_time_level_and_message_and_then_the_traceback() -> None:
     line = TextLines().format(a_record("this copy leads", logging.INFO))
     assert line == "2023-11-14T22:13:20Z INFO    this copy leads"
-
-
-def test_a_traceback_follows_the_text_line_and_is_a_field_of_the_json_object() -> None:
     record = a_record("a defect", logging.ERROR, error=True)
-    assert TextLines().format(record).endswith("ValueError: odd")
-    assert TextLines().format(record).splitlines()[0] == "2023-11-14T22:13:20Z ERROR   a defect"
+    first, *_, last = TextLines().format(record).splitlines()
+    assert (first, last) == ("2023-11-14T22:13:20Z ERROR   a defect", "ValueError: odd")
     told = json.loads(JsonLines().format(record))
     assert told.pop("traceback").endswith("ValueError: odd")
     assert told == {"time": "2023-11-14T22:13:20Z", "level": "error", "logger": "kopf.x", "message": "a defect"}

@@ -67,17 +67,14 @@ def test_a_job_is_found_by_its_key_and_its_pods_by_its_uid(listener: Listener) -
     assert listener.changed == [KEY, KEY]
 
 
-def test_each_state_of_a_pod_is_converted_once(listener: Listener) -> None:
+def test_the_pods_of_a_job_are_as_they_were_seen_last(listener: Listener) -> None:
+    owner = cluster_objects.NAMESPACE, cluster_objects.JOB_UID
     listener.store.put(PODS, a_pod(0))
-    (pending,) = listener.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
-    assert listener.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)[0] is pending
-
+    assert [pod.terminating for pod in listener.store.pods(*owner)] == [False]
     listener.store.put(PODS, a_pod(0, 2, deletionTimestamp=cluster_objects.at(5)))
-    (going,) = listener.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
-    assert (pending.terminating, going.terminating) == (False, True)
-
+    assert [pod.terminating for pod in listener.store.pods(*owner)] == [True]
     listener.store.remove(PODS, a_pod(0, 3))
-    assert listener.store.pods(cluster_objects.NAMESPACE, cluster_objects.JOB_UID) == ()
+    assert listener.store.pods(*owner) == ()
 
 
 def test_an_object_that_was_deleted_never_returns(listener: Listener) -> None:
@@ -106,26 +103,18 @@ def test_a_list_removes_what_it_lacks_unless_it_was_created_since(listener: List
     assert "uid-p0" not in listener.pods()
 
 
-def test_a_successor_of_the_same_name_stays_when_the_former_job_is_removed(listener: Listener) -> None:
-    old, new = a_job(3), a_job(8, uid="new")
-    listener.store.put(ELASTIC_JOBS, old)
-    listener.store.put(ELASTIC_JOBS, new)
-    listener.store.remove(ELASTIC_JOBS, at_version(old, 7))
-    job = listener.store.job(KEY)
-    assert job is not None
-    assert job["metadata"]["uid"] == "new"
-
-    listener.store.remove(ELASTIC_JOBS, at_version(new, 9))
-    assert listener.store.job(KEY) is None
-    assert listener.store.keys == ()
-
-
-def test_of_two_jobs_with_one_name_the_newer_one_is_found_until_it_is_removed(listener: Listener) -> None:
-    listener.store.put(ELASTIC_JOBS, a_job(8, uid="new"))
-    listener.store.put(ELASTIC_JOBS, a_job(3, uid="old"))
+@pytest.mark.parametrize("order", [("old", "new"), ("new", "old")])
+def test_of_two_jobs_with_one_name_the_newer_one_is_found_until_it_is_removed(
+    listener: Listener, order: tuple[str, str]
+) -> None:
+    jobs = {"old": a_job(3, uid="old"), "new": a_job(8, uid="new")}
+    for uid in order:
+        listener.store.put(ELASTIC_JOBS, jobs[uid])
     assert uid_of(listener.store.job(KEY)) == "new"
-    listener.store.remove(ELASTIC_JOBS, a_job(9, uid="new"))
-    assert uid_of(listener.store.job(KEY)) == "old"
+    listener.store.remove(ELASTIC_JOBS, at_version(jobs[order[0]], 9))
+    assert uid_of(listener.store.job(KEY)) == order[1]
+    listener.store.remove(ELASTIC_JOBS, at_version(jobs[order[1]], 10))
+    assert (listener.store.job(KEY), listener.store.keys) == (None, ())
 
 
 @pytest.mark.parametrize(

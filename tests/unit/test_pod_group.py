@@ -38,26 +38,23 @@ def a_gang(gang: GangScheduler, template: Any = None, **policy: Any) -> dict[str
     return pod_group(job, gang, 3)
 
 
-def test_the_group_of_the_scheduler_plugins_as_a_whole() -> None:
-    assert a_gang(GangScheduler.SCHEDULER_PLUGINS, EIGHT_GPUS, priority_class="high") == {
-        "apiVersion": "scheduling.x-k8s.io/v1alpha1",
+@pytest.mark.parametrize(
+    ("gang", "version", "more"),
+    [
+        (GangScheduler.SCHEDULER_PLUGINS, "scheduling.x-k8s.io/v1alpha1", {}),
+        (
+            GangScheduler.VOLCANO,
+            "scheduling.volcano.sh/v1beta1",
+            {"queue": "team", "priorityClassName": "high"},
+        ),
+    ],
+)
+def test_the_group_as_a_whole(gang: GangScheduler, version: str, more: dict[str, str]) -> None:
+    assert a_gang(gang, EIGHT_GPUS, queue="team", priority_class="high") == {
+        "apiVersion": version,
         "kind": "PodGroup",
         "metadata": {"name": "digits", "namespace": "default", "labels": LABELS, "ownerReferences": OWNERS},
-        "spec": {"minMember": 3, "minResources": {"memory": "4831838208", "nvidia.com/gpu": "24"}},
-    }
-
-
-def test_the_group_of_volcano_as_a_whole() -> None:
-    assert a_gang(GangScheduler.VOLCANO, EIGHT_GPUS, queue="team", priority_class="high") == {
-        "apiVersion": "scheduling.volcano.sh/v1beta1",
-        "kind": "PodGroup",
-        "metadata": {"name": "digits", "namespace": "default", "labels": LABELS, "ownerReferences": OWNERS},
-        "spec": {
-            "minMember": 3,
-            "minResources": {"memory": "4831838208", "nvidia.com/gpu": "24"},
-            "queue": "team",
-            "priorityClassName": "high",
-        },
+        "spec": {"minMember": 3, "minResources": {"memory": "4831838208", "nvidia.com/gpu": "24"}, **more},
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import enum
 import gc
 import json
 import logging
@@ -41,20 +40,8 @@ given, with a kubeconfig. SIGTERM ends it: the jobs train on without it.
 """
 
 
-class LogFormat(enum.StrEnum):
-    """The format of a line of the log."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class LogLevel(enum.StrEnum):
-    """The least severe messages that are logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+LOG_FORMATS: Final = ("text", "json")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +71,8 @@ class OperatorSettings:
         lease_name: of the lease.
         kubeconfig: a file; None for the pod's service account or, with a context, for the usual file.
         context: of the kubeconfig; None for its current one.
-        log_format: of each line.
-        log_level: what is logged.
+        log_format: of each line: ``text`` or ``json``.
+        log_level: the least severe messages that are logged: ``debug``, ``info``, ``warning`` or ``error``.
         identity: the unique name of this copy in the lease and in events.
         in_pod: whether it runs in a pod with a service account.
     """
@@ -99,8 +86,8 @@ class OperatorSettings:
     lease_name: str = "elastic-operator"
     kubeconfig: str | None = None
     context: str | None = None
-    log_format: LogFormat = LogFormat.TEXT
-    log_level: LogLevel = LogLevel.INFO
+    log_format: str = "text"
+    log_level: str = "info"
     identity: str = "elastic-operator"
     in_pod: bool = False
 
@@ -135,8 +122,8 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
         lease_name=given.lease_name,
         kubeconfig=given.kubeconfig,
         context=given.context,
-        log_format=LogFormat(given.log_format),
-        log_level=LogLevel(given.log_level),
+        log_format=given.log_format,
+        log_level=given.log_level,
         identity=environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}",
         in_pod=in_pod and given.kubeconfig is None and given.context is None,
     )
@@ -189,8 +176,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="where /healthz, /readyz and /metrics are served; IPv6 in brackets (default: %(default)s)",
     )
-    process.add_argument("--log-format", default="text", choices=tuple(LogFormat), help="(default: %(default)s)")
-    process.add_argument("--log-level", default="info", choices=tuple(LogLevel), help="(default: %(default)s)")
+    process.add_argument("--log-format", default="text", choices=LOG_FORMATS, help="(default: %(default)s)")
+    process.add_argument("--log-level", default="info", choices=LOG_LEVELS, help="(default: %(default)s)")
     election = top.add_argument_group("several copies")
     election.add_argument(
         "--leader-elect",
@@ -315,14 +302,14 @@ def _words(failed: re.Match[str]) -> str:
     return str(failed["words"] or f"the API server cannot be reached ({failed['kind']})").strip("'\"")
 
 
-def set_up_log(log_format: LogFormat, level: LogLevel) -> None:
+def set_up_log(log_format: str, level: str) -> None:
     """Log to standard error."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if log_format is LogFormat.JSON else TextLines())
+    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.value.upper())
-    if level is LogLevel.DEBUG:
+    root.setLevel(level.upper())
+    if level == "debug":
         for verbose in ("asyncio", "aiohttp.access"):
             logging.getLogger(verbose).setLevel(logging.INFO)
         return

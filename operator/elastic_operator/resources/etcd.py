@@ -6,7 +6,6 @@ node, without fsync. Only data on a volume (``spec.etcd.storage``) are synced.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.constants import LABEL_JOB_UID, ROLE_ETCD
@@ -113,7 +112,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
             "--auto-compaction-retention=10m",
             f"--quota-backend-bytes={1 << 30}",
         ],
-        "env": [] if keeps_data else copy.deepcopy(_CARELESS),
+        "env": [] if keeps_data else _CARELESS,
         "ports": [{"name": _PORT_NAME, "containerPort": DEFAULT_PORT, "protocol": "TCP"}],
         "readinessProbe": {
             "httpGet": {"path": "/health", "port": _PORT_NAME},
@@ -121,7 +120,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
             "timeoutSeconds": 1,
             "failureThreshold": 3,
         },
-        "resources": copy.deepcopy(dict(etcd.resources or _RESOURCES)),
+        "resources": etcd.resources or _RESOURCES,
         "securityContext": completed_mapping({"readOnlyRootFilesystem": True}, RESTRICTED),
         "volumeMounts": [{"name": "data", "mountPath": _FOLDER}],
     }
@@ -140,13 +139,13 @@ def _volume(job: Job) -> dict[str, Any]:
     storage = job.spec.etcd.storage
     if storage is None:
         return {"emptyDir": {}}
-    claim = {"metadata": {"labels": _labels(job)}, "spec": copy.deepcopy(dict(storage))}
+    claim = {"metadata": {"labels": _labels(job)}, "spec": storage}
     return {"ephemeral": {"volumeClaimTemplate": claim}}
 
 
 def _shared_with_workers(job: Job) -> dict[str, Any]:
     template = mapping(job.spec.template, "spec")
-    pod = {key: copy.deepcopy(template[key]) for key in _FROM_THE_TEMPLATE if template.get(key) is not None}
+    pod = {key: template[key] for key in _FROM_THE_TEMPLATE if template.get(key) is not None}
     tolerate_silent_node(pod, job.spec.node_loss)
     if job.spec.scheduling.priority_class:
         # The workers wait for it, so they must not preempt it.
