@@ -67,17 +67,20 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
     return {"waiting": {"reason": reason, "message": message}}
 
 
+def starting(reason: str = "ContainerCreating", message: str = "", **more: Any) -> dict[str, Any]:
+    """A pod whose worker waits for this reason."""
+    return an_object("Pending", worker(waiting(reason, message)), **more)
+
+
+def unscheduled(reason: str, message: str = "", **more: Any) -> dict[str, Any]:
+    """A pod that the scheduler has given to no node."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+    return an_object("Pending", conditions=[condition], **more)
+
+
 def ended(code: int, message: str = "", reason: str = "Error", **more: Any) -> dict[str, Any]:
-    return {
-        "terminated": {
-            "exitCode": code,
-            "reason": reason,
-            "message": message,
-            "startedAt": STARTED,
-            "finishedAt": ENDED,
-            **more,
-        }
-    }
+    times = {"startedAt": STARTED, "finishedAt": ENDED}
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message, **times, **more}}
 
 
 BASE = Pod(
@@ -148,74 +151,51 @@ def test_a_message_of_another_program_is_a_text(text: str) -> None:
     assert pod_of(an_object("Failed", worker(ended(1, text + "\n")))).message == text
 
 
+DISK = "Pod ephemeral local storage\nexceeded"
+NO_DEVICE = "Allocate failed due to no healthy devices"
+NO_NODE = {
+    "type": "DisruptionTarget",
+    "status": "True",
+    "reason": "DeletionByPodGC",
+    "message": "PodGC: node no longer exists",
+    "lastTransitionTime": ENDED,
+}
+FETCHING = [{"name": "fetch", "state": ended(3, "trying\nno such bucket")}]
+LOST = ended(137, "The container could not be located", "ContainerStatusUnknown")
+
+
 @pytest.mark.parametrize(
-    ("obj", "code", "last_line"),
+    ("statuses", "more", "code", "last_line"),
     [
+        ([worker(ended(137, "step 7", "OOMKilled"))], {}, 137, "OOMKilled: it needed more memory than it may have"),
+        ([worker(ended(137, "", "ContainerStatusUnknown"))], {}, None, "ContainerStatusUnknown"),
+        ([], {"reason": "Evicted", "message": "low on memory. "}, None, "Evicted: low on memory."),
         (
-            an_object("Failed", worker(ended(137, "step 7", "OOMKilled"))),
-            137,
-            "OOMKilled: it needed more memory than it may have",
-        ),
-        (
-            an_object("Failed", worker(ended(137, "", "ContainerStatusUnknown"))),
-            None,
-            "ContainerStatusUnknown",
-        ),
-        (
-            an_object("Failed", reason="Evicted", message="The node was low on resource: memory. "),
-            None,
-            "Evicted: The node was low on resource: memory.",
-        ),
-        (
-            an_object("Failed", worker(ended(137)), reason="Evicted", message="Pod ephemeral local storage\nexceeded"),
+            [worker(ended(137))],
+            {"reason": "Evicted", "message": DISK},
             137,
             "Evicted: Pod ephemeral local storage exceeded",
         ),
         (
-            an_object("Failed", reason="UnexpectedAdmissionError", message="Allocate failed due to no healthy devices"),
+            [],
+            {"reason": "UnexpectedAdmissionError", "message": NO_DEVICE},
             None,
-            "UnexpectedAdmissionError: Allocate failed due to no healthy devices",
+            f"UnexpectedAdmissionError: {NO_DEVICE}",
         ),
+        ([worker(RUNNING)], {"conditions": [NO_NODE]}, None, "DeletionByPodGC: PodGC: node no longer exists"),
         (
-            an_object(
-                "Failed",
-                worker(RUNNING),
-                conditions=[
-                    {
-                        "type": "DisruptionTarget",
-                        "status": "True",
-                        "reason": "DeletionByPodGC",
-                        "message": "PodGC: node no longer exists",
-                        "lastTransitionTime": ENDED,
-                    }
-                ],
-            ),
-            None,
-            "DeletionByPodGC: PodGC: node no longer exists",
-        ),
-        (
-            an_object(
-                "Failed",
-                worker({"waiting": {"reason": "PodInitializing"}}),
-                initContainerStatuses=[{"name": "fetch", "state": ended(3, "trying\nno such bucket")}],
-            ),
+            [worker(waiting("PodInitializing"))],
+            {"initContainerStatuses": FETCHING},
             None,
             "its init container fetch exited with code 3: no such bucket",
         ),
-        (
-            an_object(
-                "Failed",
-                worker({}, lastState=ended(137, "The container could not be located", "ContainerStatusUnknown")),
-            ),
-            None,
-            "ContainerStatusUnknown",
-        ),
+        ([worker({}, lastState=LOST)], {}, None, "ContainerStatusUnknown"),
     ],
 )
 def test_without_a_termination_message_the_cluster_says_why_a_pod_ended(
-    obj: dict[str, Any], code: int | None, last_line: str
+    statuses: list[dict[str, Any]], more: dict[str, Any], code: int | None, last_line: str
 ) -> None:
-    pod = pod_of(obj)
+    pod = pod_of(an_object("Failed", *statuses, **more))
     assert (pod.phase, pod.exit_code) == (PodPhase.FAILED, code)
     assert str(pod.message).splitlines()[-1] == last_line
     assert pod.waiting == ""
@@ -294,7 +274,7 @@ def leaving(*statuses: dict[str, Any], **more: Any) -> dict[str, Any]:
     [
         *(
             (obj, DISRUPTED)
-            for reason in ("PreemptionByScheduler", "EvictionByEvictionAPI", "DeletionByTaintManager")
+            for reason in ("PreemptionByScheduler", "DeletionByTaintManager")
             for obj in (
                 an_object("Failed", worker(ended(137)), conditions=[disrupted(reason)]),
                 an_object("Failed", conditions=[disrupted(reason)]),
@@ -354,41 +334,37 @@ def test_a_silent_node_is_reported() -> None:
 # Why a pod does not start
 
 
-PULL = 'rpc error: code = NotFound desc = failed to resolve "team/train:1": not found'
+CAUSE = 'failed to resolve "team/train:1": not found'
+PULL = f"rpc error: code = NotFound desc = {CAUSE}"
+NO_PULL = "the image team/train:1 cannot be pulled"
 BACK_OFF = 'Back-off pulling image "team/train:1"'
+
+
+UNAVAILABLE = "0/3 nodes are available: 3 "
+NO_GPU = (
+    f"{UNAVAILABLE}Insufficient nvidia.com/gpu. no new claims to deallocate, preemption: {UNAVAILABLE}Preemption is "
+    "not helpful for scheduling."
+)
+GATED = {"schedulingGates": [{"name": "team/quota"}, {"name": "team/data"}]}
+
+
+def initialized(state: dict[str, Any], name: str = "fetch", **more: Any) -> dict[str, Any]:
+    """A pod that waits for an init container in this state."""
+    template = {"initContainers": [{"name": name, "image": "busybox:9", **more}]}
+    statuses = [{"name": name, "state": state}]
+    return starting("PodInitializing", template=template, initContainerStatuses=statuses)
 
 
 @pytest.mark.parametrize(
     ("obj", "words"),
     [
-        (an_object("Pending", worker(CREATING)), ""),
-        (an_object("Pending", worker({"waiting": {"reason": "PodInitializing"}})), ""),
+        (starting(), ""),
+        (starting("PodInitializing"), ""),
         (an_object("Pending", worker({})), ""),
+        (unscheduled("Unschedulable", NO_GPU), f"no node takes it: {UNAVAILABLE}Insufficient nvidia.com/gpu."),
+        (unscheduled("SchedulingGated"), "no node takes it: SchedulingGated"),
         (
-            an_object(
-                "Pending",
-                conditions=[
-                    {
-                        "type": "PodScheduled",
-                        "status": "False",
-                        "reason": "Unschedulable",
-                        "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. no new claims to "
-                        "deallocate, preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling.",
-                    }
-                ],
-            ),
-            "no node takes it: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
-        ),
-        (
-            an_object("Pending", conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]),
-            "no node takes it: SchedulingGated",
-        ),
-        (
-            an_object(
-                "Pending",
-                conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}],
-                template={"schedulingGates": [{"name": "team/quota"}, {"name": "team/data"}]},
-            ),
+            unscheduled("SchedulingGated", template=GATED),
             "it may not be given to a node before its scheduling gates are lifted: team/quota, team/data",
         ),
         (
@@ -396,57 +372,28 @@ BACK_OFF = 'Back-off pulling image "team/train:1"'
             "the scheduler volcano has not looked at it yet; does it run?",
         ),
         (nowhere(an_object("Pending", conditions=[], template={"schedulerName": "default-scheduler"})), ""),
-        (an_object("Pending", worker(CREATING), template={"schedulerName": "volcano"}), ""),
+        (starting(template={"schedulerName": "volcano"}), ""),
+        (starting("ErrImagePull", PULL), f"{NO_PULL}: {CAUSE}"),
+        (starting("ImagePullBackOff", f"{BACK_OFF}: ErrImagePull: {PULL}"), f"{NO_PULL}: {CAUSE}"),
+        (starting("ImagePullBackOff", BACK_OFF), NO_PULL),
         (
-            an_object("Pending", worker(waiting("ErrImagePull", PULL))),
-            'the image team/train:1 cannot be pulled: failed to resolve "team/train:1": not found',
-        ),
-        (
-            an_object("Pending", worker(waiting("ImagePullBackOff", f"{BACK_OFF}: ErrImagePull: {PULL}"))),
-            'the image team/train:1 cannot be pulled: failed to resolve "team/train:1": not found',
-        ),
-        (
-            an_object("Pending", worker(waiting("ImagePullBackOff", BACK_OFF))),
-            "the image team/train:1 cannot be pulled",
-        ),
-        (
-            an_object("Pending", worker(waiting("InvalidImageName", 'couldn\'t parse image name "TEAM"'))),
+            starting("InvalidImageName", 'couldn\'t parse image name "TEAM"'),
             '"team/train:1" is no name of an image; correct it in the job',
         ),
         (
-            an_object("Pending", worker(waiting("ErrImageNeverPull", 'Container image "x" is not present'))),
+            starting("ErrImageNeverPull", 'Container image "x" is not present'),
             "the image team/train:1 is not on its node, and imagePullPolicy is Never",
         ),
         (
-            an_object("Pending", worker(waiting("CreateContainerConfigError", 'secret "hub" not found'))),
+            starting("CreateContainerConfigError", 'secret "hub" not found'),
             'its container cannot be started: secret "hub" not found; create it, or name another one in spec.template',
         ),
-        (an_object("Pending", worker(waiting("NewerThanUs", "who knows"))), "NewerThanUs: who knows"),
-        (an_object("Pending", worker(waiting("NewerThanUs"))), "NewerThanUs"),
+        (starting("NewerThanUs", "who knows"), "NewerThanUs: who knows"),
+        (starting("NewerThanUs"), "NewerThanUs"),
+        (initialized(RUNNING), "its init container fetch still runs"),
+        (initialized(RUNNING, "proxy", restartPolicy="Always"), ""),
         (
-            an_object(
-                "Pending",
-                worker({"waiting": {"reason": "PodInitializing"}}),
-                initContainerStatuses=[{"name": "fetch", "state": RUNNING}],
-            ),
-            "its init container fetch still runs",
-        ),
-        (
-            an_object(
-                "Pending",
-                worker(CREATING),
-                template={"initContainers": [{"name": "proxy", "image": "envoy:2", "restartPolicy": "Always"}]},
-                initContainerStatuses=[{"name": "proxy", "state": RUNNING}],
-            ),
-            "",
-        ),
-        (
-            an_object(
-                "Pending",
-                worker({"waiting": {"reason": "PodInitializing"}}),
-                template={"initContainers": [{"name": "fetch", "image": "busybox:9"}]},
-                initContainerStatuses=[{"name": "fetch", "state": waiting("ErrImagePull", "denied")}],
-            ),
+            initialized(waiting("ErrImagePull", "denied")),
             "its init container fetch: the image busybox:9 cannot be pulled (is it on the nodes?): denied",
         ),
         (an_object("Running", worker(RUNNING)), ""),
