@@ -1,4 +1,4 @@
-"""The page about the agent names every flag, key, variable and code that there is, with its default, and no other."""
+"""docs/agent.md lists exactly the existing flags, keys, variables and exit codes, with their defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = {flag.name: flag for group in flags.FLAGS.values() for flag in group}
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """The rows of the tables below a heading, by the names in their first column."""
+    """Return the table rows below a heading, by the names in their first column."""
     section = re.split(r"^#+ ", PAGE.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
     found = {}
     for line in section.splitlines():
@@ -29,15 +29,15 @@ def rows(heading: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_tables_name_every_flag_and_no_other() -> None:
+def test_the_tables_list_exactly_the_existing_flags() -> None:
     named = set(re.findall(r"`(?:-\w`, `)?--([a-z-]+)", "\n".join(re.findall(r"^\| `-.*", PAGE, re.MULTILINE))))
     assert named == FLAGS.keys()
     for flag in FLAGS.values():
         assert not flag.short or f"`-{flag.short}`, `--{flag.name}" in PAGE
 
 
-def test_no_flag_is_spoken_of_that_does_not_exist() -> None:
-    own = PAGE.replace("`--enable-v2`", "")  # etcd's
+def test_the_text_mentions_only_existing_flags() -> None:
+    own = PAGE.replace("`--enable-v2`", "")  # a flag of etcd
     assert set(re.findall(r"--([a-z][a-z-]+)", own)) <= FLAGS.keys() | flags.NOT_HERE.keys()
 
 
@@ -51,13 +51,13 @@ def test_no_flag_is_spoken_of_that_does_not_exist() -> None:
         ("role", AgentSettings.__dataclass_fields__["role"].default),
     ],
 )
-def test_defaults_of_flags_are_those_of_the_settings(flag: str, default: float | str) -> None:
+def test_the_defaults_match_the_settings(flag: str, default: float | str) -> None:
     shown = default if isinstance(default, str) else f"{default:g}"
     assert rows("Flags")[flag][0] == f"`{shown}`"
     assert f"Default: {shown}" in FLAGS[flag].help or flag == "max-restarts"
 
 
-def test_the_keys_of_the_configuration_are_all_there_with_their_defaults() -> None:
+def test_the_table_of_rdzv_conf_lists_every_key_with_its_default() -> None:
     table = rows("--rdzv-conf")
     known = {*rendezvous.SETTINGS_KEYS, *rendezvous.STORE_KEYS, *rendezvous.KEY_ALIASES}
     assert table.keys() - {"also"} == known
@@ -66,32 +66,32 @@ def test_the_keys_of_the_configuration_are_all_there_with_their_defaults() -> No
         assert f"`{fields[key].default:g}`" in table[key][0].split(", "), key
 
 
-def test_the_variables_of_a_worker_are_all_there() -> None:
+def test_every_worker_variable_is_listed() -> None:
     round = RoundRecord(number=1, members=(Member("a.1", "10.0.0.1", 1),), store="10.0.0.1:1")
     [environment] = worker_environments(round, "a.1", role="default", run_id="x", max_restarts=1)
     assert environment.keys() <= rows("Environment of a worker").keys()
 
 
-def test_what_a_program_can_call_is_all_there() -> None:
+def test_every_function_for_programs_is_listed() -> None:
     calls = rows("What your program has to do")
     assert {"NonRetryableException", "ask_for_notice", "heartbeat", "notice", "round_stands", "saved"} <= calls.keys()
     shown = set(re.findall(r"`(\w+)`", calls["notice"][0]))
     assert {*worker.Notice.__dataclass_fields__, "seconds_left"} <= shown
 
 
-def test_the_exit_codes_are_all_there() -> None:
+def test_every_exit_code_is_listed() -> None:
     codes = {name for name in rows("Exit codes") if name.isdecimal()}
     assert codes == {str(code.value) for code in ExitCode}
 
 
-def test_the_page_is_within_reach() -> None:
+def test_the_readme_links_to_the_page_and_its_anchors_exist() -> None:
     assert "](docs/agent.md)" in (Path(__file__).parents[2] / "README.md").read_text()
     headings = re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     assert set(re.findall(r"\]\(#([^)]*)\)", PAGE)) <= anchors
 
 
-def test_a_size_on_the_page_is_one_that_is_understood() -> None:
+def test_every_example_of_nnodes_is_valid() -> None:
     for text in re.findall(r"--nnodes ([0-9:]+)", PAGE):
         size = rendezvous.read_size(flags.read(["--nnodes", text, "x.py"], {}))
         assert isinstance(size, SizeRecord)

@@ -1,4 +1,4 @@
-"""The command line of ``torchelastic-run``: what torchrun's users and the operator write, and what becomes of it."""
+"""The command line of ``torchelastic-run``: flags, environment variables and their errors."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*argv: str, environ: dict[str, str] | None = None, program: str = "train.py") -> AgentSettings:
-    """What becomes of the flags, with a program after them."""
+    """Parse the flags, followed by a program."""
     return parse([*argv, program], environ or {})
 
 
 def sentence(*argv: str, environ: dict[str, str] | None = None, program: str = "train.py") -> str:
-    """The error that the flags give: one sentence or two, for a person."""
+    """Return the error for these flags, and check that it consists of sentences."""
     with pytest.raises(SettingsError) as caught:
         run(*argv, environ=environ, program=program)
     message = str(caught.value)
@@ -60,10 +60,10 @@ def sentence(*argv: str, environ: dict[str, str] | None = None, program: str = "
     return message
 
 
-# -- what is accepted
+# -- valid flags
 
 
-def test_a_program_alone_runs_in_one_worker_on_one_node_without_etcd() -> None:
+def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
     settings = run()
     assert settings.store is None
     assert settings.address == "127.0.0.1"
@@ -80,7 +80,7 @@ def test_a_program_alone_runs_in_one_worker_on_one_node_without_etcd() -> None:
     assert run().rendezvous.run_id != settings.rendezvous.run_id
 
 
-def test_the_line_of_the_well_known_compose_example_works(folder: Path) -> None:
+def test_the_command_line_of_torchelastics_compose_example_works(folder: Path) -> None:
     app = str(folder / "train.py")
     settings = run("--nnode=1", "--nproc_per_node=2", "--rdzv_endpoint=localhost", program=app)
     assert settings.store is not None
@@ -91,7 +91,7 @@ def test_the_line_of_the_well_known_compose_example_works(folder: Path) -> None:
     assert settings.program.argv == (app,)
 
 
-def test_a_line_of_torchruns_guide_works() -> None:
+def test_a_command_line_of_the_torchrun_guide_works() -> None:
     settings = run(
         *("--nnodes=1:4", "--nproc-per-node", "3", "--max_restarts=3", "--rdzv-id=7", "--rdzv-backend=etcd"),
         *("--rdzv-endpoint=127.0.0.1:4001", "--monitor-interval=0.5", "--start-method=spawn", "--role=trainer"),
@@ -104,7 +104,7 @@ def test_a_line_of_torchruns_guide_works() -> None:
     assert run("--start-method=fork").program.start_method is StartMethod.FORK_SERVER
 
 
-def test_every_flag_has_torchruns_variable_and_the_command_line_wins() -> None:
+def test_the_command_line_overrides_torchruns_variables() -> None:
     environ = {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "2", "PET_RDZV_ENDPOINT": "127.0.0.1", "PET_RDZV_ID": "a"}
     settings = run(environ=environ)
     assert (settings.workers, settings.rendezvous.size.max, settings.rendezvous.run_id) == (3, 2, "a")
@@ -114,7 +114,7 @@ def test_every_flag_has_torchruns_variable_and_the_command_line_wins() -> None:
     assert run(environ={"PET_MODULE": "0"}).program.kind is ProgramKind.SCRIPT
 
 
-def test_flags_of_the_node_and_of_failures_are_read() -> None:
+def test_node_and_failure_flags_are_parsed() -> None:
     settings = run(
         *("--notice=90", "--stop-timeout=1.5", "--heartbeat-timeout=60", "--port-range=29400-29499", "--place=rack-7"),
         *("--final-exit-codes=3, 64-66", "--free-exit-codes=128-255,4"),
@@ -128,12 +128,12 @@ def test_flags_of_the_node_and_of_failures_are_read() -> None:
     assert settings.rendezvous.ports == PortRange(1024, 1039)
 
 
-def test_the_default_place_of_a_node_is_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_topology_key_is_the_host_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "host_id", lambda: "0123456789ab")
     assert run().place == "0123456789ab"
 
 
-def test_auto_means_gpus_if_there_are_any_and_else_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_means_all_gpus_or_without_gpus_all_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     assert run("--nproc-per-node=cpu").workers == machine.cpu_count()
     assert run("--nproc-per-node=auto", environ=hidden).workers == machine.cpu_count()
@@ -142,10 +142,10 @@ def test_auto_means_gpus_if_there_are_any_and_else_cpus(monkeypatch: pytest.Monk
     assert (run("--nproc-per-node=auto").workers, run("--nproc-per-node=GPU").workers) == (4, 4)
 
 
-# -- how the nodes meet
+# -- rendezvous
 
 
-def test_several_nodes_need_an_id_and_an_etcd() -> None:
+def test_several_nodes_need_a_run_id_and_an_etcd() -> None:
     assert run("--standalone", "--rdzv-id=mine").rendezvous.run_id == "mine"
     assert "--rdzv-id is missing" in sentence("--nnodes=2", "--rdzv-endpoint=127.0.0.1")
     assert "--rdzv-endpoint HOST:2379" in sentence("--nnodes=2", "--rdzv-id=a")
@@ -153,7 +153,7 @@ def test_several_nodes_need_an_id_and_an_etcd() -> None:
     assert "--node-rank and --master-addr and --master-port can't do that here" in message
 
 
-def test_standalone_needs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_standalone_needs_no_etcd_and_ignores_an_endpoint(caplog: pytest.LogCaptureFixture) -> None:
     settings = run("--standalone", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     assert settings.store is None
     assert [record.getMessage() for record in caplog.records] == [
@@ -165,7 +165,7 @@ def test_standalone_needs_nothing(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("backend", "version"), [("torchelastic", None), ("etcd", None), ("ETCD_V3", 3), ("etcd-v2", 2)]
 )
-def test_a_backend_may_name_the_version_of_etcds_api(backend: str, version: int | None) -> None:
+def test_the_backend_selects_the_version_of_etcds_api(backend: str, version: int | None) -> None:
     settings = run(f"--rdzv-backend={backend}", *SEVERAL)
     assert settings.store is not None
     assert settings.store.version == version
@@ -182,7 +182,7 @@ def test_a_backend_may_name_the_version_of_etcds_api(backend: str, version: int 
         ("[fe80::1]:2380", None, ("[fe80::1]:2380",)),
     ],
 )
-def test_addresses_of_etcd_are_read(text: str, protocol: str | None, endpoints: tuple[str, ...]) -> None:
+def test_etcd_endpoints_are_parsed(text: str, protocol: str | None, endpoints: tuple[str, ...]) -> None:
     assert parse_endpoints(text) == (protocol, endpoints)
     host, port = split_endpoint(endpoints[0])
     assert (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") == endpoints[0]
@@ -200,14 +200,14 @@ def test_addresses_of_etcd_are_read(text: str, protocol: str | None, endpoints: 
         ("root:secret@etcd", "username=… and password=… in --rdzv-conf"),
     ],
 )
-def test_an_invalid_address_is_explained(text: str, expected: str) -> None:
+def test_an_invalid_endpoint_is_explained_without_its_password(text: str, expected: str) -> None:
     message = sentence(f"--rdzv-endpoint={text}")
     assert message.startswith("--rdzv-endpoint: ")
     assert expected in message
     assert "secret" not in message
 
 
-def test_rdzv_conf_is_read(folder: Path) -> None:
+def test_rdzv_conf_sets_the_rendezvous_and_the_store(folder: Path) -> None:
     for name in ("ca.pem", "me.pem", "me.key"):
         (folder / name).touch()
     settings = run(
@@ -250,7 +250,7 @@ def test_an_invalid_rdzv_conf_is_explained(conf: str, expected: str) -> None:
     assert "hush" not in message
 
 
-def test_a_folder_may_have_the_files_for_tls(folder: Path) -> None:
+def test_the_tls_key_names_a_folder_with_certificates(folder: Path) -> None:
     for name in ("server-only", "both"):
         (folder / name).mkdir()
         (folder / name / "ca.crt").touch()
@@ -267,9 +267,9 @@ def test_a_folder_may_have_the_files_for_tls(folder: Path) -> None:
     ]
 
 
-def test_the_protocol_is_given_once() -> None:
-    told = sentence("--rdzv-endpoint=http://127.0.0.1", "--rdzv-conf=protocol=https")
-    assert told == "--rdzv-conf protocol=https: --rdzv-endpoint says http://; leave one of the two out."
+def test_contradicting_protocols_are_refused() -> None:
+    message = sentence("--rdzv-endpoint=http://127.0.0.1", "--rdzv-conf=protocol=https")
+    assert message == "--rdzv-conf protocol=https: --rdzv-endpoint says http://; leave one of the two out."
     same = run("--rdzv-endpoint=https://127.0.0.1", "--rdzv-conf=protocol=https").store
     assert same is not None
     assert same.protocol == "https"
@@ -278,13 +278,13 @@ def test_the_protocol_is_given_once() -> None:
 # -- the program
 
 
-def test_everything_after_the_program_belongs_to_it() -> None:
+def test_arguments_after_the_program_belong_to_the_program() -> None:
     arguments = ["--nnodes", "7", "--", "-m", "--help", "--rdzv", "-x", "--lr=0.1"]
     settings = parse(["--nproc-per-node", "2", "train.py", *arguments], {})
     assert settings.program.argv == ("train.py", *arguments)
     assert settings.rendezvous.size.max == 1
     assert parse(["--standalone", "--", "train.py", "--", "a"], {}).program.argv == ("train.py", "--", "a")
-    assert run("--rdzv-id", "-7").rendezvous.run_id == "-7"  # a value may begin with a dash
+    assert run("--rdzv-id", "-7").rendezvous.run_id == "-7"  # a value may start with a dash
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_everything_after_the_program_belongs_to_it() -> None:
         ((sys.executable, "-m", "pkg.x"), ProgramKind.MODULE, ("pkg.x",)),
     ],
 )
-def test_a_command_that_is_a_python_program_is_treated_as_one(
+def test_a_python_command_line_is_treated_as_a_python_program(
     command: tuple[str, ...], kind: ProgramKind, argv: tuple[str, ...]
 ) -> None:
     program = parse(["--no-python", "--start-method=exec", *command], {}).program
@@ -326,20 +326,20 @@ def test_a_folder_with_a_main_module_is_a_program(folder: Path) -> None:
         (["--nnodes=2", "--rdzv-id=a", f"--rdzv-conf=cacert={'x' * 5000}", "--rdzv-endpoint=e", "train.py"], "^--rdzv"),
     ],
 )
-def test_a_program_that_cannot_run_is_refused_before_anything_starts(line: list[str], expected: str) -> None:
+def test_a_program_that_cannot_run_is_refused(line: list[str], expected: str) -> None:
     with pytest.raises(SettingsError, match=expected):
         parse(line, {})
 
 
-def test_modules_to_preload_are_looked_up_beside_the_program_and_where_the_interpreter_looks(folder: Path) -> None:
+def test_modules_to_preload_are_found_next_to_the_program_or_on_the_path(folder: Path) -> None:
     (folder / "lib").mkdir()
     (folder / "lib" / "train.py").touch()
     (folder / "lib" / "beside.py").touch()
     line = "--preload= numpy , json.tool,,beside,numpy"
     assert run(line, program="lib/train.py").program.preload == ("numpy", "json.tool", "beside")
     assert run().program.preload == ()
-    told = sentence(line)
-    assert told.startswith("--preload  numpy , json.tool,,beside,numpy: there is no module beside (looked up from ")
+    message = sentence(line)
+    assert message.startswith("--preload  numpy , json.tool,,beside,numpy: there is no module beside (looked up from ")
     assert sentence("--preload=no-name", environ={}).startswith("--preload no-name: these are names of modules")
     assert run("-m", environ={"PET_PRELOAD": "pkg"}, program="pkg.x").program.preload == ("pkg",)
 
@@ -347,13 +347,13 @@ def test_modules_to_preload_are_looked_up_beside_the_program_and_where_the_inter
 # -- output
 
 
-def test_without_a_folder_output_goes_to_the_console_only() -> None:
+def test_without_a_log_folder_output_goes_to_the_console() -> None:
     for flags in ((), ("--tee=3",), ("--redirects=0",)):
         logs = run(*flags).logs
         assert (logs.directory, dict(logs.redirects), dict(logs.tee)) == (None, {}, {})
 
 
-def test_streams_are_chosen_for_all_workers_or_by_local_rank(folder: Path) -> None:
+def test_redirects_and_tee_apply_to_all_workers_or_by_local_rank(folder: Path) -> None:
     logs = run("--nproc-per-node=3", "--log-dir=logs/a", "-r", "3", "-t0:1,2:3").logs
     assert logs.directory == folder / "logs" / "a"
     assert logs.redirects == dict.fromkeys(range(3), Streams.BOTH)
@@ -364,7 +364,7 @@ def test_streams_are_chosen_for_all_workers_or_by_local_rank(folder: Path) -> No
 # -- the operator
 
 
-def test_the_operators_environment_is_read(folder: Path) -> None:
+def test_the_operators_variables_are_parsed(folder: Path) -> None:
     size = SizeRecord(min=1, max=4, generation=3, desired=2)
     resume = ResumeRecord(round=7, restarts=2, uncharged_restarts=4)
     environ = {
@@ -372,7 +372,7 @@ def test_the_operators_environment_is_read(folder: Path) -> None:
         Env.NODE_ADDRESS: "10.1.2.3",
         Env.SIZE: encode(size).decode(),
         Env.UNIQUE_RUN: "1",
-        Env.TERMINATION_LOG: str(folder / "last-words"),
+        Env.TERMINATION_LOG: str(folder / "termination-log"),
         Env.METRICS_PORT: "0",
         Env.PROTOCOL: "1",
         Env.JOB: "team/digits",
@@ -386,14 +386,14 @@ def test_the_operators_environment_is_read(folder: Path) -> None:
     assert settings.rendezvous.unique_run
     assert settings.rendezvous.resume == resume
     assert (settings.node_name, settings.address) == ("digits-1-abcde", "10.1.2.3")
-    assert settings.termination_log == folder / "last-words"
+    assert settings.termination_log == folder / "termination-log"
     assert settings.metrics_port == 0
     assert (settings.job, settings.job_created) == (("team", "digits"), 1767225600.5)
     assert run(environ={Env.JOB: "/digits", Env.RESUME: ""}).job == ("", "digits")
     assert run(environ={Env.JOB_CREATED: "0.000"}).job_created is None
 
 
-def test_flags_about_this_node_win_over_the_environment() -> None:
+def test_node_flags_override_the_operators_variables() -> None:
     environ = {Env.NODE_NAME: "a", Env.NODE_ADDRESS: "10.0.0.1", Env.METRICS_PORT: "1", Env.TERMINATION_LOG: "/a"}
     settings = run(
         *("--node-name=b", "--local-addr=[fd00::2]", "--metrics-port=2", "--termination-log=/b", "--stop-grace=0"),
@@ -403,7 +403,7 @@ def test_flags_about_this_node_win_over_the_environment() -> None:
     assert (settings.termination_log, settings.stop_grace) == (Path("/b"), 0.0)
 
 
-def test_an_address_that_was_chosen_also_chooses_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_addr_also_selects_the_network_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "interface_of", {"10.0.0.7": "eth1", "fd00::2": "eth2"}.get)
     assert run("--local-addr=10.0.0.7").interface == "eth1"
     assert run(environ={"PET_LOCAL_ADDR": "[fd00::2]"}).interface == "eth2"
@@ -411,7 +411,7 @@ def test_an_address_that_was_chosen_also_chooses_the_interface(monkeypatch: pyte
     assert run().interface == ""
 
 
-def test_the_operators_size_wins_over_nnodes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_operators_size_overrides_nnodes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     environ = {Env.SIZE: encode(SizeRecord(min=1, max=4, desired=2)).decode()}
     assert run("--nnodes=2:8", *SEVERAL, environ=environ).rendezvous.size.max == 4
     assert "--nnodes=2:8 ignored: the operator says how many nodes there are, 1 to 4" in caplog.text
@@ -420,30 +420,30 @@ def test_the_operators_size_wins_over_nnodes_with_a_warning(caplog: pytest.LogCa
     assert caplog.records == []
 
 
-def test_an_operator_of_another_version_is_named_in_the_termination_message(
+def test_an_unknown_protocol_version_is_reported_in_the_termination_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    last_words = folder / "last-words"
+    termination_log = folder / "termination-log"
     monkeypatch.setenv(Env.PROTOCOL, "7")
-    monkeypatch.setenv(Env.TERMINATION_LOG, str(last_words))
+    monkeypatch.setenv(Env.TERMINATION_LOG, str(termination_log))
     code = main(["--a-flag-that-only-version-7-knows", "--no-python", "--", "train.sh"])
 
     assert code == ExitCode.BAD_INPUT
-    said = decode(last_words.read_bytes(), TerminationMessage)
-    assert said.reason == "BadInput"
-    assert "The operator speaks version 7" in said.message
-    assert f'"protocol":{PROTOCOL_VERSION}' in last_words.read_text()
-    assert said.message in capsys.readouterr().err
+    termination_message = decode(termination_log.read_bytes(), TerminationMessage)
+    assert termination_message.reason == "BadInput"
+    assert "The operator speaks version 7" in termination_message.message
+    assert f'"protocol":{PROTOCOL_VERSION}' in termination_log.read_text()
+    assert termination_message.message in capsys.readouterr().err
 
 
-def test_torchruns_fixed_ranks_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     run("--node-rank=0", "--master-port=29501", environ={"PET_MASTER_ADDR": "127.0.0.1"})
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("--node-rank and PET_MASTER_ADDR and --master-port ignored: the nodes agree")
 
 
-# -- what is refused
+# -- invalid flags and variables
 
 
 @pytest.mark.parametrize(
@@ -528,7 +528,7 @@ def test_an_invalid_variable_is_explained(environ: dict[str, str], expected: str
 # -- help
 
 
-def test_help_names_every_flag_in_groups_and_version_is_that_of_the_distribution(
+def test_help_lists_every_flag_in_groups_and_version_prints_the_version(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SettingsError, match=r"^--nnodes needs a value: N\|MIN:MAX\.$"):
@@ -548,7 +548,7 @@ def test_help_names_every_flag_in_groups_and_version_is_that_of_the_distribution
     assert capsys.readouterr().out.startswith("torchelastic-run 0.")
 
 
-def test_parsing_loads_nothing_heavy() -> None:
+def test_parsing_imports_no_heavy_modules() -> None:
     program = (
         "import sys, os; from torchelastic.config.main import parse; parse(['train.py'], {}); "
         "print([name for name in ('torch', 'aiohttp', 'argparse', 'prometheus_client') if name in sys.modules])"
@@ -557,7 +557,7 @@ def test_parsing_loads_nothing_heavy() -> None:
     assert output == "[]\n"
 
 
-def test_the_older_name_of_the_launcher_has_the_same_help() -> None:
+def test_the_older_launcher_module_has_the_same_help() -> None:
     def help_of(module: str) -> str:
         command = [sys.executable, "-m", module, "--help"]
         environ = {**os.environ, "COLUMNS": "100"}

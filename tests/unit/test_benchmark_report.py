@@ -1,4 +1,4 @@
-"""What a benchmark says of what it has measured: nothing that failed is hidden behind what did not."""
+"""Benchmark reports: a failed repetition is never hidden."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def row_of(measurement: Measurement) -> list[str]:
-    """What the table for people says of it."""
+    """Return the measurement's row of the text report."""
     report = Report("recovery", settings={})
     report.add(measurement)
     return re.split(" {2,}", report.as_text().splitlines()[-1])
 
 
-def test_both_columns_the_ratio_and_what_is_wanted_stand_in_a_row() -> None:
+def test_a_row_has_both_columns_the_ratio_and_the_target() -> None:
     made = Measurement("killed", ours=(0.11, 0.13, 0.12), peer=(3.9, 4.1, 3.6), ours_at_most=0.15, ratio_at_least=25)
     wanted = "≤ 150 ms, ratio ≥ 25"
     assert row_of(made) == ["killed", "120 ms", "110 ms … 130 ms", "3.9 s", "32.5", wanted, "reached"]
 
 
-def test_a_repetition_of_ours_that_came_to_no_end_is_shown_and_nothing_was_reached_then() -> None:
+def test_a_repetition_that_times_out_is_shown_and_misses_the_target() -> None:
     made = Measurement("killed", ours=(0.1,) * 4, ours_never=["not within 60 s"], ours_at_most=0.15)
     assert row_of(made)[1] == "100 ms, 1 of 5 never"
     assert row_of(made)[-1] == "NOT REACHED"
@@ -39,7 +39,7 @@ def test_a_repetition_of_ours_that_came_to_no_end_is_shown_and_nothing_was_reach
     assert told["reached"] is False
 
 
-def test_what_never_came_to_an_end_at_all_is_called_that() -> None:
+def test_a_measurement_that_always_times_out_is_shown_as_never() -> None:
     made = Measurement("lost", ours=(), ours_never=["a", "b"], peer_never=["c"], ratio_at_least=25)
     assert row_of(made) == ["lost", "never", "-", "never", "-", "ratio ≥ 25", "NOT REACHED"]
     assert made.as_json()["peer"] == {"name": "torchrun", "samples": [], "median": None, "never": ["c"]}
@@ -57,7 +57,9 @@ def test_what_never_came_to_an_end_at_all_is_called_that() -> None:
         (Measurement("", ours=[1.0], peer_never=["x"], ours_at_most=1, ratio_at_least=2), True),
     ],
 )
-def test_the_figure_decides_before_the_ratio(measurement: Measurement, *, reached: bool | None) -> None:
+def test_a_target_is_reached_if_both_the_time_and_the_ratio_are(
+    measurement: Measurement, *, reached: bool | None
+) -> None:
     assert measurement.reached is reached
 
 
@@ -71,14 +73,12 @@ def test_the_figure_decides_before_the_ratio(measurement: Measurement, *, reache
         (command_line.existing, "/nowhere/etcd", "there is no file /nowhere/etcd"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_a_sentence(
-    kind: Callable[[str], object], text: str, said: str
-) -> None:
+def test_an_invalid_argument_is_explained(kind: Callable[[str], object], text: str, said: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"^{said}$"):
         kind(text)
 
 
-def test_what_is_missing_is_said_without_a_traceback() -> None:
+def test_a_missing_requirement_is_reported_without_a_traceback() -> None:
     async def work() -> None:
         raise BadInput("there is no etcd")
 
@@ -86,5 +86,5 @@ def test_what_is_missing_is_said_without_a_traceback() -> None:
         command_line.run_to_end("recovery", work())
 
 
-def test_faults_can_be_chosen_for_two_agents() -> None:
+def test_a_soak_plan_works_for_two_agents() -> None:
     assert sum(len(strike) for strike in plan(1, 100, 2, 2.0)) == 100

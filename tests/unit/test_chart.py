@@ -1,6 +1,6 @@
-"""The Helm chart, as far as its texts say it: the definition it carries, its values, its rights, its flags.
+"""The files of the Helm chart: CRD, values, RBAC rules and arguments.
 
-What helm makes of it is tested on a real API server, in tests/kubernetes/test_chart.py.
+tests/kubernetes/test_chart.py installs the chart with helm on a real API server.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ABOUT: dict[str, Any] = yaml.safe_load((CHART / "Chart.yaml").read_text())
 
 
 def template(name: str) -> str:
-    """The text of a template."""
+    """Return the text of a template."""
     return (CHART / "templates" / name).read_text()
 
 
 def objects(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every value that the schema describes, by its path, with what is said of it."""
+    """Yield the path and schema of every value."""
     for name, below in schema.get("properties", {}).items():
         place = f"{path}.{name}" if path else name
         yield place, below
@@ -44,7 +44,7 @@ def objects(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Ma
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """The path of every value that can be set; an empty mapping counts as one."""
+    """Yield the path of every value; an empty mapping counts as a value."""
     for name, value in values.items():
         place = f"{path}.{name}" if path else name
         if isinstance(value, dict) and value and place != "resources":
@@ -53,17 +53,17 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield place
 
 
-TAKEN_AWAY = object()
+REMOVED = object()
 
 
 def changed(path: str, value: object) -> dict[str, Any]:
-    """The default values with this one changed."""
+    """Return the default values with one change."""
     values = copy.deepcopy(VALUES)
     *parents, name = path.split(".")
     place = values
     for parent in parents:
         place = place[parent]
-    if value is TAKEN_AWAY:
+    if value is REMOVED:
         del place[name]
     else:
         place[name] = value
@@ -71,7 +71,7 @@ def changed(path: str, value: object) -> dict[str, Any]:
 
 
 def refusal(path: str, value: object) -> str:
-    """What the schema says to the default values with this one changed."""
+    """Return the schema's error for the default values with one change."""
     values = changed(path, value)
     with pytest.raises(jsonschema.ValidationError) as refused:
         jsonschema.validate(values, SCHEMA)
@@ -79,15 +79,15 @@ def refusal(path: str, value: object) -> str:
     return message
 
 
-def test_the_chart_carries_the_definition_itself_and_no_copy_of_it() -> None:
+def test_the_crd_of_the_chart_is_a_link_to_the_only_definition() -> None:
     link = CHART / "crd" / "elasticjob.yaml"
     assert link.is_symlink()
     assert link.resolve() == ROOT / "crds" / "elasticjob.yaml"
-    assert not (CHART / "crds").exists(), "helm installs what is there, and never upgrades it"
+    assert not (CHART / "crds").exists(), "helm installs files in this folder but never upgrades them"
     assert '.Files.Get "crd/elasticjob.yaml"' in template("crd.yaml")
 
 
-def test_the_versions_of_chart_and_program_are_the_projects() -> None:
+def test_the_chart_has_the_version_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = Version(project["version"])
     semantic = version.base_version
@@ -100,7 +100,7 @@ def test_the_versions_of_chart_and_program_are_the_projects() -> None:
     assert ABOUT["appVersion"] == project["version"]
 
 
-def test_the_default_values_are_good_and_each_is_described_in_a_sentence() -> None:
+def test_the_schema_is_strict_and_describes_every_value() -> None:
     jsonschema.Draft7Validator.check_schema(SCHEMA)
     for path, value in {
         "replicas": 0,
@@ -114,7 +114,7 @@ def test_the_default_values_are_good_and_each_is_described_in_a_sentence() -> No
         assert schema.get("additionalProperties", True) is False or "properties" not in schema, path
 
 
-def test_schema_and_values_name_the_same() -> None:
+def test_the_schema_describes_exactly_the_default_values() -> None:
     described = {path for path, schema in objects(SCHEMA) if "properties" not in schema}
     assert described - {"global"} == set(leaves(VALUES))
 
@@ -141,24 +141,24 @@ def test_schema_and_values_name_the_same() -> None:
         ("podLabels", {"upgraded": True}, "is not of type 'string'"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(path: str, value: object, words: str) -> None:
+def test_invalid_values_are_refused(path: str, value: object, words: str) -> None:
     assert re.search(words, refusal(path, value))
 
 
 @pytest.mark.parametrize("path", sorted(path for path, _ in objects(SCHEMA) if path not in ("global", "runAsUser")))
-def test_no_default_can_be_taken_away(path: str) -> None:
-    """Helm does so with a null, or nothing, in the place of a value, before it asks the schema."""
-    assert refusal(path, TAKEN_AWAY) == f"{path.rpartition('.')[2]!r} is a required property"
+def test_a_default_cannot_be_removed(path: str) -> None:
+    """Helm removes a value that is set to null or left empty, before it validates."""
+    assert refusal(path, REMOVED) == f"{path.rpartition('.')[2]!r} is a required property"
 
 
 def arguments(values: Mapping[str, str]) -> list[str]:
-    """The arguments that the deployment gives the operator, with these texts in the place of what is filled in."""
+    """Return the operator's arguments in the deployment, with these values filled in."""
     found = re.findall(r"^ +- (?:{{ printf \")?(--.+?)(?:\" \.Values.*)?$", template("deployment.yaml"), re.MULTILINE)
     assert len(found) > 5
     return [re.sub(r"{{.*}}|%s", values.get(each.split("=")[0], "team"), each) for each in found]
 
 
-def test_the_deployment_gives_the_operator_only_arguments_that_it_knows() -> None:
+def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
     words = {"--etcd-image": "etcd:1", "--agent-metrics-port": "9000", "--log-level": "error", "--log-format": "json"}
     given = arguments(words)
     assert {"--leader-elect", "--no-leader-elect"} <= set(given)
@@ -179,7 +179,7 @@ def test_the_deployment_gives_the_operator_only_arguments_that_it_knows() -> Non
     assert "containerPort: 8080\n" in template("deployment.yaml")
 
 
-def test_the_defaults_are_those_of_the_operator() -> None:
+def test_the_default_values_match_the_operators_defaults() -> None:
     operator = OperatorSettings()
     assert VALUES["etcd"]["image"] == operator.pods.etcd_image
     assert VALUES["agent"]["metricsPort"] == operator.pods.agent_metrics_port
@@ -190,7 +190,7 @@ def test_the_defaults_are_those_of_the_operator() -> None:
     assert logging["format"]["enum"] == list(LOG_FORMATS)
 
 
-def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:
+def test_the_rbac_rules_are_minimal() -> None:
     found = re.search(r'define "elastic-operator.rules" -}}\n(.*?){{- end', template("_helpers.tpl"), re.DOTALL)
     assert found
     rights = {
@@ -215,12 +215,12 @@ def test_the_operator_is_given_the_rights_that_it_uses_and_no_others() -> None:
     }
 
 
-def test_no_right_is_given_for_everything() -> None:
+def test_no_rbac_rule_has_a_wildcard() -> None:
     texts = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
     assert not re.search(r"""["'\[ ]\*["'\] ,]""", re.sub(r"/\*.*?\*/", "", texts, flags=re.DOTALL))
 
 
-def test_the_pages_about_the_cluster_tell_every_value_and_its_default() -> None:
+def test_the_documentation_lists_every_value_and_its_default() -> None:
     rows = dict(
         re.findall(r"^\| `([\w.]+)` \| (.*?) \| .+ \|$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
     )
@@ -233,7 +233,7 @@ def test_the_pages_about_the_cluster_tell_every_value_and_its_default() -> None:
             assert told == f"`{value if value and isinstance(value, str) else json.dumps(value)}`", path
 
 
-def test_what_the_notes_tell_people_to_type_is_there() -> None:
+def test_the_files_named_in_the_notes_exist() -> None:
     notes = template("NOTES.txt")
     for file in ("examples/digits.yaml", "Dockerfile.operator", "Dockerfile.agent", "docs/cluster.md"):
         assert file in notes

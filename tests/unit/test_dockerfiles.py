@@ -16,14 +16,14 @@ Instruction = tuple[str, str]
 
 
 def instructions(dockerfile: Path) -> list[Instruction]:
-    """What a Dockerfile says, each instruction with its arguments on one line."""
+    """Return the instructions of a Dockerfile, with continued lines joined."""
     lines = [line for line in dockerfile.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(first, rest) for first, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
 
 
 def stage(dockerfile: Path, name: str = "") -> list[Instruction]:
-    """One stage of a Dockerfile, with all that it starts from; without a name the last one: the image itself."""
+    """Return the instructions of a stage and of the stages it is based on; the unnamed stage is the image."""
     found: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for instruction, rest in instructions(dockerfile):

@@ -1,4 +1,4 @@
-"""The credentials for an etcd in a Secret: what is taken from it, and what is said where that cannot be."""
+"""TLS credentials for etcd in a Secret."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 def a_secret(**data: str | bytes) -> dict[str, Any]:
-    """A Secret; each value is a file, or what stands in one."""
+    """Return a Secret; each value is a path or the content of a file."""
     contents = {
         name.replace("_", "."): value if isinstance(value, bytes) else Path(value).read_bytes()
         for name, value in data.items()
@@ -35,7 +35,7 @@ def a_secret(**data: str | bytes) -> dict[str, Any]:
     return {"metadata": {"name": "hub", "namespace": "team"}, "data": encoded}
 
 
-def test_authority_certificate_and_key_are_files_until_they_are_closed(files: Certificates) -> None:
+def test_credentials_are_files_until_they_are_closed(files: Certificates) -> None:
     secret = a_secret(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
     credentials = Credentials.of(secret)
     assert credentials.authority is not None
@@ -50,7 +50,7 @@ def test_authority_certificate_and_key_are_files_until_they_are_closed(files: Ce
     credentials.close()
 
 
-def test_an_authority_alone_or_a_certificate_with_its_key_is_enough(files: Certificates) -> None:
+def test_an_authority_or_a_certificate_with_a_key_suffices(files: Certificates) -> None:
     authority = Credentials.of(a_secret(ca_crt=files.authority))
     assert (authority.certificate, authority.key) == (None, None)
     client = Credentials.of(a_secret(tls_crt=files.client, tls_key=files.client_key))
@@ -59,7 +59,7 @@ def test_an_authority_alone_or_a_certificate_with_its_key_is_enough(files: Certi
     client.close()
 
 
-def test_an_unusable_key_of_a_secret_is_named(files: Certificates) -> None:
+def test_an_invalid_secret_is_explained(files: Certificates) -> None:
     for secret, words in (
         (a_secret(), "has neither ca.crt nor tls.crt: put the certificates for etcd under these names"),
         ({"metadata": {"name": "hub"}}, "has neither ca.crt nor tls.crt"),
@@ -76,17 +76,17 @@ def test_an_unusable_key_of_a_secret_is_named(files: Certificates) -> None:
 
 
 class Server:
-    """Has one Secret, or answers with a status."""
+    """Serves one Secret, or answers with an error status."""
 
     def __init__(self) -> None:
         self.secret: dict[str, Any] = {}
         self.status = 200
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.asked.append(f"{request.method} {request.path}")
-        told = {"kind": "Status", "reason": "X", "message": "words"}
-        return web.json_response(self.secret if self.status == 200 else told, status=self.status)
+        self.requests.append(f"{request.method} {request.path}")
+        status = {"kind": "Status", "reason": "X", "message": "words"}
+        return web.json_response(self.secret if self.status == 200 else status, status=self.status)
 
 
 @pytest.fixture
@@ -100,11 +100,11 @@ async def secrets(server: Server) -> AsyncIterator[EtcdSecrets]:
         yield EtcdSecrets(api, ["team"])
 
 
-async def test_a_secret_is_read_each_time(server: Server, secrets: EtcdSecrets, files: Certificates) -> None:
+async def test_a_secret_is_read_on_every_call(server: Server, secrets: EtcdSecrets, files: Certificates) -> None:
     server.secret = a_secret(ca_crt=files.authority)
     for _ in range(2):
         (await secrets.read("team", "hub")).close()
-    assert server.asked == ["GET /api/v1/namespaces/team/secrets/hub"] * 2
+    assert server.requests == ["GET /api/v1/namespaces/team/secrets/hub"] * 2
     assert secrets.forbidden("team", "hub") is None
     assert "the Secret hub in the namespace other" in (secrets.forbidden("other", "hub") or "")
 

@@ -1,17 +1,11 @@
-"""The exit code and reason of an agent that cannot take part."""
+"""The exit code and reason of an agent that cannot join its run."""
 
 from __future__ import annotations
 
 import pytest
 
 from torchelastic.agent.exit_status import ExitStatus
-from torchelastic.errors import (
-    LeaseLost,
-    NoPortFree,
-    SettingsError,
-    StoreRefused,
-    StoreUnavailable,
-)
+from torchelastic.errors import LeaseLost, NoPortFree, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import ExitCode
 
 
@@ -24,13 +18,10 @@ from torchelastic.protocol import ExitCode
         (ZeroDivisionError("division by zero"), ExitCode.BROKEN, "Defect"),
         (NoPortFree("all are taken"), ExitCode.NO_PORT, "NoPortFree"),
         (SettingsError("no such flag"), ExitCode.BAD_INPUT, "BadInput"),
+        (None, ExitCode.BROKEN, "Defect"),
     ],
 )
-def test_an_error_has_its_exit_code_and_reason(error: Exception, code: ExitCode, reason: str) -> None:
+def test_an_error_has_an_exit_code_and_a_reason(error: Exception | None, code: ExitCode, reason: str) -> None:
     status = ExitStatus.by_error(error)
-    assert (status.code, status.message.reason, status.message.message) == (code, reason, str(error))
-
-
-def test_a_rendezvous_that_just_ends_is_a_defect() -> None:
-    status = ExitStatus.by_error(None)
-    assert (status.code, status.message.message) == (ExitCode.BROKEN, "the rendezvous ended by itself")
+    message = "the rendezvous ended by itself" if error is None else str(error)
+    assert (status.code, status.message.reason, status.message.message) == (code, reason, message)

@@ -35,14 +35,14 @@ def record(message: str, trace: str = "") -> str:
 
 
 @pytest.mark.parametrize("libraries", ["/venv/lib/python3.12/site-packages", "/opt/pytorch"])
-def test_an_exception_has_the_innermost_place_in_the_program(error_json: Path, libraries: str) -> None:
+def test_an_exception_is_reported_with_the_innermost_line_of_the_program(error_json: Path, libraries: str) -> None:
     trace = TRACE.replace("/venv/lib/python3.12/site-packages", libraries)
     error_json.write_text(record("RuntimeError: sizes differ", trace))
     assert words(error_json, 1) == "RuntimeError: sizes differ (train.py:12)"
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank3]: "])
-def test_a_printed_traceback_serves_without_an_error_file(error_json: Path, prefix: str) -> None:
+def test_without_an_error_file_the_printed_traceback_is_used(error_json: Path, prefix: str) -> None:
     lines = f"round 3\n{TRACE}ValueError: bad input".splitlines()
     tail = "".join(f"{prefix}{line}\n" for line in lines)
     assert words(error_json, 1, f"{tail}late line of a thread\n") == "ValueError: bad input (train.py:12)"
@@ -59,13 +59,13 @@ def test_a_printed_traceback_serves_without_an_error_file(error_json: Path, pref
         (-63, "", "killed by signal 63"),
     ],
 )
-def test_an_end_without_an_exception_is_described_by_its_code_or_signal(
+def test_without_an_exception_the_exit_code_or_signal_is_reported(
     error_json: Path, exit_code: int, tail: str, expected: str
 ) -> None:
     assert words(error_json, exit_code, tail).startswith(expected)
 
 
-def test_a_kill_for_memory_is_named(error_json: Path) -> None:
+def test_an_out_of_memory_kill_is_named(error_json: Path) -> None:
     assert words(error_json, -9, memory=True) == "killed by SIGKILL: out of memory"
     assert "memory" not in words(error_json, -15, memory=True)
 
@@ -86,7 +86,7 @@ def test_a_kill_for_memory_is_named(error_json: Path) -> None:
         "RuntimeError: NCCL communicator was aborted on rank 1.",
     ],
 )
-def test_what_a_broken_collective_raises_is_a_failure_of_communication(error_json: Path, text: str) -> None:
+def test_an_error_of_a_collective_is_a_communication_failure(error_json: Path, text: str) -> None:
     error_json.write_text(record(text))
     assert explain(1, error_file=error_json, tail="", memory=False).kind is FailureKind.COMMUNICATION
     error_json.unlink()
@@ -103,7 +103,7 @@ def test_what_a_broken_collective_raises_is_a_failure_of_communication(error_jso
         "DistBackendError: NCCL error, ncclUnhandledCudaError: Call failed. Last error: Cuda failure 2 'out of memory'",
     ],
 )
-def test_what_the_program_itself_raises_is_a_failure_of_the_program(error_json: Path, text: str) -> None:
+def test_an_error_of_the_program_is_a_program_failure(error_json: Path, text: str) -> None:
     unrelated = "[Gloo] Rank 0 is connected to 1 peer ranks.\nloading\nthe data server: timeout\n"
     assert explain(3, error_file=error_json, tail=unrelated + text, memory=False).kind is FailureKind.PROGRAM
     error_json.write_text(record(text))
@@ -117,9 +117,7 @@ PROGRAM_FIRST = f"""{TRACE}ValueError: bad input
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_collective_that_breaks_when_the_program_fails_does_not_take_its_place(
-    error_json: Path, recorded: bool
-) -> None:
+def test_a_later_collective_error_does_not_hide_the_program_failure(error_json: Path, recorded: bool) -> None:
     tail = f"round 3\n{PROGRAM_FIRST}"
     if recorded:
         error_json.write_text(record(PROGRAM_FIRST.splitlines()[-1], PROGRAM_FIRST))
@@ -128,7 +126,7 @@ def test_a_collective_that_breaks_when_the_program_fails_does_not_take_its_place
     assert (explanation.kind, explanation.message) == (FailureKind.PROGRAM, "ValueError: bad input (train.py:12)")
 
 
-def test_an_exception_of_the_program_that_follows_another_one_is_reported(error_json: Path) -> None:
+def test_the_last_of_chained_program_exceptions_is_reported(error_json: Path) -> None:
     tail = f"{TRACE}KeyError: 'lr'\n{DURING}{TRACE.replace('12', '20')}ConfigError: lr is missing\n"
     assert words(error_json, 1, tail) == "ConfigError: lr is missing (train.py:20)"
 
@@ -150,7 +148,7 @@ Current thread 0x00007f (most recent call first):
 """
 
 
-def test_a_crash_is_described_by_its_last_message_and_its_place(error_json: Path) -> None:
+def test_a_crash_is_reported_with_its_last_message_and_line(error_json: Path) -> None:
     aborted = explain(-6, error_file=error_json, tail=NCCL_ABORT, memory=False)
     assert aborted.kind is FailureKind.COMMUNICATION
     assert aborted.message.startswith("killed by SIGABRT: DistBackendError: [PG ID 0 Rank 1] Process group watchdog")
@@ -169,18 +167,18 @@ def test_a_crash_is_described_by_its_last_message_and_its_place(error_json: Path
     ],
     ids=range(5),
 )
-def test_a_file_that_is_no_such_record_is_as_none(error_json: Path, content: str) -> None:
+def test_an_invalid_error_file_is_ignored(error_json: Path, content: str) -> None:
     error_json.write_text(content, errors="surrogateescape")
     assert words(error_json, 5) == "exit code 5"
 
 
 @pytest.mark.parametrize("extra", [None, [], {"py_callstack": 3}, {"py_callstack": 'File "a", line x'}])
-def test_a_record_with_odd_details_still_tells_its_message(error_json: Path, extra: Any) -> None:
+def test_invalid_details_in_an_error_file_do_not_hide_the_message(error_json: Path, extra: Any) -> None:
     error_json.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
     assert words(error_json, 1) == "ValueError: x"
 
 
-def test_a_message_is_bounded_however_long_the_exception(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_exception_is_shortened(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_FILE, str(error_json))
     record_exception(ValueError("x" * 10_000_000))
     assert error_json.stat().st_size < 64 << 10
@@ -189,7 +187,7 @@ def test_a_message_is_bounded_however_long_the_exception(error_json: Path, monke
     assert len(message) <= MESSAGE_LIMIT
 
 
-def test_the_first_exception_is_kept(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_recorded_exception_is_kept(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_FILE, str(error_json))
     record_exception(ValueError("the reason"))
     record_exception(RuntimeError("its consequence"))
@@ -197,13 +195,13 @@ def test_the_first_exception_is_kept(error_json: Path, monkeypatch: pytest.Monke
     assert [path.name for path in error_json.parent.iterdir()] == ["error.json"]
 
 
-def test_a_message_that_is_not_unicode_is_kept(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_with_invalid_unicode_is_kept(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_FILE, str(error_json))
     record_exception(ValueError("no file \udcff"))
     assert words(error_json, 1) == "ValueError: no file \udcff"
 
 
-# -- kills for memory
+# -- out-of-memory kills
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,9 @@ def test_a_message_that_is_not_unicode_is_kept(error_json: Path, monkeypatch: py
         ("9:cpu,memory:/docker/1\n0::/\n", "memory/memory.oom_control", "oom_kill 2\n"),
     ],
 )
-def test_kills_are_counted_in_the_own_cgroup(membership: str, counter: str, content: str, tmp_path: Path) -> None:
+def test_oom_kills_are_counted_in_the_agents_cgroup(
+    membership: str, counter: str, content: str, tmp_path: Path
+) -> None:
     (tmp_path / "membership").write_text(membership)
     path = tmp_path / "cgroup" / counter
     path.parent.mkdir(parents=True)
@@ -225,6 +225,6 @@ def test_kills_are_counted_in_the_own_cgroup(membership: str, counter: str, cont
     assert kills.count() == 2
 
 
-def test_without_a_cgroup_the_counter_of_the_machine_serves(tmp_path: Path) -> None:
+def test_without_a_cgroup_the_machines_oom_kills_are_counted(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 70\n")
     assert MemoryKills(root=tmp_path, membership=tmp_path / "none", machine=tmp_path / "vmstat").count() == 70

@@ -1,4 +1,4 @@
-"""GPUs on an agent's page; with a stand-in for NVIDIA's module, of the functions that it documents."""
+"""GPU metrics of an agent, with a fake pynvml that has the documented functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def shown(gpus: Gpus) -> dict[tuple[str, str], float]:
-    """Values by the name's end and GPU."""
+    """Return the values by metric (without its prefix) and GPU."""
     return {
         (sample.name.removeprefix("torchelastic_gpu_"), sample.labels["gpu"]): sample.value
         for family in gpus.collect()
@@ -35,7 +35,7 @@ def shown(gpus: Gpus) -> dict[tuple[str, str], float]:
 GIB = 1 << 30
 
 
-def test_each_gpu_shows_its_memory_and_what_it_does(nvml: StandIn) -> None:
+def test_each_gpu_has_its_memory_and_utilization(nvml: StandIn) -> None:
     gpus = Gpus()
     for _ in range(2):
         assert shown(gpus) == {
@@ -49,7 +49,7 @@ def test_each_gpu_shows_its_memory_and_what_it_does(nvml: StandIn) -> None:
 
 
 def test_readings_that_a_gpu_does_not_support_are_left_out(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    nvml.wrong["nvmlDeviceGetUtilizationRates", 1] = nvml.NVML_ERROR_NOT_SUPPORTED  # as of a part of a GPU
+    nvml.wrong["nvmlDeviceGetUtilizationRates", 1] = nvml.NVML_ERROR_NOT_SUPPORTED  # a MIG instance
     found = shown(Gpus())
     assert ("utilization_ratio", "1") not in found
     assert len(found) == 8
@@ -75,9 +75,7 @@ def test_a_failed_driver_is_opened_again_at_the_next_scrape(nvml: StandIn) -> No
     assert nvml.opened == 2
 
 
-def test_a_driver_that_does_not_answer_is_asked_once_and_logged_once(
-    nvml: StandIn, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_driver_that_hangs_is_called_once_and_logged_once(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     gpus = Gpus(patience=0.01)
     nvml.answers.clear()
     for _ in range(3):
@@ -91,7 +89,7 @@ def test_a_driver_that_does_not_answer_is_asked_once_and_logged_once(
 
 
 @pytest.mark.parametrize("number", [StandIn.NVML_ERROR_LIBRARY_NOT_FOUND, StandIn.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_without_a_driver_nothing_is_shown_or_logged(
+def test_without_a_driver_there_are_no_metrics_and_no_logs(
     nvml: StandIn, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     nvml.wrong["nvmlInit"] = number
@@ -99,20 +97,20 @@ def test_without_a_driver_nothing_is_shown_or_logged(
     assert not caplog.records
 
 
-def test_without_pynvml_nothing_is_shown_or_logged(
+def test_without_pynvml_there_are_no_metrics_and_no_logs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, asked = builtins.__import__, []
+    import_, attempts = builtins.__import__, []
 
-    def without_it(name: str, *rest: Any, **more: Any) -> Any:
+    def import_without_pynvml(name: str, *rest: Any, **more: Any) -> Any:
         if name == "pynvml":
-            asked.append(name)
+            attempts.append(name)
             raise ModuleNotFoundError(name)
-        return plain(name, *rest, **more)
+        return import_(name, *rest, **more)
 
-    monkeypatch.setattr(builtins, "__import__", without_it)
+    monkeypatch.setattr(builtins, "__import__", import_without_pynvml)
     gpus = Gpus()
     for _ in range(2):
         assert shown(gpus) == {}
-    assert asked == ["pynvml"]
+    assert attempts == ["pynvml"]
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""What authors of launchers use: names, parameters, specs, and the errors."""
+"""The Python API for launchers: names, rendezvous parameters, worker specs and their errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class OneNode(RendezvousHandler):
-    """Has what every handler must have, and nothing else."""
+    """A handler with the required method only."""
 
     def next_rendezvous(self) -> Any:
         return "store", 0, 1
@@ -44,7 +44,7 @@ def parameters(**changes: Any) -> RendezvousParameters:
     return RendezvousParameters(**{**given, **changes})
 
 
-def test_importing_torchelastic_costs_next_to_nothing_and_offers_all_its_names() -> None:
+def test_importing_torchelastic_is_lazy_and_every_public_name_exists() -> None:
     program = """
 import sys
 before = set(sys.modules)
@@ -61,7 +61,7 @@ assert "LaunchConfig" in dir(torchelastic)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'State'"):
         _ = torchelastic.State  # type: ignore[attr-defined]
     from torchelastic.multiprocessing import errors
@@ -70,7 +70,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         _ = errors.recorded
 
 
-def test_torchrun_finds_our_rendezvous_without_our_importing_torch_or_anything_that_takes_time() -> None:
+def test_the_torchrun_entry_point_imports_no_heavy_modules() -> None:
     program = """
 import sys
 from importlib.metadata import entry_points
@@ -81,7 +81,7 @@ assert not {"torch", "aiohttp", "msgspec", "asyncio"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_handler_needs_one_method_only_and_an_info_unpacks_like_a_tuple() -> None:
+def test_a_handler_needs_one_method_and_an_info_unpacks_like_a_tuple() -> None:
     handler = OneNode()
     assert handler.num_nodes_waiting() == 0
     assert not handler.is_closed()
@@ -92,7 +92,7 @@ def test_a_handler_needs_one_method_only_and_an_info_unpacks_like_a_tuple() -> N
     assert tuple(RendezvousInfo(store, 1, 2)) == (store, 1, 2)
 
 
-def test_parameters_are_read_as_torch_reads_them() -> None:
+def test_rendezvous_parameters_convert_values_as_torch_does() -> None:
     given = parameters(switch="True", off=0, count="12", odd="perhaps")
     assert given.get("switch") == "True"
     assert (given.get_as_bool("switch"), given.get_as_bool("off"), given.get_as_bool("absent", True)) == (
@@ -114,12 +114,12 @@ def test_parameters_are_read_as_torch_reads_them() -> None:
         ({"min_nodes": 5}, "max_nodes=4 is below min_nodes=5"),
     ],
 )
-def test_parameters_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_rendezvous_parameters_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parameters(**changes)
 
 
-def test_a_registry_knows_ours_and_what_was_registered_and_no_name_twice() -> None:
+def test_the_registry_creates_registered_handlers_and_refuses_duplicate_names() -> None:
     registry = RendezvousHandlerRegistry()
 
     def create(params: RendezvousParameters) -> RendezvousHandler:
@@ -136,7 +136,7 @@ def test_a_registry_knows_ours_and_what_was_registered_and_no_name_twice() -> No
     assert (ours.get_backend(), ours.get_run_id(), ours.use_agent_store) == ("torchelastic", "digits-7", True)
 
 
-def test_torchs_parameters_become_our_settings() -> None:
+def test_rendezvous_parameters_become_settings() -> None:
     settings = read_settings(parameters(timeout=900, last_call_timeout="3", lease=2.5, local_addr="10.0.0.7"), {})
     rules = settings.rendezvous
     assert (rules.run_id, rules.join_timeout, rules.last_call_timeout, rules.lease) == ("digits-7", 900, 3, 2.5)
@@ -144,7 +144,7 @@ def test_torchs_parameters_become_our_settings() -> None:
     assert settings.store is not None
     assert settings.store.endpoints == ("etcd:2379",)
     assert settings.address == "10.0.0.7"
-    # torch's launcher adds its own word.
+    # torch's launcher adds timeout, so join_timeout takes precedence.
     assert read_settings(parameters(timeout=900, join_timeout=5), {}).rendezvous.join_timeout == 5
 
 
@@ -154,7 +154,7 @@ def test_the_operators_variables_take_precedence() -> None:
     assert (settings.rendezvous.size.desired, settings.node_name, settings.address) == (3, "digits-1", "10.1.0.2")
 
 
-def test_one_node_needs_neither_an_etcd_nor_an_id() -> None:
+def test_one_node_needs_no_etcd_and_no_run_id() -> None:
     settings = read_settings(parameters(endpoint="", run_id="", min_nodes=1, max_nodes=1), {})
     assert settings.store is None
     assert settings.address == "127.0.0.1"
@@ -172,7 +172,7 @@ def test_one_node_needs_neither_an_etcd_nor_an_id() -> None:
         ({"password": "a,b"}, "password has a comma in it"),
     ],
 )
-def test_a_handler_refuses_parameters_that_it_cannot_honour(changes: dict[str, Any], words: str) -> None:
+def test_unsupported_handler_parameters_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         ElasticRendezvousHandler(parameters(**changes))
 
@@ -191,12 +191,12 @@ def test_a_handler_refuses_parameters_that_it_cannot_honour(changes: dict[str, A
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, redirects=3)), "name one as log_dir"),
     ],
 )
-def test_a_spec_that_makes_no_sense_is_refused_with_what_to_change(make: Callable[[], object], words: str) -> None:
+def test_an_invalid_worker_spec_is_explained(make: Callable[[], object], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         make()
 
 
-def test_a_result_says_whether_the_run_has_failed_and_a_failure_by_what() -> None:
+def test_results_and_failures_have_torchs_methods() -> None:
     assert not RunResult(WorkerState.SUCCEEDED, {0: 1}).is_failed()
     assert RunResult(WorkerState.FAILED).is_failed()
     killed, ended = ProcessFailure(0, 7, -9, "killed"), ProcessFailure(0, 7, 3, "exit code 3")
@@ -205,6 +205,6 @@ def test_a_result_says_whether_the_run_has_failed_and_a_failure_by_what() -> Non
     assert WorkerState.is_running(WorkerState.HEALTHY)
 
 
-def test_a_launch_has_torchs_fields_and_defaults_that_work() -> None:
+def test_a_launch_config_has_torchs_fields() -> None:
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
     assert (config.rdzv_backend, config.max_restarts, config.run_id) == ("torchelastic", 3, "")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PATIENCE = 20.0
 
 
-async def test_a_worker_without_heartbeats_is_silent(tmp_path: Path) -> None:
+async def test_a_worker_without_heartbeats_is_reported(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path / "beats", 0.5)
     files = [heartbeats.file(local_rank) for local_rank in range(3)]
     waiting = asyncio.create_task(heartbeats.silent(lambda: {0, 1, 2}))
@@ -30,7 +30,7 @@ async def test_a_worker_without_heartbeats_is_silent(tmp_path: Path) -> None:
     assert await waiting == [1]
 
 
-async def test_workers_that_fall_silent_together_are_returned_together(tmp_path: Path) -> None:
+async def test_workers_that_stop_together_are_reported_together(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path, 0.5)
     for local_rank in (0, 1):
         heartbeats.file(local_rank)
@@ -38,7 +38,7 @@ async def test_workers_that_fall_silent_together_are_returned_together(tmp_path:
         assert await heartbeats.silent(lambda: {1, 0}) == [0, 1]
 
 
-async def test_an_ended_worker_is_not_silent(tmp_path: Path) -> None:
+async def test_an_exited_worker_is_not_reported(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path, 0.01)
     heartbeats.file(0)
     running = {0}
@@ -48,12 +48,12 @@ async def test_an_ended_worker_is_not_silent(tmp_path: Path) -> None:
         assert await waiting == []
 
 
-async def test_the_time_in_which_the_agent_was_suspended_does_not_count(tmp_path: Path) -> None:
+async def test_time_during_which_the_agent_is_suspended_does_not_count(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path, 1.0)
     heartbeats.file(0)
     waiting = asyncio.create_task(heartbeats.silent(lambda: {0}))
     await asyncio.sleep(0)
-    time.sleep(2.0)  # noqa: ASYNC251 - so that nothing of it runs, as in a paused container
+    time.sleep(2.0)  # noqa: ASYNC251 - blocks the event loop, as a paused container does
     for _ in range(5):
         await asyncio.sleep(0)
     assert not waiting.done()
@@ -61,7 +61,7 @@ async def test_the_time_in_which_the_agent_was_suspended_does_not_count(tmp_path
         assert await waiting == [0]
 
 
-async def test_a_change_of_the_clock_does_not_matter(tmp_path: Path) -> None:
+async def test_a_change_of_the_system_clock_has_no_effect(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path, 0.5)
     file = heartbeats.file(0)
     waiting = asyncio.create_task(heartbeats.silent(lambda: {0}))
@@ -75,7 +75,7 @@ async def test_a_change_of_the_clock_does_not_matter(tmp_path: Path) -> None:
         assert await waiting == [0]
 
 
-# -- words
+# -- messages
 
 DUMP = """\
 step 7
@@ -112,7 +112,7 @@ def test_only_the_innermost_frames_of_the_program_in_the_last_dump_are_reported(
 @pytest.mark.parametrize(
     "tail", ["", "no stack here\n", "Fatal Python error: Aborted\n\n<no Python frame>\n", DUMP.partition("Thread")[0]]
 )
-def test_without_a_stack_the_message_is_the_silence(tail: str) -> None:
+def test_without_a_stack_the_message_has_only_the_time(tail: str) -> None:
     assert words(tail) == "no heartbeat for 30 s"
 
 
@@ -123,6 +123,6 @@ def test_a_stopped_worker_is_reported_as_stopped() -> None:
 @pytest.mark.parametrize(
     "path", ["/venv/lib/python3.12/site-packages/torch/distributed/c10d.py", "/x/torch/autograd/graph.py"]
 )
-def test_a_worker_that_waits_in_a_collective_is_a_failure_of_communication(path: str) -> None:
+def test_a_hang_in_a_collective_is_a_communication_failure(path: str) -> None:
     waiting = DUMP.replace("/home/me/data.py", path)
     assert explain(Hang(30, ""), waiting).kind is FailureKind.COMMUNICATION

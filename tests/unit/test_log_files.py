@@ -1,3 +1,5 @@
+"""``elasticjob logs`` of a job on this machine."""
+
 from __future__ import annotations
 
 import threading
@@ -26,7 +28,7 @@ def write(logs: Path, pod: str, round: int, rank: int, text: str, name: str = "o
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """Two pods that traded their ranks in round 2."""
+    """The logs of two pods that swapped their ranks in round 2."""
     write(tmp_path, "digits-0-aaaaa", 1, 0, "one\ntwo\n")
     write(tmp_path, "digits-1-bbbbb", 1, 1, "uno\n")
     write(tmp_path, "digits-1-bbbbb", 2, 0, "three\n")
@@ -52,12 +54,12 @@ def test_the_selected_output_is_printed(logs: Path, tmp_path: Path) -> None:
     assert read(logs, LogSelector()) == "[rank 0] three\n[rank 1] tres\n[rank 0] 10%\r20%\x1b[0m no newline\n"
     write(logs, "digits-1-bbbbb", 3, 0, "alone\n")
     assert read(logs, LogSelector()) == "[rank 0] alone\n"
-    assert read(logs, LogSelector(pod="digits-0-aaaaa")) == "[rank 1] tres\n", "its last round"
+    assert read(logs, LogSelector(pod="digits-0-aaaaa")) == "[rank 1] tres\n", "the pod's last round"
     with pytest.raises(NotFound, match="no worker has started yet"):
         select_files(tmp_path / "none", LogSelector())
 
 
-def test_agents_say_mostly_themselves_who_they_are(logs: Path) -> None:
+def test_agent_logs_are_labelled_with_the_pod(logs: Path) -> None:
     pod = "digits-0-aaaaa"
     assert read(logs, LogSelector(agents=True)).splitlines()[:2] == [f"09:00:00 [{pod}] round 1", f"[{pod}] Traceback"]
     assert read(logs, LogSelector(pod=pod, agents=True)) == f"09:00:00 [{pod}] round 1\nTraceback\n"
@@ -71,7 +73,7 @@ def test_agents_say_mostly_themselves_who_they_are(logs: Path) -> None:
         (LogSelector(pod="x"), None, "there is no log of pod x; there are logs of digits-0-aaaaa, digits-1-bbbbb"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is(
+def test_a_missing_log_is_reported_with_the_existing_ones(
     logs: Path, wanted: LogSelector, round: int | None, sentence: str
 ) -> None:
     with pytest.raises(NotFound) as error:
@@ -80,7 +82,7 @@ def test_what_is_not_there_is_said_with_what_is(
 
 
 @pytest.mark.parametrize("name", ["round_x", "round_1_old"])
-def test_folders_that_are_not_ours_are_passed_over(logs: Path, name: str) -> None:
+def test_other_folders_are_ignored(logs: Path, name: str) -> None:
     stray = logs / "digits-0-aaaaa" / name / "rank_0"
     stray.mkdir(parents=True)
     (stray / "output.log").write_text("stray\n")
@@ -103,16 +105,18 @@ def test_a_tail_is_the_last_lines_of_a_file(tmp_path: Path, text: str, lines: in
 
 
 class Following:
-    """``logs -f`` in a thread, and what it has printed."""
+    """``logs -f`` in a thread, and its output."""
 
     def __init__(self, logs: Path, wanted: LogSelector, **how: Any) -> None:
         self.output = b""
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.ended = threading.Event()
         self._grown = threading.Condition()
         reader = LogReader(self._write, label=not wanted.single_source, tail=how.pop("tail", None))
         self._thread = threading.Thread(
-            target=follow, args=(logs, wanted, reader), kwargs={"ended": self.ended, "tell": self.told.append, **how}
+            target=follow,
+            args=(logs, wanted, reader),
+            kwargs={"ended": self.ended, "tell": self.messages.append, **how},
         )
         self._thread.start()
 
@@ -133,32 +137,32 @@ class Following:
 
 @pytest.fixture
 def following(logs: Path) -> Iterator[Any]:
-    begun: list[Following] = []
+    started: list[Following] = []
 
-    def begin(wanted: LogSelector, **how: Any) -> Following:
-        begun.append(Following(logs, wanted, **how))
-        return begun[-1]
+    def start(wanted: LogSelector, **how: Any) -> Following:
+        started.append(Following(logs, wanted, **how))
+        return started[-1]
 
-    yield begin
-    for each in begun:
+    yield start
+    for each in started:
         each.ended.set()
         each.join()
 
 
-def test_a_rank_is_followed_over_the_rounds_that_come(logs: Path, following: Any) -> None:
+def test_a_rank_is_followed_through_new_rounds(logs: Path, following: Any) -> None:
     followed = following(LogSelector(0))
     followed.until(b"three\n")
     write(logs, "digits-1-bbbbb", 2, 0, "four\n")
     followed.until(b"four\n")
     write(logs, "digits-2-ccccc", 3, 0, "five\n")
     followed.until(b"five\n")
-    assert followed.told == ["round 3 begins"]
+    assert followed.messages == ["round 3 begins"]
     write(logs, "digits-2-ccccc", 3, 0, "last")
     followed.ended.set()
     assert followed.join() == b"three\nfour\nfive\nlast"
 
 
-def test_following_begins_with_the_tail_and_misses_nothing_of_what_comes(logs: Path, following: Any) -> None:
+def test_following_starts_with_the_tail_and_prints_all_new_lines(logs: Path, following: Any) -> None:
     write(logs, "digits-1-bbbbb", 2, 0, "four\n")
     followed = following(LogSelector(0), tail=1)
     followed.until(b"four\n")
@@ -167,17 +171,17 @@ def test_following_begins_with_the_tail_and_misses_nothing_of_what_comes(logs: P
     assert followed.output == b"four\nfive\nsix\n"
 
 
-def test_following_an_round_ends_with_it(logs: Path, following: Any) -> None:
+def test_following_one_round_ends_with_the_round(logs: Path, following: Any) -> None:
     followed = following(LogSelector(), only=2)
     followed.until(b"[rank 1] tres\n")
     write(logs, "digits-0-aaaaa", 3, 0, "five\n")
     assert followed.join() == b"[rank 0] three\n[rank 1] tres\n"
 
 
-def test_following_can_begin_before_anything_is_there(tmp_path: Path) -> None:
+def test_following_can_start_before_the_first_log_exists(tmp_path: Path) -> None:
     followed = Following(tmp_path, LogSelector(1))
     write(tmp_path, "digits-0-aaaaa", 1, 1, "hello\n")
     followed.until(b"hello\n")
     followed.ended.set()
     assert followed.join() == b"hello\n"
-    assert followed.told == [], "the first round is no news"
+    assert followed.messages == [], "the first round is not announced"

@@ -1,4 +1,4 @@
-"""How many CPUs and GPUs there are, as files say that stand for those of a machine, and this machine's own address."""
+"""CPUs and GPUs, read from a fake file system, and this machine's own address."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_cpus_are_those_that_affinity_and_control_groups_allow(
-    tmp_path: Path, files: dict[str, str], limit: int | None
-) -> None:
+def test_cpus_are_limited_by_affinity_and_cgroups(tmp_path: Path, files: dict[str, str], limit: int | None) -> None:
     assert cpu_count(write(tmp_path, files)) == (CPUS if limit is None else limit)
 
 
@@ -85,33 +83,33 @@ def test_cpus_are_those_that_affinity_and_control_groups_allow(
         ("MIG-1,MIG-2", 1),
     ],
 )
-def test_gpus_are_those_that_cuda_would_show(tmp_path: Path, visible: str | None, count: int) -> None:
+def test_gpus_are_limited_by_cuda_visible_devices(tmp_path: Path, visible: str | None, count: int) -> None:
     names = ["nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-caps"]
     root = write(tmp_path, {f"dev/{name}": "" for name in names})
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert gpu_count(environ, root) == count
 
 
-def test_gpus_whose_device_files_are_not_made_yet_are_counted_by_the_driver(tmp_path: Path) -> None:
+def test_without_device_files_gpus_are_counted_by_the_driver(tmp_path: Path) -> None:
     root = write(tmp_path, {f"proc/driver/nvidia/gpus/0000:0{bus}:00.0/information": "" for bus in (1, 2)})
     assert gpu_count({}, root) == 2
 
 
-def test_device_files_win_over_the_driver_which_shows_a_container_all_of_its_host(tmp_path: Path) -> None:
+def test_device_files_take_precedence_over_the_driver(tmp_path: Path) -> None:
     driver = {f"proc/driver/nvidia/gpus/0000:0{bus}:00.0/information": "" for bus in range(8)}
     assert gpu_count({}, write(tmp_path, driver | {"dev/nvidia5": ""})) == 1
 
 
-def test_the_own_address_is_that_of_the_interface_towards_the_store() -> None:
+def test_the_own_address_belongs_to_the_interface_towards_the_store() -> None:
     assert own_address(["127.0.0.1:2379"]) == "127.0.0.1"
     assert own_address(["localhost:2379"]) in {"127.0.0.1", "::1"}
 
 
-def test_a_store_with_a_name_that_does_not_resolve_is_skipped() -> None:
+def test_store_names_that_do_not_resolve_are_skipped() -> None:
     assert own_address(["no-such-host.invalid:2379", f"{'x' * 64}:2379", "127.0.0.1:2379"]) == "127.0.0.1"
 
 
-def test_the_interface_of_an_address_is_the_one_that_carries_it() -> None:
+def test_the_interface_of_an_own_address_is_found() -> None:
     address = own_address(["no-such-host.invalid:2379"])
     interface = interface_of(address)
     if address == "127.0.0.1":  # a machine without a network
@@ -123,18 +121,18 @@ def test_the_interface_of_an_address_is_the_one_that_carries_it() -> None:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "::1", "localhost", "192.0.2.77", "no-such-host.invalid", "fe80::1%lo", "x" * 64]
 )
-def test_loopback_and_what_is_no_address_of_this_machine_has_no_interface(host: str) -> None:
+def test_loopback_and_foreign_addresses_have_no_interface(host: str) -> None:
     assert interface_of(host) == ""
 
 
-def test_gloo_and_nccl_get_the_interface_unless_the_user_has_set_it() -> None:
+def test_gloo_and_nccl_use_the_interface_unless_the_user_sets_one() -> None:
     both = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
     assert interface_variables("eth1", {}) == both
     assert interface_variables("eth1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "eth1"}
     assert interface_variables("", {}) == {}
 
 
-def test_a_host_has_one_name_that_is_short(tmp_path: Path) -> None:
+def test_the_host_id_is_short(tmp_path: Path) -> None:
     path = "proc/sys/kernel/random/boot_id"
     assert host_id(write(tmp_path, {path: "6689fc4e-1b95-417a-ab25-c17f951d50f4\n"})) == "6689fc4e1b95"
     assert host_id(tmp_path / "nowhere") == ""

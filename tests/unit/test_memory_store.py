@@ -1,4 +1,4 @@
-"""The store in memory behaves as etcd does, and lets a test cut it off or wipe it."""
+"""The memory store behaves like etcd, and can be made unreachable or wiped by a test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-async def test_a_lease_can_be_ended_as_if_its_time_had_run_out(store: MemoryStore) -> None:
+async def test_a_lease_can_be_expired(store: MemoryStore) -> None:
     lease = await store.grant(60)
     await store.put("a", b"", lease=lease)
     store.expire(lease)
@@ -51,7 +51,7 @@ async def test_a_lease_can_be_ended_as_if_its_time_had_run_out(store: MemoryStor
         await store.put("a", b"", lease=lease)
 
 
-async def test_keys_of_one_lease_end_in_one_revision(store: MemoryStore) -> None:
+async def test_the_keys_of_a_lease_are_deleted_in_one_revision(store: MemoryStore) -> None:
     lease = await store.grant(60)
     for key in "ab":
         last = await store.put(key, b"", lease=lease)
@@ -61,7 +61,7 @@ async def test_keys_of_one_lease_end_in_one_revision(store: MemoryStore) -> None
         assert {change.revision for change in await anext(watch)} == {last + 1}
 
 
-async def test_out_of_reach_nothing_works_and_nothing_is_lost(store: MemoryStore) -> None:
+async def test_an_unreachable_store_fails_but_keeps_its_data(store: MemoryStore) -> None:
     far = store.another()
     last = await far.put("a", b"before")
     async with contextlib.aclosing(far.watch("", last + 1)) as watch:
@@ -78,7 +78,7 @@ async def test_out_of_reach_nothing_works_and_nothing_is_lost(store: MemoryStore
         assert [change.entry and change.entry.value for change in await seen(watch, 1)] == [b"meanwhile"]
 
 
-async def test_wiping_loses_keys_leases_and_history_as_an_etcd_without_its_disk(store: MemoryStore) -> None:
+async def test_wiping_removes_keys_leases_and_history(store: MemoryStore) -> None:
     lease = await store.grant(60)
     for index in range(5):
         last = await store.put(str(index), b"", lease=lease)
@@ -97,7 +97,7 @@ async def test_wiping_loses_keys_leases_and_history_as_an_etcd_without_its_disk(
             await ended(watch)
 
 
-async def test_the_history_has_an_end_and_quiet_watches_survive_it(
+async def test_the_history_is_compacted_without_breaking_idle_watches(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "HISTORY_LIMIT", 10)

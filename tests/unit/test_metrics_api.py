@@ -1,4 +1,4 @@
-"""Code written for torchelastic's documented metrics API, on our registry."""
+"""The metrics API, as documented by torchelastic."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class Recorder(metrics.MetricHandler):
-    """Keeps what it gets."""
+    """A handler that records every value."""
 
     def __init__(self) -> None:
-        self.got: list[metrics.MetricData] = []
+        self.received: list[metrics.MetricData] = []
 
     def emit(self, metric_data: metrics.MetricData) -> None:
-        self.got.append(metric_data)
+        self.received.append(metric_data)
 
     @property
     def values(self) -> list[tuple[str, str, float]]:
-        return [(data.group_name, data.name, data.value) for data in self.got]
+        return [(data.group_name, data.name, data.value) for data in self.received]
 
 
 class Broken(metrics.MetricHandler):
@@ -40,7 +40,7 @@ class Broken(metrics.MetricHandler):
 
 @pytest.fixture
 def everything() -> Iterator[Recorder]:
-    """Gets all values of the process-wide registry."""
+    """A handler that receives all values of the process-wide registry."""
     recorder = Recorder()
     REGISTRY.attach(recorder)
     yield recorder
@@ -60,7 +60,7 @@ def test_values_are_dropped_when_nothing_is_configured(capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_default_handler_serves_the_groups_without_one_of_their_own() -> None:
+def test_the_default_handler_serves_groups_without_their_own_handler() -> None:
     default, own = Recorder(), Recorder()
     metrics.configure(default)
     metrics.configure(own, "my_app")
@@ -73,17 +73,17 @@ def test_the_default_handler_serves_the_groups_without_one_of_their_own() -> Non
     assert own.values == [("my_app", "b", 2)]
 
 
-def test_values_carry_the_time_at_which_they_were_measured() -> None:
+def test_a_value_has_the_time_of_its_measurement() -> None:
     recorder = Recorder()
     metrics.configure(recorder, "my_app")
     before = time.time()
     metrics.put_metric("loss", 1, "my_app")
-    timestamp, group, name, value = recorder.got[0]
+    timestamp, group, name, value = recorder.received[0]
     assert before <= timestamp <= time.time()
     assert (group, name, value) == ("my_app", "loss", 1)
 
 
-def test_an_attached_handler_gets_everything_and_is_never_displaced(everything: Recorder) -> None:
+def test_an_attached_handler_receives_all_values_until_it_is_detached(everything: Recorder) -> None:
     own = Recorder()
     metrics.put_metric("a", 1, "my_app")
     metrics.configure(own, "my_app")
@@ -96,7 +96,7 @@ def test_an_attached_handler_gets_everything_and_is_never_displaced(everything: 
     assert own.values == [("my_app", "b", 2)]
 
 
-def test_a_handler_that_raises_is_reported_once_and_stops_nothing(
+def test_a_handler_that_raises_is_logged_once_and_blocks_nothing(
     everything: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = Broken()
@@ -113,13 +113,13 @@ def test_a_handler_that_raises_is_reported_once_and_stops_nothing(
 
 
 @pytest.mark.parametrize("wrong", [Recorder, "console", None])
-def test_configure_refuses_what_is_no_handler(wrong: Any) -> None:
+def test_configure_refuses_an_object_that_is_not_a_handler(wrong: Any) -> None:
     with pytest.raises(TypeError, match="object with a method emit"):
         metrics.configure(wrong)
 
 
 @pytest.mark.parametrize("handler_name", ["ConsoleMetricHandler", "ConsoleMetricsHandler"])
-def test_the_console_handler_prints_under_both_spellings(handler_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_names_of_the_console_handler_work(handler_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     getattr(metrics, handler_name)().emit(metrics.MetricData(1.5, "my_app", "loss", 0.25))
     assert capsys.readouterr().out == "[1.5][my_app]: loss=0.25\n"
 
@@ -174,7 +174,7 @@ def test_an_interrupt_is_neither_success_nor_failure(everything: Recorder) -> No
     assert [name.rpartition("interrupted.")[2] for _, name, _ in everything.values] == ["duration.ms"]
 
 
-def test_older_launchers_find_what_they_call() -> None:
+def test_the_functions_of_older_launchers_exist() -> None:
     metrics.initialize_metrics()
     metrics.initialize_metrics(metrics.MetricsConfig({"a": "b"}))
     elapsed = metrics.get_elapsed_time_ms(time.time() - 2)
@@ -182,7 +182,7 @@ def test_older_launchers_find_what_they_call() -> None:
     assert 2000 <= elapsed < 60_000
 
 
-def test_measuring_imports_neither_torch_nor_the_prometheus_client() -> None:
+def test_metrics_import_neither_torch_nor_the_prometheus_client() -> None:
     program = (
         "import sys; from torchelastic import metrics; metrics.put_metric('a', 1); "
         "print([name for name in ('torch', 'prometheus_client', 'aiohttp') if name in sys.modules]); "
@@ -192,7 +192,7 @@ def test_measuring_imports_neither_torch_nor_the_prometheus_client() -> None:
     assert output.splitlines() == ["[]", "True"]
 
 
-# -- the snippets of torchelastic's documentation, as they stand there
+# -- the snippets of torchelastic's documentation, unchanged
 
 
 PROFILING = """
@@ -238,7 +238,7 @@ def main():
 
 
 @pytest.mark.parametrize(
-    ("snippet", "use", "said"),
+    ("snippet", "use", "output"),
     [
         (
             PROFILING + CONFIGURING,
@@ -253,7 +253,7 @@ def main():
         ),
     ],
 )
-def test_the_snippets_of_torchelastics_documentation_run(snippet: str, use: str, said: str) -> None:
+def test_the_snippets_of_torchelastics_documentation_run(snippet: str, use: str, output: str) -> None:
     ended = subprocess.run([sys.executable, "-c", f"{snippet}\n{use}"], check=True, capture_output=True, text=True)
     assert ended.stderr == ""
-    assert re.search(said, ended.stdout.rstrip("\n"))
+    assert re.search(output, ended.stdout.rstrip("\n"))

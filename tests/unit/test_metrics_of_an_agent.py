@@ -1,4 +1,4 @@
-"""What stands on an agent's page beside measured values: whose it is, requests to the store, and what fails."""
+"""The agent's own metrics: labels, requests to the store, operations and totals of the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def agent() -> AgentMetrics:
 
 
 class Fixed(Collector):
-    """Shows what it was given, or fails."""
+    """A collector with fixed metrics, which may fail."""
 
     def __init__(self, *families: Metric, error: Exception | None = None) -> None:
         self._families, self._error = families, error
@@ -69,7 +69,7 @@ def test_every_series_has_the_labels_of_the_job(agent: AgentMetrics) -> None:
     registry = agent.registry(beside)
     agent.round(1, 2)
     agent.store_answered("get", 0.1, succeeded=True)
-    for _ in range(2):  # some collectors make new families each time, some keep them
+    for _ in range(2):  # some collectors create metric families on each scrape, others keep them
         shown = page(registry)
         assert shown.job == ("team", "digits")
         assert shown.value("torchelastic_round") == shown.value("my_app_loss") == 1
@@ -92,9 +92,7 @@ def test_openmetrics_has_units(agent: AgentMetrics) -> None:
     assert units == {"my_app_busy_seconds": "seconds", "my_app_loss": ""}
 
 
-def test_a_collector_that_fails_is_left_out_and_logged_once(
-    agent: AgentMetrics, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_collector_is_left_out_and_logged_once(agent: AgentMetrics, caplog: pytest.LogCaptureFixture) -> None:
     loss = GaugeMetricFamily("my_app_loss", "Loss.", value=1)
     registry = agent.registry(Fixed(loss, error=OSError("no such device")), Fixed(loss))
     for _ in range(3):
@@ -146,7 +144,7 @@ async def test_every_request_to_the_store_is_measured(agent: AgentMetrics) -> No
     ("error", "outcome"),
     [(StoreUnavailable("away"), "failure"), (StoreRefused("no"), "failure"), (LeaseLost("over"), "success")],
 )
-async def test_a_request_without_an_answer_is_a_failure(
+async def test_a_request_that_the_store_does_not_answer_is_a_failure(
     agent: AgentMetrics, monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str
 ) -> None:
     registry, memory = agent.registry(), MemoryStore()
@@ -160,7 +158,7 @@ async def test_a_request_without_an_answer_is_a_failure(
     assert page(registry).named(REQUESTS) == {(REQUESTS, (("outcome", outcome), ("request", "keep_alive"))): 1}
 
 
-async def test_only_a_watch_without_confirmation_is_a_failure(
+async def test_only_a_watch_that_never_starts_is_a_failure(
     agent: AgentMetrics,
 ) -> None:
     registry, memory = agent.registry(), MemoryStore()
@@ -181,7 +179,7 @@ async def test_only_a_watch_without_confirmation_is_a_failure(
 
 
 def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
-    """How often by operation and outcome."""
+    """Return the counts by operation and outcome."""
     found = page(registry).named("torchelastic_operations_total")
     return {(dict(labels)["operation"], dict(labels)["outcome"]): count for (_, labels), count in found.items()}
 
@@ -193,7 +191,7 @@ def test_operations_of_a_round_have_the_documented_names(agent: AgentMetrics) ->
     times.begun()
     times.started(None, succeeded=True)
     assert operations(registry) == {("rendezvous", "success"): 1, ("initialize_workers", "success"): 1}
-    times.begun()  # its workers have trained until this round stood
+    times.begun()  # the workers trained until this round was formed
     times.started(0.0, succeeded=False)
     assert operations(registry) == {
         ("rendezvous", "success"): 2,
@@ -203,8 +201,8 @@ def test_operations_of_a_round_have_the_documented_names(agent: AgentMetrics) ->
     }
 
 
-class WorkersThatCannotBeStarted:
-    """Stands in for a machine that allows no more processes."""
+class WorkersThatCannotStart:
+    """Workers on a machine that allows no more processes."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
@@ -220,7 +218,7 @@ class WorkersThatCannotBeStarted:
         raise StartError("nor can the store")
 
 
-async def test_a_start_that_the_machine_refuses_is_a_failure(agent: AgentMetrics, tmp_path: Path) -> None:
+async def test_a_failed_start_of_workers_is_counted(agent: AgentMetrics, tmp_path: Path) -> None:
     registry = agent.registry()
     settings = AgentSettings(
         rendezvous=RendezvousSettings("digits", SizeRecord(min=1, max=1, desired=1), max_restarts=1),
@@ -229,7 +227,7 @@ async def test_a_start_that_the_machine_refuses_is_a_failure(agent: AgentMetrics
         address="127.0.0.1",
         program=Program(ProgramKind.COMMAND, ("true",)),
     )
-    ending = await Agent(settings, agent).run(cast("Workers", WorkersThatCannotBeStarted(tmp_path)))
+    ending = await Agent(settings, agent).run(cast("Workers", WorkersThatCannotStart(tmp_path)))
     assert ending.code == ExitCode.FAILED
     assert operations(registry) == {
         ("rendezvous", "success"): 2,
@@ -240,7 +238,7 @@ async def test_a_start_that_the_machine_refuses_is_a_failure(agent: AgentMetrics
     }
 
 
-def test_a_wait_in_vain_is_one_failure(agent: AgentMetrics) -> None:
+def test_a_failed_rendezvous_is_counted_once(agent: AgentMetrics) -> None:
     registry = agent.registry()
     times = RoundTimes(agent)
     times.failed()
@@ -256,7 +254,7 @@ def test_a_wait_in_vain_is_one_failure(agent: AgentMetrics) -> None:
 
 
 @dataclass
-class ARun:
+class LedRun:
     """A run that this agent leads."""
 
     time_breakdown: TimeBreakdown
@@ -272,11 +270,11 @@ STEPS = st.lists(st.tuples(STATES, st.integers(0, 50), STATES, STATES, st.intege
 
 
 @given(STEPS)
-def test_seconds_by_state_never_fall_and_add_up_to_the_time(
+def test_seconds_by_state_never_decrease_and_add_up(
     steps: list[tuple[RunState, int, RunState, RunState, int]],
 ) -> None:
     spent: dict[RunState, float] = {}
-    run = ARun(TimeBreakdown())
+    run = LedRun(TimeBreakdown())
     figures = RunCollector(lambda: cast("RendezvousNode", run))
     before: dict[str, float] = {}
     for state, more, source, target, moved in steps:

@@ -1,4 +1,4 @@
-"""The page on metrics names every call, series, reason and limit that there is, and no other."""
+"""docs/metrics.md lists exactly the existing functions, series, reasons and limits."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
 
-def test_every_call_is_there() -> None:
+def test_every_function_is_listed() -> None:
     aliases_and_types = {"ConsoleMetricsHandler", "NullMetricsHandler", "MetricData", "MetricStream", "MetricsConfig"}
     table = PAGE.split("\n## The API\n")[1].split("\n## ")[0]
     for name in {*metrics.__all__} - aliases_and_types:
         assert re.search(rf"\b{name}\b", table), name
 
 
-def test_every_series_of_the_platform_is_there_and_no_other() -> None:
+def test_the_tables_list_exactly_the_platform_series() -> None:
     named = set(re.findall(r"`(torchelastic_\w+)", PAGE))
     assert named <= PLATFORM_SAMPLES
     families = {re.sub(r"_(total|created|bucket|count|sum)$", "", name) for name in PLATFORM_SAMPLES}
     assert {re.sub(r"_total$", "", name) for name in named} == families
 
 
-def test_reasons_and_limits_are_there() -> None:
+def test_reasons_and_limits_are_listed() -> None:
     for reason in REASONS:
         assert f"`{reason}`" in PAGE
     assert f"**{MAX_NAMES:,} names**" in PAGE
     assert f"inherits {MAX_INHERITED:,} counters" in PAGE
 
 
-def test_the_table_of_names_is_right() -> None:
+def test_the_table_of_series_names_is_correct() -> None:
     rows = re.findall(r"^\| `(\w+)`, `([^`]+)`(?: or `([^`]+)`)?[^|]*\| `(\w+?)(?:<digest>)?`", PAGE, re.MULTILINE)
     assert len(rows) == 6
     for group, *names, series in rows:
@@ -44,10 +44,10 @@ def test_the_table_of_names_is_right() -> None:
             assert user_series(group, name, Form()).name.startswith(series)
 
 
-def test_the_beginnings_that_are_kept_from_programs_are_there() -> None:
+def test_the_reserved_prefixes_are_listed() -> None:
     for beginning in RESERVED_BEGINNINGS:
         assert f"`{beginning}`" in PAGE
 
 
-def test_the_readme_leads_there() -> None:
+def test_the_readme_links_to_the_page() -> None:
     assert "](docs/metrics.md)" in (ROOT / "README.md").read_text()

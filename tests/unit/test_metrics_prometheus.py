@@ -1,4 +1,4 @@
-"""What a scrape shows of what programs measure, read back with Prometheus' own parsers."""
+"""The series of programs, read back with Prometheus' own parsers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def put(handler: PrometheusMetricHandler, name: Any, value: Any, group: str = "m
 
 
 def page(handler: PrometheusMetricHandler) -> Page:
-    """What a scrape shows; both formats parse, and say the same."""
+    """Scrape the handler, and check that both formats parse and agree."""
     found = Page(parse_text(generate_latest(handler.registry).decode()))
     openmetrics = openmetrics_exposition.generate_latest(handler.registry).decode()
     assert Page(parse_openmetrics(openmetrics)).samples.keys() == found.samples.keys()
@@ -45,7 +45,7 @@ def page(handler: PrometheusMetricHandler) -> Page:
 
 
 def scrape(handler: PrometheusMetricHandler) -> Samples:
-    """All samples, by name and labels."""
+    """Return all samples by name and labels."""
     return page(handler).samples
 
 
@@ -61,7 +61,7 @@ def agent() -> AgentMetrics:
     return metrics
 
 
-# -- names of the user's
+# -- names
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def agent() -> AgentMetrics:
         ("torchelastic", "my.own", 7, "torchelastic_my_own", 7),
     ],
 )
-def test_a_users_name_becomes_a_gauge_by_prometheus_conventions(
+def test_a_name_becomes_a_gauge_named_by_prometheus_conventions(
     handler: PrometheusMetricHandler, group: str, name: str, put_value: float, series: str, seen: float
 ) -> None:
     put(handler, name, put_value, group)
@@ -97,7 +97,7 @@ def test_a_users_name_becomes_a_gauge_by_prometheus_conventions(
     assert page(handler).types == {series: "gauge"}
 
 
-def test_names_that_come_out_alike_never_share_a_series(
+def test_names_with_the_same_series_name_get_separate_series(
     handler: PrometheusMetricHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = ["step.time", "stepTime", "step_time", "step-time", "STEP__TIME", "step.time.", "step_time\n"]
@@ -112,7 +112,7 @@ def test_names_that_come_out_alike_never_share_a_series(
     assert "taken by another name" in caplog.text
 
 
-def test_a_name_that_had_to_be_changed_is_the_same_in_every_process() -> None:
+def test_a_disambiguated_name_is_the_same_in_every_process() -> None:
     first, second = PrometheusMetricHandler(), PrometheusMetricHandler()
     for handler in (first, second):
         put(handler, "a.ms", 1000)
@@ -122,7 +122,7 @@ def test_a_name_that_had_to_be_changed_is_the_same_in_every_process() -> None:
     assert re.fullmatch(r"my_app_a_[0-9a-f]{8}_seconds", changed.pop())
 
 
-def test_users_names_cannot_take_the_platforms_series(handler: PrometheusMetricHandler) -> None:
+def test_user_names_cannot_take_platform_series(handler: PrometheusMetricHandler) -> None:
     put(handler, "state", 5, group="torchelastic_worker")
     put(handler, "round_", 6, group="torchelastic")
     put(handler, "round", 7, group="torchelastic")
@@ -143,7 +143,7 @@ def test_no_name_becomes_a_series_of_prometheus_or_the_operator(group: list[str]
     assert not any(sample.startswith(of_others) or sample in ("up", "ALERTS") for sample in samples)
 
 
-def test_a_histograms_samples_belong_to_it_alone() -> None:
+def test_counters_cannot_take_the_samples_of_a_histogram() -> None:
     handler = PrometheusMetricHandler(histograms={"size": [1, 10]}, counters=["size_count", "size_sum"])
     put(handler, "size", 5)
     put(handler, "size_count", 3)
@@ -155,7 +155,7 @@ def test_a_histograms_samples_belong_to_it_alone() -> None:
     assert sorted(others.values()) == [3, 4]
 
 
-def test_names_that_are_not_strings_are_written_out(handler: PrometheusMetricHandler) -> None:
+def test_names_that_are_not_strings_are_converted(handler: PrometheusMetricHandler) -> None:
     for number, name in enumerate([1, None, ("a", 1), ["loss"]]):
         put(handler, name, number)
     assert {name for name, _ in scrape(handler)} == {"my_app_1", "my_app_none", "my_app_a_1", "my_app_loss"}
@@ -179,7 +179,7 @@ def test_any_text_gives_a_well_formed_series(handler: PrometheusMetricHandler, n
 def test_no_two_names_share_a_series(sources: list[tuple[str, str]]) -> None:
     handler = PrometheusMetricHandler()
     for number, (group, name) in enumerate(sources):
-        # In thousands, so that seconds are told from milliseconds and stay whole.
+        # Multiples of 1000 distinguish seconds from milliseconds, and stay whole.
         put(handler, name, (number + 1) * 1000, group=f"g{group}")
     samples = scrape(handler)
     assert len(samples) == len(sources)
@@ -187,10 +187,10 @@ def test_no_two_names_share_a_series(sources: list[tuple[str, str]]) -> None:
     assert seen == [(number + 1) * 1000 for number in range(len(sources))]
 
 
-# -- counters and histograms on request
+# -- counters and histograms
 
 
-def test_a_counter_on_request_adds_up() -> None:
+def test_a_declared_counter_sums_its_values() -> None:
     handler = PrometheusMetricHandler(counters=["samples", "tokens_total", "busy.ms"])
     for _ in range(3):
         put(handler, "samples", 64)
@@ -204,7 +204,7 @@ def test_a_counter_on_request_adds_up() -> None:
     assert set(page(handler).types.values()) == {"counter"}
 
 
-def test_a_declaration_holds_for_every_handler() -> None:
+def test_a_declaration_applies_to_every_handler() -> None:
     group = "test_what_was_declared"
     metrics.declare(group, counters=["samples", "size"], histograms={"step.ms": [0.1, 1]})
     handler = PrometheusMetricHandler(histograms={"size": [1, 10]})
@@ -223,7 +223,7 @@ def test_a_declaration_holds_for_every_handler() -> None:
     }
 
 
-def test_a_late_declaration_changes_nothing_and_is_logged_once(
+def test_a_late_declaration_is_ignored_and_logged_once(
     handler: PrometheusMetricHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = "test_what_is_declared_late"
@@ -268,13 +268,11 @@ def test_invalid_counters_and_histograms_are_refused(asked: Any, answer: str) ->
             ask(**asked)
 
 
-# -- values that cannot be taken
+# -- values
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -1])
-def test_a_value_that_would_spoil_a_sum_is_dropped_and_logged_once(
-    wrong: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_value_of_a_sum_is_dropped_and_logged_once(wrong: float, caplog: pytest.LogCaptureFixture) -> None:
     handler = PrometheusMetricHandler(counters=["samples"], histograms={"size": [1, 10]})
     for name in ("samples", "size"):
         put(handler, name, 2)
@@ -298,7 +296,7 @@ def test_a_histogram_with_a_bucket_below_zero_takes_negative_values() -> None:
 
 
 class OneElement:
-    """An array or a tensor, as far as the handler knows them; real ones are measured by real workers."""
+    """An array or tensor with one element; tests/real uses real ones."""
 
     def __init__(self, element: object) -> None:
         self._element = element
@@ -318,7 +316,7 @@ class Size(enum.IntEnum):
         *("5", b"3", bytearray(b"3"), memoryview(b"3"), array("b", b"3"), OneElement("5")),
     ],
 )
-def test_a_value_that_is_no_number_is_dropped_and_logged_once(
+def test_a_value_that_is_not_a_number_is_dropped_and_logged_once(
     handler: PrometheusMetricHandler, wrong: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(handler, "loss", 1)
@@ -333,12 +331,12 @@ def test_a_value_that_is_no_number_is_dropped_and_logged_once(
 
 
 @pytest.mark.parametrize("number", [2, 2.0, Decimal(2), Fraction(2), Size.TWO, OneElement(2), OneElement(Decimal(2))])
-def test_anything_that_is_one_number_is_taken(handler: PrometheusMetricHandler, number: Any) -> None:
+def test_every_kind_of_number_is_accepted(handler: PrometheusMetricHandler, number: Any) -> None:
     put(handler, "loss", number)
     assert scrape(handler) == {("my_app_loss", ()): 2}
 
 
-def test_names_have_a_limit_that_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_limit_of_names_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     handler = PrometheusMetricHandler(max_series=100)
     for step in range(1000):
         put(handler, f"loss_at_step_{step}", step)
@@ -351,7 +349,7 @@ def test_names_have_a_limit_that_is_logged_once(caplog: pytest.LogCaptureFixture
     assert "100 different names" in caplog.text
 
 
-def test_threads_that_measure_at_once_lose_nothing() -> None:
+def test_concurrent_threads_lose_no_values() -> None:
     handler = PrometheusMetricHandler(counters=["samples"])
 
     def work() -> None:
@@ -362,7 +360,7 @@ def test_threads_that_measure_at_once_lose_nothing() -> None:
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
-    Page(parse_text(generate_latest(handler.registry).decode()))  # whole and sound, whatever comes in meanwhile
+    Page(parse_text(generate_latest(handler.registry).decode()))  # a scrape during the updates is well-formed
     for thread in threads:
         thread.join()
     samples = scrape(handler)
@@ -370,10 +368,10 @@ def test_threads_that_measure_at_once_lose_nothing() -> None:
     assert len(samples) == 501
 
 
-# -- the platform's names
+# -- platform series
 
 
-def test_what_happens_in_an_agent_has_its_labels(agent: AgentMetrics) -> None:
+def test_agent_metrics_have_the_documented_labels(agent: AgentMetrics) -> None:
     agent.round(7, world_size=16)
     agent.remaining_restarts("default", 99)
     agent.worker_state("trainer", "init")
@@ -407,7 +405,7 @@ def test_what_happens_in_an_agent_has_its_labels(agent: AgentMetrics) -> None:
         (False, 9, "failure", "yes", 1.0),
     ],
 )
-def test_the_end_of_a_run_is_counted_by_its_outcome(
+def test_the_end_of_a_run_is_counted_by_outcome(
     agent: AgentMetrics, succeeded: bool, restarts: int, outcome: str, retries: str, flakiness: float
 ) -> None:
     agent.run_ended("default", succeeded=succeeded, restarts=restarts, max_restarts=9)
@@ -434,10 +432,10 @@ def test_operations_are_counted_by_outcome_and_timed(agent: AgentMetrics) -> Non
     assert samples["torchelastic_checkpoint_write_latency_seconds_sum", ()] == 2
 
 
-# -- served
+# -- HTTP
 
 
-def test_a_handler_serves_its_series() -> None:
+def test_a_handler_serves_its_series_over_http() -> None:
     handler = PrometheusMetricHandler(port=0, address="127.0.0.1")
     try:
         put(handler, "loss", 0.5)
@@ -456,12 +454,12 @@ def test_a_handler_serves_its_series() -> None:
         ("127.0.0.1", 65536, "a port is a number from 0 to 65535. Choose another port"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_named_with_advice(address: str, port: int, answer: str) -> None:
+def test_an_unusable_address_is_explained(address: str, port: int, answer: str) -> None:
     with pytest.raises(SettingsError, match=answer):
         PrometheusMetricHandler(port=port, address=address)
 
 
-def test_its_series_can_stand_in_a_registry_of_the_programs_own(handler: PrometheusMetricHandler) -> None:
+def test_a_handler_can_be_registered_in_another_registry(handler: PrometheusMetricHandler) -> None:
     own = CollectorRegistry(auto_describe=True)
     own.register(handler)
     put(handler, "loss", 0.5)

@@ -1,4 +1,4 @@
-"""The agent's /metrics, scraped over HTTP."""
+"""The agent's /metrics over HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def handler() -> PrometheusMetricHandler:
     return handler
 
 
-async def test_it_serves_prometheus_text_on_any_free_port(handler: PrometheusMetricHandler) -> None:
+async def test_the_server_serves_prometheus_text_on_a_free_port(handler: PrometheusMetricHandler) -> None:
     async with serve_metrics(handler.registry, 0, host="127.0.0.1") as port:
         status, content_type, text = await get(f"127.0.0.1:{port}")
     assert status == 200
@@ -37,7 +37,7 @@ async def test_it_serves_prometheus_text_on_any_free_port(handler: PrometheusMet
     assert [(family.name, family.type) for family in parse_text(text)] == [("my_app_loss", "gauge")]
 
 
-async def test_it_serves_openmetrics_on_request(handler: PrometheusMetricHandler) -> None:
+async def test_the_server_serves_openmetrics_on_request(handler: PrometheusMetricHandler) -> None:
     async with serve_metrics(handler.registry, 0, host="127.0.0.1") as port:
         _, content_type, text = await get(
             f"127.0.0.1:{port}", accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
@@ -47,16 +47,16 @@ async def test_it_serves_openmetrics_on_request(handler: PrometheusMetricHandler
     assert [family.name for family in parse_openmetrics(text)] == ["my_app_loss"]
 
 
-async def test_without_a_host_it_serves_on_all_addresses_under_one_port(handler: PrometheusMetricHandler) -> None:
+async def test_without_a_host_the_server_listens_on_all_addresses(handler: PrometheusMetricHandler) -> None:
     async with serve_metrics(handler.registry, 0) as port:
         status, _, _ = await get(f"127.0.0.1:{port}")
         assert status == 200
-        # The port is the same one that was asked for, so nobody else can have it.
+        # The server holds the port on all addresses.
         with pytest.raises(OSError, match=r"[Aa]ddress already in use"), socket.create_server(("", port)):
             pass
 
 
-async def test_the_port_is_free_again_after_the_block(handler: PrometheusMetricHandler) -> None:
+async def test_closing_the_server_frees_its_port(handler: PrometheusMetricHandler) -> None:
     async with serve_metrics(handler.registry, 0, host="127.0.0.1") as port:
         await get(f"127.0.0.1:{port}")
         with pytest.raises(SettingsError, match=f"on port {port} of 127.0.0.1: Address already in use. Choose another"):
@@ -72,7 +72,7 @@ async def test_the_port_is_free_again_after_the_block(handler: PrometheusMetricH
         ("127.0.0.1", 65536, "from 0 to 65535. Choose another port"),
     ],
 )
-async def test_an_address_that_cannot_be_used_is_named_with_advice(
+async def test_an_unusable_address_is_explained(
     handler: PrometheusMetricHandler, host: str, port: int, why: str
 ) -> None:
     with pytest.raises(SettingsError, match=why):

@@ -1,4 +1,4 @@
-"""The chart's dashboards and alerts are what the code makes, ask for what there is, and lead to pages that exist."""
+"""The chart's dashboards and alerts: generated files, queried series, links and runbooks."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ OWN = {"job_namespace": "n", "elasticjob": "j", "group": "", "gauge": "g", "coun
 
 
 def dashboard(page: Page) -> dict[str, Any]:
-    """The file of a page."""
+    """Return the dashboard file of a page."""
     found = [json.loads(path.read_text()) for path in DASHBOARDS.iterdir()]
     [made] = [each for each in found if each["uid"] == page.uid]
     return dict(made)
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
-def test_what_is_in_the_chart_is_what_the_code_makes(path: Path) -> None:
+def test_the_files_in_the_chart_are_up_to_date(path: Path) -> None:
     assert path.read_text() == files()[path], "run `python -m scripts.monitoring`"
     assert {*DASHBOARDS.iterdir(), *RULES.parent.iterdir()} == files().keys()
 
 
-def test_what_differs_is_told_and_nothing_is_written_where_that_is_all_that_is_asked_for(
+def test_check_reports_differences_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = {tmp_path / name: f"new {name}\n" for name in ("same.json", "changed.json", "rules/missing.yaml")}
@@ -63,10 +63,10 @@ def test_what_differs_is_told_and_nothing_is_written_where_that_is_all_that_is_a
     assert (writing.main(["--check"]), capsys.readouterr().out) == (0, "")
 
 
-def test_the_runbook_says_how_often_what_fails_is_tried_again() -> None:
+def test_the_runbook_states_the_retry_times() -> None:
     said = " ".join((ROOT / "docs" / "runbooks" / "ElasticOperatorNotReconciling.md").read_text().split())
     assert "is tried again, later each time, and after about two minutes once a minute." in said
-    assert said.count("tried again") == 2, "here, and that the log says in how many seconds"
+    assert said.count("tried again") == 2, "once here, and once about the log"
     settings = ReconcileSettings()
     waits = [settings.base_delay]
     while waits[-1] < settings.max_delay:
@@ -76,7 +76,7 @@ def test_the_runbook_says_how_often_what_fails_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
-def test_every_picture_says_in_sentences_what_it_shows(page: Page) -> None:
+def test_every_panel_and_variable_is_described(page: Page) -> None:
     for panel in page.panels:
         assert re.fullmatch(r"[A-Z].{10,}[.]", panel.about), panel.title
         legends = [query.legend for query in panel.queries]
@@ -87,7 +87,7 @@ def test_every_picture_says_in_sentences_what_it_shows(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
-def test_a_dashboard_has_all_panels_where_they_do_not_lie_upon_each_other(page: Page) -> None:
+def test_a_dashboard_has_all_panels_without_overlap(page: Page) -> None:
     panels = [panel for panel in dashboard(page)["panels"] if panel["type"] != "row"]
     assert [panel["title"] for panel in panels] == [panel.title for panel in page.panels]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -109,7 +109,7 @@ def test_a_dashboard_has_all_panels_where_they_do_not_lie_upon_each_other(page: 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
-def test_queries_have_no_variable_that_nobody_fills_in(page: Page) -> None:
+def test_queries_use_only_defined_variables(page: Page) -> None:
     defined = {variable["name"] for variable in dashboard(page)["templating"]["list"]}
     assert defined == {"datasource", *(variable.name for variable in page.variables)}
     chosen = {name: value for name, value in OWN.items() if name in defined}
@@ -119,7 +119,7 @@ def test_queries_have_no_variable_that_nobody_fills_in(page: Page) -> None:
         assert "$" not in filled_in(mark.query.expr, chosen)
 
 
-def test_both_pages_lead_to_each_other() -> None:
+def test_the_dashboards_link_to_each_other() -> None:
     tags = []
     for page in PAGES:
         made = dashboard(page)
@@ -140,7 +140,7 @@ def test_both_pages_lead_to_each_other() -> None:
 
 
 def documented() -> set[str]:
-    """The names of all series that the pages about them name."""
+    """Return the names of all documented series."""
     found = set()
     for page in ("metrics.md", "cluster.md"):
         for row in re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE):
@@ -150,7 +150,7 @@ def documented() -> set[str]:
     return found
 
 
-def test_dashboards_and_alerts_ask_for_series_that_there_are() -> None:
+def test_dashboards_and_alerts_query_documented_series() -> None:
     asked = names_in(
         [
             *(query.expr for page in PAGES for _, query in queries(page)),
@@ -164,11 +164,11 @@ def test_dashboards_and_alerts_ask_for_series_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_every_alert_has_a_page_that_says_what_to_do(alert: Alert) -> None:
+def test_every_alert_has_a_runbook(alert: Alert) -> None:
     page = (ROOT / "docs" / "runbooks" / f"{alert.name}.md").read_text()
     assert page.startswith(f"# {alert.name}\n\nSeverity: {alert.severity}. ")
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["What it means", "How to look", "What to do"]
-    assert not re.findall(r"^(?:kubectl|elasticjob|curl) .*", page, re.MULTILINE), "what is to be typed is indented"
+    assert not re.findall(r"^(?:kubectl|elasticjob|curl) .*", page, re.MULTILINE), "commands are indented"
     for link in re.findall(r"\]\((?!http)([^)#]+)", page):
         assert (ROOT / "docs" / "runbooks" / link).is_file(), link
     for title in re.findall(r"\*([A-Z][A-Za-z ]+)\*", page.replace("**", "")):
@@ -178,7 +178,7 @@ def test_every_alert_has_a_page_that_says_what_to_do(alert: Alert) -> None:
         assert title in {*shown, "ElasticJobs: fleet"} or title.startswith("Status"), title
 
 
-def test_the_page_on_monitoring_has_every_alert_and_is_led_to() -> None:
+def test_the_page_on_monitoring_lists_every_alert_and_is_linked() -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text()
     rows = re.findall(r"^\| \[(\w+)\]\((runbooks/\w+\.md)\) \| (\w+) \| .+ \|$", page, re.MULTILINE)
     assert rows == [(alert.name, f"runbooks/{alert.name}.md", alert.severity) for alert in ALERTS]
@@ -187,7 +187,7 @@ def test_the_page_on_monitoring_has_every_alert_and_is_led_to() -> None:
     assert "](monitoring.md)" in (ROOT / "docs" / "cluster.md").read_text()
 
 
-def test_the_example_for_prometheus_is_yaml_and_finds_what_the_operator_labels() -> None:
+def test_the_example_for_prometheus_relabels_addresses() -> None:
     [example] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "monitoring.md").read_text(), re.DOTALL)
     [config] = yaml.safe_load(example)["scrape_configs"]
     rules = config["relabel_configs"]

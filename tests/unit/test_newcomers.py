@@ -1,4 +1,4 @@
-"""Newcomers who come to lead a run begin without the dead, and not without those that are on their way back."""
+"""New nodes that become leader exclude dead members and wait for members that return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LEASE = 1.5
 
 
-async def test_they_do_not_meet_a_dead_member_whose_key_still_stands() -> None:
+async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
     data = MemoryStore()
 
     async def connect() -> Store:
@@ -41,7 +41,7 @@ async def test_they_do_not_meet_a_dead_member_whose_key_still_stands() -> None:
             assert [record.nodes for record in node.rounds if record.number > first.number] == [round.nodes]
 
 
-async def test_a_member_that_is_slower_to_come_back_than_another_is_waited_for() -> None:
+async def test_a_new_leader_waits_for_a_member_that_returns_late() -> None:
     data, keys = MemoryStore(), RunKeys.of("run")
 
     async def connect() -> Store:
@@ -52,7 +52,7 @@ async def test_a_member_that_is_slower_to_come_back_than_another_is_waited_for()
         record = NodeRecord(name=name, address="127.0.0.1", workers=1, size=size, store=40000, round=4)
         await data.put(keys.node(f"{name}.1"), encode(record))
 
-    # All leases have ended with a store that was away, and the members are on their way back to it.
+    # All leases have expired while the store was unavailable, and the members are reconnecting.
     members = (Member("a.1", "127.0.0.1", 1), Member("b.1", "127.0.0.1", 1))
     await data.put(keys.state, encode(StateRecord(RoundRecord(number=4, members=members, store="127.0.0.1:40000"))))
     async with Meeting(connect, "run", lease=0.5, last_call_timeout=60.0) as meeting:
@@ -68,7 +68,7 @@ async def test_a_member_that_is_slower_to_come_back_than_another_is_waited_for()
         assert (round.number, round.nodes[:2]) == (5, ("a.1", "b.1"))
 
 
-async def test_one_that_gives_up_while_it_waits_for_the_store_lets_go_of_its_ports() -> None:
+async def test_a_node_that_gives_up_waiting_for_the_store_frees_its_ports() -> None:
     store = MemoryStore()
     store.reachable = False
     ports = free_range(2)

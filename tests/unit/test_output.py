@@ -1,4 +1,4 @@
-"""The format of what an agent prints: a line has its rank, and the round can be read from the log."""
+"""The format of an agent's output: ranks before lines, and rounds in the log."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torchelastic.output import ROUND_LINE, TIME_FORMAT, WORKER_LINE, log_format
     ("role", "prefix"),
     [("default", "[rank 12] "), ("trainer", "[trainer rank 12] "), ("my role", "[my role rank 12] ")],
 )
-def test_a_workers_line_begins_with_its_rank_and_with_its_role_where_that_is_a_special_one(
-    role: str, prefix: str
-) -> None:
+def test_a_workers_line_starts_with_its_role_and_rank(role: str, prefix: str) -> None:
     assert worker_prefix(12, role) == prefix
     match = WORKER_LINE.match(f"{prefix}loss 0.3 [rank 7] ".encode())
     assert match is not None
@@ -24,7 +22,7 @@ def test_a_workers_line_begins_with_its_rank_and_with_its_role_where_that_is_a_s
 
 @pytest.mark.parametrize("node", ["digits-0-x4k2p", "100%s"])
 @pytest.mark.parametrize(("ranks", "said"), [([3], "rank 3"), ([4, 5], "ranks 4, 5")])
-def test_an_agent_says_which_ranks_of_which_round_follow(node: str, ranks: list[int], said: str) -> None:
+def test_an_agent_logs_the_round_and_ranks_that_it_starts(node: str, ranks: list[int], said: str) -> None:
     record = logging.LogRecord("torchelastic", logging.INFO, "", 0, "%s", (started(7, ranks, 8),), None)
     line = logging.Formatter(log_format(node), TIME_FORMAT).format(record)
     assert line.endswith(f" [{node}] round 7: started {said} of a world of 8")

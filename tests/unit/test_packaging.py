@@ -134,7 +134,7 @@ def test_documented_make_targets_exist() -> None:
     assert {"run", "test", "check"} <= named <= targets
 
 
-def test_another_system_than_linux_is_refused_in_one_sentence(programs: Path) -> None:
+def test_other_systems_than_linux_are_refused(programs: Path) -> None:
     program(programs / "uname", "echo Darwin")
     run = bootstrap(programs)
     assert (run.returncode, run.stdout) == (2, "")
@@ -142,14 +142,14 @@ def test_another_system_than_linux_is_refused_in_one_sentence(programs: Path) ->
     assert "Darwin" in run.stderr
 
 
-def test_a_missing_python_is_reported_with_what_to_install(programs: Path) -> None:
+def test_a_missing_python_is_reported_with_the_package_to_install(programs: Path) -> None:
     run = bootstrap(programs, VENV="nowhere")
     assert run.returncode == 2
     assert "Python 3.11 to 3.14 is needed" in run.stderr
     assert "apt install" in run.stderr
 
 
-def test_an_old_python_is_named(programs: Path) -> None:
+def test_an_unsupported_python_version_is_named(programs: Path) -> None:
     program(programs / "python3", "echo 9")
     run = bootstrap(programs, VENV="nowhere")
     assert run.returncode == 2
@@ -167,7 +167,7 @@ def test_an_unusable_python_is_named(tmp_path: Path) -> None:
 
 
 def test_a_python_without_ensurepip_is_skipped_and_debians_package_is_named(programs: Path) -> None:
-    program(programs / "python3.14", "exit 127")  # a shim with nothing behind it
+    program(programs / "python3.14", "exit 127")  # a shim without an interpreter
     program(programs / "python3.13", 'case "$2" in *version*) echo 13;; *) exit 1;; esac')
     run = bootstrap(programs, VENV="nowhere")
     assert run.returncode == 2
@@ -178,7 +178,7 @@ def test_a_python_without_ensurepip_is_skipped_and_debians_package_is_named(prog
     assert (run.returncode, run.stdout) == (0, "scripts/install.py local --venv nowhere\n")
 
 
-def test_a_foreign_environment_is_not_changed(tmp_path: Path) -> None:
+def test_an_unrelated_folder_is_not_changed(tmp_path: Path) -> None:
     theirs = tmp_path / "notes.txt"
     theirs.write_text("mine")
     run = bootstrap(VENV=tmp_path, PYTHON=sys.executable)

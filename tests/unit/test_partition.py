@@ -1,4 +1,4 @@
-"""A node that reaches neither the store nor its peers must not train on by itself; one that reaches either goes on."""
+"""A node that reaches neither the store nor its peers stops its workers; a node that reaches either continues."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ LEASE = 0.4
 
 
 @pytest.mark.parametrize("dying", ["a", "b"])
-async def test_without_store_and_peers_the_workers_are_stopped_and_it_comes_back_later(dying: str) -> None:
+async def test_a_partitioned_node_stops_its_workers_and_rejoins_later(dying: str) -> None:
     clients = Clients()
     async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
         nodes = {name: await meeting.node(name, wanted=2) for name in "ab"}
         await all_with(*nodes.values())
-        (left,) = set("ab") - {dying}
-        cut_off = clients.all["ab".index(left)]
+        (survivor,) = set("ab") - {dying}
+        cut_off = clients.all["ab".index(survivor)]
         cut_off.reachable = False
         await nodes[dying].crash()
-        await nodes[left].until(lambda node: node.partitioned)
+        await nodes[survivor].until(lambda node: node.partitioned)
         cut_off.reachable = True
-        round = await all_with(nodes[left])
+        round = await all_with(nodes[survivor])
         assert round.number > 1
         assert round.restarts == 0
 
 
-async def test_without_the_store_alone_training_goes_on_and_a_newcomer_is_taken_in_afterwards() -> None:
+async def test_training_continues_without_the_store_and_a_new_node_joins_afterwards() -> None:
     clients = Clients()
     async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.5) as meeting:
         a, b = [await meeting.node(name) for name in "ab"]
@@ -53,7 +53,7 @@ async def test_without_the_store_alone_training_goes_on_and_a_newcomer_is_taken_
         assert not b.partitioned
 
 
-async def test_a_node_whose_workers_have_ended_is_not_partitioned() -> None:
+async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
     clients = Clients()
     async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
         a, b = [await meeting.node(name, wanted=2) for name in "ab"]
@@ -62,15 +62,15 @@ async def test_a_node_whose_workers_have_ended_is_not_partitioned() -> None:
         await other.says(phase=NodePhase.DONE)
         clients.reach(False)
         await leader.crash()
-        await asyncio.sleep(2 * LEASE)  # the passing of the lease's time is what this is about
+        await asyncio.sleep(2 * LEASE)  # the lease has to expire
         other.drain()
         assert not other.partitioned
 
 
 @pytest.mark.parametrize(
-    ("answers", "told"), [("nobody", True), ("the store", False), ("a peer, at the second look", False)]
+    ("answers", "partitioned"), [("nothing", True), ("the store", False), ("a peer, at the second probe", False)]
 )
-async def test_it_takes_more_than_one_look_and_neither_store_nor_peer_must_answer(answers: str, told: bool) -> None:
+async def test_a_node_is_partitioned_after_repeated_probes_without_an_answer(answers: str, partitioned: bool) -> None:
     store = MemoryStore()
     store.reachable = answers == "the store"
     run = RunStateWatch("a.1", dataclasses.replace(SETTINGS, lease=LEASE), store)
@@ -83,9 +83,9 @@ async def test_it_takes_more_than_one_look_and_neither_store_nor_peer_must_answe
     seen = asyncio.Event()
     watching = asyncio.create_task(watch_for_partition(run, lambda: True, reaches_a_peer, partitioned=seen.set))
     with suppress(TimeoutError):
-        async with asyncio.timeout(PATIENCE if told else 3 * LEASE):
+        async with asyncio.timeout(PATIENCE if partitioned else 3 * LEASE):
             await seen.wait()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
-    assert seen.is_set() == told
+    assert seen.is_set() == partitioned
     assert set(probes) == {LEASE}

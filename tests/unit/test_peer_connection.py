@@ -1,4 +1,4 @@
-"""A peer server answers the nodes of its own run, and closes other connections."""
+"""The peer server answers nodes of its own run, and closes other connections."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torchelastic.store import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-OURS = run_digest("run")
-HELLO = {"run": OURS, "node": "b.1", "stay": True}
+RUN_DIGEST = run_digest("run")
+HELLO = {"run": RUN_DIGEST, "node": "b.1", "stay": True}
 
 
 class Observer:
-    """Notes which links came and broke."""
+    """Records which peers connected and were lost."""
 
     def __init__(self) -> None:
         self.seen: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
@@ -86,7 +86,7 @@ async def test_a_connection_without_a_valid_greeting_is_closed(line: bytes) -> N
         assert await probe(f"127.0.0.1:{server.port}", run="run", node="b.1", peer="a.1") is Verdict.ALIVE
 
 
-async def test_a_peer_that_sends_more_than_a_greeting_loses_the_connection() -> None:
+async def test_a_peer_that_sends_more_than_a_greeting_is_disconnected() -> None:
     async with serving() as (server, observer):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(json.dumps(HELLO).encode() + b"\n")
@@ -99,7 +99,7 @@ async def test_a_peer_that_sends_more_than_a_greeting_loses_the_connection() -> 
         writer.close()
 
 
-async def test_the_end_of_a_server_shows_as_a_death() -> None:
+async def test_a_closed_peer_server_means_a_dead_node() -> None:
     observer = Observer()
     async with serving() as (server, _):
         address = f"127.0.0.1:{server.port}"
@@ -110,7 +110,7 @@ async def test_the_end_of_a_server_shows_as_a_death() -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_connection_that_comes_while_the_server_closes_is_cut_like_all_others(
+async def test_a_connection_accepted_while_the_server_closes_is_closed(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_connection, "GREETING_TIMEOUT", 600.0)
@@ -126,7 +126,7 @@ async def test_a_connection_that_comes_while_the_server_closes_is_cut_like_all_o
                 assert await asyncio.get_running_loop().sock_recv(early, 1) == b""
 
 
-async def test_neither_the_length_of_an_id_nor_its_letters_keep_nodes_from_linking() -> None:
+async def test_nodes_with_long_unicode_ids_connect() -> None:
     run, ours, theirs = "字" * 5000, "é" * 253 + ".12345678", "𝄞" * 253 + ".12345678"
     observer = Observer()
     async with serving(node=theirs, run=run) as (server, seen):
@@ -137,20 +137,20 @@ async def test_neither_the_length_of_an_id_nor_its_letters_keep_nodes_from_linki
     await holding
 
 
-async def test_another_node_at_the_address_is_a_death_and_another_run_is_a_silence() -> None:
+async def test_another_node_at_the_address_is_dead_and_another_run_is_silent() -> None:
     async with serving(node="c.1") as (server, _):
         address = f"127.0.0.1:{server.port}"
         assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.DEAD
         assert await probe(address, run="another", node="b.1", peer="a.1") is Verdict.SILENT
 
 
-async def test_a_listener_without_an_answer_is_silent() -> None:
+async def test_a_listener_that_does_not_answer_is_silent() -> None:
     with closing(listen("127.0.0.1")) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is Verdict.SILENT
 
 
-def test_of_a_range_each_port_is_taken_once_before_one_comes_again() -> None:
+def test_every_port_of_a_range_is_used_before_one_repeats() -> None:
     ports = free_range(4)
     taken = [0]
     for _ in range(8):
@@ -159,7 +159,7 @@ def test_of_a_range_each_port_is_taken_once_before_one_comes_again() -> None:
     assert taken[1:] == 2 * list(range(ports.first, ports.last + 1))
 
 
-def test_a_port_that_another_one_has_is_left_to_it() -> None:
+def test_a_port_in_use_is_skipped() -> None:
     ports = free_range(3)
     with closing(listen("127.0.0.1", ports)), closing(listen("127.0.0.1", ports)) as second:
         assert second.getsockname()[1] == ports.first + 1
@@ -167,13 +167,13 @@ def test_a_port_that_another_one_has_is_left_to_it() -> None:
             assert third.getsockname()[1] == ports.last
 
 
-def test_an_address_that_only_a_gateway_has_is_listened_for_within_the_range_too() -> None:
+def test_an_address_of_a_gateway_is_served_on_all_addresses_within_the_range() -> None:
     ports = free_range(2)
     with closing(listen("192.0.2.1", ports)) as listener:
         assert listener.getsockname() == ("0.0.0.0", ports.first)
 
 
-async def test_a_range_that_is_used_up_is_told_in_a_sentence_and_nothing_stays_open() -> None:
+async def test_an_exhausted_port_range_is_explained_and_leaks_no_socket() -> None:
     ports = free_range(2)
     size = SizeRecord(min=1, max=1)
     record = NodeRecord(name="a", address="127.0.0.1", workers=1, size=size)

@@ -1,4 +1,4 @@
-"""A command line of this interpreter is a Python program like any other; whatever else is executed as it stands."""
+"""A command line of this interpreter is run as a Python program; any other command line is executed unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_script_or_module_of_this_interpreter_is_a_python_program(python: str)
         ("bash", "-c", "python x.py"),
     ],
 )
-def test_anything_else_is_a_command(argv: tuple[str, ...]) -> None:
+def test_any_other_command_line_is_a_command(argv: tuple[str, ...]) -> None:
     assert program_of_command(argv) == Program(ProgramKind.COMMAND, argv)
 
 

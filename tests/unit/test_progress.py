@@ -1,4 +1,4 @@
-"""How far training is, from the program's calls to the node's record: this process is a worker, and its own agent."""
+"""Progress from the program's calls to the node's record; the test process is both worker and agent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORD = RoundRecord(number=3, members=(Member("a.1", "10.0.0.1", 2), Member("b.
 
 
 class Node:
-    """A node, as far as it is reported to."""
+    """A node that records the progress reported to it."""
 
     node = "a.1"
 
@@ -43,7 +43,7 @@ class Node:
         self._more.set()
 
     async def until(self, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        """What it says, once that is the case."""
+        """Return the first report for which a condition holds."""
         async with asyncio.timeout(PATIENCE):
             while not (self.reports and condition(self.reports[-1])):
                 self._more.clear()
@@ -52,7 +52,7 @@ class Node:
 
 
 class Agent:
-    """An agent of which there is nothing but what this is about."""
+    """An agent with only a worker socket and progress."""
 
     def __init__(self, folder: Path) -> None:
         self.changes = 0
@@ -79,7 +79,7 @@ def _nothing_called_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(progress, "_reports", reports)
     yield
     with reports._lock:
-        reports._unsent = {}  # so that nothing is sent later
+        reports._unsent = {}  # sends nothing after the test
     AGENT.close()
 
 
@@ -94,7 +94,7 @@ async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 class Measured(metrics.MetricHandler):
-    """What was measured."""
+    """A handler that records the measured values."""
 
     def __init__(self) -> None:
         self.values: list[tuple[str, float]] = []
@@ -115,50 +115,50 @@ def measured() -> Iterator[Measured]:
 async def test_only_the_first_step_is_reported(agent: Agent) -> None:
     torchelastic.step()
     after = time.time()
-    said = await agent.node.until(lambda said: said["first_step_at"])
-    assert agent.began - 0.001 <= said["first_step_at"] <= after + 0.001
-    assert said["last_checkpoint_at"] == 0
+    report = await agent.node.until(lambda report: report["first_step_at"])
+    assert agent.began - 0.001 <= report["first_step_at"] <= after + 0.001
+    assert report["last_checkpoint_at"] == 0
     for _ in range(100):
         torchelastic.step()
     with torchelastic.checkpoint():
         pass
-    assert (await agent.node.until(lambda said: said["last_checkpoint_at"]))["first_step_at"] == said["first_step_at"]
+    assert (await agent.node.until(lambda report: report["last_checkpoint_at"]))["first_step_at"] == report[
+        "first_step_at"
+    ]
 
 
-async def test_a_checkpoint_is_reported_with_the_time_of_its_beginning(agent: Agent) -> None:
+async def test_a_checkpoint_is_reported_with_its_start_time(agent: Agent) -> None:
     before = time.time()
     with torchelastic.checkpoint():
         began = time.time()
         await asyncio.sleep(0.05)
-    said = await agent.node.until(lambda said: said["last_checkpoint_at"])
-    assert before - 0.001 <= said["last_checkpoint_at"] <= began + 0.001
-    assert said["first_step_at"] == 0
+    report = await agent.node.until(lambda report: report["last_checkpoint_at"])
+    assert before - 0.001 <= report["last_checkpoint_at"] <= began + 0.001
+    assert report["first_step_at"] == 0
 
 
 async def test_a_failed_checkpoint_is_not_reported(agent: Agent, measured: Measured) -> None:
     with pytest.raises(OSError, match="full"), torchelastic.checkpoint():
         raise OSError("the disk is full")
     torchelastic.step()
-    assert (await agent.node.until(lambda said: said["first_step_at"]))["last_checkpoint_at"] == 0
+    assert (await agent.node.until(lambda report: report["first_step_at"]))["last_checkpoint_at"] == 0
     assert measured.values == []
 
 
-async def test_of_checkpoints_within_a_second_the_first_and_the_last_are_reported(agent: Agent) -> None:
+async def test_of_checkpoints_within_a_second_the_first_and_last_are_reported(agent: Agent) -> None:
     writing = [torchelastic.checkpoint() for _ in range(2000)]
-    await asyncio.sleep(0.002)  # times are told in milliseconds, and the last one is to be another
+    await asyncio.sleep(0.002)  # times have milliseconds, and the last one must differ
     writing.append(torchelastic.checkpoint())
     for each in writing:
         each.done()
-    first = await agent.node.until(lambda said: said["last_checkpoint_at"])
-    last = await agent.node.until(lambda said: said["last_checkpoint_at"] == round(writing[-1]._began, 3))
+    first = await agent.node.until(lambda report: report["last_checkpoint_at"])
+    last = await agent.node.until(lambda report: report["last_checkpoint_at"] == round(writing[-1]._began, 3))
     assert first["last_checkpoint_at"] == round(writing[0]._began, 3)
     assert last["first_step_at"] == 0
     assert len(agent.node.reports) == 2
 
 
-async def test_a_checkpoint_in_the_background_is_reported_when_its_future_succeeds(
-    agent: Agent, measured: Measured
-) -> None:
+async def test_a_background_checkpoint_is_reported_when_its_future_succeeds(agent: Agent, measured: Measured) -> None:
     failed, cancelled, written = Future[None](), Future[None](), Future[None]()
     for future in (failed, cancelled, written):
         future.add_done_callback(torchelastic.checkpoint().done)
@@ -166,11 +166,11 @@ async def test_a_checkpoint_in_the_background_is_reported_when_its_future_succee
     assert cancelled.cancel()
     assert measured.values == []
     written.set_result(None)
-    await agent.node.until(lambda said: said["last_checkpoint_at"])
+    await agent.node.until(lambda report: report["last_checkpoint_at"])
     assert [name for name, _ in measured.values] == ["checkpoint.write_latency_ms"]
 
 
-def test_the_time_between_two_steps_and_that_of_a_checkpoint_are_measured(measured: Measured) -> None:
+def test_step_and_checkpoint_durations_are_measured(measured: Measured) -> None:
     for _ in range(3):
         torchelastic.step()
         time.sleep(0.002)
@@ -184,10 +184,10 @@ def test_the_time_between_two_steps_and_that_of_a_checkpoint_are_measured(measur
 
 async def test_notices_and_progress_share_a_connection(agent: Agent) -> None:
     torchelastic.step()
-    await agent.node.until(lambda said: said["first_step_at"])
+    await agent.node.until(lambda report: report["first_step_at"])
     await asyncio.to_thread(torchelastic.ask_for_notice, 5.0)
     torchelastic.checkpoint().done()
-    await agent.node.until(lambda said: said["last_checkpoint_at"])
+    await agent.node.until(lambda report: report["last_checkpoint_at"])
     assert agent.channel.asked == 5
     assert len(agent.channel._connections) == 1
 
@@ -200,12 +200,10 @@ async def test_other_ranks_only_measure(agent: Agent, monkeypatch: pytest.Monkey
     assert len(measured.values) == 2
     monkeypatch.setenv("RANK", "0")
     torchelastic.checkpoint().done()
-    assert (await agent.node.until(lambda said: said["last_checkpoint_at"]))["first_step_at"] == 0
+    assert (await agent.node.until(lambda report: report["last_checkpoint_at"]))["first_step_at"] == 0
 
 
-async def test_what_the_agent_could_not_take_is_sent_later(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_unsent_progress_is_sent_later(agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = os.environ[CHANNEL]
     monkeypatch.setattr(progress, "INTERVAL", 0.05)
     monkeypatch.setenv(CHANNEL, str(tmp_path / "away"))
@@ -213,20 +211,20 @@ async def test_what_the_agent_could_not_take_is_sent_later(
     writing = torchelastic.checkpoint()
     writing.done()
     monkeypatch.setenv(CHANNEL, path)
-    said = await agent.node.until(lambda said: said["first_step_at"])
-    assert said["last_checkpoint_at"] == round(writing._began, 3)
+    report = await agent.node.until(lambda report: report["first_step_at"])
+    assert report["last_checkpoint_at"] == round(writing._began, 3)
 
 
-async def test_an_agent_that_hangs_up_is_called_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "INTERVAL", 0.05)
     torchelastic.step()
-    said = await agent.node.until(lambda said: said["first_step_at"])
+    report = await agent.node.until(lambda report: report["first_step_at"])
     agent.channel.forget(0)
     async with asyncio.timeout(PATIENCE):
         while agent.node.reports[-1]["last_checkpoint_at"] == 0:
             with torchelastic.checkpoint():
                 await asyncio.sleep(0.05)
-    assert agent.node.reports[-1]["first_step_at"] == said["first_step_at"]
+    assert agent.node.reports[-1]["first_step_at"] == report["first_step_at"]
 
 
 async def test_an_agent_that_reads_nothing_does_not_block_training(
@@ -243,19 +241,19 @@ async def test_an_agent_that_reads_nothing_does_not_block_training(
             with torchelastic.checkpoint():
                 torchelastic.step()
         assert time.monotonic() - began < PATIENCE
-        assert not AGENT.send({"kept": 1.0})  # it is full
+        assert not AGENT.send({"kept": 1.0})  # the socket's buffer is full
 
 
 async def test_impossible_reports_are_ignored(agent: Agent) -> None:
-    told, now = agent.progress.update, time.time()
-    told(1, stepped=now, kept=now)  # not the worker of rank 0
-    told(0, stepped=agent.began - 10, kept=agent.began - 10)
+    update, now = agent.progress.update, time.time()
+    update(1, stepped=now, kept=now)  # not the worker of rank 0
+    update(0, stepped=agent.began - 10, kept=agent.began - 10)
     assert (agent.progress.stepped, agent.progress.kept) == (0, 0)
-    told(0, stepped=now + 1e6, kept=now + 1e6)
+    update(0, stepped=now + 1e6, kept=now + 1e6)
     assert now <= agent.progress.stepped <= time.time()
     assert now <= agent.progress.kept <= time.time()
     first, kept = agent.progress.stepped, agent.progress.kept
-    told(0, stepped=now + 1e6, kept=now - 0.001)
+    update(0, stepped=now + 1e6, kept=now - 0.001)
     assert (agent.progress.stepped, agent.progress.kept) == (first, kept)
 
 
@@ -275,11 +273,11 @@ async def test_the_node_reports_once_a_second_or_on_request(agent: Agent) -> Non
     assert len(agent.node.reports) == 1
     agent.progress.report()
     agent.progress.report()
-    assert [said["last_checkpoint_at"] for said in agent.node.reports][1:] == [round(agent.progress.kept, 3)]
+    assert [report["last_checkpoint_at"] for report in agent.node.reports][1:] == [round(agent.progress.kept, 3)]
     agent.progress.update(0, kept=time.time() + 1)
     agent.progress.update(0, stepped=time.time())
     assert len(agent.node.reports) == 2
-    await agent.node.until(lambda said: said["first_step_at"])
+    await agent.node.until(lambda report: report["first_step_at"])
     assert len(agent.node.reports) == 3
 
 

@@ -1,4 +1,4 @@
-"""The records of the store and the termination message: versions, bounds, and text that is not Unicode."""
+"""The records in the store and the termination message: versions, bounds and invalid Unicode."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SIZE = SizeRecord(min=1, max=2)
         encode_termination_message(TerminationMessage(reason="BadInput", message="x" * 10_000)),
     ],
 )
-def test_every_record_has_the_writers_version(data: bytes) -> None:
+def test_every_record_has_the_protocol_version(data: bytes) -> None:
     assert msgspec.json.decode(data)["protocol"] == PROTOCOL_VERSION
 
 
-def test_a_round_is_read_with_and_without_a_failure() -> None:
+def test_a_round_is_decoded_with_and_without_a_failure() -> None:
     round = RoundRecord(number=7, members=(Member("a.1", "10.0.0.1", 2),), store="10.0.0.1:4000", restarts=3)
     assert decode_state(encode(StateRecord(round))) == StateRecord(round)
     failure = FailureRecord(round=6, rank=2, local_rank=0, node="a.1", exit_code=-9)
@@ -55,7 +55,7 @@ def test_a_round_is_read_with_and_without_a_failure() -> None:
     assert bare.failure is None
 
 
-def test_only_the_number_of_a_round_of_another_version_is_read() -> None:
+def test_only_the_number_of_a_round_of_another_version_is_decoded() -> None:
     record = b'{"round":{"number":7,"protocol":%d,"members":"in another form","store":4},"outcome":%s}'
     outcome = OutcomeRecord(OutcomeState.FAILED, round=7, message="it broke")
     state = decode_state(record % (OTHER, encode(outcome)))
@@ -76,14 +76,14 @@ def test_a_size_of_another_version_or_beyond_the_bounds_is_malformed() -> None:
         decode(encode(NodeRecord("a", "b", 1, SIZE, round=2**53)), NodeRecord)
 
 
-def test_the_id_of_a_runs_lease_follows_from_the_runs_id() -> None:
+def test_the_lease_id_is_derived_from_the_run_id() -> None:
     leases = {run_lease(run) for run in ("a", "b", "a/b", "a%2Fb", "", "ключ", "\udcff")}
     assert len(leases) == 7
     assert all(0 < lease < 2**63 for lease in leases)
     assert run_lease("0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11") == 383779628911130922
 
 
-def test_text_that_is_not_unicode_can_be_written_and_does_not_become_longer() -> None:
+def test_invalid_unicode_is_encoded_without_growing() -> None:
     record = RoundRecord(number=7, members=(Member("a.1", "\udcff", 2),), cause="\udcff" * 16384)
     read = decode_state(encode(StateRecord(record))).round
     assert read is not None
@@ -91,7 +91,7 @@ def test_text_that_is_not_unicode_can_be_written_and_does_not_become_longer() ->
 
 
 @pytest.mark.parametrize("text", ["a", "ß", "🧯", "\n", "\x00", "\udcff", "\U0001f9ef\u200d"])
-def test_a_termination_message_of_any_text_fits_the_kubelets_limit(text: str) -> None:
+def test_a_termination_message_fits_the_kubelets_limit(text: str) -> None:
     failure = FailureRecord(round=1, rank=2, local_rank=0, node="a.1", exit_code=-9, message=text * 4096)
     message = TerminationMessage(reason="WorkerFailed", message=text * 16000, round=3, failure=failure)
     data = encode_termination_message(message)

@@ -1,4 +1,4 @@
-"""A store that comes back empty is filled again by the nodes: with the round, the budget, and how the run has ended."""
+"""The nodes restore the round, the restart budget and the outcome to a store that lost its data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LEASE = 0.5
 
 
-async def all_workers_end_with_0(nodes: list[TestNode], number: int) -> None:
+async def all_workers_succeed(nodes: list[TestNode], number: int) -> None:
     for node in nodes:
         node.inner.report(number, phase=NodePhase.DONE)
 
@@ -33,9 +33,9 @@ async def a_worker_fails(nodes: list[TestNode], number: int) -> None:
     nodes[1].inner.report(number, failure=failure(nodes[1].name, number=number, message="the data are broken"))
 
 
-ENDS = pytest.mark.parametrize(
+both_outcomes = pytest.mark.parametrize(
     ("end", "state"),
-    [(all_workers_end_with_0, OutcomeState.SUCCEEDED), (a_worker_fails, OutcomeState.FAILED)],
+    [(all_workers_succeed, OutcomeState.SUCCEEDED), (a_worker_fails, OutcomeState.FAILED)],
 )
 
 
@@ -45,8 +45,8 @@ async def outcome_of(node: TestNode) -> OutcomeRecord:
     return node.outcome
 
 
-@ENDS
-async def test_a_run_that_ends_while_the_store_loses_everything_has_its_outcome_all_the_same(
+@both_outcomes
+async def test_a_run_that_ends_while_the_store_loses_its_data_has_its_outcome(
     end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
 ) -> None:
     clients = Clients()
@@ -64,8 +64,8 @@ async def test_a_run_that_ends_while_the_store_loses_everything_has_its_outcome_
     assert state is OutcomeState.SUCCEEDED or "the data are broken" in outcome.message
 
 
-@ENDS
-async def test_whoever_has_not_heard_of_the_outcome_before_the_store_lost_it_hears_of_it_from_those_who_have(
+@both_outcomes
+async def test_a_node_that_missed_a_lost_outcome_learns_it_from_the_other_nodes(
     end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
 ) -> None:
     clients = Clients()
@@ -78,17 +78,17 @@ async def test_whoever_has_not_heard_of_the_outcome_before_the_store_lost_it_hea
             await late.says(phase=NodePhase.DONE)
         clients.all[nodes.index(late)].reachable = False
         await end([late, first], round.number)
-        told = await outcome_of(first)
+        expected = await outcome_of(first)
         clients.data.wipe()
         clients.reach(True)
         assert msgspec.structs.replace(await outcome_of(late), failure=None) == msgspec.structs.replace(
-            told, failure=None
+            expected, failure=None
         )
         assert [record.number for record in late.rounds] == [round.number]
 
 
 class NamedCluster(MemoryStore):
-    """A client of a store whose cluster has an id that a test can change."""
+    """A store client with a settable cluster id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class NamedCluster(MemoryStore):
 
 
 @pytest.mark.parametrize("cluster_id", ["1", "", "2"])
-async def test_a_node_offers_another_port_to_another_cluster_of_no_lower_revision(cluster_id: str) -> None:
+async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) -> None:
     store, keys = NamedCluster(), RunKeys.of("run")
 
     async def connect() -> Store:

@@ -1,4 +1,4 @@
-"""A store that refuses a node at its start is an error; one that does so later counts as unavailable."""
+"""A store that refuses a node at startup is an error; a later refusal counts as unavailability."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torchelastic.store import Change, Store
 
 
-class Doorkeeper:
-    """A client of a store that can be told to refuse every request."""
+class RefusingStore:
+    """A store client that can refuse every request."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
@@ -27,13 +27,13 @@ class Doorkeeper:
 
     def __getattr__(self, request: str) -> Any:
         async def call(*args: Any, **options: Any) -> Any:
-            self._admit()
+            self._check()
             return await getattr(self.store, request)(*args, **options)
 
         return call
 
     async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
-        self._admit()
+        self._check()
         async with contextlib.aclosing(self.store.watch(prefix, start)) as batches:
             async for batch in batches:
                 yield batch
@@ -46,17 +46,17 @@ class Doorkeeper:
         self.store.reachable = False  # ends the watches
         self.store.reachable = True
 
-    def _admit(self) -> None:
+    def _check(self) -> None:
         if self.refused:
             raise StoreRefused("etcd does not allow this user to use these keys: permission denied")
 
 
-async def test_a_refusal_after_the_start_stops_no_training_and_changes_follow_later() -> None:
-    clients: list[Doorkeeper] = []
+async def test_training_continues_after_a_refusal_and_new_nodes_join_later() -> None:
+    clients: list[RefusingStore] = []
     data = MemoryStore()
 
     async def connect() -> Store:
-        clients.append(Doorkeeper(data.another()))
+        clients.append(RefusingStore(data.another()))
         return cast("Store", clients[-1])
 
     async with Meeting(connect, "run", lease=0.5, last_call_timeout=0.2) as meeting:
@@ -66,7 +66,7 @@ async def test_a_refusal_after_the_start_stops_no_training_and_changes_follow_la
             client.refuse()
         for node in (a, b):
             await node.until_away()
-        await asyncio.sleep(1.0)  # for all that the nodes ask meanwhile; their leases end
+        await asyncio.sleep(1.0)  # the nodes send requests, and their leases expire
         for client in clients:
             client.refused = False
         c = await meeting.node("c")
@@ -75,8 +75,8 @@ async def test_a_refusal_after_the_start_stops_no_training_and_changes_follow_la
         assert not any(node.partitioned or node.inner.failed.done() for node in (a, b, c))
 
 
-async def test_a_refusal_at_the_start_is_an_error() -> None:
-    store = Doorkeeper(MemoryStore())
+async def test_a_refusal_at_startup_is_an_error() -> None:
+    store = RefusingStore(MemoryStore())
     store.refuse()
 
     async def connect() -> Store:

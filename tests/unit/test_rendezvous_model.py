@@ -1,7 +1,7 @@
-"""A model of the rendezvous: any order of faults of nodes, connections, leases and the store keeps the invariants.
+"""A model of the rendezvous: its invariants hold under any order of faults of nodes, connections, leases and the store.
 
 The store, the nodes and the leaders are simulated; the membership and the plan are the real ones. Several nodes may
-believe that they lead, and each receives the store's changes late, in pieces and repeatedly.
+believe to be the leader, and each receives the store's changes late, in parts and repeatedly.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ KEYS = RunKeys.of("run")
 RULES = dataclasses.replace(SETTINGS, max_restarts=1000, crash_loop_limit=1000, join_timeout=1e9)
 
 
-class PlayedStore:
-    """etcd as far as it matters here: revisions, compare-and-swap, and ordered changes for each listener."""
+class SimulatedStore:
+    """A simplified etcd: revisions, compare-and-swap, and ordered changes for each listener."""
 
     def __init__(self) -> None:
         self.revision = 1
@@ -66,7 +66,7 @@ class PlayedStore:
         elif before is None:
             return self.revision
         for listener in self.listeners:
-            listener.hear(Change(key, self.entries.get(key), self.revision))
+            listener.deliver(Change(key, self.entries.get(key), self.revision))
         return self.revision
 
     def compare_and_swap(self, key: str, value: bytes, expected: int) -> int | None:
@@ -79,7 +79,7 @@ class PlayedStore:
         return Listing(self.revision, tuple(entry for key, entry in self.entries.items() if key.startswith(prefix)))
 
     def go_back(self, revision: int, entries: dict[str, Entry]) -> None:
-        """Restore an earlier state; listeners have to read it again."""
+        """Restore an earlier state; listeners have to list it again."""
         self.revision = revision
         self.entries = entries.copy()
 
@@ -103,25 +103,25 @@ class PlayedStore:
 
 
 class Listener:
-    """One node's view of the store, and the changes that are on their way to it."""
+    """One node's view of the store, and the changes that it has not received yet."""
 
-    def __init__(self, store: PlayedStore, node: str) -> None:
+    def __init__(self, store: SimulatedStore, node: str) -> None:
         self.store = store
         self.node = node
         self.run = RunStateWatch(node, RULES, MemoryStore())
         self.membership: Membership | None = None
-        self.of_the_run: deque[Change] = deque()
-        self.of_nodes: deque[Change] = deque()
-        self.back_at = -1e9
+        self.run_changes: deque[Change] = deque()
+        self.node_changes: deque[Change] = deque()
+        self.reconnected_at = -1e9
         store.listeners.append(self)
         self.run.replace(store.below(KEYS.control))
 
-    def hear(self, change: Change) -> None:
-        (self.of_nodes if change.key.startswith(KEYS.nodes) else self.of_the_run).append(change)
+    def deliver(self, change: Change) -> None:
+        (self.node_changes if change.key.startswith(KEYS.nodes) else self.run_changes).append(change)
 
-    def take_in_of_the_run(self, count: int) -> None:
-        for _ in range(min(count, len(self.of_the_run))):
-            self.run.apply(self.of_the_run.popleft())
+    def apply_run_changes(self, count: int) -> None:
+        for _ in range(min(count, len(self.run_changes))):
+            self.run.apply(self.run_changes.popleft())
 
     def leads(self) -> bool:
         leader = self.run.leader.record
@@ -130,7 +130,7 @@ class Listener:
 
 @dataclasses.dataclass
 class Node:
-    """A node, with what it knows itself."""
+    """A node and its own knowledge."""
 
     record: NodeRecord
     listener: Listener
@@ -138,10 +138,10 @@ class Node:
     key: bool = True
     linked: bool = True
     gave_way: bool = False
-    told: RoundRecord | None = None
+    known_round: RoundRecord | None = None
     keyless_since: float = 0.0
     excused: bool = False
-    """Whether it may have been taken for lost: dead, cut off, or not answering when its lease had ended."""
+    """Whether it may count as lost: dead, partitioned, or not answering after its lease expired."""
 
     @property
     def leaving(self) -> bool:
@@ -150,7 +150,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A decision that is yet to be committed."""
+    """A decision that is not committed yet."""
 
     name: str
     snapshot: Snapshot
@@ -159,7 +159,7 @@ class Pending:
 
 
 def about(fit: Callable[[Node], bool], **strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
-    """A rule about one node of those for which something holds."""
+    """Return a rule about one of the nodes that satisfy a condition."""
 
     def decorate(happen: Callable[..., None]) -> Any:
         def choose(self: Run, data: st.DataObject, **drawn: Any) -> None:
@@ -177,8 +177,8 @@ def lives(node: Node) -> bool:
 
 
 def trains(node: Node) -> bool:
-    told, phase = node.told, node.record.phase
-    return node.alive and told is not None and node.listener.node in told.nodes and phase is not NodePhase.PARTITIONED
+    round, phase = node.known_round, node.record.phase
+    return node.alive and round is not None and node.listener.node in round.nodes and phase is not NodePhase.PARTITIONED
 
 
 def runs_well(node: Node) -> bool:
@@ -186,14 +186,14 @@ def runs_well(node: Node) -> bool:
 
 
 class Run(RuleBasedStateMachine):
-    """A handful of nodes, a store that can lose its data, and a clock."""
+    """A few nodes, a store that can lose its data, and a clock."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 1.0
-        self.store = PlayedStore()
+        self.store = SimulatedStore()
         self.nodes: dict[str, Node] = {}
-        self.born = 0
+        self.created_nodes = 0
         self.size = SizeRecord(min=2, max=4)
         self.committed: list[RoundRecord] = []
         self.asks = 0.0
@@ -204,48 +204,48 @@ class Run(RuleBasedStateMachine):
         self.nonces = 0
         self.backup: tuple[int, dict[str, Entry]] = (1, {})
 
-    # -- what happens to nodes
+    # -- faults of nodes
 
     @rule(place=st.sampled_from(["", "x", "y"]))
     def a_node_joins(self, place: str) -> None:
-        self.comes(place)
+        self.add_node(place)
 
     @about(lambda node: node.alive and node.record.phase is not NodePhase.DONE)
     def a_node_leaves(self, name: str) -> None:
-        self.says(name, phase=NodePhase.LEAVING)
+        self.report(name, phase=NodePhase.LEAVING)
         if self.nodes[name].listener.leads():
-            self.resigns(name)
+            self.resign(name)
 
     @about(lambda node: node.alive and node.leaving)
-    def a_node_that_leaves_is_gone(self, name: str) -> None:
-        self.dies(name)
-        self.loses_its_key(name)
+    def a_leaving_node_exits(self, name: str) -> None:
+        self.kill(name)
+        self.delete_key(name)
 
     @about(lives)
     def a_node_dies(self, name: str) -> None:
-        self.dies(name)
+        self.kill(name)
 
     @about(lambda node: node.key and not node.alive)
-    def the_lease_of_a_dead_node_ends(self, name: str) -> None:
-        self.loses_its_key(name)
+    def the_lease_of_a_dead_node_expires(self, name: str) -> None:
+        self.delete_key(name)
 
     @about(lambda node: node.alive and node.key, linked=st.booleans())
-    def a_lease_ends_though_its_node_lives(self, name: str, linked: bool) -> None:
+    def the_lease_of_a_live_node_expires(self, name: str, linked: bool) -> None:
         self.nodes[name].linked = linked
         self.nodes[name].excused |= not linked
-        self.loses_its_key(name)
+        self.delete_key(name)
 
     @about(lambda node: node.alive and not node.key)
-    def a_node_puts_its_key_again(self, name: str) -> None:
-        self.comes_back(name)
+    def a_node_restores_its_key(self, name: str) -> None:
+        self.restore_key(name)
 
     @about(lambda node: runs_well(node) and node.record.phase is NodePhase.READY, answers=st.booleans())
-    def a_member_is_cut_off_for_a_while(self, name: str, answers: bool) -> None:
+    def a_member_is_partitioned(self, name: str, answers: bool) -> None:
         self.nodes[name].linked = answers
         self.nodes[name].excused = True
-        self.says(name, phase=NodePhase.PARTITIONED)
+        self.report(name, phase=NodePhase.PARTITIONED)
 
-    # -- what happens to workers
+    # -- changes of workers
 
     @about(runs_well, kind=st.sampled_from(list(FailureKind)), final=st.sampled_from([False] * 19 + [True]))
     def a_worker_fails(self, name: str, kind: FailureKind, final: bool) -> None:
@@ -254,24 +254,24 @@ class Run(RuleBasedStateMachine):
         self.failures += 1
         if final:
             self.final.add(name)
-        self.says(name, failure=msgspec.structs.replace(broken, non_retryable=final))
+        self.report(name, failure=msgspec.structs.replace(broken, non_retryable=final))
 
     @about(runs_well)
-    def the_workers_of_a_node_end_with_0(self, name: str) -> None:
-        self.is_done(name)
+    def the_workers_of_a_node_succeed(self, name: str) -> None:
+        self.finish(name)
 
     @about(trains, seconds=st.sampled_from([1.0, 20.0, 500.0]))
     def workers_ask_for_a_notice(self, name: str, seconds: float) -> None:
-        self.says(name, notice=seconds)
+        self.report(name, notice=seconds)
 
     @about(lambda node: trains(node) and node.record.notice > 0 and node.listener.run.notice.record is not None)
     def workers_have_saved(self, name: str) -> None:
         notice = self.nodes[name].listener.run.notice.record
         assert notice is not None
         if notice.round == self.nodes[name].record.round:
-            self.says(name, saved=notice.serial)
+            self.report(name, saved=notice.serial)
 
-    # -- what happens to the run and the store
+    # -- changes of the run and the store
 
     @rule(low=st.integers(1, 3), more=st.integers(0, 3), wanted=st.none() | st.integers(0, 7))
     def the_size_changes(self, low: int, more: int, wanted: int | None) -> None:
@@ -286,9 +286,9 @@ class Run(RuleBasedStateMachine):
         self.backup = (self.store.revision, self.store.entries.copy())
 
     @rule(loses=st.sampled_from(["nothing", "leases", "what is new", "everything"]), newcomer_leads=st.booleans())
-    def the_store_is_started_again(self, loses: str, newcomer_leads: bool) -> None:
+    def the_store_restarts(self, loses: str, newcomer_leads: bool) -> None:
         if loses in ("what is new", "everything"):
-            self.pending = None  # a request to a store that has lost its data is lost, too
+            self.pending = None  # a request to a store that lost its data is lost, too
             self.store.go_back(*(self.backup if loses == "what is new" else (1, {})))
             self.backup = (1, {})
         for name, node in self.nodes.items():
@@ -298,58 +298,58 @@ class Run(RuleBasedStateMachine):
             if loses != "nothing":
                 self.store.entries.pop(KEYS.node(name), None)
         for node in self.nodes.values():
-            node.listener.back_at = self.now
+            node.listener.reconnected_at = self.now
             self.relist(node.listener)
         if self.size.generation:
             self.store.write(KEYS.size, encode(self.size))
-        if newcomer_leads and (newcomer := self.comes("")) is not None:
-            self.leads(newcomer)  # and knows of nothing but what the store has kept
+        if newcomer_leads and (newcomer := self.add_node("")) is not None:
+            self.leads(newcomer)  # it knows only the content of the store
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 1.1, 6.0, 11.0]), calm=st.booleans())
     def time_passes(self, seconds: float, calm: bool) -> None:
-        if seconds > RULES.lease:  # for so long, nothing is late that can come
+        if seconds > RULES.lease:  # nothing is delayed longer than the lease
             for name in [name for name, node in self.nodes.items() if node.alive and not node.key]:
-                self.comes_back(name)
+                self.restore_key(name)
             for name in [name for name, node in self.nodes.items() if node.alive and node.listener.leads()]:
                 if self.nodes[name].listener.run.leader.modified == self.store.modified(KEYS.leader):
-                    self.hears_of_nodes(self.nodes[name].listener, 1000)
+                    self.receive_node_changes(self.nodes[name].listener, 1000)
         self.now += seconds
         if calm:
-            self.things_take_their_course()
+            self.everything_settles()
 
-    # -- what nodes and leaders hear and do
+    # -- actions of nodes and leaders
 
-    @about(lambda node: node.alive and bool(node.listener.of_the_run), count=st.integers(1, 5))
-    def a_node_hears_of_the_run(self, name: str, count: int) -> None:
-        self.hears_of_the_run(name, count)
+    @about(lambda node: node.alive and bool(node.listener.run_changes), count=st.integers(1, 5))
+    def a_node_receives_run_changes(self, name: str, count: int) -> None:
+        self.receive_run_changes(name, count)
 
     @about(lambda node: node.alive and node.listener.membership is not None, count=st.integers(1, 5))
-    def a_leader_hears_of_nodes(self, name: str, count: int) -> None:
-        self.hears_of_nodes(self.nodes[name].listener, count)
+    def a_leader_receives_node_changes(self, name: str, count: int) -> None:
+        self.receive_node_changes(self.nodes[name].listener, count)
 
     @about(lives)
-    def a_node_reads_everything_again(self, name: str) -> None:
+    def a_node_lists_the_store_again(self, name: str) -> None:
         self.relist(self.nodes[name].listener)
-        self.takes_note(name)
+        self.note_round(name)
 
     @about(lambda node: node.alive and node.listener.membership is not None)
-    def a_leader_looks_at_those_who_do_not_answer(self, name: str) -> None:
-        self.looks(self.nodes[name].listener)
+    def a_leader_probes_silent_nodes(self, name: str) -> None:
+        self.probe_nodes(self.nodes[name].listener)
 
     @about(lambda node: node.alive and node.key and not node.leaving)
-    def a_node_takes_the_lead(self, name: str) -> None:
+    def a_node_becomes_leader(self, name: str) -> None:
         self.leads(name)
 
     @about(lambda node: node.alive and node.listener.leads())
     def a_leader_decides(self, name: str) -> None:
-        self.hears_of_nodes(self.nodes[name].listener, 1)
+        self.receive_node_changes(self.nodes[name].listener, 1)
         for _ in range(3):
             if self.nodes[name].listener.leads():
-                self.decides(name)
+                self.decide(name)
 
     @about(lambda node: node.alive and node.listener.leads())
     def a_leader_decides_and_is_paused(self, name: str) -> None:
-        self.hears_of_nodes(self.nodes[name].listener, 1000)
+        self.receive_node_changes(self.nodes[name].listener, 1000)
         self.pending = self.decision_of(name)
 
     @precondition(lambda self: self.pending is not None and self.nodes[self.pending.name].alive)
@@ -358,99 +358,104 @@ class Run(RuleBasedStateMachine):
         assert self.pending is not None
         pending, self.pending = self.pending, None
         if not isinstance(pending.decision, (GiveNotice, GiveWay)):
-            self.commits(pending)
+            self.commit(pending)
 
     @initialize(
         places=st.lists(st.sampled_from(["x", "y"]), min_size=2, max_size=4), notice=st.sampled_from([0.0, 20.0])
     )
-    def nodes_meet(self, places: list[str], notice: float) -> None:
+    def nodes_start(self, places: list[str], notice: float) -> None:
         self.asks = notice
         for place in places:
             self.a_node_joins(place)
-        self.things_take_their_course()
+        self.everything_settles()
         self.now += 20.0
-        self.things_take_their_course()
+        self.everything_settles()
 
     @rule()
-    def things_take_their_course(self) -> None:
+    def everything_settles(self) -> None:
         """Deliver all changes to all nodes, and let the leaders act."""
         living = [name for name, node in self.nodes.items() if node.alive]
         for _ in range(5):
             self.now += 0.03
             for name in living:
-                self.hears_of_the_run(name, 1000)
+                self.receive_run_changes(name, 1000)
             leading = [name for name in living if self.nodes[name].listener.leads()]
             # Without a leader, the youngest node leads first, so that nodes that know least have to give way. A node
             # that leaves leads only if there is no other.
             heirs = [name for name in living if not self.nodes[name].leaving] or living
             for name in leading or [name for name in heirs if not self.nodes[name].gave_way][-1:] or heirs[:1]:
                 self.leads(name)
-                self.hears_of_nodes(self.nodes[name].listener, 1000)
-                self.looks(self.nodes[name].listener)
-                self.decides(name)
+                self.receive_node_changes(self.nodes[name].listener, 1000)
+                self.probe_nodes(self.nodes[name].listener)
+                self.decide(name)
 
-    # -- how it happens
+    # -- helpers
 
-    def comes(self, place: str) -> str | None:
+    def add_node(self, place: str) -> str | None:
         """Return the id of a new node; None if there are MAX_NODES."""
         if sum(node.alive for node in self.nodes.values()) == MAX_NODES:
             return None
-        self.born += 1
-        said = record(f"n{self.born}", topology_key=place, address=f"10.0.0.{self.born}", size=SizeRecord(min=2, max=4))
+        self.created_nodes += 1
+        said = record(
+            f"n{self.created_nodes}",
+            topology_key=place,
+            address=f"10.0.0.{self.created_nodes}",
+            size=SizeRecord(min=2, max=4),
+        )
         name = f"{said.name}.0000"
         self.nodes[name] = Node(said, Listener(self.store, name))
-        self.says(name)
+        self.report(name)
         return name
 
-    def says(self, name: str, **changes: Any) -> None:
+    def report(self, name: str, **changes: Any) -> None:
         node = self.nodes[name]
         node.record = msgspec.structs.replace(node.record, **changes)
         if node.key:
             self.store.write(KEYS.node(name), encode(node.record))
 
-    def is_done(self, name: str) -> None:
+    def finish(self, name: str) -> None:
         self.finished.add((name, self.nodes[name].record.round))
-        self.says(name, phase=NodePhase.DONE)
+        self.report(name, phase=NodePhase.DONE)
 
-    def dies(self, name: str) -> None:
+    def kill(self, name: str) -> None:
         self.nodes[name].alive = False
         self.nodes[name].excused = True
         self.store.listeners.remove(self.nodes[name].listener)
 
-    def loses_its_key(self, name: str) -> None:
+    def delete_key(self, name: str) -> None:
         self.nodes[name].key = False
         self.nodes[name].keyless_since = self.now
         self.store.write(KEYS.node(name), None)
 
-    def comes_back(self, name: str) -> None:
+    def restore_key(self, name: str) -> None:
         node = self.nodes[name]
         node.key = node.linked = True
-        self.says(name, store=node.record.store + 1)
+        self.report(name, store=node.record.store + 1)
 
     def relist(self, listener: Listener) -> None:
-        listener.of_the_run.clear()
-        listener.of_nodes.clear()
+        listener.run_changes.clear()
+        listener.node_changes.clear()
         listener.run.replace(self.store.below(KEYS.control))
         if listener.membership is not None:
             entries = {entry.key: entry for entry in self.store.below(KEYS.nodes).entries}
             for name in [name for name in listener.membership.peers if KEYS.node(name) not in entries]:
-                self.is_gone(listener, name)
+                self.node_gone(listener, name)
             for entry in entries.values():
-                self.is_seen(listener, entry)
+                self.node_seen(listener, entry)
 
-    def hears_of_the_run(self, name: str, count: int) -> None:
-        self.nodes[name].listener.take_in_of_the_run(count)
-        self.takes_note(name)
+    def receive_run_changes(self, name: str, count: int) -> None:
+        self.nodes[name].listener.apply_run_changes(count)
+        self.note_round(name)
 
-    def takes_note(self, name: str) -> None:
+    def note_round(self, name: str) -> None:
         """Let a node note the current round, as :class:`~torchelastic.rendezvous.node.RendezvousNode` does."""
         node = self.nodes[name]
         round = node.listener.run.round
         if round is None or not node.alive:
             return
-        if node.told is None or (round.number >= node.told.number and round != node.told):
-            node.told = round
-            self.says(
+        if node.known_round is None or (round.number >= node.known_round.number and round != node.known_round):
+            node.known_round = round
+            self.report(
                 name,
                 round=round.number,
                 restarts=max(round.restarts, node.record.restarts),
@@ -461,28 +466,28 @@ class Run(RuleBasedStateMachine):
                 saved=0,
             )
 
-    def hears_of_nodes(self, listener: Listener, count: int) -> None:
-        for _ in range(min(count, len(listener.of_nodes))):
-            change = listener.of_nodes.popleft()
+    def receive_node_changes(self, listener: Listener, count: int) -> None:
+        for _ in range(min(count, len(listener.node_changes))):
+            change = listener.node_changes.popleft()
             if change.entry is None:
-                self.is_gone(listener, change.key.removeprefix(KEYS.nodes))
+                self.node_gone(listener, change.key.removeprefix(KEYS.nodes))
             else:
-                self.is_seen(listener, change.entry)
+                self.node_seen(listener, change.entry)
 
-    def is_seen(self, listener: Listener, entry: Entry) -> None:
+    def node_seen(self, listener: Listener, entry: Entry) -> None:
         assert listener.membership is not None
         name = entry.key.removeprefix(KEYS.nodes)
         node = self.nodes[name]
         listener.membership.saw(entry, now=self.now, answers=name == listener.node or (node.alive and node.linked))
 
-    def is_gone(self, listener: Listener, name: str) -> None:
+    def node_gone(self, listener: Listener, name: str) -> None:
         assert listener.membership is not None
         node = self.nodes[name]
         peer = listener.membership.gone(name)
         if peer is not None and (name == listener.node or (node.alive and node.linked)):
             listener.membership.keep_silent(peer)
 
-    def looks(self, listener: Listener) -> None:
+    def probe_nodes(self, listener: Listener) -> None:
         """Let a leader note what connections and probes show."""
         assert listener.membership is not None
         for name, node in self.nodes.items():
@@ -500,16 +505,16 @@ class Run(RuleBasedStateMachine):
         taken = LeaderRecord(node=name, address="10.0.0.1:1")
         revision = self.store.compare_and_swap(KEYS.leader, encode(taken), listener.run.leader.modified)
         if revision is not None:
-            if self.now >= listener.back_at + RULES.lease:
+            if self.now >= listener.reconnected_at + RULES.lease:
                 for node in self.nodes.values():
-                    node.excused |= not node.key  # there is nothing by which this leader could tell that it lives
+                    node.excused |= not node.key  # the new leader cannot know that the node is alive
             listener.run.note(KEYS.leader, taken, revision)
             listener.membership = Membership(listener.run)
-            listener.of_nodes.clear()
+            listener.node_changes.clear()
             for entry in self.store.below(KEYS.nodes).entries:
-                self.is_seen(listener, entry)
+                self.node_seen(listener, entry)
 
-    def resigns(self, name: str) -> bool:
+    def resign(self, name: str) -> bool:
         listener = self.nodes[name].listener
         listener.membership = None
         resigned = LeaderRecord(node="", address="")
@@ -520,14 +525,14 @@ class Run(RuleBasedStateMachine):
         assert node.listener.membership is not None
         return node.listener.membership.snapshot(
             now=self.now,
-            patient_until=node.listener.back_at + RULES.lease,
-            remembered=node.told,
+            patient_until=node.listener.reconnected_at + RULES.lease,
+            remembered=node.known_round,
             gave_way=node.gave_way,
         )
 
-    def decides(self, name: str) -> bool:
-        """Have a leader decide once and commit at once; return whether it did."""
-        return self.commits(self.decision_of(name))
+    def decide(self, name: str) -> bool:
+        """Let a leader decide and commit; return whether that changed the store."""
+        return self.commit(self.decision_of(name))
 
     def decision_of(self, name: str) -> Pending:
         snapshot = self.snapshot(name)
@@ -535,12 +540,12 @@ class Run(RuleBasedStateMachine):
         assert decision == plan(snapshot, RULES)
         run = self.nodes[name].listener.run
         if isinstance(decision, EndRun) and run.leader.modified != self.store.modified(KEYS.leader):
-            decision = Hold()  # the leader asks the store whether it still leads
+            decision = Hold()  # the leader checks in the store that it still leads
         if isinstance(decision, EndRun):
             self.check_outcome(decision.record, snapshot)
         return Pending(name, snapshot, decision, run.state)
 
-    def commits(self, pending: Pending) -> bool:
+    def commit(self, pending: Pending) -> bool:
         """Carry out a decision, perhaps long after it was made; return whether that changed the store."""
         name, snapshot = pending.name, pending.snapshot
         run = self.nodes[name].listener.run
@@ -555,7 +560,7 @@ class Run(RuleBasedStateMachine):
                     self.check_round(new, snapshot)
                     self.committed.append(new)
                     run.note(KEYS.state, state, revision)
-                    self.takes_note(name)
+                    self.note_round(name)
                 return revision is not None
             case GiveNotice(record=notice):
                 self.check_notice(notice, snapshot)
@@ -571,16 +576,16 @@ class Run(RuleBasedStateMachine):
                 return revision is not None
             case GiveWay():
                 self.nodes[name].gave_way = True
-                return self.resigns(name)
+                return self.resign(name)
         return False
 
-    # -- what must hold
+    # -- invariants
 
     def check_round(self, new: RoundRecord, snapshot: Snapshot) -> None:
         if new == snapshot.remembered:
-            return  # a store that had lost it is given it again
-        told = [node.told for node in self.nodes.values() if node.alive] + [snapshot.round]
-        known = max((round.number for round in told if round is not None), default=0)
+            return  # restored to a store that lost it
+        rounds = [node.known_round for node in self.nodes.values() if node.alive] + [snapshot.round]
+        known = max((round.number for round in rounds if round is not None), default=0)
         self.committed = [round for round in self.committed if round.number <= known]  # no node knows the others
         self.check_number(new)
         assert snapshot.outcome is None
@@ -591,8 +596,8 @@ class Run(RuleBasedStateMachine):
             assert node not in snapshot.dead
             assert not snapshot.is_leaving(node)
             assert snapshot.peers[node].record.name not in snapshot.size.draining
-        self.check_who_is_left_out(new, snapshot)
-        self.check_what_it_costs(new, snapshot)
+        self.check_missing_members(new, snapshot)
+        self.check_restarts_charged(new, snapshot)
         if new.members:
             here = {node for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead}
             staying = {
@@ -608,10 +613,10 @@ class Run(RuleBasedStateMachine):
         survivors = [node for node in snapshot.ranks if node in new.nodes]
         assert [node for node in new.nodes if node in survivors] == survivors
         self.check_neighbours(new, snapshot)
-        self.check_that_those_who_asked_were_told(snapshot)
+        self.check_notice_given(snapshot)
 
-    def check_who_is_left_out(self, new: RoundRecord, snapshot: Snapshot) -> None:
-        """Newcomers wait for a member whose key is on its way back; after an absence of the store, all nodes do."""
+    def check_missing_members(self, new: RoundRecord, snapshot: Snapshot) -> None:
+        """New nodes wait for a member that restores its key; after an outage of the store, all nodes wait."""
         if (
             snapshot.round is None
             or snapshot.highest_round_seen > snapshot.round.number
@@ -622,8 +627,8 @@ class Run(RuleBasedStateMachine):
         assert new.reason is not RoundReason.NODE_JOINED
         assert snapshot.now >= snapshot.patient_until or new.reason is RoundReason.RESIZED
 
-    def check_what_it_costs(self, new: RoundRecord, snapshot: Snapshot) -> None:
-        """A failure is charged once, a change of membership is free, and no node joins at the end of a run."""
+    def check_restarts_charged(self, new: RoundRecord, snapshot: Snapshot) -> None:
+        """A failure is charged once, a membership change is not, and no node joins a run that is finishing."""
         if snapshot.round is None or not snapshot.round.members or snapshot.highest_round_seen > snapshot.round.number:
             return
         if new.reason is RoundReason.WORKER_FAILED:
@@ -641,18 +646,20 @@ class Run(RuleBasedStateMachine):
         return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
 
     def check_number(self, new: RoundRecord) -> None:
-        """No number names two rounds while a node is present that knows the first one."""
+        """A number is not reused while a node knows its round."""
         for name, node in self.nodes.items():
-            assert not (node.alive and node.key) or node.told is None or node.told.number < new.number, name
+            assert not (node.alive and node.key) or node.known_round is None or node.known_round.number < new.number, (
+                name
+            )
 
     def check_neighbours(self, new: RoundRecord, snapshot: Snapshot) -> None:
-        """A newcomer is next to a node with its topology key, if the round has one."""
+        """A new node is next to a node with its topology key, if the round has one."""
         places = [snapshot.peers[node].record.topology_key for node in new.nodes]
         for rank, node in enumerate(new.nodes):
             if node not in snapshot.ranks and places[rank] and places.count(places[rank]) > 1:
                 assert places[rank] in (places[rank - 1 : rank] + places[rank + 1 : rank + 2])
 
-    def check_that_those_who_asked_were_told(self, snapshot: Snapshot) -> None:
+    def check_notice_given(self, snapshot: Snapshot) -> None:
         if snapshot.round is None or any(peer.record.failure is not None for peer in snapshot.peers.values()):
             return
         here = [snapshot.peers[node] for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead]
@@ -693,29 +700,29 @@ class Run(RuleBasedStateMachine):
         round = self.store.round
         assert round is None or round.restarts <= self.failures
 
-    # -- and in the end
+    # -- the end
 
     def teardown(self) -> None:
-        """After the faults, all live nodes train together, and nothing changes any more."""
+        """After the faults, all live nodes train together, and nothing changes."""
         for name in [name for name, node in self.nodes.items() if node.alive and node.leaving]:
-            self.dies(name)
+            self.kill(name)
         for name, node in self.nodes.items():
             node.linked = True
             if node.key and not node.alive:
-                self.loses_its_key(name)
+                self.delete_key(name)
             elif node.alive and not node.key:
-                self.comes_back(name)
+                self.restore_key(name)
         for _ in range(20):
             self.now += 15.0
-            self.things_take_their_course()
-            for node in [node for node in self.nodes.values() if self.is_about_to_finish() and trains(node)]:
-                self.is_done(node.listener.node)
+            self.everything_settles()
+            for node in [node for node in self.nodes.values() if self.is_finishing_run() and trains(node)]:
+                self.finish(node.listener.node)
         living = [name for name, node in self.nodes.items() if node.alive]
         if self.store.outcome is None and living:
             self.check_the_end(living)
 
-    def is_about_to_finish(self) -> bool:
-        """Whether a worker has exited with 0; the others will follow."""
+    def is_finishing_run(self) -> bool:
+        """Return whether a worker has exited with 0."""
         views = [self.snapshot(name) for name, node in self.nodes.items() if node.alive and node.listener.leads()]
         return any(any(map(snapshot.is_finishing, snapshot.ranks)) for snapshot in views)
 
@@ -734,7 +741,7 @@ class Run(RuleBasedStateMachine):
         elif round is not None:
             assert not set(round.nodes) & set(living)
         for name in living:
-            assert self.nodes[name].told == round
+            assert self.nodes[name].known_round == round
             assert self.nodes[name].record.failure is None
 
 
@@ -742,65 +749,65 @@ TestRun = Run.TestCase
 TestRun.settings = hypothesis_settings(stateful_step_count=50)
 
 
-def test_a_host_that_missed_a_round_of_a_lost_store_does_not_offer_its_port_again() -> None:
+def test_a_host_that_missed_a_lost_round_offers_another_port() -> None:
     run = Run()
-    run.nodes_meet(places=["", "", "", ""], notice=0.0)
+    run.nodes_start(places=["", "", "", ""], notice=0.0)
     n1, n2, _, n4 = run.nodes
-    run.says(n1, phase=NodePhase.LEAVING)
-    run.hears_of_nodes(run.nodes[n4].listener, 1000)
-    assert run.decides(n4)
+    run.report(n1, phase=NodePhase.LEAVING)
+    run.receive_node_changes(run.nodes[n4].listener, 1000)
+    assert run.decide(n4)
     lost = run.committed[-1]
     assert (lost.number, lost.store.rpartition(":")[0]) == (2, run.nodes[n2].record.address)
-    run.says(n4, phase=NodePhase.LEAVING)
-    run.the_store_is_started_again(loses="everything", newcomer_leads=False)
-    after = the_next_round(run, leader=n2)
+    run.report(n4, phase=NodePhase.LEAVING)
+    run.the_store_restarts(loses="everything", newcomer_leads=False)
+    after = form_next_round(run, leader=n2)
     assert (after.number, after.store == lost.store) == (3, False)
 
 
-def test_a_host_that_was_partitioned_when_its_port_was_used_does_not_offer_it_again() -> None:
+def test_a_partitioned_host_whose_port_was_used_offers_another_port() -> None:
     run = Run()
-    run.nodes_meet(places=["", ""], notice=0.0)
+    run.nodes_start(places=["", ""], notice=0.0)
     n1, n2 = run.nodes
     run.nodes[n1].excused = True
-    run.says(n1, phase=NodePhase.PARTITIONED)
-    run.hears_of_nodes(run.nodes[n2].listener, 1000)
-    assert run.decides(n2)
+    run.report(n1, phase=NodePhase.PARTITIONED)
+    run.receive_node_changes(run.nodes[n2].listener, 1000)
+    assert run.decide(n2)
     lost = run.committed[-1]
     assert lost.store.rpartition(":")[0] == run.nodes[n1].record.address
-    run.the_store_is_started_again(loses="everything", newcomer_leads=False)
-    run.dies(n2)
-    run.comes("")
-    after = the_next_round(run, leader=n1)
+    run.the_store_restarts(loses="everything", newcomer_leads=False)
+    run.kill(n2)
+    run.add_node("")
+    after = form_next_round(run, leader=n1)
     assert after.store != lost.store
 
 
-def the_next_round(run: Run, *, leader: str) -> RoundRecord:
-    """Let all nodes come back to an empty store, in which one leads until it forms a round."""
+def form_next_round(run: Run, *, leader: str) -> RoundRecord:
+    """Let all nodes reconnect to an empty store, in which one node leads until it forms a round."""
     for name in [name for name, node in run.nodes.items() if node.alive]:
-        run.comes_back(name)
+        run.restore_key(name)
     before = len(run.committed)
     for _ in range(10):
-        run.hears_of_the_run(leader, 1000)
+        run.receive_run_changes(leader, 1000)
         run.leads(leader)
-        run.hears_of_nodes(run.nodes[leader].listener, 1000)
-        run.looks(run.nodes[leader].listener)
-        if run.decides(leader) and len(run.committed) > before:
+        run.receive_node_changes(run.nodes[leader].listener, 1000)
+        run.probe_nodes(run.nodes[leader].listener)
+        if run.decide(leader) and len(run.committed) > before:
             return run.committed[-1]
         run.now += RULES.lease + RULES.last_call_timeout
     raise AssertionError("no round was formed")
 
 
-def test_a_node_that_missed_the_lost_round_is_told_that_too_few_nodes_are_left() -> None:
+def test_a_node_that_missed_the_lost_round_learns_that_too_few_nodes_remain() -> None:
     run = Run()
-    run.nodes_meet(places=["", ""], notice=0.0)
+    run.nodes_start(places=["", ""], notice=0.0)
     n1, n2 = run.nodes
-    run.says(n1, phase=NodePhase.READY, failure=failure("n1", number=1))
+    run.report(n1, phase=NodePhase.READY, failure=failure("n1", number=1))
     run.leads(n1)
-    run.hears_of_nodes(run.nodes[n1].listener, 1000)
-    assert run.decides(n1)
-    run.says(n1, phase=NodePhase.LEAVING)
-    run.the_store_is_started_again(loses="everything", newcomer_leads=False)
+    run.receive_node_changes(run.nodes[n1].listener, 1000)
+    assert run.decide(n1)
+    run.report(n1, phase=NodePhase.LEAVING)
+    run.the_store_restarts(loses="everything", newcomer_leads=False)
     for _ in range(4):
         run.time_passes(seconds=6.0, calm=True)
-    assert (told := run.nodes[n2].told) is not None
-    assert (told.number, told.members) == (3, ())
+    assert (known_round := run.nodes[n2].known_round) is not None
+    assert (known_round.number, known_round.members) == (3, ())

@@ -1,4 +1,4 @@
-"""A planned change waits for workers that asked for a notice; nothing else does."""
+"""Only a planned change waits, for workers that asked for a notice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def leaves(name: str, **changes: Any) -> Peer:
 
 
 def noticed(*peers: Peer, **changes: Any) -> Snapshot:
-    """A moment in which that notice stands, given at 100 s, for a round of a and b."""
+    """A snapshot at 101 s of a round of a and b, with NOTICE given at 100 s."""
     return snapshot(
         *peers, **{"now": 101.0, "round": round(1, "a", "b"), "notice": NOTICE, "noticed_at": 100.0, **changes}
     )
@@ -40,13 +40,13 @@ def given(decision: Decision) -> NoticeRecord:
     return decision.record
 
 
-def test_a_departure_is_announced_to_workers_that_asked_for_notice() -> None:
+def test_a_departure_gives_notice_to_workers_that_asked() -> None:
     here = (trains("a", notice=5.0), leaves("b", notice=20.0))
     notice = given(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
     assert notice == NoticeRecord(round=1, serial=1, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
 
 
-def test_a_change_of_size_is_announced_to_workers_that_asked_for_notice() -> None:
+def test_a_resize_gives_notice_to_workers_that_asked() -> None:
     here = (trains("a"), trains("b"))
     notice = given(plan(snapshot(*here, wanted=1, going=("b",), round=round(1, "a", "b")), SETTINGS))
     assert (notice.reason, notice.cause) == (RoundReason.RESIZED, "b is taken away")
@@ -57,12 +57,12 @@ def test_a_change_of_size_is_announced_to_workers_that_asked_for_notice() -> Non
 @pytest.mark.parametrize(
     "who",
     [
-        pytest.param(trains("a", notice=0.0), id="nobody asked"),
-        pytest.param(trains("a", round=0), id="what was asked belongs to a round of the past"),
-        pytest.param(trains("a", phase=NodePhase.DONE), id="whoever asked has ended"),
+        pytest.param(trains("a", notice=0.0), id="no request"),
+        pytest.param(trains("a", round=0), id="a request of an earlier round"),
+        pytest.param(trains("a", phase=NodePhase.DONE), id="the requesting workers have exited"),
     ],
 )
-def test_a_change_happens_at_once_if_no_worker_asks_for_notice(who: Peer) -> None:
+def test_without_a_request_the_round_changes_at_once(who: Peer) -> None:
     here = (who, leaves("b", notice=0.0, store=40001))
     situation = snapshot(*here, wanted=1, round=round(1, "a", "b"))
     decision = plan(situation, SETTINGS)
@@ -78,30 +78,30 @@ def test_the_change_waits_for_the_last_answer() -> None:
     assert formed(next_round(answered)) == (2, ["a"])
 
 
-def test_the_change_waits_for_an_answer_that_is_on_its_way_back() -> None:
+def test_the_change_waits_for_the_answer_of_a_silent_member() -> None:
     away = noticed(trains("a", saved=4), peer("c"), wanted=1, going=("a",), silent=frozenset({node_id("b")}))
     assert isinstance(plan(away, SETTINGS), Hold)
 
 
-def test_the_change_happens_when_the_time_is_over_without_an_answer() -> None:
+def test_the_change_happens_at_the_deadline_without_an_answer() -> None:
     assert formed(next_round(noticed(trains("a"), leaves("b"), wanted=2, now=120.0))) == (2, ["a"])
 
 
-def test_a_node_that_joins_meanwhile_is_in_the_next_round_and_a_departure_does_not_extend_the_time() -> None:
+def test_a_node_that_joins_during_a_notice_is_in_the_next_round_and_does_not_extend_it() -> None:
     here = (trains("a"), leaves("b"), peer("c", joined=9, arrived=50.0))
     assert formed(next_round(noticed(*here, now=120.0))) == (2, ["a", "c"])
     both = noticed(leaves("a"), leaves("b"), peer("c", joined=9, arrived=50.0), wanted=1)
     assert plan(both, SETTINGS) == Hold(120.0, "b left: the workers have 20 s to save before the round changes")
 
 
-def test_a_loss_ends_the_waiting() -> None:
+def test_a_lost_node_ends_the_notice() -> None:
     lost = noticed(trains("a"), leaves("b"), wanted=3, round=round(1, "a", "b", "c"))
     decision = next_round(lost)
     assert formed(decision) == (2, ["a"])
     assert decision.cause == "c is gone and b left"
 
 
-def test_a_failure_ends_the_waiting_and_is_charged_unless_a_departure_explains_it() -> None:
+def test_a_failure_ends_the_notice_and_is_charged_unless_a_departure_explains_it() -> None:
     failed = trains("a", failure=failure("a", message="ValueError: bad"))
     decision = next_round(noticed(failed, leaves("b"), wanted=2, failed_since=101.0))
     assert (decision.restarts, decision.reason) == (1, RoundReason.WORKER_FAILED)
@@ -115,26 +115,26 @@ def test_a_failure_ends_the_waiting_and_is_charged_unless_a_departure_explains_i
     assert (decision.restarts, decision.reason) == (0, RoundReason.NODE_LEFT)
 
 
-def test_a_change_that_is_called_off_is_taken_back_once() -> None:
+def test_a_notice_without_a_planned_change_is_withdrawn_once() -> None:
     here = (trains("a"), trains("b"))
-    taken_back = given(plan(noticed(*here, wanted=2), SETTINGS))
-    assert (taken_back.round, taken_back.serial, taken_back.seconds) == (1, 4, 0.0)
-    assert plan(noticed(*here, wanted=2, notice=taken_back), SETTINGS) == Hold()
+    withdrawn = given(plan(noticed(*here, wanted=2), SETTINGS))
+    assert (withdrawn.round, withdrawn.serial, withdrawn.seconds) == (1, 4, 0.0)
+    assert plan(noticed(*here, wanted=2, notice=withdrawn), SETTINGS) == Hold()
 
 
-def test_the_notice_after_one_that_was_taken_back_has_a_higher_serial_than_any_answer() -> None:
+def test_a_notice_after_a_withdrawn_one_has_a_higher_serial_than_any_answer() -> None:
     here = (trains("a", saved=7), leaves("b"))
     assert given(plan(noticed(*here, wanted=2, notice=None), SETTINGS)).serial == 8
-    taken_back = msgspec.structs.replace(NOTICE, serial=9, seconds=0.0)
-    assert given(plan(noticed(*here, wanted=2, notice=taken_back), SETTINGS)).serial == 10
+    withdrawn = msgspec.structs.replace(NOTICE, serial=9, seconds=0.0)
+    assert given(plan(noticed(*here, wanted=2, notice=withdrawn), SETTINGS)).serial == 10
 
 
-def test_a_run_about_to_finish_takes_back_the_notice_of_a_join() -> None:
+def test_a_finishing_run_withdraws_the_notice_of_a_join() -> None:
     here = (trains("a", phase=NodePhase.FINISHING), trains("b"), peer("c", joined=9))
     assert given(plan(noticed(*here, wanted=3), SETTINGS)).seconds == 0.0
 
 
-def test_if_all_leave_the_round_ends_when_they_have_saved_and_the_next_run_begins_as_at_the_start() -> None:
+def test_if_all_nodes_leave_the_round_ends_when_they_have_saved() -> None:
     waiting = noticed(leaves("a", saved=4), leaves("b"), wanted=2)
     assert isinstance(plan(waiting, SETTINGS), Hold)
     saved = noticed(leaves("a", saved=4), leaves("b", saved=4), wanted=2, round=round(1, "a", "b", restarts=3))

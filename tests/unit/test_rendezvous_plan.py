@@ -1,4 +1,4 @@
-"""The leader's decisions, one situation at a time."""
+"""The leader's decisions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ AB = round(1, "a", "b")
         ),
     ],
 )
-def test_the_next_round_takes_these_nodes_at_once_and_charges_nothing(situation: Snapshot, expected: str) -> None:
+def test_the_next_round_has_these_members_without_a_charge(situation: Snapshot, expected: str) -> None:
     record = next_round(situation)
     assert members(record) == tuple(expected)
     assert (record.number, record.restarts) == (1 if situation.round is None else situation.round.number + 1, 0)
@@ -128,7 +128,7 @@ def test_no_round_forms_yet(situation: Snapshot, hold: Hold) -> None:
     assert plan(situation, SETTINGS) == hold
 
 
-def test_below_the_minimum_the_run_names_the_present_nodes_and_fails_after_the_join_timeout() -> None:
+def test_below_the_minimum_a_run_fails_after_the_join_timeout_and_names_its_nodes() -> None:
     hold = held(plan(snapshot(peer("a"), low=2, wanted=2, now=LATER - 500), SETTINGS))
     assert hold.why == "1 node (a) of at least 2 is there; waiting for more"
     decision = outcome_of(snapshot(peer("a"), low=2, wanted=2, now=LATER))
@@ -136,25 +136,25 @@ def test_below_the_minimum_the_run_names_the_present_nodes_and_fails_after_the_j
     assert "no more nodes came within 600 s" in decision.message
 
 
-def test_a_node_that_speaks_another_protocol_takes_no_part_and_is_named() -> None:
+def test_a_node_with_another_protocol_version_is_excluded_and_named() -> None:
     stranger = peer("b", protocol=PROTOCOL_VERSION + 1)
     hold = held(plan(snapshot(peer("a"), stranger, low=2, wanted=2), SETTINGS))
     assert "b cannot take part" in hold.why
 
 
-def test_a_newcomer_joins_at_once_when_it_completes_the_wanted_size() -> None:
+def test_a_new_node_that_completes_the_desired_size_joins_at_once() -> None:
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0))
     assert members(next_round(snapshot(*here, wanted=2, now=7.0, round=round(1, "a")))) == ("a", "b")
 
 
-def test_newcomers_that_arrive_together_join_in_one_change() -> None:
+def test_new_nodes_that_arrive_together_join_in_one_round() -> None:
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), peer("c", joined=6, arrived=7.02))
     hold = held(plan(snapshot(*here, now=7.03, round=round(1, "a")), SETTINGS))
     assert hold.until == pytest.approx(7.02 + SETTINGS.join_debounce)
     assert members(next_round(snapshot(*here, now=7.08, round=round(1, "a")))) == ("a", "b", "c")
 
 
-def test_newcomers_that_come_one_after_the_other_do_not_hold_up_the_first_of_them_for_long() -> None:
+def test_a_stream_of_new_nodes_delays_the_first_one_for_a_limited_time() -> None:
     crowd = [peer(f"n{chr(97 + i)}", joined=9 + i, arrived=7.0 + i * 0.04) for i in range(14)]
     here = (peer("a", round=1), *crowd)
     until = 7.0 + 10 * SETTINGS.join_debounce
@@ -162,7 +162,7 @@ def test_newcomers_that_come_one_after_the_other_do_not_hold_up_the_first_of_the
     assert len(members(next_round(snapshot(*here, high=20, now=until, round=round(1, "a"))))) == 15
 
 
-def test_a_newcomer_that_has_not_answered_yet_is_waited_for_a_moment_by_those_that_came_with_it() -> None:
+def test_new_nodes_wait_briefly_for_one_that_has_not_answered() -> None:
     late = peer("c", joined=6, arrived=7.01, answers=False)
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), late)
     assert held(plan(snapshot(*here, now=7.2, round=round(1, "a")), SETTINGS)).until == 7.5
@@ -171,7 +171,7 @@ def test_a_newcomer_that_has_not_answered_yet_is_waited_for_a_moment_by_those_th
     assert members(next_round(snapshot(*answers, now=7.2, round=round(1, "a")))) == ("a", "b", "c")
 
 
-def test_newcomers_stand_beside_members_of_their_own_place_and_survivors_keep_their_order() -> None:
+def test_new_nodes_are_placed_beside_their_topology_key_and_members_keep_their_order() -> None:
     here = (
         peer("a", round=1, topology_key="x"),
         peer("b", round=1, topology_key="y"),
@@ -186,7 +186,7 @@ def test_newcomers_stand_beside_members_of_their_own_place_and_survivors_keep_th
     assert members(decision) == ("a", "b", "e", "c", "g", "d", "f", "h")
 
 
-def test_nodes_of_the_first_round_are_grouped_by_topology_key_in_any_order_of_arrival() -> None:
+def test_the_first_round_is_grouped_by_topology_key() -> None:
     here = [
         peer(name, joined=i, topology_key=place) for i, (name, place) in enumerate(zip("abcdef", "xyxyxy", strict=True))
     ]
@@ -195,7 +195,7 @@ def test_nodes_of_the_first_round_are_grouped_by_topology_key_in_any_order_of_ar
     assert members(next_round(turned)) == ("a", "c", "e", "b", "d", "f")
 
 
-def test_nodes_are_chosen_by_seniority_and_not_by_topology_key() -> None:
+def test_nodes_are_chosen_by_arrival_and_not_by_topology_key() -> None:
     here = (
         peer("a", round=1, topology_key="x"),
         peer("b", joined=5, topology_key="y"),
@@ -204,7 +204,7 @@ def test_nodes_are_chosen_by_seniority_and_not_by_topology_key() -> None:
     assert members(next_round(snapshot(*here, wanted=2, round=round(1, "a")))) == ("a", "b")
 
 
-def test_a_spare_that_has_not_answered_a_new_leader_yet_is_waited_for_a_moment() -> None:
+def test_a_new_leader_waits_briefly_for_a_spare_that_has_not_answered() -> None:
     spare = peer("c", round=1, arrived=7.0, answers=False)
     here = (peer("a", round=1, arrived=7.0), spare)
     assert held(plan(snapshot(*here, wanted=2, now=7.49, round=round(1, "a", "b")), SETTINGS)).until == 7.5
@@ -214,7 +214,7 @@ def test_a_spare_that_has_not_answered_a_new_leader_yet_is_waited_for_a_moment()
 
 
 @pytest.mark.parametrize("what", [{"dead": frozenset({node_id("a")})}, {"failed_since": 1.0}])
-def test_after_an_absence_of_the_store_no_change_is_made_without_members_that_are_on_their_way_back(what: Any) -> None:
+def test_after_a_store_outage_the_leader_waits_for_members_that_reconnect(what: Any) -> None:
     broken = failure("a") if "failed_since" in what else None
     here = (peer("a", round=1, failure=broken), peer("b", round=1))
     silent = frozenset({node_id("c")})
@@ -225,13 +225,13 @@ def test_after_an_absence_of_the_store_no_change_is_made_without_members_that_ar
     assert "b" in members(next_round(dataclasses.replace(situation, now=5.0)))
 
 
-def test_below_the_minimum_after_a_loss_all_nodes_stop_and_wait() -> None:
+def test_a_loss_below_the_minimum_pauses_the_run() -> None:
     decision = next_round(snapshot(peer("a", round=1), low=2, wanted=2, round=round(1, "a", "b")))
     assert members(decision) == ()
     assert decision.cause == "b is gone; 1 node (a) of at least 2 is there; waiting for more"
 
 
-def test_a_run_that_waits_names_the_missing_nodes_and_fails_with_that_sentence() -> None:
+def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> None:
     waiting = snapshot(peer("a", round=2), low=2, wanted=2, round=round(2), changed_at=10.0, missing=(node_id("b"),))
     why = "1 node (a) of at least 2 is there; b is missing; waiting for more"
     assert held(plan(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
@@ -239,7 +239,7 @@ def test_a_run_that_waits_names_the_missing_nodes_and_fails_with_that_sentence()
     assert decision.message == f"no more nodes came within 600 s: {why}"
 
 
-def test_after_a_pause_without_any_waiting_node_the_run_begins_as_at_the_start() -> None:
+def test_after_a_pause_without_its_nodes_a_run_starts_with_a_full_budget_unless_its_id_is_unique() -> None:
     here = (peer("c", joined=70, arrived=50.0, round=2), peer("d", joined=71, arrived=50.0, round=2))
     paused = snapshot(*here, low=2, wanted=3, now=55.0, round=round(2, restarts=9), since=60, changed_at=49.0)
     assert "last call" in held(plan(paused, SETTINGS)).why
@@ -249,7 +249,7 @@ def test_after_a_pause_without_any_waiting_node_the_run_begins_as_at_the_start()
     assert unique.restarts == 9
 
 
-def test_a_failure_is_charged_and_the_same_nodes_go_on() -> None:
+def test_a_failure_is_charged_and_the_same_nodes_continue() -> None:
     here = (
         peer("a", round=1),
         peer("b", round=1, failure=failure("b", rank=1, message="ValueError: bad"), failed_at=9),
@@ -260,21 +260,21 @@ def test_a_failure_is_charged_and_the_same_nodes_go_on() -> None:
     assert decision.cause == "rank 1 on b: ValueError: bad"
 
 
-def test_a_broken_collective_waits_a_moment_for_what_broke_it() -> None:
+def test_a_communication_failure_waits_briefly_for_its_cause() -> None:
     here = (peer("a", round=1, failure=failure("a", kind=FailureKind.COMMUNICATION)), peer("b", round=1))
     situation = snapshot(*here, wanted=2, now=1.0, round=round(1, "a", "b"), failed_since=1.0)
     assert held(plan(situation, SETTINGS)).until == pytest.approx(1.1)
     assert members(next_round(dataclasses.replace(situation, now=1.1))) == ("a", "b")
 
 
-def test_the_root_cause_goes_by_class_and_then_by_the_order_in_the_store() -> None:
+def test_the_root_cause_is_the_first_program_failure_in_the_store() -> None:
     comm = failure("a", kind=FailureKind.COMMUNICATION, message="Connection reset")
     first = failure("b", message="first")
     second = failure("c", message="second")
     assert root_cause([(1, comm), (3, second), (2, first)]).message == "first"
 
 
-def test_the_run_fails_with_the_root_cause_when_the_budget_is_used_up() -> None:
+def test_a_run_without_restarts_left_fails_with_the_root_cause() -> None:
     here = (peer("a", round=9, failure=failure("a", number=9, message="ValueError: bad")),)
     situation = snapshot(*here, wanted=1, round=round(9, "a", restarts=100), failed_since=0.0)
     decision = outcome_of(situation)
@@ -282,7 +282,7 @@ def test_the_run_fails_with_the_root_cause_when_the_budget_is_used_up() -> None:
     assert decision.failure is not None
 
 
-def test_a_program_that_fails_at_once_again_and_again_is_stopped_long_before() -> None:
+def test_a_crash_loop_ends_the_run_early() -> None:
     here = (peer("a", round=3, failure=failure("a", number=3, uptime=0.4, message="ImportError: x")),)
     decision = outcome_of(
         snapshot(*here, wanted=1, round=round(3, "a", restarts=2, early_failures=2), failed_since=0.0), SETTINGS
@@ -293,7 +293,7 @@ def test_a_program_that_fails_at_once_again_and_again_is_stopped_long_before() -
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_failure_that_is_declared_final_ends_the_run_at_once_whatever_else_has_happened(lost: bool) -> None:
+def test_a_non_retryable_failure_ends_the_run_despite_other_failures(lost: bool) -> None:
     final = failure("b", rank=1, message="NonRetryableException: no such data", final=True)
     here = (
         peer("a", round=1, failure=failure("a", kind=FailureKind.COMMUNICATION), failed_at=3),
@@ -310,7 +310,7 @@ def test_a_failure_that_is_declared_final_ends_the_run_at_once_whatever_else_has
     )
 
 
-def test_an_exit_code_that_is_declared_final_is_not_when_something_else_explains_it() -> None:
+def test_a_final_exit_code_does_not_end_the_run_if_another_failure_explains_it() -> None:
     broken = failure("a", kind=FailureKind.COMMUNICATION, final=True)
     here = (peer("a", round=1, failure=broken), peer("b", round=1, failure=failure("b", message="killed by SIGKILL")))
     explained = next_round(snapshot(*here, wanted=2, round=round(1, "a", "b"), failed_since=0.0))
@@ -323,7 +323,7 @@ def test_an_exit_code_that_is_declared_final_is_not_when_something_else_explains
     assert ended.failure == broken
 
 
-def test_an_uncharged_failure_restarts_the_workers_even_if_no_restart_is_left() -> None:
+def test_an_uncharged_failure_restarts_the_workers_without_restarts_left() -> None:
     settings = dataclasses.replace(SETTINGS, max_restarts=0)
     here = (peer("a", round=3, failure=failure("a", number=3, free=True)), peer("b", round=3))
     decision = next_round(
@@ -335,7 +335,7 @@ def test_an_uncharged_failure_restarts_the_workers_even_if_no_restart_is_left() 
 
 
 @pytest.mark.parametrize(("cause_is_free", "counted"), [(True, (2, 6)), (False, (3, 5))])
-def test_the_root_cause_decides_whether_a_failure_is_free(cause_is_free: bool, counted: tuple[int, int]) -> None:
+def test_the_root_cause_decides_whether_a_restart_is_charged(cause_is_free: bool, counted: tuple[int, int]) -> None:
     cause = failure("a", number=3, free=cause_is_free)
     others = failure("b", number=3, kind=FailureKind.COMMUNICATION, free=not cause_is_free)
     here = (peer("a", round=3, failure=cause, failed_at=9), peer("b", round=3, failure=others, failed_at=4))
@@ -344,7 +344,7 @@ def test_the_root_cause_decides_whether_a_failure_is_free(cause_is_free: bool, c
     assert (decision.restarts, decision.uncharged_restarts) == counted
 
 
-def test_the_failure_that_was_charged_last_stands_in_every_round_until_the_next() -> None:
+def test_every_round_keeps_the_failure_that_was_charged_last() -> None:
     long = failure("a", number=3, message="x" * 9000)
     here = (peer("a", round=3, failure=long), peer("b", round=3))
     failed = next_round(snapshot(*here, wanted=2, round=round(3, "a", "b"), failed_since=0.0))
@@ -362,38 +362,38 @@ def test_the_failure_that_was_charged_last_stands_in_every_round_until_the_next(
         assert decision.record.failure == kept
 
 
-def free_after(situation: Snapshot, settings: RendezvousSettings = SETTINGS) -> int:
+def uncharged_after(situation: Snapshot, settings: RendezvousSettings = SETTINGS) -> int:
     """Uncharged restarts of the next round."""
     return next_round(situation, settings).uncharged_restarts
 
 
-def test_each_change_of_membership_counts_as_a_free_start_and_the_first_round_does_not() -> None:
+def test_each_membership_change_after_the_first_round_is_an_uncharged_restart() -> None:
     here = (peer("a", round=1), peer("b", round=1))
-    assert free_after(snapshot(peer("a"), peer("b"), wanted=2)) == 0
-    assert free_after(snapshot(*here, wanted=2, round=round(1, "a"))) == 1
-    assert free_after(snapshot(*here, wanted=2, round=round(1, "a", "c", uncharged_restarts=3))) == 4
-    assert free_after(snapshot(*here, wanted=1, round=round(1, "a", "b", restarts=2, uncharged_restarts=3))) == 4
+    assert uncharged_after(snapshot(peer("a"), peer("b"), wanted=2)) == 0
+    assert uncharged_after(snapshot(*here, wanted=2, round=round(1, "a"))) == 1
+    assert uncharged_after(snapshot(*here, wanted=2, round=round(1, "a", "c", uncharged_restarts=3))) == 4
+    assert uncharged_after(snapshot(*here, wanted=1, round=round(1, "a", "b", restarts=2, uncharged_restarts=3))) == 4
     charged = snapshot(
         peer("a", round=1, failure=failure("a")), wanted=1, round=round(1, "a", uncharged_restarts=3), failed_since=0.0
     )
-    assert free_after(charged) == 3
+    assert uncharged_after(charged) == 3
 
 
 def test_a_pause_and_the_round_after_it_count_once() -> None:
     lost = snapshot(peer("a", round=4), wanted=2, low=2, round=round(4, "a", "b", uncharged_restarts=1))
-    assert free_after(lost) == 1
+    assert uncharged_after(lost) == 1
     here = (peer("a", round=5), peer("b", round=5, joined=9))
     assert (
-        free_after(
+        uncharged_after(
             snapshot(
                 *here, wanted=2, low=2, since=5, round=round(5, uncharged_restarts=1, reason=RoundReason.NODE_LOST)
             )
         )
         == 2
     )
-    # What a failure costs was settled when it came.
+    # A failure is charged when it happens.
     assert (
-        free_after(
+        uncharged_after(
             snapshot(
                 *here, wanted=2, low=2, since=5, round=round(5, uncharged_restarts=1, reason=RoundReason.WORKER_FAILED)
             )
@@ -402,7 +402,7 @@ def test_a_pause_and_the_round_after_it_count_once() -> None:
     )
 
 
-def test_a_run_that_was_suspended_goes_on_from_what_its_nodes_were_told() -> None:
+def test_a_resumed_run_continues_from_its_resume_record() -> None:
     settings = dataclasses.replace(SETTINGS, resume=ResumeRecord(round=7, restarts=2, uncharged_restarts=5))
     here = [peer(name, round=7, restarts=2, uncharged_restarts=5) for name in "ab"]
     decision = next_round(snapshot(*here, wanted=2), settings)
@@ -418,7 +418,7 @@ def test_the_run_succeeds_when_all_members_are_done() -> None:
 
 
 @pytest.mark.parametrize("gone", [(), (peer("a", round=1, phase=NodePhase.LEAVING),)])
-def test_a_node_that_is_done_can_go_without_a_loss_unless_it_may_serve_the_rounds_store(gone: tuple[Peer, ...]) -> None:
+def test_a_finished_node_can_leave_unless_it_serves_the_rounds_store(gone: tuple[Peer, ...]) -> None:
     done = frozenset({node_id("a")})
     rest = snapshot(*gone, peer("b", round=1), wanted=2, round=round(1, "a", "b", store="10.0.0.98:30000"), done=done)
     assert held(plan(rest, SETTINGS)) == Hold()
@@ -426,7 +426,7 @@ def test_a_node_that_is_done_can_go_without_a_loss_unless_it_may_serve_the_round
     assert members(next_round(serving)) == ("b",)
 
 
-def test_a_minimum_that_was_raised_above_what_is_there_is_waited_for() -> None:
+def test_a_minimum_raised_above_the_present_nodes_pauses_the_run() -> None:
     here = (peer("a", round=1), peer("b", round=1), peer("c", arrived=LATER))
     decision = next_round(snapshot(*here, low=4, high=4, wanted=4, now=LATER, round=round(1, "a", "b")))
     assert members(decision) == ()
@@ -441,7 +441,7 @@ def test_the_leader_restores_its_round_to_an_empty_store() -> None:
     assert decision == FormRound(round(5, "a", "b", restarts=2))
 
 
-def test_a_rounds_store_is_never_served_on_a_port_that_the_round_before_used() -> None:
+def test_a_round_does_not_reuse_the_store_port_of_the_round_before() -> None:
     here = (peer("a", round=1), peer("b", round=2))
     decision = next_round(snapshot(*here, wanted=3, round=round(2, "a", "b", "c")))
     assert decision.store == "10.0.0.98:40000"
@@ -450,7 +450,7 @@ def test_a_rounds_store_is_never_served_on_a_port_that_the_round_before_used() -
 
 
 @pytest.mark.parametrize("stored", [None, round(1, "a", "b", restarts=1)])
-def test_a_leader_gives_way_to_nodes_that_know_more_than_the_store_and_else_forms_a_later_round(
+def test_a_leader_gives_way_once_to_nodes_that_know_a_later_round_than_the_store(
     stored: RoundRecord | None,
 ) -> None:
     here = (peer("a", round=1, restarts=1), peer("b", round=3, restarts=2))
@@ -461,7 +461,7 @@ def test_a_leader_gives_way_to_nodes_that_know_more_than_the_store_and_else_form
     assert (decision.number, decision.restarts) == (4, 2)
 
 
-def test_early_failures_of_long_ago_are_no_part_of_a_row() -> None:
+def test_early_failures_are_forgotten_after_healthy_training() -> None:
     here = (peer("a", round=3), peer("b", joined=9, arrived=3600.0))
     healthy = snapshot(*here, wanted=2, now=3600.0, changed_at=0.0, round=round(3, "a", early_failures=2))
     decision = next_round(healthy)
@@ -469,9 +469,7 @@ def test_early_failures_of_long_ago_are_no_part_of_a_row() -> None:
 
 
 @pytest.mark.parametrize(("unique", "restarts"), [(True, 7), (False, 0)])
-def test_a_run_without_any_node_left_has_its_whole_budget_again_if_its_id_may_be_used_again(
-    unique: bool, restarts: int
-) -> None:
+def test_a_run_without_nodes_left_gets_a_full_budget_unless_its_id_is_unique(unique: bool, restarts: int) -> None:
     settings = dataclasses.replace(SETTINGS, unique_run=unique)
     decision = next_round(
         snapshot(peer("n", round=4), wanted=1, round=round(4, "a", restarts=7, early_failures=2)), settings
@@ -479,7 +477,7 @@ def test_a_run_without_any_node_left_has_its_whole_budget_again_if_its_id_may_be
     assert (decision.number, decision.restarts, decision.early_failures) == (5, restarts, 0)
 
 
-def test_a_cause_can_always_be_read_however_many_nodes_are_lost_and_however_long_the_texts_are() -> None:
+def test_a_cause_with_many_nodes_or_long_texts_stays_decodable() -> None:
     crowd = [f"{'x' * 200}{i:03}{chr(97 + i % 20)}" for i in range(1000)]
     lost = next_round(snapshot(peer("a", round=1), high=1000, round=round(1, "a", *crowd)))
     assert decode(encode(lost), RoundRecord).cause == "1000 nodes are gone"
@@ -488,7 +486,7 @@ def test_a_cause_can_always_be_read_however_many_nodes_are_lost_and_however_long
     assert decode(encode(failed), RoundRecord).restarts == 1
 
 
-def test_nodes_that_have_only_seen_a_round_number_can_form_a_later_round() -> None:
+def test_nodes_that_know_only_a_round_number_form_a_later_round() -> None:
     here = (peer("a"), peer("b", round=7, phase=NodePhase.LEAVING))
     decision = next_round(snapshot(*here, wanted=1, gave_way=True))
     assert (members(decision), decision.number) == (("a",), 8)

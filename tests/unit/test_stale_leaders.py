@@ -1,4 +1,4 @@
-"""A leader that was paused while others went on cannot change what they have committed."""
+"""A leader that was paused cannot change what its successor has committed."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 KEYS = RunKeys.of("run")
 SUCCESSOR = LeaderRecord(node="b.9", address="127.0.0.1:1")
 REQUESTS = 12
-"""More than a leader sends from a failure to the end of the run."""
+"""More requests than a leader sends from a failure to the end of the run."""
 
 
 class PausedStore:
-    """A store as a process has it that is stopped before one of its requests, and goes on later."""
+    """A store client that pauses before one of its requests until it is resumed."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         self._left: int | None = None
-        self._going = asyncio.Event()
-        self._going.set()
+        self._running = asyncio.Event()
+        self._running.set()
         self.paused = asyncio.Event()
 
     def pause_before(self, request: int) -> None:
@@ -50,7 +50,7 @@ class PausedStore:
 
     def resume(self) -> None:
         self._left = None
-        self._going.set()
+        self._running.set()
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
@@ -60,15 +60,15 @@ class PausedStore:
                 self._left -= 1
                 if self._left < 0 and not self.paused.is_set():
                     self.paused.set()
-                    self._going.clear()
-            await self._going.wait()
+                    self._running.clear()
+            await self._running.wait()
             return await method(*args, **options)
 
         return request
 
     async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
         async for batch in self._store.watch(prefix, start):
-            await self._going.wait()
+            await self._running.wait()
             yield batch
 
     async def close(self) -> None:
@@ -80,7 +80,7 @@ async def state_of(store: Store) -> StateRecord:
     return StateRecord() if entry is None else decode_state(entry.value)
 
 
-async def go_on(data: MemoryStore, before: RoundRecord) -> bool:
+async def take_over(data: MemoryStore, before: RoundRecord) -> bool:
     """Commit the next round as the paused leader's successor; return whether the run was not over."""
     leader, state = await data.get(KEYS.leader), await data.get(KEYS.state)
     assert leader is not None
@@ -102,7 +102,7 @@ def succeed(node: TestNode, number: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["it fails", "a worker fails", "it succeeds"])
-async def test_a_leader_that_is_paused_before_any_of_its_requests_changes_nothing_afterwards(what: str) -> None:
+async def test_a_paused_leader_changes_nothing_after_its_successor(what: str) -> None:
     was_paused = []
     for request in range(REQUESTS):
         data = MemoryStore()
@@ -124,7 +124,7 @@ async def test_a_leader_that_is_paused_before_any_of_its_requests_changes_nothin
             paused = asyncio.create_task(store.paused.wait())
             async with asyncio.timeout(PATIENCE):
                 await asyncio.wait((next_event, paused), return_when=asyncio.FIRST_COMPLETED)
-            if goes_on := store.paused.is_set() and await go_on(data, first):
+            if took_over := store.paused.is_set() and await take_over(data, first):
                 was_paused.append(request)
                 committed = await state_of(data)
             store.resume()
@@ -132,7 +132,7 @@ async def test_a_leader_that_is_paused_before_any_of_its_requests_changes_nothin
                 event = await next_event
             if isinstance(event, RoundStarted) and event.store is not None:
                 event.store.close()
-            if goes_on:
+            if took_over:
                 assert event.record == committed.round  # type: ignore[union-attr]
                 await asyncio.sleep(0.01)
                 assert await state_of(data) == committed
@@ -140,7 +140,7 @@ async def test_a_leader_that_is_paused_before_any_of_its_requests_changes_nothin
     assert len(was_paused) >= 2
 
 
-async def test_a_paused_leader_neither_ends_nor_begins_a_run_that_others_have_taken_over(
+async def test_a_paused_leader_does_not_end_a_run_that_has_another_leader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = MemoryStore()
@@ -153,12 +153,12 @@ async def test_a_paused_leader_neither_ends_nor_begins_a_run_that_others_have_ta
         await a.inner._election.until_leader()
         monkeypatch.setattr(a.inner._run, "apply", lambda _change: None)
         await data.put(KEYS.leader, encode(SUCCESSOR))
-        await asyncio.sleep(0.6)  # its time to wait for nodes is over
+        await asyncio.sleep(0.6)  # longer than the join timeout
         assert (await state_of(data)).outcome is None
 
 
 @pytest.mark.parametrize("state", list(OutcomeState))
-async def test_an_outcome_is_committed_beside_its_round(state: OutcomeState) -> None:
+async def test_an_outcome_is_committed_with_its_round(state: OutcomeState) -> None:
     data = MemoryStore()
 
     async def connect() -> Store:

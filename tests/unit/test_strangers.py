@@ -1,4 +1,4 @@
-"""A node among others of another version stands aside, says so, and takes over only where none of them is left."""
+"""A node waits, with a message, while the nodes of its run speak another protocol version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = PROTOCOL_VERSION + 1
 KEYS = RunKeys.of("run")
 
 
-async def test_it_waits_aside_until_the_others_are_gone_and_then_counts_on_from_their_round(
+async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_their_round(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     data = MemoryStore()
@@ -46,7 +46,7 @@ async def test_it_waits_aside_until_the_others_are_gone_and_then_counts_on_from_
     assert "old.1 leads, and this node cannot take part" in caplog.text
 
 
-async def test_a_size_that_an_operator_of_another_version_wrote_is_not_followed(
+async def test_a_size_of_another_protocol_version_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     data = MemoryStore()

@@ -1,4 +1,4 @@
-"""The memory between a worker and its agent: the agent finds what the worker leaves, and nothing else."""
+"""The metric memory that a worker writes and its agent reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reader(path: Path) -> MemoryReader:
     return MemoryReader(path)
 
 
-def test_what_is_written_is_read(path: Path, reader: MemoryReader) -> None:
+def test_written_values_are_read(path: Path, reader: MemoryReader) -> None:
     writer = MemoryWriter(str(path))
     assert reader.values() == {}
     loss, steps = writer.place(LOSS), writer.place(STEP)
@@ -41,7 +41,7 @@ def test_what_is_written_is_read(path: Path, reader: MemoryReader) -> None:
     assert reader.values()[LOSS] == (0.25,)
 
 
-def test_a_name_has_one_place_for_each_form(path: Path, reader: MemoryReader) -> None:
+def test_a_name_has_one_place_per_form(path: Path, reader: MemoryReader) -> None:
     writer = MemoryWriter(str(path))
     forms = (Form(), Form(Kind.COUNTER), Form(Kind.HISTOGRAM, (1.0,)), Form())
     places = [writer.place(Source("my_app", "x", form)) for form in forms]
@@ -50,7 +50,7 @@ def test_a_name_has_one_place_for_each_form(path: Path, reader: MemoryReader) ->
 
 
 @pytest.mark.parametrize("name", ["損失", "", "\udc80", "\0", 'quote " and \\ and \n', "a" * 100_000])
-def test_any_text_is_a_name(path: Path, reader: MemoryReader, name: str) -> None:
+def test_any_text_is_a_valid_name(path: Path, reader: MemoryReader, name: str) -> None:
     writer = MemoryWriter(str(path))
     source = Source("my_app", name, Form())
     assert writer.place(source) is not None
@@ -65,9 +65,7 @@ writer.values[writer.place(Source('my_app', 'n', Form(Kind.COUNTER)))] += 2
 """
 
 
-def test_one_process_at_a_time_writes_and_continues_where_the_one_before_ended(
-    path: Path, reader: MemoryReader
-) -> None:
+def test_one_process_at_a_time_writes_and_continues_its_predecessors_values(path: Path, reader: MemoryReader) -> None:
     for _ in range(2):
         subprocess.run([sys.executable, "-c", PROGRAM, path], check=True)
     writer = MemoryWriter(str(path))
@@ -79,7 +77,7 @@ def test_one_process_at_a_time_writes_and_continues_where_the_one_before_ended(
     assert reader.values() == expected
 
 
-def test_there_is_an_end_to_the_room(path: Path, reader: MemoryReader) -> None:
+def test_a_full_memory_refuses_large_metrics_only(path: Path, reader: MemoryReader) -> None:
     writer = MemoryWriter(str(path))
     many = Form(Kind.HISTOGRAM, tuple(map(float, range(2000))))
     places = [writer.place(Source("my_app", f"size {number}", many)) for number in range(20)]
@@ -89,7 +87,7 @@ def test_there_is_an_end_to_the_room(path: Path, reader: MemoryReader) -> None:
     assert len(reader.values()) == sum(place is not None for place in places) + 1
 
 
-def test_a_name_that_is_only_partly_there_is_read_when_it_is_complete(path: Path, reader: MemoryReader) -> None:
+def test_a_partly_written_name_is_read_when_it_is_complete(path: Path, reader: MemoryReader) -> None:
     writer = MemoryWriter(str(path))
     writer.place(LOSS)
     writer.place(STEP)
@@ -103,7 +101,7 @@ def test_a_name_that_is_only_partly_there_is_read_when_it_is_complete(path: Path
 
 
 @pytest.mark.parametrize("taken", ["1.0", "link", "missing/1.0"])
-def test_a_path_that_cannot_be_used_is_an_error(path: Path, reader: MemoryReader, tmp_path: Path, taken: str) -> None:
+def test_an_unusable_path_is_an_error(path: Path, reader: MemoryReader, tmp_path: Path, taken: str) -> None:
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(OSError, match=r"exists|No such file"):
         MemoryReader(tmp_path / taken)

@@ -1,4 +1,4 @@
-"""What the page of an agent shows of its workers, over the life of those and through changes of ranks."""
+"""The workers' metrics on the agent's page, through restarts and changes of ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMS = forms_of(["samples"], {"size": [1, 10]})
 
 
 class Node:
-    """One node's workers, each as what it measures with."""
+    """One node and its workers' metric streams."""
 
     def __init__(self, folder: Path, agent: AgentMetrics) -> None:
         self.metrics = WorkerMetrics(folder / "memory", folder / "beside")
@@ -41,7 +41,7 @@ class Node:
         self._round = 0
 
     def begin(self, *ranks: int) -> Sequence[MetricStream]:
-        """Start a round with workers of these ranks; those of the one before end."""
+        """Start a round with workers of these ranks; the workers of the previous round end."""
         self._round += 1
         variables, self.workers = self.metrics.begin(self._round, dict(enumerate(ranks)))
         self.files = [Path(variables[local_rank][METRICS_FILE]) for local_rank in range(len(ranks))]
@@ -55,7 +55,7 @@ class Node:
         return page
 
     def samples(self) -> dict[str, float]:
-        """The counter of that name by rank."""
+        """Return the counter `samples` by rank."""
         return {dict(labels)["rank"]: value for (_, labels), value in self.page().named("my_app_samples").items()}
 
 
@@ -71,7 +71,7 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path, AgentMetrics(MetricRegistry()))
 
 
-def test_gauges_end_with_their_worker_and_counts_stay_until_its_successor_goes_on(node: Node) -> None:
+def test_gauges_end_with_their_worker_and_its_successor_continues_its_counters(node: Node) -> None:
     (worker,) = node.begin(0)
     worker.add_value("loss", 0.5)
     worker.add_value("samples", 64)
@@ -100,11 +100,11 @@ def test_gauges_end_with_their_worker_and_counts_stay_until_its_successor_goes_o
     [
         ((0, 1), (0, 1), {"0": 1, "1": 2}),
         ((2, 3), (0, 1), {"0": 1, "1": 2}),
-        ((1, 2), (0, 1), {"0": 2, "1": 1}),  # what rank 1 has counted stays its own, so nothing goes back
+        ((1, 2), (0, 1), {"0": 2, "1": 1}),  # rank 1 keeps its own count, so no counter decreases
         ((0, 1), (1, 2), {"1": 2, "2": 1}),
     ],
 )
-def test_counts_go_on_if_ranks_have_changed(
+def test_counters_continue_after_a_change_of_ranks(
     node: Node, before: tuple[int, int], after: tuple[int, int], expected: dict[str, float]
 ) -> None:
     for number, worker in enumerate(node.begin(*before), start=1):
@@ -113,7 +113,7 @@ def test_counts_go_on_if_ranks_have_changed(
     assert node.samples() == expected
 
 
-def test_what_workers_measure_under_the_platforms_names_is_beside_the_agents_own(tmp_path: Path) -> None:
+def test_platform_metrics_of_workers_do_not_replace_the_agents_own(tmp_path: Path) -> None:
     agent = AgentMetrics(MetricRegistry())
     node = Node(tmp_path, agent)
     agent.took("SimpleElasticAgent.run", 1.0, succeeded=True)
@@ -127,10 +127,10 @@ def test_what_workers_measure_under_the_platforms_names_is_beside_the_agents_own
     assert page.value("torchelastic_round", rank="0") == 7
 
 
-def test_names_that_come_out_alike_never_share_a_series_in_any_rank(node: Node) -> None:
+def test_names_with_the_same_series_name_get_separate_series_in_every_rank(node: Node) -> None:
     first, second = node.begin(0, 1)
     for number, name in enumerate(["step.time", "stepTime", "step_time", "1", "_1", None]):
-        first.add_value(name, number)  # type: ignore[arg-type] # which is what it is about
+        first.add_value(name, number)  # type: ignore[arg-type] # a name may be any object
     second.add_value("stepTime", 10)
     second.add_value("step.time", 20)
     page = node.page()
@@ -184,7 +184,7 @@ def test_the_page_is_well_formed_for_any_names(
         assert sum(("rank", rank) in labels for _, labels in page.samples) >= len(rounds[-1])
 
 
-def test_rounds_leave_no_descriptors(tmp_path: Path) -> None:
+def test_rounds_leak_no_file_descriptors(tmp_path: Path) -> None:
     metrics = WorkerMetrics(tmp_path / "memory")
     open_after = []
     for round in range(5):
@@ -209,7 +209,7 @@ def test_dropped_values_are_counted_by_rank_and_logged_once(node: Node, caplog: 
     assert len(caplog.records) == 3
 
 
-def test_a_signal_handler_may_measure_under_a_new_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_may_measure_a_new_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     (worker,) = node.begin(0)
     place, came = MemoryWriter.place, []
 
@@ -237,7 +237,7 @@ def test_inherited_counters_have_a_limit(node: Node) -> None:
     assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 5 * 900 - 2000
 
 
-def test_without_room_for_its_memory_a_worker_is_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_without_memory_has_no_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     metrics = WorkerMetrics(tmp_path / "file" / "folder", tmp_path / "other")
     variables, _ = metrics.begin(0, {0: 0})

@@ -1,4 +1,4 @@
-"""The socket between an agent and its workers; this process is both."""
+"""The socket between an agent and its workers; the test process is both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SilentNode:
 
 
 class Agent:
-    """An agent that has nothing but the socket."""
+    """An agent that has only the socket."""
 
     def __init__(self, folder: Path) -> None:
         self.changed = asyncio.Event()
@@ -73,19 +73,19 @@ async def ask(agent: Agent, seconds: float = 20.0, **more: Any) -> None:
 
 
 async def noticed_by(agent: Agent, **more: Any) -> worker.Notice:
-    """Give notice, and wait until the worker has it."""
+    """Give notice, and wait until the worker receives it."""
     agent.channel.give_notice(**{"seconds": 10.0, "reason": "node_joined", "cause": "b joined", **more})
     return await noticed()
 
 
 async def noticed() -> worker.Notice:
     async with asyncio.timeout(PATIENCE):
-        while (notice := worker.notice()) is None:  # noqa: ASYNC110 - it is there to be polled
+        while (notice := worker.notice()) is None:  # noqa: ASYNC110 - programs poll it
             await asyncio.sleep(0.001)
     return notice
 
 
-async def test_a_worker_that_asks_gets_notice_and_answers(agent: Agent) -> None:
+async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent) -> None:
     assert agent.channel.asked == 0
     assert worker.notice() is None
     await ask(agent)
@@ -111,7 +111,7 @@ async def test_a_withdrawn_notice_needs_no_answer(agent: Agent) -> None:
     assert agent.channel.answered
 
 
-async def test_a_worker_that_asks_during_a_notice_gets_it(agent: Agent) -> None:
+async def test_a_worker_that_asks_during_a_notice_receives_it(agent: Agent) -> None:
     agent.channel.give_notice(10.0, reason="node_left", cause="b left")
     assert agent.channel.answered
     await ask(agent)
@@ -119,7 +119,7 @@ async def test_a_worker_that_asks_during_a_notice_gets_it(agent: Agent) -> None:
     assert (await noticed()).reason == "node_left"
 
 
-async def test_a_request_can_be_changed_and_withdrawn(agent: Agent) -> None:
+async def test_a_request_for_notice_can_be_changed_and_withdrawn(agent: Agent) -> None:
     await ask(agent, 20.0)
     await ask(agent, 60.0)
     await noticed_by(agent)
@@ -130,14 +130,14 @@ async def test_a_request_can_be_changed_and_withdrawn(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("end", [lambda channel: channel.forget(1), lambda channel: channel.expect(ROUND + 1)])
-async def test_a_worker_that_has_ended_is_not_waited_for(agent: Agent, end: Callable[[WorkerSocket], None]) -> None:
+async def test_an_exited_worker_needs_no_notice(agent: Agent, end: Callable[[WorkerSocket], None]) -> None:
     await ask(agent)
     await noticed_by(agent)
     end(agent.channel)
     assert (agent.channel.asked, agent.channel.answered) == (0, True)
 
 
-async def test_a_worker_asks_its_agent_whether_the_round_stands(agent: Agent) -> None:
+async def test_round_stands_asks_the_agent(agent: Agent) -> None:
     assert await asyncio.to_thread(worker.round_stands, 3.0)
     ((round, seconds),) = agent.asked
     assert round == ROUND
@@ -166,12 +166,12 @@ GOOD = json.dumps({"round": ROUND, "local_rank": 1}).encode() + b"\n"
         GOOD + b'{"ask": 1e9}\n',
     ],
 )
-async def test_a_process_that_sends_something_else_is_disconnected(agent: Agent, said: bytes) -> None:
+async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent, said: bytes) -> None:
     path = agent.channel.variables[CHANNEL]
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(said)
     async with asyncio.timeout(PATIENCE):
-        with contextlib.suppress(ConnectionResetError):  # it was not even read to its end
+        with contextlib.suppress(ConnectionResetError):  # the agent may close before it has read everything
             assert await reader.read() == b""
     writer.close()
     assert agent.channel.asked == 0
@@ -187,7 +187,7 @@ async def test_without_an_agent_the_functions_do_nothing(monkeypatch: pytest.Mon
     worker.saved()
     assert worker.notice() is None
     assert worker.round_stands()
-    monkeypatch.setenv(CHANNEL, str(tmp_path / "channel"))  # of an agent that is gone
+    monkeypatch.setenv(CHANNEL, str(tmp_path / "channel"))  # of an exited agent
     worker.ask_for_notice(5)
     assert worker.notice() is None
     assert not worker.round_stands()
