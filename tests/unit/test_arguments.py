@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from torchelastic.run import main
 from torchelastic.store.endpoints import parse_endpoints, split_endpoint
 
 SEVERAL = ("--rdzv-endpoint=127.0.0.1:2379", "--rdzv-id=run")
+VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @pytest.fixture(autouse=True)
@@ -287,21 +289,33 @@ def test_arguments_after_the_program_belong_to_the_program() -> None:
     assert run("--rdzv-id", "-7").rendezvous.run_id == "-7"  # a value may start with a dash
 
 
+@pytest.mark.parametrize("python", ["python", "python3", VERSION, sys.executable])
+def test_a_python_command_line_is_treated_as_a_python_program(python: str) -> None:
+    script = parse(["--no-python", "--start-method=exec", python, "train.py", "-m", "y"], {}).program
+    assert script == Program(ProgramKind.SCRIPT, ("train.py", "-m", "y"), StartMethod.EXEC)
+    module = parse(["--no-python", python, "-m", "pkg.train", "--lr", "1"], {}).program
+    assert module == parse(["-m", "pkg.train", "--lr", "1"], {}).program
+    assert (module.kind, module.argv) == (ProgramKind.MODULE, ("pkg.train", "--lr", "1"))
+
+
 @pytest.mark.parametrize(
-    ("command", "kind", "argv"),
+    "argv",
     [
-        (("./train.sh", "a"), ProgramKind.COMMAND, ("./train.sh", "a")),
-        (("python", "train.py", "a"), ProgramKind.SCRIPT, ("train.py", "a")),
-        ((sys.executable, "-m", "pkg.x"), ProgramKind.MODULE, ("pkg.x",)),
+        ("./train.sh", "a"),
+        ("python",),
+        ("python", "-u", "x.py"),
+        ("python", "-c", "pass"),
+        ("python", "-m"),
+        ("python", "-"),
+        ("python2", "x.py"),
+        ("python3.1", "x.py"),
+        ("/opt/other/bin/python", "x.py"),
+        ("bash", "-c", "python x.py"),
     ],
 )
-def test_a_python_command_line_is_treated_as_a_python_program(
-    command: tuple[str, ...], kind: ProgramKind, argv: tuple[str, ...]
-) -> None:
-    program = parse(["--no-python", "--start-method=exec", *command], {}).program
-    assert (program.kind, program.argv, program.start_method) == (kind, argv, StartMethod.EXEC)
-    module = parse(["-m", "pkg.train", "--lr", "1"], {}).program
-    assert (module.kind, module.argv) == (ProgramKind.MODULE, ("pkg.train", "--lr", "1"))
+def test_any_other_command_line_is_a_command(argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda command, **_: command)
+    assert parse(["--no-python", *argv], {}).program == Program(ProgramKind.COMMAND, argv)
 
 
 def test_a_folder_with_a_main_module_is_a_program(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,14 +50,12 @@ def test_credentials_are_files_until_they_are_closed(files: Certificates) -> Non
     assert not Path(credentials.authority).exists()
     credentials.close()
 
-
-def test_an_authority_or_a_certificate_with_a_key_suffices(files: Certificates) -> None:
-    authority = Credentials.of(a_secret(ca_crt=files.authority))
-    assert (authority.certificate, authority.key) == (None, None)
-    client = Credentials.of(a_secret(tls_crt=files.client, tls_key=files.client_key))
-    assert client.authority is None
-    authority.close()
-    client.close()
+    for part, expected in (
+        ({"ca_crt": files.authority}, (True, False, False)),
+        ({"tls_crt": files.client, "tls_key": files.client_key}, (False, True, True)),
+    ):
+        with contextlib.closing(Credentials.of(a_secret(**part))) as some:
+            assert tuple(map(bool, (some.authority, some.certificate, some.key))) == expected
 
 
 def test_an_invalid_secret_is_explained(files: Certificates) -> None:

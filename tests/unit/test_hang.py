@@ -93,13 +93,8 @@ Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
 """
 
 
-def words(tail: str, *, state: str = "") -> str:
-    return explain(Hang(30.0, state), tail).message
-
-
-def test_the_innermost_frames_of_the_main_thread_are_reported() -> None:
-    assert words(DUMP) == "no heartbeat for 30 s; it was in read (data.py:12), called by <module> (train.py:30)"
-    assert explain(Hang(30, ""), DUMP).kind is FailureKind.PROGRAM
+def words(tail: str) -> str:
+    return explain(Hang(30.0, ""), tail).message
 
 
 def test_only_the_innermost_frames_of_the_program_in_the_last_dump_are_reported() -> None:
@@ -110,14 +105,19 @@ def test_only_the_innermost_frames_of_the_program_in_the_last_dump_are_reported(
 
 
 @pytest.mark.parametrize(
-    "tail", ["", "no stack here\n", "Fatal Python error: Aborted\n\n<no Python frame>\n", DUMP.partition("Thread")[0]]
+    ("tail", "state", "expected"),
+    [
+        (DUMP, "", "no heartbeat for 30 s; it was in read (data.py:12), called by <module> (train.py:30)"),
+        (DUMP, "stopped (SIGSTOP)", "stopped (SIGSTOP): no heartbeat for 30 s"),
+        ("", "", "no heartbeat for 30 s"),
+        ("no stack here\n", "", "no heartbeat for 30 s"),
+        ("Fatal Python error: Aborted\n\n<no Python frame>\n", "", "no heartbeat for 30 s"),
+        (DUMP.partition("Thread")[0], "", "no heartbeat for 30 s"),
+    ],
 )
-def test_without_a_stack_the_message_has_only_the_time(tail: str) -> None:
-    assert words(tail) == "no heartbeat for 30 s"
-
-
-def test_a_stopped_worker_is_reported_as_stopped() -> None:
-    assert words(DUMP, state="stopped (SIGSTOP)") == "stopped (SIGSTOP): no heartbeat for 30 s"
+def test_a_hang_is_reported_with_the_innermost_frames_of_the_main_thread(tail: str, state: str, expected: str) -> None:
+    explanation = explain(Hang(30.0, state), tail)
+    assert (explanation.message, explanation.kind) == (expected, FailureKind.PROGRAM)
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,8 @@ def test_training_after_the_last_checkpoint_is_lost() -> None:
     clock = Clock(0.0)
     history = trained_with_checkpoint(clock)
     assert history.breakdown().lost == 0, "nothing is lost during the training"
+    assert history.final_breakdown(succeeded=True).lost == 0
+    assert history.final_breakdown(succeeded=False).lost == 5
     history.enter(RunState.STOPPING)
     clock.seconds = 25  # the pause until the next round is not training
     commit(history, round(2))
@@ -283,13 +285,6 @@ def test_training_after_the_last_checkpoint_is_lost() -> None:
     clock.seconds = 29  # without a checkpoint in this round
     commit(history, round(3))
     assert history.breakdown().lost == 9
-
-
-def test_only_a_failed_run_loses_time_of_its_last_round() -> None:
-    history = trained_with_checkpoint(Clock(0.0))
-
-    assert history.final_breakdown(succeeded=True).lost == 0
-    assert history.final_breakdown(succeeded=False).lost == 5
 
 
 @pytest.mark.parametrize("member", [True, False], ids=["member", "new node"])

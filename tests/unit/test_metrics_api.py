@@ -213,8 +213,6 @@ class Bar():
 """
 
 CONFIGURING = """
-import torchelastic.metrics as metrics
-
 metrics.configure(metrics.ConsoleMetricHandler(), group = "torchelastic")
 metrics.configure(metrics.ConsoleMetricHandler(), group = "my_app")
 """
@@ -245,7 +243,6 @@ def main():
             "foo(); Bar.baz()",
             r"torchelastic\]: __main__\.foo\.success=1\n(.*\n)+.*Bar\.baz\.duration\.ms=[\d.e-]+$",
         ),
-        (CONFIGURING, "metrics.getStream('my_app').add_value('loss', 3)", r"\]\[my_app\]: loss=3$"),
         (
             CUSTOMISING,
             "got = main(); metrics.put_metric('a', 1); metrics.put_metric('b', 2, 'my_app'); print(*got.metrics)",

@@ -5,33 +5,24 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.nodes import Meeting, all_with
+from tests.support.nodes import Clients, Meeting, all_with
 from tests.support.ports import free_range
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, encode
 from torchelastic.rendezvous.node import RendezvousNode
 from torchelastic.store import MemoryStore
 
-if TYPE_CHECKING:
-    from torchelastic.store import Store
-
 LEASE = 1.5
 
 
 async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
-    data = MemoryStore()
-
-    async def connect() -> Store:
-        return data.another()
-
-    async with Meeting(connect, "run", lease=LEASE, last_call_timeout=0.2, unique_run=True) as meeting:
+    async with Meeting(Clients().connect, "run", lease=LEASE, last_call_timeout=0.2, unique_run=True) as meeting:
         a, b = [await meeting.node(name) for name in "ab"]
         first = await all_with(a, b)
-        leader, other = (a, b) if a.inner._leader is not None else (b, a)
+        leader, other = (a, b) if a.inner.is_leader else (b, a)
         await asyncio.gather(leader.inner._election.leave(), other.crash())
         await leader.crash()
 
@@ -42,10 +33,8 @@ async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
 
 
 async def test_a_new_leader_waits_for_a_member_that_returns_late() -> None:
-    data, keys = MemoryStore(), RunKeys.of("run")
-
-    async def connect() -> Store:
-        return data.another()
+    clients, keys = Clients(), RunKeys.of("run")
+    data = clients.data
 
     async def comes_back(name: str) -> None:
         size = SizeRecord(min=1, max=8)
@@ -55,7 +44,7 @@ async def test_a_new_leader_waits_for_a_member_that_returns_late() -> None:
     # All leases have expired while the store was unavailable, and the members are reconnecting.
     members = (Member("a.1", "127.0.0.1", 1), Member("b.1", "127.0.0.1", 1))
     await data.put(keys.state, encode(StateRecord(RoundRecord(number=4, members=members, store="127.0.0.1:40000"))))
-    async with Meeting(connect, "run", lease=0.5, last_call_timeout=60.0) as meeting:
+    async with Meeting(clients.connect, "run", lease=0.5, last_call_timeout=60.0) as meeting:
         c = await meeting.node("c")
         await c.inner._election.until_leader()
         await comes_back("b")

@@ -58,7 +58,7 @@ async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
     async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
         a, b = [await meeting.node(name, wanted=2) for name in "ab"]
         await all_with(a, b)
-        leader, other = (a, b) if a.inner._leader is not None else (b, a)
+        leader, other = (a, b) if a.inner.is_leader else (b, a)
         await other.says(phase=NodePhase.DONE)
         clients.reach(False)
         await leader.crash()

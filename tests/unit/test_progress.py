@@ -182,16 +182,6 @@ def test_step_and_checkpoint_durations_are_measured(measured: Measured) -> None:
     assert all(value > 1.5 for _, value in measured.values)
 
 
-async def test_notices_and_progress_share_a_connection(agent: Agent) -> None:
-    torchelastic.step()
-    await agent.node.until(lambda report: report["first_step_at"])
-    await asyncio.to_thread(torchelastic.ask_for_notice, 5.0)
-    torchelastic.checkpoint().done()
-    await agent.node.until(lambda report: report["last_checkpoint_at"])
-    assert agent.channel.asked == 5
-    assert len(agent.channel._connections) == 1
-
-
 async def test_other_ranks_only_measure(agent: Agent, monkeypatch: pytest.MonkeyPatch, measured: Measured) -> None:
     monkeypatch.setenv("RANK", "1")
     torchelastic.step()

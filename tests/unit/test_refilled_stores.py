@@ -72,7 +72,7 @@ async def test_a_node_that_missed_a_lost_outcome_learns_it_from_the_other_nodes(
     async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.2, max_restarts=0) as meeting:
         nodes = [await meeting.node(name, wanted=2) for name in "ab"]
         round = await all_with(*nodes)
-        late = nodes[1] if nodes[0].inner._leader is not None else nodes[0]
+        late = nodes[1] if nodes[0].inner.is_leader else nodes[0]
         (first,) = set(nodes) - {late}
         if state is OutcomeState.SUCCEEDED:
             await late.says(phase=NodePhase.DONE)

@@ -37,6 +37,7 @@ def held(decision: Decision) -> Hold:
 SILENT_B = frozenset({node_id("b")})
 PARTITIONED = NodePhase.PARTITIONED
 AB = round(1, "a", "b")
+OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in enumerate("abcdef")]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,18 @@ AB = round(1, "a", "b")
     [
         pytest.param(snapshot(peer("a"), peer("b"), wanted=2), "ab", id="all desired nodes are present"),
         pytest.param(snapshot(peer("a"), peer("b"), high=2), "ab", id="the maximum is present"),
+        pytest.param(snapshot(*OF_TWO_RACKS, wanted=6, high=6), "acebdf", id="grouped by topology key"),
+        pytest.param(snapshot(*reversed(OF_TWO_RACKS), wanted=6, high=6), "acebdf", id="grouped in any order"),
+        pytest.param(
+            snapshot(peer("a", round=1), *OF_TWO_RACKS[1:3], wanted=2, round=round(1, "a")),
+            "ab",
+            id="arrival precedes the topology key",
+        ),
+        pytest.param(
+            snapshot(peer("a", round=1), peer("b", joined=5, arrived=7.0), wanted=2, now=7.0, round=round(1, "a")),
+            "ab",
+            id="a new node completes the desired size",
+        ),
         pytest.param(snapshot(peer("a", arrived=3.0), wanted=2, now=13.0), "a", id="after the last call"),
         pytest.param(snapshot(peer("a"), peer("b"), now=10.0), "ab", id="after the last call, no desired size"),
         pytest.param(snapshot(peer("a", round=1), wanted=2, round=AB), "a", id="a loss waits for no replacement"),
@@ -142,11 +155,6 @@ def test_a_node_with_another_protocol_version_is_excluded_and_named() -> None:
     assert "b cannot take part" in hold.why
 
 
-def test_a_new_node_that_completes_the_desired_size_joins_at_once() -> None:
-    here = (peer("a", round=1), peer("b", joined=5, arrived=7.0))
-    assert members(next_round(snapshot(*here, wanted=2, now=7.0, round=round(1, "a")))) == ("a", "b")
-
-
 def test_new_nodes_that_arrive_together_join_in_one_round() -> None:
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), peer("c", joined=6, arrived=7.02))
     hold = held(plan(snapshot(*here, now=7.03, round=round(1, "a")), SETTINGS))
@@ -184,24 +192,6 @@ def test_new_nodes_are_placed_beside_their_topology_key_and_members_keep_their_o
     )
     decision = next_round(snapshot(*here, wanted=8, high=8, round=round(1, "a", "b", "c")))
     assert members(decision) == ("a", "b", "e", "c", "g", "d", "f", "h")
-
-
-def test_the_first_round_is_grouped_by_topology_key() -> None:
-    here = [
-        peer(name, joined=i, topology_key=place) for i, (name, place) in enumerate(zip("abcdef", "xyxyxy", strict=True))
-    ]
-    assert members(next_round(snapshot(*here, wanted=6, high=6))) == ("a", "c", "e", "b", "d", "f")
-    turned = snapshot(*reversed(here), wanted=6, high=6)
-    assert members(next_round(turned)) == ("a", "c", "e", "b", "d", "f")
-
-
-def test_nodes_are_chosen_by_arrival_and_not_by_topology_key() -> None:
-    here = (
-        peer("a", round=1, topology_key="x"),
-        peer("b", joined=5, topology_key="y"),
-        peer("c", joined=6, topology_key="x"),
-    )
-    assert members(next_round(snapshot(*here, wanted=2, round=round(1, "a")))) == ("a", "b")
 
 
 def test_a_new_leader_waits_briefly_for_a_spare_that_has_not_answered() -> None:

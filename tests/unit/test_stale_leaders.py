@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.nodes import PATIENCE, Meeting, all_with
+from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
 from tests.support.views import failure
 from torchelastic.protocol import (
     LeaderRecord,
@@ -143,12 +143,9 @@ async def test_a_paused_leader_changes_nothing_after_its_successor(what: str) ->
 async def test_a_paused_leader_does_not_end_a_run_that_has_another_leader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = MemoryStore()
-
-    async def connect() -> Store:
-        return data.another()
-
-    async with Meeting(connect, "run", lease=0.3, join_timeout=0.3, last_call_timeout=0.3) as meeting:
+    clients = Clients()
+    data = clients.data
+    async with Meeting(clients.connect, "run", lease=0.3, join_timeout=0.3, last_call_timeout=0.3) as meeting:
         a = await meeting.node("a", low=2, wanted=2)
         await a.inner._election.until_leader()
         monkeypatch.setattr(a.inner._run, "apply", lambda _change: None)
@@ -159,12 +156,8 @@ async def test_a_paused_leader_does_not_end_a_run_that_has_another_leader(
 
 @pytest.mark.parametrize("state", list(OutcomeState))
 async def test_an_outcome_is_committed_with_its_round(state: OutcomeState) -> None:
-    data = MemoryStore()
-
-    async def connect() -> Store:
-        return data.another()
-
-    async with Meeting(connect, "run") as meeting:
+    clients = Clients()
+    async with Meeting(clients.connect, "run") as meeting:
         a = await meeting.node("a", wanted=1)
         first = await all_with(a)
         if state is OutcomeState.SUCCEEDED:
@@ -172,4 +165,4 @@ async def test_an_outcome_is_committed_with_its_round(state: OutcomeState) -> No
         else:
             fail(a, first.number, final=True)
         await a.until(lambda node: node.outcome is not None)
-        assert await state_of(data) == StateRecord(first, a.outcome)
+        assert await state_of(clients.data) == StateRecord(first, a.outcome)

@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tests.support.nodes import Meeting
+from tests.support.nodes import Clients, Meeting
 from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, NodeRecord, RunKeys, SizeRecord, encode
-from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
     import pytest
-
-    from torchelastic.store import Store
 
 LEASE = 0.3
 OTHER = PROTOCOL_VERSION + 1
@@ -23,7 +20,8 @@ KEYS = RunKeys.of("run")
 async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_their_round(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    data = MemoryStore()
+    clients = Clients()
+    data = clients.data
     theirs = await data.grant(60)
     record = NodeRecord(name="old", address="127.0.0.1", workers=1, size=SizeRecord(min=1, max=8), protocol=OTHER)
     await data.put(KEYS.node("old.1"), encode(msgspec.structs.replace(record, round=4)), lease=theirs)
@@ -31,10 +29,7 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
     await data.put(KEYS.leader, encode(leader), lease=theirs)
     await data.put(KEYS.state, b'{"round":{"number":4,"members":"in another form","protocol":%d}}' % OTHER)
 
-    async def connect() -> Store:
-        return data.another()
-
-    async with Meeting(connect, "run", lease=LEASE, last_call_timeout=0.1, join_debounce=0.0) as meeting:
+    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.1, join_debounce=0.0) as meeting:
         new = await meeting.node("new")
         await new.until(lambda node: bool(node.rounds))
         assert (new.rounds[-1].number, new.rounds[-1].members) == (4, ())
@@ -49,14 +44,10 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
 async def test_a_size_of_another_protocol_version_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    data = MemoryStore()
+    clients = Clients()
     size = SizeRecord(min=2, max=2, desired=2, generation=9, protocol=OTHER)
-    await data.put(KEYS.size, encode(size))
-
-    async def connect() -> Store:
-        return data.another()
-
-    async with Meeting(connect, "run", lease=LEASE) as meeting:
+    await clients.data.put(KEYS.size, encode(size))
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
         alone = await meeting.node("alone", wanted=1)
         assert (await alone.until_with("alone")).number == 1
     assert f"ignoring {KEYS.size}: not a SizeRecord for us: another version" in caplog.text
