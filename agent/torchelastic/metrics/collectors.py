@@ -1,4 +1,4 @@
-"""The collectors of an agent's page: the page as a whole, and the run as its leader shows it."""
+"""The collectors of an agent's ``/metrics``: the whole page, and the totals of the run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 _UNITS: Final = ("seconds", "bytes", "ratio")
-"""Units that the page's names end with; OpenMetrics has a line for them."""
+"""Unit suffixes of names; OpenMetrics declares units."""
 
 _FIRST_HELD_BACK: Final = (RunState.RESTORING, RunState.TRAINING)
 """States between which a late report moves seconds."""
 
 
 class MetricsPage(Collector):
-    """Several collectors as one; one that raises is left out, and that is logged once.
+    """Combines several collectors. A collector that raises is left out, and logged once.
 
     Args:
-        collectors: the collectors; if two have a family of the same name, its series are in one.
-        labels: of every series, in addition to its own.
+        collectors: the collectors; families of the same name are merged.
+        labels: labels that are added to every series.
     """
 
     def __init__(self, collectors: Collection[Collector], labels: Mapping[str, str]) -> None:
@@ -62,7 +62,7 @@ class MetricsPage(Collector):
     def _collected(self, collector: Collector) -> list[Metric]:
         try:
             return list(collector.collect())
-        except Exception:  # noqa: BLE001 - whatever is wrong with one collector, the others are shown
+        except Exception:  # noqa: BLE001 - a failing collector must not hide the others
             if collector not in self._failed:
                 self._failed.add(collector)
                 _log.exception(
@@ -73,10 +73,10 @@ class MetricsPage(Collector):
 
 
 class RunCollector(Collector):
-    """The totals of a run, shown by the agent that leads it; they would be wrong as a sum over several agents.
+    """The totals of a run. Only the leader's agent shows them, because a sum over several agents would be wrong.
 
     Args:
-        run: returns this node in the run; None before it takes part.
+        run: returns this node in the run; None before it joins.
     """
 
     def __init__(self, run: Callable[[], RendezvousNode | None]) -> None:
@@ -104,16 +104,16 @@ class RunCollector(Collector):
             yield GaugeMetricFamily(family.name, family.help, value=number)
 
     def _rising(self, times: TimeBreakdown) -> dict[RunState, float]:
-        """The seconds by state, which add up to the time that has passed; a counter never falls.
+        """Return the seconds by state, which add up to the elapsed time and never decrease.
 
-        A program may report late that it has begun to train, so that seconds move from one state to another. The state
-        that has shown too much then stands still, and the others are held back, until they have caught up.
+        A late report of the first step moves seconds from one state to another. The counter of the first state then
+        stays constant, and the other counters lag behind, until the sum matches again.
         """
         before = self._shown
-        told = [state for state in RunState if state in times.seconds or state is not RunState.RESTORING]
-        shown = {state: max(times.seconds.get(state, 0.0), before.get(state, 0.0)) for state in told}
+        states = [state for state in RunState if state in times.seconds or state is not RunState.RESTORING]
+        shown = {state: max(times.seconds.get(state, 0.0), before.get(state, 0.0)) for state in states}
         ahead = sum(shown.values()) - sum(times.seconds.values())
-        for state in sorted(told, key=_FIRST_HELD_BACK.__contains__, reverse=True):
+        for state in sorted(states, key=_FIRST_HELD_BACK.__contains__, reverse=True):
             held = min(shown[state] - before.get(state, 0.0), ahead)
             shown[state] -= held
             ahead -= held

@@ -1,9 +1,9 @@
-"""From the names that programs measure under to series that Prometheus accepts and people can query.
+"""Converts the metric names of programs to Prometheus series.
 
-A user's name becomes ``<group>_<name>``, by Prometheus' conventions: snake_case, base units (what ends in ``.ms`` or
-``_ms`` is given in seconds), and endings that mean something (``_total``, ``_count``, ``_bucket``, …) only if they mean
-it. Different names can come out alike (``stepTime``, ``step.time``); :class:`NameRegistry` keeps them apart. The
-platform's own series are listed at the end.
+A name becomes ``<group>_<name>`` by Prometheus' conventions: snake_case, base units (names that end in ``.ms`` or
+``_ms`` are converted to seconds), and reserved suffixes (``_total``, ``_count``, ``_bucket``, …) only with their
+meaning. Different names can lead to the same series name (``stepTime``, ``step.time``); :class:`NameRegistry` makes
+them unique. The platform's own series are listed at the end.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Final, SupportsFloat, SupportsIndex
 _log: Final = logging.getLogger(__name__)
 
 PLATFORM_GROUP: Final = "torchelastic"
-"""The group of the platform's own metrics, and of what is measured without naming a group."""
+"""The group of the platform's own metrics, and of values without a group."""
 
 
 class Kind(enum.StrEnum):
-    """What a series is, with the exposition's word for it."""
+    """The type of a series, as named by the exposition format."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -40,11 +40,11 @@ _SAMPLES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the values of a user's name become.
+    """The type of the series of a program's metric.
 
     Attributes:
-        kind: of series.
-        buckets: upper bounds of a histogram, in seconds if the name is in milliseconds; ascending, and finite.
+        kind: the type.
+        buckets: upper bounds of a histogram, in seconds if the name is in milliseconds; ascending and finite.
     """
 
     kind: Kind = Kind.GAUGE
@@ -52,14 +52,14 @@ class Form:
 
 
 def forms_of(counters: object, histograms: object) -> dict[str, Form]:
-    """The forms that a program asks for, by name.
+    """Return the declared forms by name.
 
     Args:
         counters: names whose values are added up.
-        histograms: names whose values are counted in buckets, and the buckets' upper bounds.
+        histograms: names whose values are counted in buckets, with the upper bounds of the buckets.
 
     Raises:
-        ValueError: they are something else, the buckets are not ascending numbers, or a name is asked for as both.
+        ValueError: an argument has another type, the buckets are not ascending numbers, or a name is declared as both.
     """
     if isinstance(counters, str | bytes | bytearray) or not isinstance(counters, Iterable):
         raise ValueError(f"counters is a collection of names, as ['samples'], and not {_a_thing(counters)}.")  # noqa: TRY004
@@ -94,30 +94,30 @@ def _a_thing(thing: object) -> str:
 
 
 def to_number(value: object) -> float:
-    """A value as a number: whatever is one, also an array or a tensor with one element; no text.
+    """Return a number, array or tensor with one element as a float; text is refused.
 
     Raises:
-        TypeError, ValueError, RuntimeError: it is none.
-        OverflowError: it is too large for a float.
+        TypeError, ValueError, RuntimeError: the value is not a number.
+        OverflowError: the value is too large for a float.
     """
     if not isinstance(value, int | float) and callable(item := getattr(value, "item", None)):
-        value = item()  # torch and numpy would warn of what a plain conversion might hide
-    if not isinstance(value, SupportsFloat | SupportsIndex):  # float() would read a text
+        value = item()  # torch and numpy may warn about a plain conversion
+    if not isinstance(value, SupportsFloat | SupportsIndex):  # float() would parse text
         raise TypeError(f"{_a_thing(value)} is no number")
     return float(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What becomes of one source name.
+    """The series of one source name.
 
     Attributes:
-        name: of the family, without the ending that its kind adds (``_total``, ``_bucket``, …).
-        kind: what it is.
-        help: for the exposition.
-        labels: names and values; the names are the same for every series of a family.
-        one_of: if not empty, the values of the last label of which one holds: it is 1 there and 0 at the others.
-        divisor: what a value is divided by: 1000 if it is in milliseconds.
+        name: the name of the family, without the suffix of its kind (``_total``, ``_bucket``, …).
+        kind: the type.
+        help: the help text of the exposition.
+        labels: names and values; all series of a family have the same names.
+        one_of: if not empty, the values of the last label: the series of the current value is 1, the others are 0.
+        divisor: divides each value: 1000 if values are in milliseconds.
         buckets: upper bounds of a histogram, in the unit of the series.
     """
 
@@ -131,23 +131,23 @@ class Series:
 
     @property
     def samples(self) -> frozenset[str]:
-        """All names that the family takes up; no other family may have any of them."""
+        """All sample names of the family; no other family may use them."""
         return frozenset(self.name + ending for ending in _SAMPLES[self.kind])
 
     def labelled(self, **labels: str) -> Series:
-        """The series of the family with these labels."""
+        """Return the series of the family with these labels."""
         return replace(self, labels=tuple((label, printable(value)) for label, value in labels.items()))
 
 
 _RESERVED_ENDINGS: Final = ("_total", "_created", "_count", "_sum", "_bucket", "_info", "_gcount", "_gsum")
 RESERVED_BEGINNINGS: Final = ("process_", "python_", "scrape_", "elastic_operator_")
-"""Beginnings of series of Prometheus, its client library and the operator. ``up`` and ``ALERTS`` need no guard: every
-name here has a group, an underscore and no capitals."""
+"""Prefixes of the series of Prometheus, its client library and the operator. ``up`` and ``ALERTS`` cannot collide,
+because every name here has a group, an underscore and no capitals."""
 _LONGEST_NAME: Final = 200
 
 
 def user_series(group: str, name: str, form: Form) -> Series:
-    """The series of a name that is not the platform's."""
+    """Return the series of a name that does not belong to the platform."""
     prefix = snake_case(group) or f"group_{_digest(group)}"
     if prefix[0].isdigit():
         prefix = f"group_{prefix}"
@@ -158,7 +158,7 @@ def user_series(group: str, name: str, form: Form) -> Series:
     elif not body:
         body = f"metric_{_digest(name)}"
     full = f"{prefix}_{body}".rstrip("_")
-    if f"{full}_".startswith(RESERVED_BEGINNINGS):  # an ending may follow
+    if f"{full}_".startswith(RESERVED_BEGINNINGS):  # a suffix may follow
         full = f"group_{full}"
     while form.kind is Kind.COUNTER and full.endswith("_total"):
         full = full.removesuffix("_total")
@@ -176,13 +176,13 @@ def user_series(group: str, name: str, form: Form) -> Series:
 
 
 def snake_case(text: str) -> str:
-    """Lower-case letters, digits and single underscores, none of these at an end: ``trainLoss.7`` is train_loss_7."""
+    """Return a name in snake case, without leading and trailing underscores: ``trainLoss.7`` becomes train_loss_7."""
     text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", text)
     return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_").lower()
 
 
 def printable(text: str) -> str:
-    """The text with what UTF-8 cannot hold spelled out."""
+    """Return the text with characters that UTF-8 cannot encode as escape sequences."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -191,17 +191,17 @@ def _digest(text: str) -> str:
 
 
 class NameRegistry:
-    """Which user's name has which names of samples; none gets those of the platform."""
+    """Assigns sample names to the sources of programs; a source never gets a sample name of the platform."""
 
     def __init__(self) -> None:
         self._sources: dict[str, tuple[str, ...]] = {}
 
     def take(self, series: Series, source: tuple[str, ...]) -> Series:
-        """The series under a name that no other source has; a source gets the same name in every process.
+        """Return the series with a unique name; a source gets the same name in every process.
 
         Args:
-            series: as it would be called.
-            source: the group, the name and what else tells it from other sources.
+            series: the series with its preferred name.
+            source: the group, the name and other parts of the identity of the source.
         """
         plain = series.name
         while not PLATFORM_SAMPLES.isdisjoint(series.samples) or any(
@@ -247,7 +247,7 @@ def _platform(
 
 
 def _milliseconds(name: str, about: str) -> Series:
-    """A histogram of seconds, of values in milliseconds."""
+    """Return a histogram in seconds for values in milliseconds."""
     return _platform(name, Kind.HISTOGRAM, about, divisor=1000, buckets=DURATION_BUCKETS)
 
 
@@ -317,7 +317,7 @@ JOB_WANTED_NODES: Final = _platform("job_wanted_nodes", Kind.GAUGE, "Nodes that 
 JOB_MIN_NODES: Final = _platform("job_min_nodes", Kind.GAUGE, "Nodes without which the job does not train.")
 
 PLATFORM_SAMPLES: Final = frozenset(_samples)
-"""The names of all samples of the platform's series; no user's name becomes one of them."""
+"""The sample names of all platform series; metrics of programs never get one of them."""
 
 OPERATIONS: Final = (
     "SimpleElasticAgent.run",
@@ -337,7 +337,7 @@ PLATFORM_SERIES: Final = {
     "train_step.duration.ms": OPERATION_DURATION.labelled(operation="train_step"),
     "checkpoint.write_latency_ms": CHECKPOINT_WRITE,
 }
-"""What names of the platform's group become; a name with a role, a cause or a request is declared when it is used."""
+"""The series by name of the platform's group; names with a role, a cause or a request are declared on first use."""
 for _name in OPERATIONS:
     _operation = _name.rpartition(".")[2].lstrip("_")
     PLATFORM_SERIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labelled(operation=_operation)

@@ -1,4 +1,4 @@
-"""Which values and names are taken into series. What is not taken is counted, and logged once for each reason."""
+"""Validates names and values. Invalid values are dropped, counted, and logged once per reason."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 Sink = Callable[[float], None]
-"""Takes a value into its series."""
+"""Adds a value to its series."""
 
 NOT_A_NUMBER: Final = "not_a_number"
 TOO_MANY_NAMES: Final = "too_many_names"
 NOT_FINITE: Final = "not_finite"
 NEGATIVE: Final = "negative"
 REASONS: Final = (NOT_A_NUMBER, TOO_MANY_NAMES, NOT_FINITE, NEGATIVE)
-"""Why a value is not taken."""
+"""Reasons to drop a value."""
 
 
 class ValidatingHandler(MetricHandler):
-    """A handler that takes values into series.
+    """A handler that validates values and adds them to series.
 
     Args:
-        form: returns what a name of a group becomes; a series for one of the platform's.
-        max_series: how many different names are taken.
+        form: returns the form of a name of a group, or the series of a platform name.
+        max_series: maximum number of names.
     """
 
     def __init__(self, form: Callable[[str, str], Form | Series], max_series: int) -> None:
         self._form = form
         self._max_series = max_series
-        # Reentrant: a signal handler, or a handler of what is logged below, may measure as well.
+        # Reentrant, because a signal handler or a log handler may measure too.
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, str], Sink] = {}
         self._opening = False
@@ -47,7 +47,7 @@ class ValidatingHandler(MetricHandler):
         self._told: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:
-        """Take one value into its series."""
+        """Add one value to its series."""
         _, group, name, value = metric_data
         kind: type[object] = type(value)
         if kind is not float:
@@ -66,7 +66,7 @@ class ValidatingHandler(MetricHandler):
             sink(value)
             return
         with self._lock:
-            if self._opening:  # this is a signal handler within another call, which takes this value as well
+            if self._opening:  # a signal handler inside another call, which adds this value too
                 self._waiting.append(metric_data)
                 return
             sink = self._sink(group, name)
@@ -77,14 +77,14 @@ class ValidatingHandler(MetricHandler):
 
     @abc.abstractmethod
     def _open(self, series: Series, source: tuple[str, str], *, of_platform: bool) -> Sink | None:
-        """Begin a series; None if there is no room for it. What the sink gets is finite, except for gauges."""
+        """Open a series; None if there is no space for it. The sink gets finite values only, except for gauges."""
 
     @abc.abstractmethod
     def _count_dropped(self, reason: str) -> None:
-        """Count a value that was not taken."""
+        """Count a dropped value."""
 
     def _sink(self, group: str, name: str) -> Sink | None:
-        """The sink of a name, made if it is new; None if there may be no more. The lock is held."""
+        """Return the sink of a name, opened if it is new; None if no more names are allowed. The lock is held."""
         source = group, name
         if (known := self._sinks.get(source)) is not None:
             return known
@@ -111,7 +111,7 @@ class ValidatingHandler(MetricHandler):
         return sink
 
     def _only_sound(self, series: Series, sink: Sink) -> Sink:
-        """Keep from a counter or histogram what would spoil it for good."""
+        """Return a sink that drops values that a counter or histogram cannot sum."""
         name = series.name
         below_zero = bool(series.buckets) and series.buckets[0] < 0
 

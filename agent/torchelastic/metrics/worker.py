@@ -1,7 +1,7 @@
-"""A worker's side of its metrics: in addition to what the program configures, its values also reach its agent.
+"""The worker's side of its metrics: values also go to the agent, in addition to the configured handlers.
 
-A process that an agent has started finds the memory by a variable when this package is imported. One process at a time
-writes there: the worker. What it forks, or has :mod:`multiprocessing` start, measures for itself alone.
+The import of this package in a worker opens the memory that an environment variable names. Only one process writes to
+it at a time: the worker. Values of its forked and :mod:`multiprocessing` children do not reach the agent.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from torchelastic.metrics.validation import Sink
 
 MAX_NAMES: Final = 1000
-"""Different names of a worker that its agent shows."""
+"""Maximum number of names of a worker that its agent shows."""
 
 
 class WorkerMetricHandler(ValidatingHandler):
-    """Leaves values where the agent finds them.
+    """Writes values to the memory that the agent reads.
 
     Args:
-        memory: where that is.
-        registry: knows what was declared.
+        memory: the worker's memory.
+        registry: has the declared names.
     """
 
     def __init__(self, memory: MemoryWriter, registry: MetricRegistry = REGISTRY) -> None:
@@ -67,13 +67,13 @@ class WorkerMetricHandler(ValidatingHandler):
 
 
 def attach(registry: MetricRegistry = REGISTRY) -> None:
-    """Have what this process measures reach the agent that has started it; without an agent, do nothing."""
+    """Send the values of this process also to its agent; without an agent, do nothing."""
     path = os.environ.get(METRICS_FILE)
     if not path or not is_worker() or any(isinstance(handler, WorkerMetricHandler) for handler in registry.attached):
         return
     try:
         memory = MemoryWriter(path)
-    except (OSError, ValueError):  # another process of this worker writes there, or the file is gone
+    except (OSError, ValueError):  # another process of this worker writes to it, or the file is gone
         return
     handler = WorkerMetricHandler(memory, registry)
     registry.attach(handler)

@@ -1,7 +1,7 @@
-"""The agent's side of its workers' metrics: the memory of each worker, and the series that are made of it at a scrape.
+"""The agent's side of its workers' metrics: the memory of each worker, and its series at a scrape.
 
-A worker that has died leaves its counters and histograms to its successor: the worker of the same rank in this node's
-next round, or a worker of a new rank if the ranks have changed. Its gauges end with it.
+The counters and histograms of an exited worker continue in its successor: the worker of the same rank in this node's
+next round, or a worker of a new rank if the ranks have changed. The gauges of an exited worker are removed.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 MAX_INHERITED: Final = 2000
-"""Counters and histograms that a worker gets from those before it."""
+"""Maximum number of counters and histograms that a worker inherits from its predecessors."""
 
 
 class WorkerMemory:
-    """What one worker measures.
+    """The metrics of one worker.
 
     Args:
         rank: its global rank.
-        reader: of its memory; None if there is none.
-        before: the worker whose counts go on in this one.
+        reader: reads its memory; None if it has no memory.
+        before: the worker whose counters continue in this one.
     """
 
     def __init__(self, rank: int, reader: MemoryReader | None, before: WorkerMemory | None) -> None:
@@ -58,16 +58,16 @@ class WorkerMemory:
         if before is not None:
             before.ended()
             counts, dropped = list(before.values().items()), list(before.dropped())
-            # A program that makes new names at each start would otherwise have them grow without end.
+            # Without the limit, a program that uses new names after each start would let them grow without end.
             dropped[REASONS.index(TOO_MANY_NAMES)] += len(counts[MAX_INHERITED:])
             self._inherited, self._dropped = dict(counts[:MAX_INHERITED]), tuple(dropped)
 
     def ended(self) -> None:
-        """The worker has ended: its gauges are no longer shown."""
+        """Note that the worker has exited: its gauges are no longer shown."""
         self._ended = True
 
     def values(self) -> dict[Source, tuple[float, ...]]:
-        """What is to be shown of it now, with what it has inherited."""
+        """Return the current values, including the inherited ones."""
         found = dict(self._inherited)
         for source, words in ({} if self._reader is None else self._reader.values()).items():
             if source.form.kind is not Kind.GAUGE:
@@ -77,15 +77,15 @@ class WorkerMemory:
         return found
 
     def dropped(self) -> tuple[float, ...]:
-        """How many values were not taken, by reason; with those before it."""
+        """Return how many values were dropped, by reason, including those of its predecessors."""
         return self._dropped if self._reader is None else _sum(self._dropped, self._reader.dropped())
 
 
 class WorkerMetrics:
-    """The series of this node's workers, as a collector of prometheus_client's.
+    """The series of this node's workers, as a prometheus_client collector.
 
     Args:
-        folders: for the memory of workers, made when they are needed; the first one with room for it is taken.
+        folders: folders for the memory of workers, created when needed; the first folder with enough space is used.
     """
 
     def __init__(self, *folders: Path) -> None:
@@ -100,23 +100,23 @@ class WorkerMetrics:
     def begin(
         self, round: int, ranks: Mapping[int, int]
     ) -> tuple[Mapping[int, Mapping[str, str]], Sequence[WorkerMemory]]:
-        """Make memory for the workers of a round; those of the one before have ended.
+        """Create memory for the workers of a round; the workers of the previous round have exited.
 
-        If there is no room for it, a worker goes without.
+        A worker for which there is no space has no metrics.
 
         Args:
-            round: its number.
-            ranks: their global ranks by local rank.
+            round: the number of the round.
+            ranks: global ranks by local rank.
 
         Returns:
-            What is to be in the environment of each, by local rank; and their memory, in the order of the ranks given.
+            The environment variables of each worker by local rank, and the memory of the workers in the given order.
         """
         for path in self._paths:
-            with suppress(OSError):  # the program has put something else there
+            with suppress(OSError):  # the program has replaced it
                 path.unlink()
         self._paths = []
         before = {worker.rank: worker for worker in self._workers}
-        # Counts go on in the same rank, or in one that is new here, so that no series goes back and none is lost.
+        # Counters continue in the same rank, or in a rank that is new on this node, so no series decreases or is lost.
         left = sorted(before.keys() - set(ranks.values()))
         heirs = dict(zip(sorted(set(ranks.values()) - before.keys()), left, strict=False))
         workers: list[WorkerMemory] = []
@@ -129,8 +129,8 @@ class WorkerMetrics:
         return variables, workers
 
     def collect(self) -> Iterator[Metric]:
-        """The families with their current values; called by a registry at each scrape, from any thread."""
-        from prometheus_client import Metric  # not before the first scrape: no worker's start waits for the import
+        """Return the families with their current values; a registry calls this at each scrape, from any thread."""
+        from prometheus_client import Metric  # imported at the first scrape, so that no worker start waits for it
 
         families: dict[str, Metric] = {}
 
@@ -198,5 +198,5 @@ def _add_samples(family: Metric, series: Series, labels: dict[str, str], words: 
                 le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
                 family.add_sample(f"{series.name}_bucket", {**labels, "le": le}, count)
             family.add_sample(f"{series.name}_count", labels, count)
-            if series.buckets[0] >= 0:  # Prometheus expects of a sum that it never falls
+            if series.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
                 family.add_sample(f"{series.name}_sum", labels, words[-1])

@@ -1,11 +1,11 @@
-"""What a training program can tell its agent and ask of it; all of it is optional.
+"""Optional functions with which a training program communicates with its agent.
 
-* :mod:`torchelastic.training.heartbeat`: the worker makes progress.
-* :mod:`torchelastic.training.notice`: time to save before the round changes as planned, and whether a round still
-  stands when a checkpoint is committed.
-* :mod:`torchelastic.training.progress`: how far training is, by :func:`step` and :func:`checkpoint`.
-* :mod:`torchelastic.training.non_retryable`: the exception that ends the run, whatever restarts are left.
+* :mod:`torchelastic.training.heartbeat`: reports that the worker makes progress.
+* :mod:`torchelastic.training.notice`: asks for time to save before a planned change of the round, and checks whether
+  the round is still current before a checkpoint is committed.
+* :mod:`torchelastic.training.progress`: reports training progress with :func:`step` and :func:`checkpoint`.
+* :mod:`torchelastic.training.non_retryable`: the exception that ends the run even if restarts are left.
 
-Without an agent all of it does nothing. A worker is one process: what it forks, or has :mod:`multiprocessing` start,
-tells the agent nothing; a program that it executes speaks for it, as one that a shell script starts.
+Without an agent these functions do nothing. A worker is one process: its forked and :mod:`multiprocessing` children
+send nothing to the agent; a program that it executes (for example from a shell script) takes its place.
 """

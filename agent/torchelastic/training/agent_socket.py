@@ -1,6 +1,6 @@
-"""The connection of a worker to its agent, a socket with lines of JSON; only this user can reach it.
+"""The connection of a worker to its agent: a Unix socket with lines of JSON, accessible to this user only.
 
-A process has one connection, which is made when it is first needed. Sending never waits.
+A process opens one connection, when it first sends a message. Sending never blocks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ HEARTBEAT_FILE: Final = "TORCHELASTIC_HEARTBEAT_FILE"
 """The variable with the path of the file whose modification time is the worker's last heartbeat."""
 
 METRICS_FILE: Final = "TORCHELASTIC_METRICS_FILE"
-"""The variable with the path of the file in which the worker leaves its metrics."""
+"""The variable with the path of the file to which the worker writes its metrics."""
 
 LINE_LIMIT: Final = 4096
-"""Bytes of a line, in either direction."""
+"""Maximum length of a line in bytes, in either direction."""
 
 _PATH_LIMIT: Final = 107
-"""Bytes of a socket's path that the kernel takes."""
+"""Maximum length of a socket's path in bytes, set by the kernel."""
 
 _forked = False
 
@@ -66,7 +66,7 @@ class AgentConnection:
             os.close(connection.detach())  # the thread that reads from it is not in this process
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send a message, and connect first if necessary; return whether it was sent. This never waits."""
+        """Send a message without blocking, and connect first if necessary; return whether it was sent."""
         with self._lock:
             try:
                 lines = [message]
@@ -82,7 +82,7 @@ class AgentConnection:
                 return False
 
     def read(self, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]) -> None:
-        """Read what the agent sends from now on, in a thread.
+        """Read the agent's messages from now on, in a thread.
 
         Args:
             take: called with each message.
@@ -94,7 +94,7 @@ class AgentConnection:
                 run_beside("torchelastic: notices", self._listen, self._socket, take, closed)
 
     def close(self) -> None:
-        """Close the connection; the next message makes another one."""
+        """Close the connection; the next message opens another one."""
         with self._lock:
             connection, self._socket, self._read = self._socket, None, False
         if connection is not None:
@@ -106,7 +106,7 @@ class AgentConnection:
         self, connection: socket.socket, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]
     ) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            connection.settimeout(None)  # what is sent does not wait all the same
+            connection.settimeout(None)  # sending stays non-blocking
             with connection.makefile("rb") as lines:
                 while line := lines.readline(LINE_LIMIT):
                     take(received(line))
@@ -121,7 +121,7 @@ AGENT: Final = AgentConnection()
 
 
 def run_beside(name: str, doing: Callable[..., object], *arguments: object) -> None:
-    """Run a function in a thread to which no signals go."""
+    """Run a function in a thread that blocks all signals."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         threading.Thread(target=doing, args=arguments, name=name, daemon=True).start()

@@ -1,7 +1,7 @@
-"""Heartbeats: the worker says that it makes progress.
+"""Heartbeats: a worker reports that it makes progress.
 
-A program that is not Python touches the file named by ``TORCHELASTIC_HEARTBEAT_FILE`` instead. The variable is set if
-``--heartbeat-timeout`` is given.
+A program that is not written in Python touches the file named by ``TORCHELASTIC_HEARTBEAT_FILE`` instead. The variable
+is set if ``--heartbeat-timeout`` is given.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torchelastic.training.agent_socket import HEARTBEAT_FILE, is_worker
 
 
 def heartbeat() -> None:
-    """Say that this worker makes progress; cheap enough for every step.
+    """Report that this worker makes progress. The call is cheap enough for every step.
 
-    If ``--heartbeat-timeout`` is given, a worker without a heartbeat for that time, or since its start, counts as hung.
-    It is ended, which is a failure that reports where it hung.
+    If ``--heartbeat-timeout`` is given, a worker without a heartbeat for that time counts as hung. The agent ends it
+    and reports a failure with the stack of the worker.
     """
     path = os.environ.get(HEARTBEAT_FILE)
     if path and is_worker():

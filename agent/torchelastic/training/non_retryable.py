@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class NonRetryableException(Exception):  # noqa: N818 - the name that torchelastic's users know
-    """Raised by a program that would fail again: the run fails with it, and is not restarted.
+    """Raised by a program to end the run: the run fails with this exception, and is not restarted.
 
-    A program's own exceptions may derive from it. The exception that ends the worker counts.
+    A program's own exceptions may derive from it. Only the exception that ends the worker counts.
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Tell the agent if this exception ends the program, however the program was started."""
+        """Make sure that the agent learns of this exception if it ends the program."""
         _install_hook()
         return super().__new__(cls, *args, **kwargs)
 
@@ -32,7 +32,7 @@ def _install_hook() -> None:
 
 
 class _Hook:
-    """An excepthook that tells the agent of the exception that ends the program, and then calls the one before."""
+    """An excepthook that reports the exception to the agent and calls the previous hook."""
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self._before = before

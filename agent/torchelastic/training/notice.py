@@ -1,8 +1,8 @@
-"""Time to save before the round changes as planned, and whether a round still stands.
+"""Time to save before a planned change of the round, and a check that a round is still current.
 
-:func:`ask_for_notice` asks for time before a node joins or leaves, or the size changes; :func:`notice` and
-:func:`saved` are the rest of it. Without it, workers are ended at once. :func:`round_stands` tells, before a checkpoint
-is committed, whether this worker's round is still the current one.
+:func:`ask_for_notice` asks for time before a node joins or leaves or the size changes. :func:`notice` returns the
+notice, and :func:`saved` answers it. Without a request, workers are ended at once. :func:`round_stands` returns, before
+a checkpoint is committed, whether this worker's round is still current.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LONGEST: Final = 1e6
-"""Seconds that may be asked for; the agent has bounds of its own."""
+"""Maximum of a request in seconds; the agent also has its own limit."""
 
 _PATIENCE: Final = 5.0
-"""Seconds to wait until the agent has heard a request."""
+"""Seconds to wait for the agent to acknowledge a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The round is about to change, and its workers to be ended.
+    """An announcement that the round is about to change and its workers are about to be ended.
 
     Attributes:
-        reason: in one word: ``node_joined``, ``node_left`` or ``resized``.
-        cause: the same in a sentence.
-        deadline: when the round ends at the latest, by :func:`time.monotonic`.
+        reason: ``node_joined``, ``node_left`` or ``resized``.
+        cause: the reason as a sentence.
+        deadline: the latest end of the round, on the clock of :func:`time.monotonic`.
     """
 
     reason: str
@@ -58,24 +58,24 @@ class Notice:
 
 
 def round_stands(timeout: float = 5.0) -> bool:
-    """Return whether the round of this process is still the current one, to be asked before a commit.
+    """Return whether the round of this process is still current. Call it before a commit.
 
-    The agent reads it from the store; if the store cannot be reached, it answers from what it knows. This is not a
-    lock: the round may end right after the answer, so a commit must be harmless if it is done twice.
+    The agent reads the round from the store; if the store cannot be reached, it answers from its last state. This is
+    not a lock: the round may end right after the answer, so a commit must be harmless if it happens twice.
 
     Args:
-        timeout: seconds to wait for an answer at most.
+        timeout: maximum number of seconds to wait for an answer.
 
     Returns:
-        False also without an answer: a worker that is cut off from its agent must not commit anything. True if no agent
-        has started the program.
+        False also without an answer, because a worker without its agent must not commit anything. True if the program
+        was not started by an agent.
     """
     path = os.environ.get(CHANNEL)
     if not path:
         return True
     try:
         with connected(path, timeout) as connection, connection.makefile("rb") as lines:
-            # The agent is to answer a moment before the timeout.
+            # The agent answers shortly before the timeout.
             connection.sendall(encoded({**introduction(), "stands": 0.8 * min(timeout, _LONGEST)}))
             return received(lines.readline(LINE_LIMIT)).get("stands") is True
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def round_stands(timeout: float = 5.0) -> bool:
 
 
 class _Notices:
-    """The requests of this process, and the notice that it was given."""
+    """The requests of this process and its current notice."""
 
     def __init__(self) -> None:
         self._begin()
@@ -101,13 +101,13 @@ class _Notices:
     def ask_for_notice(self, seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
         """Ask for time to save before a planned change of the round.
 
-        The request holds until the worker ends; another call changes it. The agent's ``--notice`` bounds it. When this
-        returns, the agent knows of it.
+        The request is valid until the worker ends; another call replaces it. The agent's ``--notice`` limits it. When
+        this function returns, the agent has received the request.
 
         Args:
-            seconds: how long the change waits for this worker at most; 0 withdraws the request.
-            callback: called with the notice in a thread of its own; when it returns or raises, this worker has
-                answered. None for a program that polls :func:`notice` and answers with :func:`saved`.
+            seconds: maximum time that the change waits for this worker; 0 withdraws the request.
+            callback: called with the notice in a separate thread; its return or exception answers the notice. None for
+                a program that polls :func:`notice` and answers with :func:`saved`.
 
         Raises:
             ValueError: the seconds are negative or not finite.
@@ -125,9 +125,9 @@ class _Notices:
             heard.wait(_PATIENCE)
 
     def notice(self) -> Notice | None:
-        """Return the notice that this worker has not answered yet, if there is one. Cheap enough to poll.
+        """Return the notice that this worker has not answered yet, or None. The call is cheap enough to poll.
 
-        None again if the change was cancelled.
+        A cancelled change also returns None.
         """
         standing = self._standing
         if standing is None:
@@ -136,7 +136,7 @@ class _Notices:
         return told
 
     def saved(self) -> None:
-        """Answer the last notice from :func:`notice`: this worker lets the round change now."""
+        """Answer the last notice that :func:`notice` returned: the round may change now."""
         self._answer(self._shown)
 
     def _closed(self) -> None:

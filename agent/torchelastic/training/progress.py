@@ -1,10 +1,10 @@
-"""How far training is: :func:`step` and :func:`checkpoint`.
+"""Training progress: :func:`step` and :func:`checkpoint`.
 
-Both measure (see :mod:`torchelastic.metrics`). On rank 0 they also tell the agent since when the program trains, and up
-to when its training is saved, for the time breakdown of the run.
+Both record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also report the time of the first step and of the
+last checkpoint to the agent, for the time breakdown of the run.
 
-Training never waits: messages are sent without blocking. A checkpoint is reported at once; of several within a second
-the last one is, by a thread, when the second is over. The thread also sends again what the agent did not take.
+Messages are sent without blocking the training. A checkpoint is reported at once; of several within a second, a thread
+reports the last one at the end of the second. The thread also resends messages that the agent did not accept.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 INTERVAL: Final = 1.0
-"""Minimal seconds between two reports of checkpoints, and between two attempts to send one."""
+"""Minimum number of seconds between two reports of checkpoints, and between two attempts to send one."""
 
 
 class Checkpoint:
-    """A checkpoint that is being written; it holds the training before its beginning.
+    """A checkpoint that is being written; it contains the training up to its start.
 
-    As a context manager it begins with the block, and is written when the block ends without an exception. One that is
-    written in the background begins when the object is made, and is written when :meth:`done` is called, in any thread.
+    As a context manager, it starts with the block and is written when the block ends without an exception. A checkpoint
+    that is written in the background starts when the object is created, and is written when :meth:`done` is called, in
+    any thread.
     """
 
     __slots__ = ("_began", "_clock", "_written")
@@ -119,7 +120,7 @@ class _Reports:
         self._sends_later = False
 
     def tell(self, what: str, when: float) -> None:
-        """Report to the agent, now or soon.
+        """Report to the agent, now or within the interval.
 
         Args:
             what: ``stepped``, which is reported once, or ``kept``, of which the last one counts.
@@ -136,15 +137,15 @@ class _Reports:
         # Signals go to the program's own threads.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            # Not with threading, whose locks could block a signal handler that saves.
+            # The locks of threading could block a signal handler that saves.
             start_new_thread(self._send_later, ())
-        except RuntimeError:  # there may be no more threads, or the program ends: a later report tries again
+        except RuntimeError:  # no more threads are allowed, or the program exits: a later report tries again
             self._sends_later = False
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def send(self) -> bool:
-        """Send what is not sent yet; return whether nothing is left."""
+        """Send the unsent reports; return whether all were sent."""
         with self._lock:
             unsent, self._unsent = self._unsent, {}
             sent = not unsent or AGENT.send(unsent)
