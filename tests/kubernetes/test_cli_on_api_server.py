@@ -270,7 +270,7 @@ async def test_a_missing_permission_for_agent_metrics_is_named(team: Team) -> No
     )
     shown = (await team.elasticjob("top", "digits", env=as_bob)).stdout.splitlines()
     assert shown[-1].startswith("the agents' metrics cannot be read (")
-    assert shown[-1].endswith("; it takes the right to get pods/proxy, or the pod itself refuses")
+    assert shown[-1].endswith("; grant yourself `get` on pods/proxy, unless the pod itself refuses")
     said = await team.refused("report", "digits", code=1, env=as_bob)
     assert said.startswith("you may not do this on this cluster: configmaps")
 
@@ -291,7 +291,7 @@ async def test_a_report_is_made_from_the_data_kept_with_the_job(team: Team, tmp_
 
 async def test_logs_of_a_job_without_a_started_pod_explain_why(team: Team) -> None:
     await team.make_job()
-    assert "`elasticjob describe` says how it stands" in await team.refused("logs", "digits", code=1)
+    assert "`elasticjob describe` shows its state" in await team.refused("logs", "digits", code=1)
 
 
 def _of(job: Json) -> dict[str, Any]:
