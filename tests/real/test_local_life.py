@@ -54,7 +54,7 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
     async with LocalRun(home, manifest(tmp_path, command=programs[0])) as run:
         before = await run.trains(2)
         jobs = LocalRuns(home)
-        await asyncio.to_thread(jobs.suspend, "job", suspend=True)
+        await asyncio.to_thread(jobs.suspend, "job", suspended=True)
         asleep = await run.until(rests)
         assert asleep["status"]["round"] >= before["status"]["round"]
         assert not asleep["etcd"]["endpoint"]
@@ -63,7 +63,7 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
         assert (kept.state, numbers(kept)) == (JobState.SUSPENDED, list(range(1, asleep["status"]["round"] + 1)))
         manifest(tmp_path, command=programs[1])
         await run.until(lambda snapshot: "Applied" in reasons(snapshot))
-        await asyncio.to_thread(jobs.suspend, "job", suspend=False)
+        await asyncio.to_thread(jobs.suspend, "job", suspended=False)
         after = await run.trains(2, after=asleep["status"]["round"])
         words = f"other words in {after['status']['round']}"
         await run.until(lambda snapshot: snapshot["progress"] and snapshot["progress"]["line"] == words)

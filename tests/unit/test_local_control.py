@@ -92,7 +92,7 @@ async def test_a_run_can_be_scaled_and_suspended_and_refuses_with_its_own_senten
     with pytest.raises(BadInput, match=r"^spec.replicas must not be larger than 3$"):
         await asyncio.to_thread(jobs.scale, "digits", 4)
     for suspend in (True, False):
-        await asyncio.to_thread(jobs.suspend, "digits", suspend=suspend)
+        await asyncio.to_thread(jobs.suspend, "digits", suspended=suspend)
         assert run.spec == {"replicas": 1, "suspend": suspend}
 
 

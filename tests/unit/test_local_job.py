@@ -17,7 +17,7 @@ from elastic_operator.errors import BadInput
 from elastic_operator.local.backend import LocalBackend
 from elastic_operator.local.etcd import EtcdSettings
 from elastic_operator.local.job import LiveJob, unsupported_fields, warning_of
-from elastic_operator.local.processes import PodCommands
+from elastic_operator.local.processes import check_program, pod_command
 from elastic_operator.local.run_dir import RunDir
 from elastic_operator.local.snapshot import last_line
 from elastic_operator.manifest.loader import load, load_checked
@@ -176,16 +176,11 @@ def test_a_job_that_is_over_does_not_change(file: Path, end: str) -> None:
 # Processes
 
 
-def commands(tmp_path: Path, **environ: str) -> PodCommands:
-    return PodCommands(run=RunDir(tmp_path / "run"), base=tmp_path, environ=environ)
-
-
 def test_a_pod_inherits_the_environment_but_not_settings_for_another_agent(tmp_path: Path, file: Path) -> None:
     job = live_of(file, env=[{"name": "DATA", "value": "$(HOME_OF_DATA)/$(PET_NPROC_PER_NODE)"}]).job()
-    inherited = commands(
-        tmp_path, PATH="/bin", HOME_OF_DATA="/data", PET_NNODES="7", TORCHELASTIC_SIZE="{}", DATA="overridden"
-    )
-    command = inherited.command(job, NewPod("digits-1-abcde", 1, SIZE), "127.0.0.1:2379")
+    environ = {"PATH": "/bin", "HOME_OF_DATA": "/data", "PET_NNODES": "7", "TORCHELASTIC_SIZE": "{}", "DATA": "old"}
+    pod = NewPod("digits-1-abcde", 1, SIZE)
+    command = pod_command(job, pod, "127.0.0.1:2379", run=RunDir(tmp_path / "run"), base=tmp_path, environ=environ)
     assert json.loads(command.env["TORCHELASTIC_SIZE"])["desired"] == 2
     expected = {
         "PATH": "/bin",
@@ -205,12 +200,14 @@ def test_a_pod_inherits_the_environment_but_not_settings_for_another_agent(tmp_p
 async def test_the_check_passes_for_a_script_beside_the_manifest_and_names_a_missing_one(
     tmp_path: Path, file: Path
 ) -> None:
-    checked = commands(tmp_path, **os.environ)
+    async def check() -> None:
+        await check_program(live_of(file).job(), run=RunDir(tmp_path / "run"), base=tmp_path, environ=os.environ)
+
     with pytest.raises(BadInput, match=r"There is no script train.py \(looked up from .*\)"):
-        await checked.check(live_of(file).job())
+        await check()
     (tmp_path / "train.py").touch()
     (tmp_path / "asyncio.py").write_text("raise SystemExit(7)")  # does not replace the agent's module
-    await checked.check(live_of(file).job())
+    await check()
     assert not (tmp_path / "run").exists()
 
 

@@ -22,30 +22,26 @@ if TYPE_CHECKING:
     from elastic_operator.views.job_view import PodView
 
 
-class LocalJobs:
-    """Access to the jobs on this machine.
-
-    Args:
-        tell: gets sentences for the user.
-    """
+class LocalJobs(LocalRuns):
+    """Access to the jobs on this machine; ``tell`` gets sentences for the user."""
 
     place = "here"
     start_command = "elasticjob run FILE"
 
     def __init__(self, tell: Tell) -> None:
+        super().__init__()
         self._tell = tell
-        self._runs = LocalRuns()
 
     def close(self) -> None:
         """Do nothing: no connection stays open."""
 
     def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> list[dict[str, Any]]:  # noqa: ARG002
         """Return the snapshots of all jobs, or of one."""
-        return self._runs.list(name, every=every_run)
+        return self.list(name, every=every_run)
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return the snapshot of a job."""
-        return self._runs.get(name)
+        return self.get(name)
 
     def scrape(self, name: str) -> ScrapedJob:
         """Read the metrics of all agents of a job."""
@@ -53,7 +49,7 @@ class LocalJobs:
 
         from elastic_operator.views.scrape import scrape
 
-        job = JobView.of(self._runs.get(name))
+        job = JobView.of(self.get(name))
         return ScrapedJob(job, *asyncio.run(scrape(_live_pods(job), _fetch)))
 
     def scrape_leaders(self) -> list[ScrapedJob]:
@@ -62,7 +58,7 @@ class LocalJobs:
 
         from elastic_operator.views.scrape import scrape_leaders
 
-        jobs = [JobView.of(each) for each in self._runs.list()]
+        jobs = [JobView.of(each) for each in self.list()]
         pages = asyncio.run(scrape_leaders([(_live_pods(job), _fetch) for job in jobs]))
         return [ScrapedJob(*each) for each in zip(jobs, pages, strict=True)]
 
@@ -70,7 +66,7 @@ class LocalJobs:
         """Write a job's logs."""
         from elastic_operator.local.log_files import LogReader, follow
 
-        run = JobView.of(self._runs.get(name)).run
+        run = JobView.of(self.get(name)).run
         reader = LogReader(write, label=not selector.single_source, tail=selector.tail)
         if selector.follow and run.alive:
             ended = threading.Event()
@@ -82,28 +78,16 @@ class LocalJobs:
             reader.finish()
         return True
 
-    def report(self, name: str) -> tuple[bytes, str]:
-        """Return a job's report, and how its run ended."""
-        return self._runs.report(name)
-
-    def scale(self, name: str, replicas: int) -> None:
-        """Change the number of a job's pods."""
-        self._runs.scale(name, replicas)
-
-    def suspend(self, name: str, *, suspended: bool) -> None:
-        """Suspend or resume a job."""
-        self._runs.suspend(name, suspend=suspended)
-
-    def delete(self, name: str, *, wait: bool) -> None:
+    def delete(self, name: str, *, wait: bool = True) -> None:
         """End a job's run."""
         if not wait:
             raise BadInput("--no-wait is for jobs on a cluster; name one with -n or --context, or leave --no-wait out")
-        self._runs.delete(name)
+        super().delete(name)
 
     def _await_end(self, run_id: str, ended: threading.Event) -> None:
         try:
             with contextlib.suppress(ElasticJobError):  # it has ended already
-                for _ in self._runs.run(run_id).watch():
+                for _ in self.run(run_id).watch():
                     pass
         finally:
             ended.set()

@@ -148,9 +148,9 @@ class LocalRuns:
         """Set the number of pods. Raises BadInput if the job refuses, NotFound if it does not run."""
         self.run(name).patch(replicas=replicas)
 
-    def suspend(self, name: str, *, suspend: bool) -> None:
+    def suspend(self, name: str, *, suspended: bool) -> None:
         """Suspend or resume a job. Raises BadInput if the job refuses, NotFound if it does not run."""
-        self.run(name).patch(suspend=suspend)
+        self.run(name).patch(suspend=suspended)
 
     def delete(self, name: str) -> None:
         """End a job, and return when it has ended. Raises NotFound if it does not run."""

@@ -1,7 +1,7 @@
 """The demo: a job is scaled, loses a worker and an agent to kill -9, shrinks again and succeeds, while you watch.
 
-It measures what a user feels: the time from a step to the first line that rank 0 prints in the round that follows.
-``examples/digits.py`` prints that line when it has loaded its checkpoint and trains again.
+It measures the time from a step to the first line that rank 0 prints in the round that follows. ``examples/digits.py``
+prints that line when it has loaded its checkpoint and trains again.
 """
 
 from __future__ import annotations
@@ -85,19 +85,50 @@ class Performance:
         return ["", *columns([("STEP", "ROUND", "WORKERS", "TRAINS AFTER", ""), *self.rows], " ")]
 
 
-class Watched:
-    """The job of the demo as it is, and ways to wait for it; an observer of the run.
+async def perform(request: RunRequest, view: View) -> Performance:
+    """Run a job and play the steps on it.
+
+    Raises:
+        BadInput: the job cannot run, or cannot be scaled as the demo does it.
+    """
+    demo = _Demo(view, request)
+    tasks = [asyncio.create_task(demo.watch_logs()), asyncio.create_task(demo.play())]
+    try:
+        code = await run_job(request, observer=demo)
+        succeeded = await tasks[1]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return Performance(code, code if succeeded else 1, demo.rows)
+
+
+class _Demo:
+    """An observer of the run, which plays the steps on it.
 
     Attributes:
         job: the latest snapshot.
+        rows: a table of what happened.
     """
 
-    def __init__(self, view: View) -> None:
-        self.job = JobView()
-        self.on_ending = view.on_ending
+    def __init__(self, view: View, request: RunRequest) -> None:
+        self._small, large = _sizes(request.manifest.job["spec"])
         self._view = view
+        self._runs = LocalRuns(request.home)
         self._changed = asyncio.Event()
         self._first_lines: dict[int, float] = {}
+        self._script: list[tuple[str, Callable[[], Awaitable[tuple[list[Resumed], str]]]]] = [
+            (f"start with {self._small} pods", self._start),
+            (f"scale to {large}", lambda: self._scale_to(large)),
+            ("kill -9 a worker", self._kill_worker),
+            ("kill -9 an agent", self._kill_agent),
+            (f"scale back to {self._small}", lambda: self._scale_to(self._small)),
+            ("success", self._succeed),
+        ]
+        self._steps = [Step(title) for title, _ in self._script]
+        self.job = JobView()
+        self.rows: list[tuple[str, ...]] = []
+        self.on_ending = view.on_ending
 
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         """The job has changed."""
@@ -112,23 +143,83 @@ class Watched:
         async for _ in awatch(self.job.run.logs, **_WATCH):
             self._wake()
 
-    @property
-    def ended_by_user(self) -> bool:
-        """Whether the user has ended the run."""
-        ended = self.job.run.ended
-        return ended is not None and ended.how in (EndReason.DELETED, EndReason.INTERRUPTED)
+    async def play(self) -> bool:
+        """Play the steps, and end the job if one fails; return whether none failed."""
+        for number, (title, step) in enumerate(self._script):
+            try:
+                if 0 < number < len(self._script) - 1:
+                    await self._settled()
+                self._mark(number, NOW)
+                resumed, note = await step()
+            except ElasticJobError as failure:
+                ended = self.job.run.ended
+                by_user = ended is not None and ended.how in (EndReason.DELETED, EndReason.INTERRUPTED)
+                self._mark(number, *(("", "") if by_user else (FAILED, str(failure))))
+                self.rows.append((title, "-", "-", "not played" if by_user else "failed", self._steps[number].result))
+                self.rows += [(later, "-", "-", "not played", "") for later, _ in self._script[number + 1 :]]
+                if not by_user and not self.job.status.finished:
+                    with contextlib.suppress(ElasticJobError):  # it is ending by itself
+                        await asyncio.to_thread(self._runs.delete, self.job.run.id)
+                return by_user
+            self._mark(number, DONE, _summary(resumed) or note)
+            cells = [(str(each.round), str(each.workers), f"{each.seconds:.2f} s") for each in resumed]
+            first, *others = cells or [("-", "-", "-")]
+            self.rows += [(title, *first, note), *(("", *other, "") for other in others)]
+        return True
+
+    # The steps: each returns when training went on, and a note.
+
+    async def _start(self) -> tuple[list[Resumed], str]:
+        return [await self._resumed(time.monotonic(), after=0, pods=self._small, limit=_START_LIMIT)], ""
+
+    async def _scale_to(self, pods: int) -> tuple[list[Resumed], str]:
+        before, since = self.job.status.round, time.monotonic()
+        await asyncio.to_thread(self._runs.scale, self.job.run.id, pods)
+        return [await self._resumed(since, after=before, pods=pods)], ""
+
+    async def _kill_worker(self) -> tuple[list[Resumed], str]:
+        rank = self.job.status.world_size - 1
+        file = self._rank_file(rank)
+        pid = _writer(file.path) if file is not None else None
+        if pid is None:
+            raise StepFailed(f"the process of rank {rank} was not found")
+        pods, before, since = len(self._training_pods), self.job.status.round, time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return [await self._resumed(since, after=before, pods=pods)], f"rank {rank}, process {pid}"
+
+    async def _kill_agent(self) -> tuple[list[Resumed], str]:
+        training, before, since = self._training_pods, self.job.status.round, time.monotonic()
+        # That of rank 0 is the hardest one to lose: it leads, and serves the store of the round.
+        pod = next((pod for pod in training if pod.pid), None)
+        if pod is None or pod.pid is None:
+            raise StepFailed("no agent that could be killed was found")
+        os.kill(pod.pid, signal.SIGKILL)
+        first = await self._resumed(since, after=before)
+        whole = await self._resumed(since, after=before, pods=len(training))
+        return [first] if first.round == whole.round else [first, whole], f"pod {pod.name}"
+
+    async def _succeed(self) -> tuple[list[Resumed], str]:
+        def look() -> str | None:
+            return self.job.status.state if self.job.status.finished else None
+
+        state = await self._until(look, limit=_SUCCESS_LIMIT, what="the end of training")
+        if state != "Succeeded":
+            raise StepFailed(f"the job {state.lower()}: {self.job.status.what_failed}")
+        return [], formatting.printed(self.job.progress.line) if self.job.progress else "the job succeeded"
+
+    # What the steps wait for
 
     @property
-    def training_pods(self) -> list[PodView]:
+    def _training_pods(self) -> list[PodView]:
         """The pods of the current round, in rank order."""
         return sorted((pod for pod in self.job.living_pods if pod.ranks), key=lambda pod: pod.ranks or ())
 
-    def rank_file(self, rank: int) -> LogFile | None:
+    def _rank_file(self, rank: int) -> LogFile | None:
         """Return where a rank prints in its latest round."""
         files = log_files(Path(self.job.run.logs), LogSelector(rank)) if self.job.run.logs else []
         return files[-1] if files else None
 
-    async def until(self, look: Callable[[], _Found | None], *, limit: float, what: str) -> _Found:
+    async def _until(self, look: Callable[[], _Found | None], *, limit: float, what: str) -> _Found:
         """Return what ``look`` finds, as soon as it finds something within ``limit`` seconds.
 
         Raises:
@@ -146,7 +237,7 @@ class Watched:
         except TimeoutError:
             raise StepFailed(f"{what} did not come within {limit:.0f} s") from None
 
-    async def resumed(
+    async def _resumed(
         self, since: float, *, after: int, pods: int | None = None, limit: float = _STEP_LIMIT
     ) -> Resumed:
         """Return the first sign of training in a round later than ``after``, with this number of pods if given."""
@@ -154,28 +245,32 @@ class Watched:
         def look() -> Resumed | None:
             status = self.job.status
             begun = self._first_lines.get(status.round)
-            if status.round <= after or begun is None or pods not in (None, len(self.training_pods)):
+            if status.round <= after or begun is None or pods not in (None, len(self._training_pods)):
                 return None
             return Resumed(status.round, status.world_size, begun - since)
 
         count = "" if pods is None else f" with {formatting.count(pods, 'pod')}"
-        return await self.until(look, limit=limit, what=f"training{count} in a round after {after}")
+        return await self._until(look, limit=limit, what=f"training{count} in a round after {after}")
 
-    async def settled(self) -> None:
-        """Return when training has visibly gone on for a while."""
+    async def _settled(self) -> None:
+        """Return when training has visibly gone on for a while, or has printed nothing for a longer while."""
 
         def look() -> bool | None:
-            file = self.rank_file(0)
+            file = self._rank_file(0)
             return (file is not None and file.path.read_bytes().count(b"\n") >= _SETTLED_LINES) or None
 
         try:
-            await self.until(look, limit=_SETTLE_LIMIT, what="a few lines of progress")
+            await self._until(look, limit=_SETTLE_LIMIT, what="a few lines of progress")
         except StepFailed:
             if self.job.status.finished:
                 raise
 
+    def _mark(self, number: int, mark: str, result: str = "") -> None:
+        self._steps[number] = replace(self._steps[number], mark=mark, result=result)
+        self._view.on_steps(self._steps)
+
     def _wake(self) -> None:
-        file = self.rank_file(0)
+        file = self._rank_file(0)
         # The file of a round may appear before the snapshot with that round; the time of the line counts.
         if file is not None and file.round not in self._first_lines and b"\n" in file.path.read_bytes():
             self._first_lines[file.round] = time.monotonic()
@@ -183,148 +278,14 @@ class Watched:
         self._changed = asyncio.Event()
 
 
-class Script:
-    """The steps of the demo, in their order.
-
-    Args:
-        watched: the job.
-        view: shows the steps.
-        sizes: the number of pods at first and in the end, and in between.
-        scale: changes the number of pods.
-
-    Attributes:
-        rows: a table of what happened.
-    """
-
-    def __init__(
-        self, watched: Watched, view: View, sizes: tuple[int, int], scale: Callable[[int], Awaitable[None]]
-    ) -> None:
-        small, large = self._sizes = sizes
-        self._watched = watched
-        self._view = view
-        self._scale = scale
-        self._script: list[tuple[str, Callable[[], Awaitable[tuple[list[Resumed], str]]]]] = [
-            (f"start with {small} pods", self._start),
-            (f"scale to {large}", lambda: self._scale_to(large)),
-            ("kill -9 a worker", self._kill_worker),
-            ("kill -9 an agent", self._kill_agent),
-            (f"scale back to {small}", lambda: self._scale_to(small)),
-            ("success", self._succeed),
-        ]
-        self._steps = [Step(title) for title, _ in self._script]
-        self.rows: list[tuple[str, ...]] = []
-
-    async def play(self) -> bool:
-        """Play all steps; return whether each had its effect, unless the user has ended the run."""
-        for number, (title, step) in enumerate(self._script):
-            try:
-                if 0 < number < len(self._script) - 1:
-                    await self._watched.settled()
-                self._mark(number, NOW)
-                resumed, note = await step()
-            except ElasticJobError as failure:
-                ended_by_user = self._watched.ended_by_user
-                self._mark(number, *(("", "") if ended_by_user else (FAILED, str(failure))))
-                self.rows.append(
-                    (title, "-", "-", "not played" if ended_by_user else "failed", self._steps[number].result)
-                )
-                self.rows += [(later, "-", "-", "not played", "") for later, _ in self._script[number + 1 :]]
-                return ended_by_user
-            self._mark(number, DONE, _summary(resumed) or note)
-            cells = [(str(each.round), str(each.workers), f"{each.seconds:.2f} s") for each in resumed]
-            first, *others = cells or [("-", "-", "-")]
-            self.rows += [(title, *first, note), *(("", *other, "") for other in others)]
-        return True
-
-    def _mark(self, number: int, mark: str, result: str = "") -> None:
-        self._steps[number] = replace(self._steps[number], mark=mark, result=result)
-        self._view.on_steps(self._steps)
-
-    async def _start(self) -> tuple[list[Resumed], str]:
-        since = time.monotonic()
-        return [await self._watched.resumed(since, after=0, pods=self._sizes[0], limit=_START_LIMIT)], ""
-
-    async def _scale_to(self, pods: int) -> tuple[list[Resumed], str]:
-        before, since = self._watched.job.status.round, time.monotonic()
-        await self._scale(pods)
-        return [await self._watched.resumed(since, after=before, pods=pods)], ""
-
-    async def _kill_worker(self) -> tuple[list[Resumed], str]:
-        watched = self._watched
-        rank = watched.job.status.world_size - 1
-        file = watched.rank_file(rank)
-        pid = _writer(file.path) if file is not None else None
-        if pid is None:
-            raise StepFailed(f"the process of rank {rank} was not found")
-        pods, before, since = len(watched.training_pods), watched.job.status.round, time.monotonic()
-        os.kill(pid, signal.SIGKILL)
-        return [await watched.resumed(since, after=before, pods=pods)], f"rank {rank}, process {pid}"
-
-    async def _kill_agent(self) -> tuple[list[Resumed], str]:
-        watched = self._watched
-        training, before, since = watched.training_pods, watched.job.status.round, time.monotonic()
-        # That of rank 0 is the hardest one to lose: it leads, and serves the store of the round.
-        pod = next((pod for pod in training if pod.pid), None)
-        if pod is None or pod.pid is None:
-            raise StepFailed("no agent that could be killed was found")
-        os.kill(pod.pid, signal.SIGKILL)
-        first = await watched.resumed(since, after=before)
-        whole = await watched.resumed(since, after=before, pods=len(training))
-        return [first] if first.round == whole.round else [first, whole], f"pod {pod.name}"
-
-    async def _succeed(self) -> tuple[list[Resumed], str]:
-        watched = self._watched
-
-        def look() -> str | None:
-            return watched.job.status.state if watched.job.status.finished else None
-
-        state = await watched.until(look, limit=_SUCCESS_LIMIT, what="the end of training")
-        if state != "Succeeded":
-            raise StepFailed(f"the job {state.lower()}: {watched.job.status.what_failed}")
-        progress = watched.job.progress
-        return [], formatting.printed(progress.line) if progress else "the job succeeded"
-
-
-async def perform(request: RunRequest, view: View) -> Performance:
-    """Run a job and play the steps on it.
-
-    Raises:
-        BadInput: the job cannot run, or cannot be scaled as the demo does it.
-    """
-    watched, jobs = Watched(view), LocalRuns(request.home)
-
-    async def scale(pods: int) -> None:
-        await asyncio.to_thread(jobs.scale, watched.job.run.id, pods)
-
-    script = Script(watched, view, _sizes(request.manifest.job["spec"]), scale)
-
-    async def play() -> bool:
-        """Play the script; end a job on which a step has failed."""
-        succeeded = await script.play()
-        if not succeeded and not watched.job.status.finished:
-            with contextlib.suppress(ElasticJobError):  # it is ending by itself
-                await asyncio.to_thread(jobs.delete, watched.job.run.id)
-        return succeeded
-
-    logs, playing = asyncio.create_task(watched.watch_logs()), asyncio.create_task(play())
-    try:
-        code = await run_job(request, observer=watched)
-        succeeded = await playing
-    finally:
-        logs.cancel()
-        playing.cancel()
-        await asyncio.wait((logs, playing))
-    return Performance(code, code if succeeded else 1, script.rows)
-
-
 def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of pods at first, and the larger one in between."""
-    most = spec["maxReplicas"]
+    most, least = spec["maxReplicas"], max(spec["minReplicas"], 2)
     small = min(spec.get("replicas") or most, most - 1)
-    if small < max(spec["minReplicas"], 2):
+    if small < least:
         raise BadInput(
-            f"the demo scales a job of at least 2 pods up by one and back: spec.maxReplicas must be at least "
-            f"{max(spec['minReplicas'], 2) + 1}, not {most}"
+            "the demo scales a job of at least 2 pods up by one and back: spec.maxReplicas must be at least "
+            f"{least + 1}, not {most}"
         )
     return small, small + 1
 

@@ -45,80 +45,88 @@ class PodCommand:
         env: its whole environment.
         cwd: its working directory.
         checkpoints: the directory that its program is given.
-        log: the file for its output.
-        termination_log: the file for its termination message.
+        logs: the directory of its output and its termination message.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cwd: Path
     checkpoints: Path
-    log: Path
-    termination_log: Path
+    logs: Path
+
+    @property
+    def log(self) -> Path:
+        """The file for its output."""
+        return self.logs / "agent.log"
+
+    @property
+    def termination_log(self) -> Path:
+        """The file for its termination message."""
+        return self.logs / "termination-log"
 
 
-@dataclass(frozen=True, slots=True)
-class PodCommands:
-    """Makes the commands of the pods of one run.
+def pod_command(
+    job: Job,
+    pod: NewPod,
+    store: str,
+    *,
+    run: RunDir,
+    base: Path,
+    environ: Mapping[str, str],
+    launcher: tuple[str, ...] = _LAUNCHER,
+) -> PodCommand:
+    """Return how to start a pod.
 
-    Attributes:
+    Args:
+        job: its job.
+        pod: the pod.
+        store: host:port of its store.
         run: the run's directory.
         base: the manifest's directory.
         environ: the environment of ``elasticjob``.
+        launcher: the command that starts an agent.
     """
+    logs, checkpoints = run.logs / pod.name, run.checkpoints / job.name / str(pod.index)
+    surroundings = Surroundings(
+        store=store,
+        checkpoints=str(checkpoints),
+        termination_log=str(logs / "termination-log"),
+        address=_LOOPBACK,
+        metrics_port=0,
+        launcher=launcher,
+    )
+    agent = resolved(agent_command(job, pod, surroundings), user_env(job.spec))
+    inherited = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
+    env = {**inherited, **agent.env, "PET_LOG_DIR": str(logs)}
+    return PodCommand(agent.argv, env, base, checkpoints, logs)
 
-    run: RunDir
-    base: Path
-    environ: Mapping[str, str]
 
-    def command(self, job: Job, pod: NewPod, store: str, launcher: tuple[str, ...] = _LAUNCHER) -> PodCommand:
-        """Return how to start a pod, given the host:port of its store."""
-        logs = self.run.logs / pod.name
-        checkpoints = self.run.checkpoints / job.name / str(pod.index)
-        surroundings = Surroundings(
-            store=store,
-            checkpoints=str(checkpoints),
-            termination_log=str(logs / "termination-log"),
-            address=_LOOPBACK,
-            metrics_port=0,
-            launcher=launcher,
-        )
-        agent = resolved(agent_command(job, pod, surroundings), user_env(job.spec))
-        inherited = {name: value for name, value in self.environ.items() if not name.startswith(_NOT_INHERITED)}
-        return PodCommand(
-            argv=agent.argv,
-            env={**inherited, **agent.env, "PET_LOG_DIR": str(logs)},
-            cwd=self.base,
-            checkpoints=checkpoints,
-            log=logs / "agent.log",
-            termination_log=logs / "termination-log",
-        )
+async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[str, str]) -> None:
+    """Ask the agent whether it accepts what its pods will be started with; the arguments are as in :func:`pod_command`.
 
-    async def check(self, job: Job) -> None:
-        """Ask the agent whether it accepts what its pods will be started with.
-
-        Raises:
-            BadInput: it does not; the message is the agent's.
-        """
-        size = SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas)
-        command = self.command(job, NewPod(job.name, 0, size), f"{_LOOPBACK}:1", (*_LAUNCHER, "--check"))
-        process = await asyncio.create_subprocess_exec(
-            *command.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env={name: value for name, value in command.env.items() if name != "TORCHELASTIC_TERMINATION_LOG"},
-            cwd=command.cwd,
-        )
-        try:
-            _, said = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode != ExitCode.SUCCEEDED:
-            lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise BadInput(lines[-1].removeprefix("torchelastic-run: "))
+    Raises:
+        BadInput: it does not; the message is the agent's.
+    """
+    pod = NewPod(job.name, 0, SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas))
+    launcher = (*_LAUNCHER, "--check")
+    command = pod_command(job, pod, f"{_LOOPBACK}:1", run=run, base=base, environ=environ, launcher=launcher)
+    process = await asyncio.create_subprocess_exec(
+        *command.argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={name: value for name, value in command.env.items() if name != "TORCHELASTIC_TERMINATION_LOG"},
+        cwd=command.cwd,
+    )
+    try:
+        _, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != ExitCode.SUCCEEDED:
+        lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise BadInput(lines[-1].removeprefix("torchelastic-run: "))
 
 
 class PodProcess:
@@ -206,7 +214,7 @@ class PodProcess:
         self._end(exit_code=code if code >= 0 else 128 - code, message=_last_words(chosen, failed=code != 0))
 
     async def _start(self, command: PodCommand) -> asyncio.subprocess.Process:
-        for directory in (command.log.parent, command.checkpoints):
+        for directory in (command.logs, command.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
         command.termination_log.unlink(missing_ok=True)  # after a resumption, pods have the names of earlier ones
         with command.log.open("ab") as log:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import logging
 import os
 import platform
@@ -35,7 +36,7 @@ from elastic_operator.local.backend import LocalBackend
 from elastic_operator.local.control import SnapshotFeed, control_server
 from elastic_operator.local.etcd import EtcdSettings, find_etcd
 from elastic_operator.local.job import LiveJob, warning_of
-from elastic_operator.local.processes import PodCommands
+from elastic_operator.local.processes import check_program, pod_command
 from elastic_operator.local.run_dir import create_run, lock_name, private_dir, reopen_run
 from elastic_operator.local.snapshot import snapshot_of
 from elastic_operator.manifest.loader import load
@@ -92,44 +93,6 @@ class Ending:
     error: ElasticJobError | None = None
 
 
-class RunEnd:
-    """Whether and why a run is to end. The first ending holds.
-
-    Attributes:
-        begun: the ending, when it begins.
-        force: called when the user interrupts a run that is ending already.
-    """
-
-    def __init__(self) -> None:
-        self.begun: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self.force: Callable[[], object] = lambda: None
-
-    def begin(self, ending: Ending) -> None:
-        """End the run, unless it ends already."""
-        if not self.begun.done():
-            self.begun.set_result(ending)
-
-    @contextlib.contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Let SIGINT, SIGTERM and SIGHUP end the run in order; a second signal forces the end."""
-        loop = asyncio.get_running_loop()
-        # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
-        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        for number in handled:
-            loop.add_signal_handler(number, self._interrupt)
-        try:
-            yield
-        finally:
-            for number in handled:
-                loop.remove_signal_handler(number)
-
-    def _interrupt(self) -> None:
-        if self.begun.done():
-            self.force()
-        else:
-            self.begin(Ending(EndReason.INTERRUPTED))
-
-
 class Observer(Protocol):
     """Shows a run while it goes on."""
 
@@ -171,8 +134,9 @@ async def run_job(request: RunRequest, *, observer: Observer | None = None) -> i
     manifest, now = request.manifest, time.time()
     if problem := problem_of(manifest.spec):
         raise BadInput(f"{manifest.source.path}: {problem}")
-    end = RunEnd()
-    with end.on_signals(), lock_name(request.home, manifest.name, request.resume) as name:
+    end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+    _on_signals(lambda: _begin(end, Ending(EndReason.INTERRUPTED)))
+    with lock_name(request.home, manifest.name, request.resume) as name:
         socket = private_dir(request.environ, "12345678.sock") / f"{secrets.token_hex(4)}.sock"
         if request.resume is None:
             files = create_run(request.home, manifest.name, now)
@@ -181,17 +145,31 @@ async def run_job(request: RunRequest, *, observer: Observer | None = None) -> i
         live = LiveJob(manifest, uid=str(uuid.uuid4()), created=now)
         with _logging_to(files.log):
             preparing = asyncio.ensure_future(_prepare(request, files, live))
-            end.begun.add_done_callback(lambda _: preparing.cancel())
+            end.add_done_callback(lambda _: preparing.cancel())
             await asyncio.wait((preparing,))
             if (preparing.cancelled() or preparing.exception()) and request.resume is None:  # nothing was started
                 shutil.rmtree(files.path, ignore_errors=True)
             if preparing.cancelled():
-                ending = end.begun.result()
+                ending = end.result()
             else:
                 ending = await LocalRun(request, files, live, preparing.result(), end).main(name, socket, observer)
     if ending.error is not None:
         raise ending.error
     return EXIT_CODES[ending.reason]
+
+
+def _begin(end: asyncio.Future[Ending], ending: Ending) -> None:
+    """End the run, unless it ends already: the first ending holds."""
+    if not end.done():
+        end.set_result(ending)
+
+
+def _on_signals(action: Callable[[], object]) -> None:
+    """Do this at SIGINT, SIGTERM and SIGHUP, and nothing else, until the event loop is closed."""
+    for number in _SIGNALS:
+        # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, action)
 
 
 async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> EtcdSettings | None:
@@ -206,7 +184,7 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> EtcdSet
     except OSError as error:
         raise BadInput(f"cannot write {files.manifest}: {error.strerror}") from None
     try:
-        await PodCommands(files, source.path.absolute().parent, request.environ).check(live.job())
+        await check_program(live.job(), run=files, base=source.path.absolute().parent, environ=request.environ)
     except BadInput as error:
         sentence, field = str(error), "command" if spec.command else "args"
         if sentence.startswith("PET_NPROC_PER_NODE="):
@@ -246,7 +224,7 @@ class LocalRun:
         files: RunDir,
         live: LiveJob,
         etcd: EtcdSettings | None,
-        end: RunEnd,
+        end: asyncio.Future[Ending],
     ) -> None:
         self._manifest_path = request.manifest.source.path.absolute()
         self._files = files
@@ -257,13 +235,12 @@ class LocalRun:
         self._unwritten: set[Path] = set()
         self._queue = WorkQueue()
         self.snapshots = SnapshotFeed(self._snapshot)
-        commands = PodCommands(files, self._manifest_path.parent, request.environ)
         self._backend = LocalBackend(
             live,
             etcd=etcd,
-            command=commands.command,
+            command=functools.partial(pod_command, run=files, base=self._manifest_path.parent, environ=request.environ),
             changed=self._changed,
-            broken=lambda error: end.begin(Ending(EndReason.BAD_INPUT, str(error), error)),
+            broken=lambda error: _begin(end, Ending(EndReason.BAD_INPUT, str(error), error)),
             keep=self._keep_report,
         )
 
@@ -284,7 +261,7 @@ class LocalRun:
     def delete(self) -> None:
         """End the run; its directory stays."""
         self._live.delete()
-        self._end.begin(Ending(EndReason.DELETED))
+        _begin(self._end, Ending(EndReason.DELETED))
 
     async def main(self, name: NameLock, socket: Path, observer: Observer | None) -> Ending:
         """Run the job until something ends the run, and end all that it started.
@@ -312,7 +289,7 @@ class LocalRun:
                 tasks.create_task(self._each_snapshot(_RECORD_INTERVAL, self._write_record)),
             ]
             self._changed()
-            ending = await asyncio.shield(self._end.begun)
+            ending = await asyncio.shield(self._end)
             if ending.reason is EndReason.INTERRUPTED:
                 ending = self._finished() or ending  # the job had finished before
             for task in drivers:
@@ -333,7 +310,7 @@ class LocalRun:
 
     async def _end_processes(self, ending: Ending, observer: Observer | None) -> None:
         backend, live = self._backend, self._live
-        self._end.force = backend.kill_pods
+        _on_signals(backend.kill_pods)  # the user interrupts a second time
         if backend.running_pods:
             if observer is not None:
                 observer.on_ending("ending its pods; press Ctrl-C again to kill them at once")
@@ -353,7 +330,7 @@ class LocalRun:
         self._queue.put(self._live.key)
         self.snapshots.touch()
         if (ending := self._finished()) is not None and not self._backend.running_pods:
-            self._end.begin(ending)
+            _begin(self._end, ending)
 
     def _finished(self) -> Ending | None:
         """Return the ending of a job that has finished."""
