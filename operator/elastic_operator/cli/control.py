@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import argparse
 
     from elastic_operator.cli.options import Commands
-    from elastic_operator.client import JobClient
 
 _SCALE_EXAMPLES = """\
 examples:
@@ -72,7 +71,7 @@ def add_to(commands: Commands) -> None:
         "folder; on a cluster, files that its pods wrote to their own volumes are deleted with the pods.",
         examples=_DELETE_EXAMPLES,
     )
-    for parser, change in ((scale, _scale), (suspend, _suspend), (resume, _resume), (delete, _delete)):
+    for parser, change in ((scale, "scale"), (suspend, "suspend"), (resume, "resume"), (delete, "delete")):
         parser.add_argument("name", metavar="NAME", help="the job's name")
         parser.set_defaults(change=change)
     scale.add_argument("--replicas", type=int, required=True, metavar="N", help="the number of pods")
@@ -82,27 +81,20 @@ def add_to(commands: Commands) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
+    name = arguments.name
     with contextlib.closing(open_client(arguments)) as jobs:
-        done = arguments.change(jobs, arguments)
-    sys.stdout.write(f"elasticjob {arguments.name} {done}\n")
+        match arguments.change:
+            case "scale":
+                jobs.scale(name, arguments.replicas)
+                done = f"scaled to {arguments.replicas}"
+            case "suspend":
+                jobs.suspend(name, suspended=True)
+                done = "suspended"
+            case "resume":
+                jobs.suspend(name, suspended=False)
+                done = "resumed"
+            case _:
+                jobs.delete(name, wait=not arguments.no_wait)
+                done = "deleted"
+    sys.stdout.write(f"elasticjob {name} {done}\n")
     return 0
-
-
-def _scale(jobs: JobClient, arguments: argparse.Namespace) -> str:
-    jobs.scale(arguments.name, arguments.replicas)
-    return f"scaled to {arguments.replicas}"
-
-
-def _suspend(jobs: JobClient, arguments: argparse.Namespace) -> str:
-    jobs.suspend(arguments.name, suspended=True)
-    return "suspended"
-
-
-def _resume(jobs: JobClient, arguments: argparse.Namespace) -> str:
-    jobs.suspend(arguments.name, suspended=False)
-    return "resumed"
-
-
-def _delete(jobs: JobClient, arguments: argparse.Namespace) -> str:
-    jobs.delete(arguments.name, wait=not arguments.no_wait)
-    return "deleted"

@@ -1,4 +1,4 @@
-"""``elasticjob describe``: show all that is known of one job."""
+"""``elasticjob describe``: show the details of one job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client
-from elastic_operator.views.formatting import activity, columns, count, duration, printed, rank_list
+from elastic_operator.views.formatting import activity, columns, count, duration, printed, rank_list, since
 from elastic_operator.views.job_view import JobView, seconds
 
 if TYPE_CHECKING:
@@ -112,10 +112,11 @@ def _behind(job: JobView) -> str:
 def _conditions(job: JobView, now: float) -> list[str]:
     if not job.status.conditions:
         return []
-    rows = [("TYPE", "STATUS", "SINCE", "REASON", "MESSAGE")]
-    for each in job.status.conditions:
-        since = seconds(each.last_transition_time)
-        rows.append((each.type, each.status, duration(now - since) if since else "-", each.reason, each.message))
+    rows = [
+        (each.type, each.status, since(seconds(each.last_transition_time), now), each.reason, each.message)
+        for each in job.status.conditions
+    ]
+    rows.insert(0, ("TYPE", "STATUS", "SINCE", "REASON", "MESSAGE"))
     return ["Conditions:", *columns(rows, "  ")]
 
 

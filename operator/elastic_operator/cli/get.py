@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client, tell
-from elastic_operator.views.formatting import columns, duration
+from elastic_operator.views.formatting import columns, since
 from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def table(jobs: Sequence[JobView], now: float, *, wide: bool = False, namespaces
             "NAMESPACE": job.namespace,
             "NAME": job.name,
             "STATE": job.state,
-            "READY": f"{status.ready_replicas}/{status.desired}",
+            "READY": status.ready,
             "MIN": str(job.spec.get("minReplicas", "")),
             "MAX": str(job.spec.get("maxReplicas", "")),
             "RESTARTS": str(status.restarts),
-            "AGE": duration(now - job.created) if job.created else "-",
+            "AGE": since(job.created, now),
             "ROUND": str(status.round),
             "WORLD": str(status.world_size),
             "METRICS": _metrics_addresses(job) or "-",

@@ -1,7 +1,7 @@
 """This machine as a backend of the reconciler: what is observed of a job, and how a plan is carried out.
 
-It decides nothing. It knows the processes that it started, the mirror of the store and the live object; a change of any
-of them wakes the reconciler.
+It makes no decisions. It has the processes that it started, the mirror of the store and the live object; a change of
+any of them starts a reconcile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_EVENTS: Final = 200
 
 
 class LocalBackend:
-    """The backend of one run; an async context manager, after whose block none of its processes is left.
+    """The backend of one run; an async context manager; none of its processes is left after its block.
 
     Args:
         live: the job.
@@ -46,7 +46,7 @@ class LocalBackend:
         command: returns how to start a new pod of a job, given the store's endpoint.
         changed: called after each change.
         broken: called with the reason if the run cannot go on.
-        keep: called with the report of the run before its store goes.
+        keep: called with the report of the run before its store ends.
 
     Attributes:
         pods: the pods, in any state.

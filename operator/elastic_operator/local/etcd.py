@@ -119,7 +119,7 @@ class EtcdProcess:
         return f"127.0.0.1:{self.port}" if self.port else ""
 
     async def run(self) -> None:
-        """Start it, restart it whenever it dies, and end it when this is cancelled.
+        """Start it, restart it each time it dies, and end it when this is cancelled.
 
         The first start takes other ports if these are taken by now.
 

@@ -1,7 +1,7 @@
 """The live picture of a job on a terminal, for 80 columns and 24 lines or more.
 
-What matters least is last; a smaller terminal cuts it off. The live view uses the terminal's alternate screen, as a
-pager does. What stays afterwards is the last picture and the outcome.
+The least important parts are last; a smaller terminal cuts them off. The live view uses the terminal's alternate
+screen, as a pager does. The last picture and the outcome stay on the normal screen.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def render(
         parts.append(Text(f"\n {ending}", "bold yellow"))
     parts += [_steps(steps), _pods(job, now), _events(job, now)]
     if hints is not None:
-        # A path is there to be copied: it is wrapped, and never shortened.
+        # Users copy paths: they are wrapped, and never shortened.
         where = [
             (Text(name, "dim"), Text(formatting.home_relative(path), overflow="fold")) for name, path in paths(job)
         ]
@@ -143,7 +143,7 @@ def _facts(job: JobView) -> RenderableType:
     status = job.status
     facts = [("round", status.round or "-"), ("world size", status.world_size), ("restarts", status.restarts)]
     if not job.completed:
-        facts.insert(2, ("pods", f"{status.ready_replicas}/{status.desired}"))
+        facts.insert(2, ("pods", status.ready))
     text = Text(no_wrap=True, overflow="ellipsis")
     for label, value in facts:
         text.append(f" {label} ", style="dim").append(f"{value}", style="bold").append("  ")
@@ -190,7 +190,7 @@ def _pod(pod: PodView, now: float) -> tuple[Text, ...]:
 
 
 def _message(pod: PodView) -> str:
-    """Return the last words of a pod, if they say more than its state."""
+    """Return the last line of a pod's termination message, if it adds to the pod's state."""
     if pod.exit_code == 0 or (isinstance(pod.message, str) and formatting.signal_name(pod.exit_code)):
         return ""
     return formatting.printed((pod.words.splitlines() or [""])[-1])

@@ -71,7 +71,7 @@ def tail_offset(path: Path, lines: int) -> int:
 
 
 class LogReader:
-    """Reads files as they grow, and writes what is new.
+    """Reads files as they grow, and writes what was added.
 
     Args:
         write: takes pieces of output.
@@ -128,7 +128,7 @@ def follow(
         logs: the directory of the run's logs.
         wanted: which of them.
         reader: reads and writes them.
-        ended: set when the job has ended and no file grows any more.
+        ended: set when the job has ended and no file grows any longer.
         tell: takes a sentence when another round begins.
         only: only this round; it is over when the next one has begun.
     """
@@ -139,7 +139,7 @@ def follow(
     announced = current if at_first else 0
 
     def read() -> bool:
-        """Write what is new; return whether there is more to come."""
+        """Write what was added; return whether more can follow."""
         nonlocal announced
         over = ended.is_set()
         for file in log_files(logs, wanted):

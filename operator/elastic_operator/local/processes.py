@@ -133,9 +133,9 @@ class PodProcess:
     """One pod.
 
     Attributes:
-        new: what the plan asked for.
+        new: the pod that the plan asked for.
         uid: a unique id.
-        created: when it was made, in seconds since the Unix epoch; so are ``started`` and ``ended``.
+        created: when it was created, in seconds since the Unix epoch; so are ``started`` and ``ended``.
         started: when its process started; None before.
         terminating: whether its removal has begun.
         pid: its process; None before it has one.
@@ -160,7 +160,7 @@ class PodProcess:
         self._finished = asyncio.Event()
 
     def observed(self, *, ready: bool) -> Pod:
-        """Return the pod as the plan sees it; ``ready`` says whether the store knows its agent."""
+        """Return the pod as the plan sees it; ``ready``: its agent has registered in the store."""
         if self.ended is not None:
             phase = PodPhase.SUCCEEDED if self._exit_code == 0 else PodPhase.FAILED
         else:

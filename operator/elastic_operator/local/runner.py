@@ -1,8 +1,8 @@
 """``elasticjob run FILE``: one job on this machine, from its manifest to its exit code.
 
-What belongs to a run lives exactly as long as :func:`run_job`: its name, its control socket, its etcd, its pods. A run
-always ends in one order: the plan stops, then the pods, then the store; the last snapshot is written; the name is
-released. If the process is killed, the kernel kills the others (:mod:`elastic_operator.local.pdeathsig`).
+The name, the control socket, the etcd and the pods of a run exist while :func:`run_job` runs. A run always ends in one
+order: the plan stops, then the pods, then the store; the last snapshot is written; the name is released. If the process
+is killed, the kernel kills the others (:mod:`elastic_operator.local.pdeathsig`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Ending:
 
 
 class Observer(Protocol):
-    """Shows a run while it goes on."""
+    """Shows a run while it lasts."""
 
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         """The run has changed; called at most ten times a second, and once more at the end."""
@@ -212,10 +212,10 @@ def _logging_to(file: Path) -> Iterator[None]:
 
 
 class LocalRun:
-    """One run: joins the plan, the processes and those who watch.
+    """One run: connects the plan, the processes and the observers.
 
     Attributes:
-        snapshots: gives snapshots to those who watch.
+        snapshots: gives snapshots to the observers.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class LocalRun:
 
         Args:
             name: the lock on the job's name, to be released when the run has ended.
-            socket: where the control socket is to be.
+            socket: the path of the control socket.
             observer: shows the run.
 
         Raises:
@@ -296,7 +296,7 @@ class LocalRun:
                 task.cancel()
             await asyncio.wait(drivers)
             await self._end_processes(ending, observer)
-            # In this order, so that another run can start as soon as somebody sees the end of this one.
+            # In this order, so that another run can start as soon as the end of this one is visible.
             self._ended = {
                 "how": ending.reason.value,
                 "exitCode": EXIT_CODES[ending.reason],

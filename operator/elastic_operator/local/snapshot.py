@@ -11,7 +11,7 @@ A snapshot holds::
     etcd       {pid, endpoint, restarts}
     progress   {line, time}: the last line that rank 0 printed; null if it printed none
 
-``run.ended`` is null while the run goes on, then {how, exitCode, message, time}; ``how`` is an
+``run.ended`` is null while the run lasts, then {how, exitCode, message, time}; ``how`` is an
 :class:`elastic_operator.local.runner.EndReason`. A run that is not alive and has ``ended: null`` was killed. Times are
 seconds since the Unix epoch; those in ``status`` are written as Kubernetes writes them.
 """
@@ -42,7 +42,7 @@ _PROGRESS_CHARACTERS: Final = 500
 
 
 def snapshot_of(live: LiveJob, backend: LocalBackend, files: RunDir, run: Snapshot) -> Snapshot:
-    """Return the state of a run; ``run`` is what stands under that key."""
+    """Return the state of a run; ``run`` is the value of that key."""
     mirror, etcd = backend.mirror, backend.etcd
     ranks = _ranks(mirror.round, mirror.names)
     urls = {

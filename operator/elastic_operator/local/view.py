@@ -1,4 +1,4 @@
-"""What ``elasticjob run`` shows while a job goes on: a live picture on a terminal, plain lines elsewhere."""
+"""The output of ``elasticjob run`` while a job runs: a live picture on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Step:
     Attributes:
         title: what is done.
         mark: "" before it begins, then :data:`NOW`, and at last :data:`DONE` or :data:`FAILED`.
-        result: what came of it.
+        result: its result.
     """
 
     title: str
@@ -49,7 +49,7 @@ class Hints:
 
     Attributes:
         command: how to call it in a second terminal.
-        first: what has to be typed there before; empty if nothing has.
+        first: what has to be typed there first; empty if there is nothing.
         here: how to call it in this terminal.
     """
 
@@ -123,7 +123,7 @@ def event_text(event: EventView) -> str:
 
 
 class View(contextlib.AbstractContextManager["View"]):
-    """Shows a job while it goes on; a context manager, which gives the terminal back."""
+    """Shows a job while it runs; a context manager, which restores the terminal."""
 
     @abc.abstractmethod
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
@@ -139,10 +139,10 @@ class View(contextlib.AbstractContextManager["View"]):
 
     @abc.abstractmethod
     def say_outcome(self, code: int) -> None:
-        """Say how the run has ended, after the view has ended."""
+        """Print how the run has ended, after the view has ended."""
 
     def __exit__(self, *_: object) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
 
 
 class PlainView(View):
@@ -177,7 +177,7 @@ class PlainView(View):
             self._say(f"| {line}")
 
     def on_steps(self, steps: Sequence[Step]) -> None:
-        """Print which step of the demo begins, and what came of it."""
+        """Print which step of the demo begins, and the result of each."""
         for step in steps:
             if step.mark and step not in self._steps:
                 self._say(f"--- {step.title}" if step.mark == NOW else f"--- {step.title}: {step.result}")

@@ -1,6 +1,6 @@
 """Evaluates the CEL rules in the CRD as an API server does.
 
-A rule stands at a place in the schema and sees the value there as ``self``. A rule that names ``oldSelf`` compares it
+A rule is part of the schema of a value, and sees that value as ``self``. A rule that names ``oldSelf`` compares it
 with the value before the change, and is skipped if there is none, unless it says ``optionalOldSelf: true``; then
 ``oldSelf`` is an optional value with ``hasValue()`` and ``value()``. Rules see declared fields only.
 """
@@ -37,7 +37,7 @@ def broken_rules(value: object, schema: Schema, old: object = None, location: Lo
         value: what to check; it has passed the schema, and the defaults are applied.
         schema: its structural schema.
         old: the value before the change; None if there was none.
-        location: where the value stands.
+        location: the path of the value.
     """
     if value is None:
         return

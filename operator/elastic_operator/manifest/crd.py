@@ -1,8 +1,8 @@
 """Checks manifests on this machine as an API server checks them in a cluster.
 
 ``crds/elasticjob.yaml``, which the package carries as ``elasticjob.yaml``, is the one source of truth for the spec and
-the status. Defaults, schema and CEL rules are read from it. Metadata are the same for every kind of object, so no CRD
-describes them; their schema is here.
+the status. Defaults, schema and CEL rules are read from it. The metadata is the same for every kind of object, so no
+CRD describes it; its schema is here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads an ElasticJob from a YAML file and checks it. Every error begins with file, line and field.
 
 PyYAML reads the file, with the rules of kubectl's YAML library for values without quotes: ``y`` is true, ``1e3`` is a
-number, ``1:30`` and ``2001-01-01`` are texts. As in kubectl, a key must not stand twice, and 3.0 is 3.
+number, ``1:30`` and ``2001-01-01`` are texts. As in kubectl, a mapping must not have a key twice, and 3.0 is 3.
 """
 
 from __future__ import annotations

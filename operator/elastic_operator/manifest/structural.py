@@ -1,6 +1,6 @@
 """Checks a value against the structural schema of a CRD, as an API server does under strict field validation.
 
-jsonschema does the checking; its keywords are extended by those of Kubernetes. What it finds is said in a sentence.
+jsonschema checks; Kubernetes' keywords are added to its own. Each problem is described in a sentence.
 Rules in CEL are in :mod:`elastic_operator.manifest.cel`.
 """
 
@@ -74,7 +74,7 @@ def _suggestion(key: str, properties: Schema) -> str:
 
 
 def _required(_: object, names: list[str], value: object, _schema: object) -> _Errors:
-    """As in JSON Schema, but the error stands at the missing field."""
+    """As in JSON Schema, but the location of the error is the missing field."""
     if isinstance(value, Mapping):
         yield from (ValidationError("missing", path=[name]) for name in names if name not in value)
 

@@ -32,6 +32,11 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
+def since(moment: float | None, now: float) -> str:
+    """Format the time since a moment; a dash if it is unknown."""
+    return duration(now - moment) if moment else "-"
+
+
 def short_duration(seconds: float) -> str:
     """Format a duration that may be below a second: 0s, 0.42ms, 12.3ms, 1.52s, 48s, 2m05s."""
     if not math.isfinite(seconds):

@@ -1,4 +1,4 @@
-"""What is known of a job, as commands and the live view read it: typed, with a default for every field.
+"""The state of a job, as commands and the live view read it: typed, with a default for every field.
 
 The data is a JSON snapshot: of a run on this machine (:mod:`elastic_operator.local.snapshot`) or of a job on a cluster
 (:mod:`elastic_operator.client.cluster`). Another version may have written it: unknown fields are ignored.
@@ -130,6 +130,11 @@ class StatusView(_View, frozen=True):
         return self.state in ("Succeeded", "Failed")
 
     @property
+    def ready(self) -> str:
+        """The number of ready pods of those desired: 2/3."""
+        return f"{self.ready_replicas}/{self.desired}"
+
+    @property
     def suspended(self) -> bool:
         """Whether the job is suspended and all its pods are gone."""
         return self.state == "Suspended" and any(
@@ -179,7 +184,7 @@ class ProgressView(_View, frozen=True):
 
 
 class JobView(_View, frozen=True):
-    """All that is shown of one job; ``manifest`` is the object without its status, ``events`` has the oldest first."""
+    """The state of one job; ``manifest`` is the object without its status, ``events`` has the oldest first."""
 
     manifest: dict[str, Any] = {}
     status: StatusView = StatusView()

@@ -108,14 +108,14 @@ def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list
                 *([job.namespace] if namespaces else []),
                 job.name,
                 job.state,
-                f"{job.status.ready_replicas}/{job.status.desired}",
+                job.status.ready,
                 str(reading.metrics.round or job.status.round or "-"),
                 str(reading.world_size),
                 "-" if reading.goodput is None else percent(reading.goodput),
                 _seconds(lost),
                 f"{charged}+{free}" if free else str(charged),
                 _seconds(max(reading.rates.steps.values(), default=None)),
-                "-" if job.created is None else formatting.duration(reading.now - job.created),
+                formatting.since(job.created, reading.now),
             ]
         )
     return formatting.columns(rows)
@@ -131,7 +131,7 @@ def _header(reading: Reading) -> Iterator[str]:
     facts = [
         f"round {metrics.round or status.round or '-'}",
         f"world size {size}{nodes if size else ''}{desired}",
-        *([] if job.completed else [f"pods ready {status.ready_replicas}/{status.desired}"]),
+        *([] if job.completed else [f"pods ready {status.ready}"]),
         f"restarts {charged} charged, {free} free{left}",
     ]
     yield _SEPARATOR.join(facts)
