@@ -13,7 +13,8 @@ import pytest_asyncio
 from elastic_operator.api.report import decode_report
 from elastic_operator.api.status import JobState
 from elastic_operator.local.client import LocalRuns
-from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons
+from tests.support.crew import eventually
+from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from torchelastic.protocol import RunState
 
 if TYPE_CHECKING:
@@ -85,7 +86,10 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
 
 async def test_the_state_of_an_interrupted_run_is_kept(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
-        await run.trains(2)
+        snapshot = await run.trains(2)
+        agents = [Path(pod["logDir"]) / "agent.log" for pod in training(snapshot)]
+        started = f"round {snapshot['status']['round']}: started"
+        await eventually(lambda: all(started in log.read_text() for log in agents))
         run.process.send_signal(signal.SIGINT)
         assert await run.exit_code() == 130, run.output
         report = report_of(run.record)

@@ -299,6 +299,7 @@ class ForkServer:
                 link, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 links.append(ours.enter_context(link))
                 other_ends.append(theirs.enter_context(other_end).fileno())
+            killed_before = self._memory_kills.count()
             with self._reaper.adopting():
                 send(connection, {"fork": count}, other_ends)
                 try:
@@ -309,7 +310,8 @@ class ForkServer:
                     raise
                 children = [self._reaper.adopt(pid) for pid in answer.get("pids", ())]
             if "error" in answer:
-                raise StartError(answer["error"])
+                memory = self._memory_kills.count() > killed_before
+                raise StartError(f"{answer['error']}, {OUT_OF_MEMORY}" if memory else answer["error"])
             ours.pop_all()
         return [ForkedProcess(child, link) for child, link in zip(children, links, strict=True)]
 

@@ -171,7 +171,7 @@ class Workers:
             {**self._imported_with, TREE_MARK: self._mark},
             program,
             memory_kills=self._memory_kills,
-            spares=1 if self._executed else 1 + self._local_world_size,  # one for the store
+            spares=1 + self._local_world_size,  # one for the store
         )
 
     async def _end_all(self) -> None:
