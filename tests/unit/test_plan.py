@@ -1,8 +1,8 @@
-"""What is done about a job, case by case."""
+"""The plan of a job: names, back-off, charges, status, conditions and events."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +13,7 @@ from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState, LastFailure
 from elastic_operator.controller.messages import MESSAGE_LIMIT
 from elastic_operator.controller.model import EtcdState, IncompatibleImage, Plan
-from elastic_operator.controller.plan import EXIT_PERIOD, plan
+from elastic_operator.controller.plan import plan
 from elastic_operator.controller.scaling import LONGEST_BACK_OFF, back_off
 from tests.support.builders import (
     NAME,
@@ -35,250 +35,22 @@ from tests.support.builders import (
     running,
     says,
     size,
-    succeeded,
     success,
     that_had_pods,
     that_trained,
     unready,
     with_status,
 )
-from torchelastic.protocol import FailureRecord, ResumeRecord, RoundReason, SizeRecord
+from torchelastic.protocol import FailureRecord, ResumeRecord, RoundReason
 
 if TYPE_CHECKING:
-    from elastic_operator.controller.model import Job, Observed
     from torchelastic.protocol import RoundRecord
-
-
-@dataclass(frozen=True)
-class Case:
-    """A job, what is observed, and what is to be done.
-
-    Attributes:
-        creates: indices of new pods.
-        removes: indices of pods that go.
-        tells: the size that is written to the store.
-        state: what the status says; None where it says nothing new.
-        wakes_in: seconds until the plan is made anew.
-        etcd: whether the store is kept.
-        replicas: what is written into the spec.
-    """
-
-    job: Job
-    world: Observed
-    creates: list[int] = field(default_factory=list)
-    removes: list[int] = field(default_factory=list)
-    tells: SizeRecord | None = None
-    state: JobState | None = None
-    wakes_in: float | None = None
-    etcd: bool = True
-    replicas: int | None = None
 
 
 NO_AGENT = IncompatibleImage(Reason.NO_AGENT, "the image busybox has no torchelastic-run")
 STRANGER = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image speaks version 7")
 
-FRESH = a_job(replicas=2)
-TRAINED = that_trained(FRESH)
-FINISHED = with_status(TRAINED, state=JobState.SUCCEEDED, completed=NOW)
-
-CASES = {
-    "a new job gets all its pods at once, without waiting for its store": Case(
-        FRESH, a_world(store_read=False), creates=[0, 1], state=JobState.PENDING
-    ),
-    "a new job without replicas gets the maximum, and that is written down": Case(
-        a_job(replicas=None, maximum=3), a_world(), creates=[0, 1, 2], replicas=3, state=JobState.PENDING
-    ),
-    "replicas above a lowered maximum count as the maximum": Case(
-        a_job(replicas=4, maximum=2), a_world(), creates=[0, 1], state=JobState.PENDING
-    ),
-    "replicas below a raised minimum count as the minimum": Case(
-        a_job(replicas=1, minimum=2), a_world(), creates=[0, 1], state=JobState.PENDING
-    ),
-    "a pod that was killed is replaced at once": Case(
-        TRAINED, a_world(running(0), died(1)), creates=[1], state=JobState.RUNNING
-    ),
-    "the second failure in a row waits for a second": Case(
-        TRAINED, a_world(running(0), died(1, failures=1)), wakes_in=1, state=JobState.RUNNING
-    ),
-    "the tenth waits for a minute": Case(
-        TRAINED, a_world(running(0), died(1, failures=9)), wakes_in=60, state=JobState.RUNNING
-    ),
-    "below the minimum the job waits": Case(
-        that_trained(a_job(replicas=2, minimum=2)),
-        a_world(running(0, size=size(minimum=2)), died(1, size=size(minimum=2))),
-        creates=[1],
-        state=JobState.WAITING,
-    ),
-    "scaling up tells the agents before there are more pods": Case(
-        that_trained(a_job(replicas=3, generation=2)),
-        a_world(running(0), running(1)),
-        creates=[2],
-        tells=size(3, generation=2),
-        state=JobState.RUNNING,
-    ),
-    "scaling down takes what is not ready first": Case(
-        that_trained(a_job(replicas=2, generation=2)),
-        a_world(running(0, size=size(3)), unready(1, size=size(3)), running(2, size=size(3))),
-        removes=[1],
-        tells=size(2, generation=2, going=(unready(1).name,)),
-        state=JobState.RUNNING,
-    ),
-    "then what has the highest index": Case(
-        that_trained(a_job(replicas=1, generation=2)),
-        a_world(running(0), running(1), running(2)),
-        removes=[2, 1],
-        tells=size(1, generation=2, going=tuple(sorted([running(1).name, running(2).name]))),
-        state=JobState.RUNNING,
-    ),
-    "the lowest empty places are filled": Case(
-        that_trained(a_job(replicas=4)),
-        a_world(running(1, size=size(4)), running(3, size=size(4))),
-        creates=[0, 2],
-        state=JobState.RUNNING,
-    ),
-    "a change of the bounds alone is told as well": Case(
-        that_trained(a_job(replicas=2, maximum=8, generation=5)),
-        a_world(running(0), running(1)),
-        tells=size(2, maximum=8, generation=5),
-        state=JobState.RUNNING,
-    ),
-    "a change of something else is not": Case(
-        that_trained(a_job(replicas=2, generation=5)), a_world(running(0), running(1)), state=JobState.RUNNING
-    ),
-    "a size that lies above the generation is outdone": Case(
-        that_trained(a_job(replicas=3, generation=2)),
-        a_world(running(0), running(1), size=size(2, generation=7)),
-        creates=[2],
-        tells=size(3, generation=8),
-        state=JobState.RUNNING,
-    ),
-    "an unreadable store does not keep the pods from being changed": Case(
-        that_trained(a_job(replicas=3, generation=2)),
-        a_world(running(0), running(1), store_read=False),
-        creates=[2],
-        state=JobState.RUNNING,
-    ),
-    "of pods in one place the younger one goes": Case(
-        TRAINED,
-        a_world(running(0), running(1), running(1, after=died(1), created=NOW)),
-        removes=[1],
-        state=JobState.RUNNING,
-    ),
-    "a pod that was announced to go is replaced even if another has gone": Case(
-        TRAINED,
-        a_world(running(0), running(1), size=size(2, generation=3, going=(running(1).name,))),
-        removes=[1],
-        creates=[1],
-        state=JobState.RUNNING,
-    ),
-    "a job whose pods have all gone waits for the store to say whether the run has ended": Case(
-        TRAINED, a_world(store_read=False), state=JobState.WAITING
-    ),
-    "and goes on when the store says that it has not": Case(TRAINED, a_world(), creates=[0, 1], state=JobState.WAITING),
-    "success in the store ends the job; agents get time to end by themselves": Case(
-        TRAINED,
-        a_world(running(0), pending(1), outcome=success()),
-        removes=[1],
-        wakes_in=EXIT_PERIOD,
-        state=JobState.SUCCEEDED,
-    ),
-    "so does failure": Case(
-        TRAINED, a_world(running(0), outcome=failure("no")), wakes_in=EXIT_PERIOD, state=JobState.FAILED
-    ),
-    "an agent's word for success is as good": Case(
-        TRAINED, a_world(succeeded(0), running(1)), wakes_in=EXIT_PERIOD, state=JobState.SUCCEEDED
-    ),
-    "and its word for failure": Case(
-        TRAINED, a_world(died(0, 1, message=says("no")), died(1)), etcd=False, state=JobState.FAILED
-    ),
-    "exit code 1 without the agent's word is an accident": Case(
-        TRAINED, a_world(died(0, 1, message="Traceback"), running(1)), creates=[0], state=JobState.RUNNING
-    ),
-    "input that an agent can't honour ends the job, and the other pods at once": Case(
-        TRAINED, a_world(died(0, 2), running(1)), removes=[1], wakes_in=EXIT_PERIOD, state=JobState.FAILED
-    ),
-    "a job that is being deleted loses its pods": Case(
-        replace(TRAINED, deleting=True), a_world(running(0), going(1)), removes=[0]
-    ),
-    "and then its store": Case(replace(TRAINED, deleting=True), a_world(succeeded(0)), etcd=False),
-    "a spec that says something twice is left alone": Case(
-        that_trained(a_job(env=({"name": "A"}, {"name": "A"}))), a_world(running(0)), state=JobState.RUNNING
-    ),
-    "and gets no store for nobody": Case(
-        a_job(env=({"name": "A"}, {"name": "A"})),
-        replace(a_world(), etcd=EtcdState.ABSENT),
-        state=JobState.PENDING,
-        etcd=False,
-    ),
-    "where the cluster refuses what the spec asks for, nothing is made until the spec is another": Case(
-        FRESH, a_world(died(1, failures=3), rejected="no such volume"), state=JobState.PENDING
-    ),
-    "no store either": Case(
-        FRESH,
-        replace(a_world(store_read=False, rejected="no such volume"), etcd=EtcdState.ABSENT),
-        state=JobState.PENDING,
-        etcd=False,
-    ),
-    "but pods that live keep theirs": Case(
-        TRAINED,
-        replace(a_world(running(0), store_read=False, rejected="no"), etcd=EtcdState.ABSENT),
-        state=JobState.RUNNING,
-    ),
-    "what could not be made for now is planned all the same": Case(
-        TRAINED, a_world(running(0), blocked="exceeded quota"), creates=[1], state=JobState.RUNNING
-    ),
-    "an image without an agent ends the job": Case(
-        TRAINED,
-        a_world(running(0), died(1, 128, incompatible_image=NO_AGENT)),
-        removes=[0],
-        wakes_in=EXIT_PERIOD,
-        state=JobState.FAILED,
-    ),
-    "also where that is known before the container has run": Case(
-        FRESH,
-        a_world(pending(0, incompatible_image=NO_AGENT), pending(1)),
-        removes=[0, 1],
-        wakes_in=EXIT_PERIOD,
-        state=JobState.FAILED,
-    ),
-    "an agent of another version that leaves, or knows how the run ended, is understood": Case(
-        TRAINED, a_world(running(0), left(1, incompatible_image=STRANGER)), creates=[1], state=JobState.RUNNING
-    ),
-    "a dead pod that lingers keeps its place's patience until another takes the place": Case(
-        TRAINED, a_world(running(0), died(1, failures=1, sidecars_running=True)), wakes_in=1, state=JobState.RUNNING
-    ),
-    "and then goes, log or no log": Case(
-        that_trained(a_job(replicas=2), counted_pod_uids=frozenset({died(1).uid})),
-        a_world(running(0), died(1, sidecars_running=True), running(1, after=died(1))),
-        removes=[1],
-        state=JobState.RUNNING,
-    ),
-    "a finished job's pods go where another container still runs": Case(
-        FINISHED, a_world(succeeded(0), succeeded(1, sidecars_running=True)), removes=[1], etcd=False
-    ),
-    "and those of a job that is being deleted": Case(
-        replace(TRAINED, deleting=True), a_world(died(0, sidecars_running=True), died(1)), removes=[0], etcd=False
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_plan_of(case: Case) -> None:
-    if case.state is JobState.RUNNING:
-        case = replace(case, world=replace(case.world, round=a_round(running(0), running(1))))
-
-    made = plan(case.job, case.world, NOW)
-
-    index_of = {pod.uid: pod.index for pod in case.world.pods}
-    assert [pod.index for pod in made.create] == case.creates
-    assert [index_of[removal.uid] for removal in made.remove] == case.removes
-    assert made.size == case.tells
-    assert made.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
-    assert made.etcd is case.etcd
-    assert made.replicas == case.replicas
-    if case.state is not None:
-        assert made.status is not None
-        assert made.status.state is case.state
+TRAINED = that_trained(a_job(replicas=2))
 
 
 def told(made: Plan) -> dict[EventReason, str]:

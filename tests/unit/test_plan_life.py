@@ -1,8 +1,8 @@
-"""A job's whole life, case by case: suspended, resumed, failed by rule, budget or deadline, cleared away, removed."""
+"""The plan of a job: suspension, the applied spec, the failure policy, the end, and stores that cannot be used."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,16 +11,13 @@ import pytest
 from elastic_operator.api.constants import ConditionType, EventReason, Reason
 from elastic_operator.api.spec import (
     AppliedSpec,
-    CleanPodPolicy,
     EtcdSpec,
     FailureAction,
-    GangScheduler,
-    SchedulingSpec,
 )
-from elastic_operator.api.status import Condition, JobState, LastFailure
+from elastic_operator.api.status import JobState, LastFailure
 from elastic_operator.controller.model import EtcdState, Plan
-from elastic_operator.controller.plan import EXIT_PERIOD, plan
-from elastic_operator.controller.snapshot import PATIENCE, with_applied_spec
+from elastic_operator.controller.plan import plan
+from elastic_operator.controller.snapshot import with_applied_spec
 from tests.support.builders import (
     NOW,
     a_failure,
@@ -31,8 +28,6 @@ from tests.support.builders import (
     died,
     evicted,
     failure,
-    going,
-    left,
     lost,
     on_disruption,
     on_reasons,
@@ -40,7 +35,6 @@ from tests.support.builders import (
     pending,
     preempted,
     running,
-    says,
     succeeded,
     success,
     that_had_pods,
@@ -56,353 +50,6 @@ if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed
 
 NO_STORE = replace(a_world(store_read=False), etcd=EtcdState.ABSENT)
-GANG = SchedulingSpec(gang=GangScheduler.VOLCANO)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A job, what is observed, and what is to be done.
-
-    Attributes:
-        creates: indices of new pods.
-        removes: indices of pods that go.
-        state: what the status says; None where it says nothing new.
-        reason: why the job finished; None where it has not.
-        charges: how many pods' deaths the status counts.
-        wakes_in: seconds until the plan is made anew.
-        etcd: whether the store is kept.
-        deletes: whether the job itself goes.
-        together: how many pods a gang has.
-        guarded: how many pods are kept from being evicted.
-    """
-
-    job: Job
-    world: Observed
-    creates: list[int] = field(default_factory=list)
-    removes: list[int] = field(default_factory=list)
-    state: JobState | None = None
-    reason: Reason | None = None
-    charges: int = 0
-    wakes_in: float | None = None
-    etcd: bool = True
-    deletes: bool = False
-    min_member: int | None = None
-    min_available: int | None = None
-
-
-def finished(ago: float = 0.0, *, reason: Reason = Reason.RUN_SUCCEEDED, **spec: object) -> Job:
-    """A job that ended so many seconds ago."""
-    job = that_trained(a_job(**spec))
-    ending = success() if reason is Reason.RUN_SUCCEEDED else None
-    world = a_world(outcome=ending) if ending else a_world(died(0, 2))
-    status = plan(job, world, NOW - ago).status
-    assert status is not None
-    assert condition(status, ConditionType.FINISHED).reason == reason
-    return replace(job, status=status)
-
-
-CASES = {
-    # -- suspended
-    "a job that is suspended from its beginning gets nothing at all": Case(
-        a_job(suspend=True, replicas=None, scheduling=GANG), NO_STORE, state=JobState.SUSPENDED, etcd=False
-    ),
-    "a job that is suspended loses all its pods, those that have ended too": Case(
-        that_trained(a_job(suspend=True, replicas=3)),
-        a_world(running(0), pending(1), died(2)),
-        removes=[0, 1, 2],
-        state=JobState.SUSPENDED,
-        charges=1,
-    ),
-    "its store stays as long as an agent may say goodbye there": Case(
-        that_trained(a_job(suspend=True)), a_world(going(0)), state=JobState.SUSPENDED
-    ),
-    "and goes with the last of them": Case(
-        that_rests(a_job(suspend=True)), a_world(), state=JobState.SUSPENDED, etcd=False
-    ),
-    "it does not wait for one whose node is lost": Case(
-        that_trained(a_job(suspend=True)), a_world(lost(0)), state=JobState.SUSPENDED, etcd=False
-    ),
-    "no store is made for pods that go": Case(
-        that_trained(a_job(suspend=True)),
-        replace(a_world(running(0), store_read=False), etcd=EtcdState.ABSENT),
-        removes=[0],
-        state=JobState.SUSPENDED,
-        etcd=False,
-    ),
-    "a run that had ended before is over all the same": Case(
-        that_trained(a_job(suspend=True)),
-        a_world(running(0), outcome=success()),
-        state=JobState.SUCCEEDED,
-        reason=Reason.RUN_SUCCEEDED,
-        wakes_in=EXIT_PERIOD,
-    ),
-    "also where only an agent says so": Case(
-        that_trained(a_job(suspend=True)),
-        replace(a_world(replace(succeeded(0), terminating=True), store_read=False), etcd=EtcdState.ABSENT),
-        state=JobState.SUCCEEDED,
-        reason=Reason.RUN_SUCCEEDED,
-        etcd=False,
-    ),
-    "a job that is suspended while nobody knows whether its run has ended keeps its store": Case(
-        with_spec_applied(a_job(suspend=True)),
-        a_world(store_read=False),
-        state=JobState.SUSPENDED,
-        wakes_in=PATIENCE,
-    ),
-    "a finished job is not suspended": Case(finished(suspend=True), a_world(succeeded(0)), etcd=False),
-    "a resumed job gets its pods at once, without waiting for its store": Case(
-        that_rests(a_job()), NO_STORE, creates=[0, 1], state=JobState.WAITING
-    ),
-    "a resumed job waits until its former pods have ended": Case(
-        that_rests(a_job(), conditions=(Condition(ConditionType.SUSPENDED, status=False, reason=Reason.STOPPING),)),
-        a_world(going(0)),
-        state=JobState.SUSPENDED,
-    ),
-    "nobody's deadline runs while the job is suspended": Case(
-        that_trained(a_job(suspend=True, active_deadline=60), active=NOW - 60),
-        a_world(running(0)),
-        removes=[0],
-        state=JobState.SUSPENDED,
-    ),
-    # -- managed by another
-    "a job that another manages is left alone": Case(
-        that_trained(a_job(managed_by="kueue.x-k8s.io/multikueue")), a_world(died(0), outcome=success())
-    ),
-    # -- what pods cost
-    "exit code 0 wins over that": Case(
-        that_trained(a_job()),
-        a_world(replace(succeeded(1), reasons=frozenset({"OOMKilled"})), running(0)),
-        state=JobState.SUCCEEDED,
-        reason=Reason.RUN_SUCCEEDED,
-        wakes_in=EXIT_PERIOD,
-    ),
-    "one that its node turns away again and again is not replaced in a hot loop": Case(
-        that_trained(a_job()), a_world(running(0), turned_away(1, failures=3)), wakes_in=4, state=JobState.RUNNING
-    ),
-    # -- the failure policy
-    "a rule can fail the job": Case(
-        that_trained(a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),))),
-        a_world(running(0), out_of_memory(1)),
-        removes=[0],
-        state=JobState.FAILED,
-        reason=Reason.POD_FAILURE_POLICY,
-        charges=1,
-        wakes_in=EXIT_PERIOD,
-    ),
-    "or forgive what would be charged": Case(
-        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),), backoff_limit=0)),
-        a_world(running(0), out_of_memory(1)),
-        creates=[1],
-        state=JobState.RUNNING,
-    ),
-    "which backs off all the same": Case(
-        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),))),
-        a_world(running(0), out_of_memory(1, failures=2)),
-        wakes_in=2,
-        state=JobState.RUNNING,
-    ),
-    "or charge what would be forgiven": Case(
-        that_trained(a_job(failure_rules=(on_disruption(FailureAction.COUNT),), backoff_limit=0)),
-        a_world(running(0), preempted(1)),
-        removes=[0],
-        state=JobState.FAILED,
-        reason=Reason.POD_FAILURES,
-        charges=1,
-        wakes_in=EXIT_PERIOD,
-    ),
-    "the first rule that fits holds": Case(
-        that_trained(
-            a_job(
-                failure_rules=(
-                    on_reasons(FailureAction.FAIL_JOB, "Evicted"),
-                    on_reasons(FailureAction.IGNORE, "OOMKilled"),
-                    on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),
-                )
-            )
-        ),
-        a_world(running(0), out_of_memory(1)),
-        creates=[1],
-        state=JobState.RUNNING,
-    ),
-    "no rule holds for a pod that was merely deleted, or asked to leave": Case(
-        that_trained(a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "Error"),))),
-        a_world(left(0, reasons=frozenset({"Error"})), going(1, reasons=frozenset({"Error"}))),
-        creates=[0, 1],
-        state=JobState.WAITING,
-    ),
-    "nor for what says how the run has ended": Case(
-        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "Error"),))),
-        a_world(died(0, 1, message=says("no"), reasons=frozenset({"Error"})), running(1)),
-        state=JobState.FAILED,
-        reason=Reason.RUN_FAILED,
-        wakes_in=EXIT_PERIOD,
-    ),
-    # -- how long it may take
-    "a job that has taken too long fails": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60),
-        a_world(running(0), running(1)),
-        removes=[0, 1],
-        state=JobState.FAILED,
-        reason=Reason.DEADLINE_EXCEEDED,
-        wakes_in=EXIT_PERIOD,
-    ),
-    "and is woken for that": Case(
-        that_trained(a_job(active_deadline=61), active=NOW - 60),
-        a_world(running(0), running(1)),
-        state=JobState.RUNNING,
-        wakes_in=1,
-    ),
-    "its time begins with its first pod": Case(
-        a_job(active_deadline=61), a_world(), creates=[0, 1], state=JobState.PENDING, wakes_in=61
-    ),
-    "or with its resumption": Case(
-        that_rests(a_job(active_deadline=61)), a_world(), creates=[0, 1], state=JobState.WAITING, wakes_in=61
-    ),
-    "a run that may have ended in time is not failed before its store was read": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60),
-        a_world(store_read=False),
-        state=JobState.WAITING,
-        wakes_in=PATIENCE,
-    ),
-    "also where pods live, which may be about to end": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60),
-        a_world(running(0), running(1), store_read=False),
-        state=JobState.RUNNING,
-        wakes_in=PATIENCE,
-    ),
-    "but a store that cannot be read for a minute is not waited for any longer": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE),
-        a_world(store_read=False, store_error="connection refused"),
-        state=JobState.FAILED,
-        reason=Reason.DEADLINE_EXCEEDED,
-        etcd=False,
-    ),
-    "a store that was read before and is away now delays nothing": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60),
-        a_world(running(0), running(1), store_read=False, round=a_round(running(0), running(1))),
-        removes=[0, 1],
-        state=JobState.FAILED,
-        reason=Reason.DEADLINE_EXCEEDED,
-        wakes_in=EXIT_PERIOD,
-    ),
-    # -- what died before the store was read
-    "nor is a store waited for that only just comes up for a job that has not trained": Case(
-        that_had_pods(a_job(minimum=1, replicas=1, backoff_limit=0)),
-        replace(a_world(died(0), store_read=False), etcd=EtcdState.STARTING),
-        state=JobState.FAILED,
-        reason=Reason.POD_FAILURES,
-        charges=1,
-        etcd=False,
-    ),
-    "a success that was committed before wins": Case(
-        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
-        a_world(died(0), outcome=success()),
-        state=JobState.SUCCEEDED,
-        reason=Reason.RUN_SUCCEEDED,
-        etcd=False,
-    ),
-    "a store that the operator has no right to read is not waited for": Case(
-        that_trained(a_job()), a_world(store_read=False, store_forbidden=True), creates=[0, 1], state=JobState.WAITING
-    ),
-    "nor does it keep a job from having taken too long": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60),
-        a_world(store_read=False, store_forbidden=True),
-        state=JobState.FAILED,
-        reason=Reason.DEADLINE_EXCEEDED,
-        etcd=False,
-    ),
-    # -- the end
-    "with the policy All even ended pods go": Case(
-        finished(clean_pod_policy=CleanPodPolicy.ALL),
-        a_world(succeeded(0), running(1)),
-        removes=[0],
-        state=JobState.SUCCEEDED,
-        wakes_in=EXIT_PERIOD,
-    ),
-    "and those that do not end by themselves": Case(
-        finished(EXIT_PERIOD, clean_pod_policy=CleanPodPolicy.ALL),
-        a_world(succeeded(0), running(1)),
-        removes=[1, 0],
-        etcd=False,
-    ),
-    "with the policy None no pod goes, but the store": Case(
-        finished(EXIT_PERIOD, clean_pod_policy=CleanPodPolicy.NONE),
-        a_world(succeeded(0), running(1)),
-        state=JobState.SUCCEEDED,
-        etcd=False,
-    ),
-    "not before agents had the time to read in it that all is over": Case(
-        finished(clean_pod_policy=CleanPodPolicy.NONE),
-        a_world(running(0), running(1)),
-        state=JobState.SUCCEEDED,
-        wakes_in=EXIT_PERIOD,
-    ),
-    "a finished job goes when its time has come": Case(
-        finished(60, ttl_after_finished=60), a_world(succeeded(0)), etcd=False, deletes=True
-    ),
-    "and not before": Case(finished(59, ttl_after_finished=60), a_world(succeeded(0)), etcd=False, wakes_in=1),
-    "also where its time has come at once": Case(
-        that_trained(a_job(ttl_after_finished=0)),
-        a_world(succeeded(0), outcome=success()),
-        state=JobState.SUCCEEDED,
-        reason=Reason.RUN_SUCCEEDED,
-        etcd=False,
-        deletes=True,
-    ),
-    "but its agents come to their end before": Case(
-        finished(ttl_after_finished=0), a_world(running(0)), state=JobState.SUCCEEDED, wakes_in=EXIT_PERIOD
-    ),
-    # -- together, and guarded
-    "a gang has as many pods as the minimum, and all that are wanted are made": Case(
-        a_job(minimum=2, replicas=3, scheduling=GANG),
-        a_world(),
-        creates=[0, 1, 2],
-        state=JobState.PENDING,
-        min_member=2,
-    ),
-    "and while the job is suspended": Case(
-        that_rests(a_job(suspend=True, scheduling=GANG, disruption_budget=True)),
-        NO_STORE,
-        state=JobState.SUSPENDED,
-        etcd=False,
-    ),
-    "the minimum is kept from being evicted where that is asked for": Case(
-        a_job(minimum=2, disruption_budget=True), a_world(), creates=[0, 1], state=JobState.PENDING, min_available=2
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_plan_of(case: Case) -> None:
-    if case.state is JobState.RUNNING and case.world.store_read:
-        case = replace(case, world=replace(case.world, round=a_round(running(0), running(1))))
-
-    made = plan(case.job, case.world, NOW)
-
-    index_of = {pod.uid: pod.index for pod in case.world.pods}
-    assert [pod.index for pod in made.create] == case.creates
-    assert [index_of[removal.uid] for removal in made.remove] == case.removes
-    assert made.etcd is case.etcd
-    assert made.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
-    assert (made.delete_job, made.min_member, made.min_available) == (case.deletes, case.min_member, case.min_available)
-    if case.state is None:
-        assert made.status is None
-        return
-    assert made.status is not None
-    assert made.status.state is case.state
-    assert made.status.pod_failures == case.charges
-    if case.reason is not None:
-        assert condition(made.status, ConditionType.FINISHED).reason == case.reason
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_second_plan_reports_nothing_new(case: Case) -> None:
-    made = plan(case.job, case.world, NOW)
-    status = made.status or case.job.status
-    again = plan(replace(case.job, status=status), case.world, NOW)
-
-    assert again.events == ()
-    assert again.status is None or case.creates, "carried out in part, it may say what is missing"
 
 
 def told(made: Plan) -> dict[EventReason, str]:

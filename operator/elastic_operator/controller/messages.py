@@ -247,11 +247,6 @@ def clause(quoted: str) -> str:
     return shorten(" ".join(quoted.split()).rstrip("."), _QUOTE_LIMIT)
 
 
-def clauses(*parts: str) -> str:
-    """The parts that are not empty, as one sentence."""
-    return "; ".join(part for part in parts if part)
-
-
 def listed(things: Sequence[str]) -> str:
     """A list: "a, b and c"; the beginning of a long one."""
     shown = list(things)

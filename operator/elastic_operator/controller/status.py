@@ -225,7 +225,7 @@ def _suspended_conditions(
         suspended = (False, Reason.STORE_UNREADABLE, _UNKNOWN)
     else:
         suspended = (True, Reason.SUSPENDED, "no pod is made until spec.suspend is false again")
-    why = messages.clauses(_UNKNOWN, _why_unread(snapshot.observed))
+    why = _clauses(_UNKNOWN, _why_unread(snapshot.observed))
     values: dict[str, Value] = {
         ConditionType.RUNNING: no,
         ConditionType.WAITING: (True, Reason.STORE_UNREADABLE, why) if unread else no,
@@ -268,11 +268,11 @@ def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missin
     if planned.held:
         seen = status.size_generation > 0
         unknown = _UNKNOWN if seen else "whether there were pods already, and the run has ended, only the store knows"
-        return (True, Reason.STORE_UNREADABLE, messages.clauses(unknown, _HELD, _why_unread(observed)))
+        return (True, Reason.STORE_UNREADABLE, _clauses(unknown, _HELD, _why_unread(observed)))
     verb = "is" if status.ready_replicas == 1 else "are"
     there = f"{status.ready_replicas} of at least {messages.count(minimum, 'pod')} {verb} ready"
     reason = Reason.BELOW_MINIMUM if observed.blocked is None else Reason.RESOURCES_BLOCKED
-    return (True, reason, messages.clauses(there, missing))
+    return (True, reason, _clauses(there, missing))
 
 
 def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
@@ -293,7 +293,7 @@ def _degraded(observed: Observed, status: JobStatus, missing: str) -> Value:
         return (False, Reason.ALL_PODS, "")
     there = f"{status.ready_replicas} of {messages.count(status.desired, 'pod')} ready"
     reason = Reason.BELOW_DESIRED if observed.blocked is None else Reason.RESOURCES_BLOCKED
-    return (True, reason, messages.clauses(there, missing))
+    return (True, reason, _clauses(there, missing))
 
 
 def _restart_required(effect: SpecInEffect) -> Value | None:
@@ -305,7 +305,12 @@ def _restart_required(effect: SpecInEffect) -> Value | None:
     has = "has" if len(effect.changes) == 1 else "have"
     changed = f"{messages.listed(effect.changes)} {has} changed; suspend the job and resume it to have that take effect"
     problem = "" if later is None else f"as it stands, it could not be resumed: {later}"
-    return (True, Reason.SPEC_CHANGED, messages.clauses(changed, problem))
+    return (True, Reason.SPEC_CHANGED, _clauses(changed, problem))
+
+
+def _clauses(*parts: str) -> str:
+    """The parts that are not empty, as one sentence."""
+    return "; ".join(part for part in parts if part)
 
 
 def _quoted(message: str | None, reason: Reason) -> Value | None:
@@ -342,7 +347,7 @@ def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
         parts.append(f"no pod is made of this spec: {messages.clause(planned.invalid[1])}")
     if planned.size is not None and snapshot.observed.rejected is not None:
         parts.append("no more pods are made of this spec, which the cluster refuses")
-    return messages.clauses(*parts)
+    return _clauses(*parts)
 
 
 def _not_ready(starting: Iterable[tuple[int, str, str]]) -> list[str]:

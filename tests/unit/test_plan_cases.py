@@ -1,0 +1,596 @@
+"""The plan of a job, case by case: creation, scaling, failures, suspension, deadline, clean-up and deletion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.spec import (
+    CleanPodPolicy,
+    FailureAction,
+    GangScheduler,
+    SchedulingSpec,
+)
+from elastic_operator.api.status import Condition, JobState
+from elastic_operator.controller.model import EtcdState, IncompatibleImage
+from elastic_operator.controller.plan import EXIT_PERIOD, plan
+from elastic_operator.controller.snapshot import PATIENCE
+from tests.support.builders import (
+    NOW,
+    a_job,
+    a_round,
+    a_world,
+    condition,
+    died,
+    failure,
+    going,
+    left,
+    lost,
+    on_disruption,
+    on_reasons,
+    out_of_memory,
+    pending,
+    preempted,
+    running,
+    says,
+    size,
+    succeeded,
+    success,
+    that_had_pods,
+    that_rests,
+    that_trained,
+    turned_away,
+    unready,
+    with_spec_applied,
+    with_status,
+)
+
+if TYPE_CHECKING:
+    from elastic_operator.controller.model import Job, Observed
+    from torchelastic.protocol import SizeRecord
+
+
+NO_AGENT = IncompatibleImage(Reason.NO_AGENT, "the image busybox has no torchelastic-run")
+STRANGER = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image speaks version 7")
+
+FRESH = a_job(replicas=2)
+TRAINED = that_trained(FRESH)
+FINISHED = with_status(TRAINED, state=JobState.SUCCEEDED, completed=NOW)
+
+NO_STORE = replace(a_world(store_read=False), etcd=EtcdState.ABSENT)
+GANG = SchedulingSpec(gang=GangScheduler.VOLCANO)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, what is observed, and the plan.
+
+    Attributes:
+        creates: indices of new pods.
+        removes: indices of pods to delete.
+        tells: the size to write into the store.
+        state: of the new status; None if the status does not change.
+        reason: why the job finished; None if it has not, or if another case shows it.
+        charges: how many failed pods the status counts.
+        wakes_in: seconds until the next plan.
+        etcd: whether the store is kept.
+        replicas: to write into the spec.
+        deletes: whether the job itself is deleted.
+        min_member: the size of the gang.
+        min_available: of the disruption budget.
+    """
+
+    job: Job
+    world: Observed
+    creates: list[int] = field(default_factory=list)
+    removes: list[int] = field(default_factory=list)
+    tells: SizeRecord | None = None
+    state: JobState | None = None
+    reason: Reason | None = None
+    charges: int = 0
+    wakes_in: float | None = None
+    etcd: bool = True
+    replicas: int | None = None
+    deletes: bool = False
+    min_member: int | None = None
+    min_available: int | None = None
+
+
+def finished(ago: float = 0.0, *, reason: Reason = Reason.RUN_SUCCEEDED, **spec: object) -> Job:
+    """A job that ended so many seconds ago."""
+    job = that_trained(a_job(**spec))
+    ending = success() if reason is Reason.RUN_SUCCEEDED else None
+    world = a_world(outcome=ending) if ending else a_world(died(0, 2))
+    status = plan(job, world, NOW - ago).status
+    assert status is not None
+    assert condition(status, ConditionType.FINISHED).reason == reason
+    return replace(job, status=status)
+
+
+CASES = {
+    "a new job gets all its pods at once, before its store is read": Case(
+        FRESH, a_world(store_read=False), creates=[0, 1], state=JobState.PENDING
+    ),
+    "a new job without replicas gets the maximum, which is written into the spec": Case(
+        a_job(replicas=None, maximum=3), a_world(), creates=[0, 1, 2], replicas=3, state=JobState.PENDING
+    ),
+    "replicas above a lowered maximum count as the maximum": Case(
+        a_job(replicas=4, maximum=2), a_world(), creates=[0, 1], state=JobState.PENDING
+    ),
+    "replicas below a raised minimum count as the minimum": Case(
+        a_job(replicas=1, minimum=2), a_world(), creates=[0, 1], state=JobState.PENDING
+    ),
+    "a killed pod is replaced at once": Case(
+        TRAINED, a_world(running(0), died(1)), creates=[1], state=JobState.RUNNING, charges=1
+    ),
+    "the second failure in a row waits for a second": Case(
+        TRAINED, a_world(running(0), died(1, failures=1)), wakes_in=1, state=JobState.RUNNING, charges=1
+    ),
+    "the tenth failure in a row waits for a minute": Case(
+        TRAINED, a_world(running(0), died(1, failures=9)), wakes_in=60, state=JobState.RUNNING, charges=1
+    ),
+    "a job with fewer pods than the minimum waits": Case(
+        that_trained(a_job(replicas=2, minimum=2)),
+        a_world(running(0, size=size(minimum=2)), died(1, size=size(minimum=2))),
+        creates=[1],
+        state=JobState.WAITING,
+        charges=1,
+    ),
+    "the agents are told of a larger size before pods are created": Case(
+        that_trained(a_job(replicas=3, generation=2)),
+        a_world(running(0), running(1)),
+        creates=[2],
+        tells=size(3, generation=2),
+        state=JobState.RUNNING,
+    ),
+    "scaling down removes pods that are not ready first": Case(
+        that_trained(a_job(replicas=2, generation=2)),
+        a_world(running(0, size=size(3)), unready(1, size=size(3)), running(2, size=size(3))),
+        removes=[1],
+        tells=size(2, generation=2, going=(unready(1).name,)),
+        state=JobState.RUNNING,
+    ),
+    "scaling down removes the highest indices next": Case(
+        that_trained(a_job(replicas=1, generation=2)),
+        a_world(running(0), running(1), running(2)),
+        removes=[2, 1],
+        tells=size(1, generation=2, going=tuple(sorted([running(1).name, running(2).name]))),
+        state=JobState.RUNNING,
+    ),
+    "the lowest empty indices are filled": Case(
+        that_trained(a_job(replicas=4)),
+        a_world(running(1, size=size(4)), running(3, size=size(4))),
+        creates=[0, 2],
+        state=JobState.RUNNING,
+    ),
+    "the agents are told of changed bounds": Case(
+        that_trained(a_job(replicas=2, maximum=8, generation=5)),
+        a_world(running(0), running(1)),
+        tells=size(2, maximum=8, generation=5),
+        state=JobState.RUNNING,
+    ),
+    "the agents are not told of other changes": Case(
+        that_trained(a_job(replicas=2, generation=5)), a_world(running(0), running(1)), state=JobState.RUNNING
+    ),
+    "a new size exceeds the generation of the size in the store": Case(
+        that_trained(a_job(replicas=3, generation=2)),
+        a_world(running(0), running(1), size=size(2, generation=7)),
+        creates=[2],
+        tells=size(3, generation=8),
+        state=JobState.RUNNING,
+    ),
+    "pods are changed although the store cannot be read": Case(
+        that_trained(a_job(replicas=3, generation=2)),
+        a_world(running(0), running(1), store_read=False),
+        creates=[2],
+        state=JobState.RUNNING,
+    ),
+    "the younger one of two pods with one index is removed": Case(
+        TRAINED,
+        a_world(running(0), running(1), running(1, after=died(1), created=NOW)),
+        removes=[1],
+        state=JobState.RUNNING,
+    ),
+    "a draining pod is replaced although another pod has gone": Case(
+        TRAINED,
+        a_world(running(0), running(1), size=size(2, generation=3, going=(running(1).name,))),
+        removes=[1],
+        creates=[1],
+        state=JobState.RUNNING,
+    ),
+    "a job that has lost all pods waits until its store was read": Case(
+        TRAINED, a_world(store_read=False), state=JobState.WAITING
+    ),
+    "a job that has lost all pods gets new ones if its run has not ended": Case(
+        TRAINED, a_world(), creates=[0, 1], state=JobState.WAITING
+    ),
+    "success in the store ends the job, and running agents get time to exit": Case(
+        TRAINED,
+        a_world(running(0), pending(1), outcome=success()),
+        removes=[1],
+        wakes_in=EXIT_PERIOD,
+        state=JobState.SUCCEEDED,
+    ),
+    "failure in the store ends the job": Case(
+        TRAINED, a_world(running(0), outcome=failure("no")), wakes_in=EXIT_PERIOD, state=JobState.FAILED
+    ),
+    "an agent that reports success ends the job": Case(
+        TRAINED, a_world(succeeded(0), running(1)), wakes_in=EXIT_PERIOD, state=JobState.SUCCEEDED
+    ),
+    "an agent that reports failure ends the job": Case(
+        TRAINED, a_world(died(0, 1, message=says("no")), died(1)), etcd=False, state=JobState.FAILED
+    ),
+    "exit code 1 without a report of the agent is a failed pod": Case(
+        TRAINED, a_world(died(0, 1, message="Traceback"), running(1)), creates=[0], state=JobState.RUNNING, charges=1
+    ),
+    "bad input ends the job and removes the other pods": Case(
+        TRAINED, a_world(died(0, 2), running(1)), removes=[1], wakes_in=EXIT_PERIOD, state=JobState.FAILED
+    ),
+    "a job that is being deleted loses its pods": Case(
+        replace(TRAINED, deleting=True), a_world(running(0), going(1)), removes=[0]
+    ),
+    "a job that is being deleted loses its store after its pods": Case(
+        replace(TRAINED, deleting=True), a_world(succeeded(0)), etcd=False
+    ),
+    "an invalid spec does not stop running pods": Case(
+        that_trained(a_job(env=({"name": "A"}, {"name": "A"}))), a_world(running(0)), state=JobState.RUNNING
+    ),
+    "an invalid spec gets no store": Case(
+        a_job(env=({"name": "A"}, {"name": "A"})),
+        replace(a_world(), etcd=EtcdState.ABSENT),
+        state=JobState.PENDING,
+        etcd=False,
+    ),
+    "nothing is created while the cluster rejects the spec": Case(
+        FRESH, a_world(died(1, failures=3), rejected="no such volume"), state=JobState.PENDING, charges=1
+    ),
+    "no store is created while the cluster rejects the spec": Case(
+        FRESH,
+        replace(a_world(store_read=False, rejected="no such volume"), etcd=EtcdState.ABSENT),
+        state=JobState.PENDING,
+        etcd=False,
+    ),
+    "live pods keep their store while the cluster rejects the spec": Case(
+        TRAINED,
+        replace(a_world(running(0), store_read=False, rejected="no"), etcd=EtcdState.ABSENT),
+        state=JobState.RUNNING,
+    ),
+    "a pod that cannot be created for now is planned": Case(
+        TRAINED, a_world(running(0), blocked="exceeded quota"), creates=[1], state=JobState.RUNNING
+    ),
+    "an image without an agent ends the job": Case(
+        TRAINED,
+        a_world(running(0), died(1, 128, incompatible_image=NO_AGENT)),
+        removes=[0],
+        wakes_in=EXIT_PERIOD,
+        state=JobState.FAILED,
+    ),
+    "an image without an agent ends the job before its container has run": Case(
+        FRESH,
+        a_world(pending(0, incompatible_image=NO_AGENT), pending(1)),
+        removes=[0, 1],
+        wakes_in=EXIT_PERIOD,
+        state=JobState.FAILED,
+    ),
+    "a pod with an agent of another version may leave": Case(
+        TRAINED, a_world(running(0), left(1, incompatible_image=STRANGER)), creates=[1], state=JobState.RUNNING
+    ),
+    "an ended pod with a running sidecar keeps the back-off of its index": Case(
+        TRAINED,
+        a_world(running(0), died(1, failures=1, sidecars_running=True)),
+        wakes_in=1,
+        state=JobState.RUNNING,
+        charges=1,
+    ),
+    "a replaced pod with a running sidecar is removed": Case(
+        that_trained(a_job(replicas=2), counted_pod_uids=frozenset({died(1).uid})),
+        a_world(running(0), died(1, sidecars_running=True), running(1, after=died(1))),
+        removes=[1],
+        state=JobState.RUNNING,
+    ),
+    "an ended pod with a running sidecar is removed from a finished job": Case(
+        FINISHED, a_world(succeeded(0), succeeded(1, sidecars_running=True)), removes=[1], etcd=False
+    ),
+    "an ended pod with a running sidecar is removed from a job that is being deleted": Case(
+        replace(TRAINED, deleting=True), a_world(died(0, sidecars_running=True), died(1)), removes=[0], etcd=False
+    ),
+    "a job that is suspended from its creation gets nothing": Case(
+        a_job(suspend=True, replicas=None, scheduling=GANG), NO_STORE, state=JobState.SUSPENDED, etcd=False
+    ),
+    "a suspended job loses all pods, including ended ones": Case(
+        that_trained(a_job(suspend=True, replicas=3)),
+        a_world(running(0), pending(1), died(2)),
+        removes=[0, 1, 2],
+        state=JobState.SUSPENDED,
+        charges=1,
+    ),
+    "a suspended job keeps its store while an agent may leave": Case(
+        that_trained(a_job(suspend=True)), a_world(going(0)), state=JobState.SUSPENDED
+    ),
+    "a suspended job loses its store after its last pod": Case(
+        that_rests(a_job(suspend=True)), a_world(), state=JobState.SUSPENDED, etcd=False
+    ),
+    "a suspended job does not wait for a pod on a lost node": Case(
+        that_trained(a_job(suspend=True)), a_world(lost(0)), state=JobState.SUSPENDED, etcd=False
+    ),
+    "no store is created for pods that are removed": Case(
+        that_trained(a_job(suspend=True)),
+        replace(a_world(running(0), store_read=False), etcd=EtcdState.ABSENT),
+        removes=[0],
+        state=JobState.SUSPENDED,
+        etcd=False,
+    ),
+    "a run that had ended before the suspension has ended": Case(
+        that_trained(a_job(suspend=True)),
+        a_world(running(0), outcome=success()),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "an agent's report ends a suspended job": Case(
+        that_trained(a_job(suspend=True)),
+        replace(a_world(replace(succeeded(0), terminating=True), store_read=False), etcd=EtcdState.ABSENT),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        etcd=False,
+    ),
+    "a suspended job keeps its store until it is known whether the run has ended": Case(
+        with_spec_applied(a_job(suspend=True)),
+        a_world(store_read=False),
+        state=JobState.SUSPENDED,
+        wakes_in=PATIENCE,
+    ),
+    "a finished job is not suspended": Case(finished(suspend=True), a_world(succeeded(0)), etcd=False),
+    "a resumed job gets its pods at once, before its store is read": Case(
+        that_rests(a_job()), NO_STORE, creates=[0, 1], state=JobState.WAITING
+    ),
+    "a resumed job waits until its former pods have ended": Case(
+        that_rests(a_job(), conditions=(Condition(ConditionType.SUSPENDED, status=False, reason=Reason.STOPPING),)),
+        a_world(going(0)),
+        state=JobState.SUSPENDED,
+    ),
+    "the deadline does not apply to a suspended job": Case(
+        that_trained(a_job(suspend=True, active_deadline=60), active=NOW - 60),
+        a_world(running(0)),
+        removes=[0],
+        state=JobState.SUSPENDED,
+    ),
+    "a job of another controller is left alone": Case(
+        that_trained(a_job(managed_by="kueue.x-k8s.io/multikueue")), a_world(died(0), outcome=success())
+    ),
+    "exit code 0 wins over a termination reason": Case(
+        that_trained(a_job()),
+        a_world(replace(succeeded(1), reasons=frozenset({"OOMKilled"})), running(0)),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "a pod that its node does not admit backs off": Case(
+        that_trained(a_job()), a_world(running(0), turned_away(1, failures=3)), wakes_in=4, state=JobState.RUNNING
+    ),
+    "a rule can fail the job": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),))),
+        a_world(running(0), out_of_memory(1)),
+        removes=[0],
+        state=JobState.FAILED,
+        reason=Reason.POD_FAILURE_POLICY,
+        charges=1,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "a rule can ignore a failure": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),), backoff_limit=0)),
+        a_world(running(0), out_of_memory(1)),
+        creates=[1],
+        state=JobState.RUNNING,
+    ),
+    "an ignored failure backs off": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),))),
+        a_world(running(0), out_of_memory(1, failures=2)),
+        wakes_in=2,
+        state=JobState.RUNNING,
+    ),
+    "a rule can count a disruption": Case(
+        that_trained(a_job(failure_rules=(on_disruption(FailureAction.COUNT),), backoff_limit=0)),
+        a_world(running(0), preempted(1)),
+        removes=[0],
+        state=JobState.FAILED,
+        reason=Reason.POD_FAILURES,
+        charges=1,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "the first rule that matches applies": Case(
+        that_trained(
+            a_job(
+                failure_rules=(
+                    on_reasons(FailureAction.FAIL_JOB, "Evicted"),
+                    on_reasons(FailureAction.IGNORE, "OOMKilled"),
+                    on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),
+                )
+            )
+        ),
+        a_world(running(0), out_of_memory(1)),
+        creates=[1],
+        state=JobState.RUNNING,
+    ),
+    "no rule applies to a pod that was deleted or asked to leave": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "Error"),))),
+        a_world(left(0, reasons=frozenset({"Error"})), going(1, reasons=frozenset({"Error"}))),
+        creates=[0, 1],
+        state=JobState.WAITING,
+    ),
+    "no rule applies to a pod that reports the end of the run": Case(
+        that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "Error"),))),
+        a_world(died(0, 1, message=says("no"), reasons=frozenset({"Error"})), running(1)),
+        state=JobState.FAILED,
+        reason=Reason.RUN_FAILED,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "an exceeded deadline fails the job": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(running(0), running(1)),
+        removes=[0, 1],
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "the next plan is due at the deadline": Case(
+        that_trained(a_job(active_deadline=61), active=NOW - 60),
+        a_world(running(0), running(1)),
+        state=JobState.RUNNING,
+        wakes_in=1,
+    ),
+    "the deadline counts from the first pod": Case(
+        a_job(active_deadline=61), a_world(), creates=[0, 1], state=JobState.PENDING, wakes_in=61
+    ),
+    "the deadline counts from the resumption": Case(
+        that_rests(a_job(active_deadline=61)), a_world(), creates=[0, 1], state=JobState.WAITING, wakes_in=61
+    ),
+    "the deadline waits until the store was read": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(store_read=False),
+        state=JobState.WAITING,
+        wakes_in=PATIENCE,
+    ),
+    "the deadline waits until the store was read although pods are live": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(running(0), running(1), store_read=False),
+        state=JobState.RUNNING,
+        wakes_in=PATIENCE,
+    ),
+    "the deadline waits for an unreadable store for a minute only": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE),
+        a_world(store_read=False, store_error="connection refused"),
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        etcd=False,
+    ),
+    "the deadline does not wait for a store that was read before": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(running(0), running(1), store_read=False, round=a_round(running(0), running(1))),
+        removes=[0, 1],
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "failures do not wait for a starting store of a job that has not trained": Case(
+        that_had_pods(a_job(minimum=1, replicas=1, backoff_limit=0)),
+        replace(a_world(died(0), store_read=False), etcd=EtcdState.STARTING),
+        state=JobState.FAILED,
+        reason=Reason.POD_FAILURES,
+        charges=1,
+        etcd=False,
+    ),
+    "success in the store wins over an exceeded backoff limit": Case(
+        that_trained(a_job(minimum=1, replicas=1, backoff_limit=0)),
+        a_world(died(0), outcome=success()),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        etcd=False,
+    ),
+    "a store that is forbidden to the operator is not waited for": Case(
+        that_trained(a_job()), a_world(store_read=False, store_forbidden=True), creates=[0, 1], state=JobState.WAITING
+    ),
+    "a store that is forbidden to the operator does not delay the deadline": Case(
+        that_trained(a_job(active_deadline=60), active=NOW - 60),
+        a_world(store_read=False, store_forbidden=True),
+        state=JobState.FAILED,
+        reason=Reason.DEADLINE_EXCEEDED,
+        etcd=False,
+    ),
+    "the policy All removes ended pods": Case(
+        finished(clean_pod_policy=CleanPodPolicy.ALL),
+        a_world(succeeded(0), running(1)),
+        removes=[0],
+        state=JobState.SUCCEEDED,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "the policy All removes pods that do not exit by themselves": Case(
+        finished(EXIT_PERIOD, clean_pod_policy=CleanPodPolicy.ALL),
+        a_world(succeeded(0), running(1)),
+        removes=[1, 0],
+        etcd=False,
+    ),
+    "the policy None removes the store only": Case(
+        finished(EXIT_PERIOD, clean_pod_policy=CleanPodPolicy.NONE),
+        a_world(succeeded(0), running(1)),
+        state=JobState.SUCCEEDED,
+        etcd=False,
+    ),
+    "the policy None keeps the store until the agents could read the outcome": Case(
+        finished(clean_pod_policy=CleanPodPolicy.NONE),
+        a_world(running(0), running(1)),
+        state=JobState.SUCCEEDED,
+        wakes_in=EXIT_PERIOD,
+    ),
+    "a finished job is deleted after its time to live": Case(
+        finished(60, ttl_after_finished=60), a_world(succeeded(0)), etcd=False, deletes=True
+    ),
+    "a finished job is not deleted before its time to live is over": Case(
+        finished(59, ttl_after_finished=60), a_world(succeeded(0)), etcd=False, wakes_in=1
+    ),
+    "a time to live of 0 deletes the job at once": Case(
+        that_trained(a_job(ttl_after_finished=0)),
+        a_world(succeeded(0), outcome=success()),
+        state=JobState.SUCCEEDED,
+        reason=Reason.RUN_SUCCEEDED,
+        etcd=False,
+        deletes=True,
+    ),
+    "a time to live of 0 waits for the agents": Case(
+        finished(ttl_after_finished=0), a_world(running(0)), state=JobState.SUCCEEDED, wakes_in=EXIT_PERIOD
+    ),
+    "the gang has the size of the minimum": Case(
+        a_job(minimum=2, replicas=3, scheduling=GANG),
+        a_world(),
+        creates=[0, 1, 2],
+        state=JobState.PENDING,
+        min_member=2,
+    ),
+    "a suspended job has no gang and no disruption budget": Case(
+        that_rests(a_job(suspend=True, scheduling=GANG, disruption_budget=True)),
+        NO_STORE,
+        state=JobState.SUSPENDED,
+        etcd=False,
+    ),
+    "a disruption budget keeps the minimum": Case(
+        a_job(minimum=2, disruption_budget=True), a_world(), creates=[0, 1], state=JobState.PENDING, min_available=2
+    ),
+}
+
+
+def with_round(case: Case) -> Observed:
+    """What is observed, with the round of a job that trains."""
+    trains = case.state is JobState.RUNNING and case.world.store_read
+    return replace(case.world, round=a_round(running(0), running(1))) if trains else case.world
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_plan_of(case: Case) -> None:
+    made = plan(case.job, with_round(case), NOW)
+
+    index_of = {pod.uid: pod.index for pod in case.world.pods}
+    assert [pod.index for pod in made.create] == case.creates
+    assert [index_of[removal.uid] for removal in made.remove] == case.removes
+    assert made.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
+    assert (made.size, made.etcd, made.replicas) == (case.tells, case.etcd, case.replicas)
+    assert (made.delete_job, made.min_member, made.min_available) == (case.deletes, case.min_member, case.min_available)
+    if case.state is None:
+        assert made.status is None
+        return
+    assert made.status is not None
+    assert (made.status.state, made.status.pod_failures) == (case.state, case.charges)
+    if case.reason is not None:
+        assert condition(made.status, ConditionType.FINISHED).reason == case.reason
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_second_plan_reports_nothing_new(case: Case) -> None:
+    world = with_round(case)
+    made = plan(case.job, world, NOW)
+    again = plan(replace(case.job, status=made.status or case.job.status), world, NOW)
+
+    assert again.events == ()
+    assert again.status is None or case.creates, "carried out in part, it may say what is missing"
