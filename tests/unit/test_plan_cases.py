@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -99,7 +99,7 @@ class Case:
     min_available: int | None = None
 
 
-def finished(ago: float = 0.0, *, reason: Reason = Reason.RUN_SUCCEEDED, **spec: object) -> Job:
+def finished(ago: float = 0.0, *, reason: Reason = Reason.RUN_SUCCEEDED, **spec: Any) -> Job:
     """A job that ended so many seconds ago."""
     job = that_trained(a_job(**spec))
     ending = success() if reason is Reason.RUN_SUCCEEDED else None

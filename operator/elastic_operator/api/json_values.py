@@ -22,15 +22,13 @@ import msgspec
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from elastic_operator.api.spec import Json
 
 
 _T = TypeVar("_T")
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_LAST_MILLISECOND: Final = 253_402_300_799_999
+_LAST_TIME: Final = 253_402_300_799.999
 """The end of the year 9999."""
 
 _NAMES: Final = {
@@ -134,7 +132,7 @@ def from_json(document: object, kind: type[_T]) -> _T:
         BadInput: the document is not one that :func:`to_json` makes.
     """
     try:
-        return msgspec.convert(_field_names(document), kind)
+        return msgspec.convert(_read(document), kind)
     except (msgspec.ValidationError, OverflowError) as error:
         raise BadInput(str(error)) from None
 
@@ -145,12 +143,12 @@ def rfc3339(seconds: float) -> str:
     Args:
         seconds: since the Unix epoch.
     """
-    return f"{_calendar(seconds, math.floor):%Y-%m-%dT%H:%M:%SZ}"
+    return f"{_EPOCH + timedelta(seconds=math.floor(_clamped(seconds))):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def moment(seconds: float) -> str:
     """A time in milliseconds; clamped to what a calendar has."""
-    time = _calendar(seconds * 1000, round, unit=1)
+    time = _EPOCH + timedelta(milliseconds=round(_clamped(seconds) * 1000))
     return f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03d}Z"
 
 
@@ -159,11 +157,8 @@ def seconds_of(time: datetime) -> float:
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
-def _calendar(amount: float, whole: Callable[[float], int], unit: int = 1000) -> datetime:
-    last = _LAST_MILLISECOND // unit
-    if not math.isfinite(amount):
-        amount = last if amount > 0 else 0
-    return _EPOCH + timedelta(milliseconds=min(whole(max(amount, 0.0)), last) * unit)
+def _clamped(seconds: float) -> float:
+    return min(max(0.0, seconds), _LAST_TIME)  # in this order, NaN gives 0
 
 
 @functools.cache
@@ -183,21 +178,23 @@ def _camel(name: str) -> str:
     return first + "".join(part.capitalize() for part in others)
 
 
-def _field_names(value: object) -> object:
+def _read(value: object, key: str = "") -> object:
+    """A value of a document, as its field has it.
+
+    Args:
+        value: the value.
+        key: its key; empty for an item of a list.
+    """
+    if key in _VERBATIM:
+        return value
     if isinstance(value, list):
-        return [_field_names(item) for item in value]
+        return [_read(item, key) for item in value if item is not None or key not in _MILLISECONDS]
+    if value is not None and key in _SECONDS | _MILLISECONDS:
+        return seconds_of(msgspec.convert(value, datetime))
     if not isinstance(value, dict):
         return value
-    return {_field_name(key): _field_value(key, held) for key, held in value.items()}
+    return {_FIELDS.get(name) or _snake(name): _read(held, name) for name, held in value.items()}
 
 
-def _field_name(key: object) -> str:
-    return _FIELDS.get(str(key)) or re.sub(r"[A-Z]", lambda letter: f"_{letter[0].lower()}", str(key))
-
-
-def _field_value(key: object, value: object) -> object:
-    if key in _SECONDS or key in _MILLISECONDS:
-        times = value if isinstance(value, list) else [value]
-        read = [seconds_of(msgspec.convert(time, datetime)) for time in times if time is not None]
-        return read if isinstance(value, list) else next(iter(read), None)
-    return value if key in _VERBATIM else _field_names(value)
+def _snake(key: str) -> str:
+    return re.sub(r"[A-Z]", lambda letter: f"_{letter[0].lower()}", key)

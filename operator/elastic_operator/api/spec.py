@@ -267,8 +267,8 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
     @property
     def desired(self) -> int:
         """How many pods there should be: the wanted number, kept within the bounds."""
-        given = (number for number in (self.replicas, self.first_replicas) if number is not None)
-        return min(max(next(given, self.max_replicas), self.min_replicas), self.max_replicas)
+        wanted = self.first_replicas if self.replicas is None else self.replicas
+        return min(max(self.max_replicas if wanted is None else wanted, self.min_replicas), self.max_replicas)
 
     @property
     def applied(self) -> AppliedSpec:
