@@ -99,14 +99,11 @@ class Case:
     min_available: int | None = None
 
 
-def finished(ago: float = 0.0, *, reason: Reason = Reason.RUN_SUCCEEDED, **spec: Any) -> Job:
-    """A job that ended so many seconds ago."""
+def finished(ago: float = 0.0, **spec: Any) -> Job:
+    """A job that succeeded so many seconds ago."""
     job = that_trained(a_job(**spec))
-    ending = success() if reason is Reason.RUN_SUCCEEDED else None
-    world = a_world(outcome=ending) if ending else a_world(died(0, 2))
-    status = plan(job, world, NOW - ago).status
+    status = plan(job, a_world(outcome=success()), NOW - ago).status
     assert status is not None
-    assert condition(status, ConditionType.FINISHED).reason == reason
     return replace(job, status=status)
 
 
