@@ -255,13 +255,7 @@ PORT_80 = {"name": "worker", "ports": [{"containerPort": 80}]}
     ("template", "settings", "spec", "variable", "ports"),
     [
         ({"hostNetwork": True}, {}, {}, "0", []),
-        (
-            {"containers": [{"name": "worker", "ports": [{"containerPort": 80}]}]},
-            {"agent_metrics_port": 1234},
-            {},
-            "1234",
-            [80, 1234],
-        ),
+        ({"containers": [PORT_80]}, {"agent_metrics_port": 1234}, {}, "1234", [80, 1234]),
         ({}, {"agent_metrics_port": 0}, {}, "0", []),
         ({"hostNetwork": True}, {"agent_metrics_port": 1234}, {"metrics_port": 77}, "77", [77]),
         ({}, {}, {"metrics_port": 0}, "0", []),
@@ -303,27 +297,26 @@ def test_the_period_is_longer_than_notice_and_grace(spec: dict[str, Any], period
 
 
 @pytest.mark.parametrize(
-    ("period", "notice", "grace"), [(3600, 3570, 5), (90, 62.5, 5), (30, 17.5, 5), (8, 3, 3), (0, 0, 0)]
-)
-def test_the_period_of_the_template_is_divided_into_notice_and_grace(period: int, notice: float, grace: float) -> None:
-    pod = pod_of({"terminationGracePeriodSeconds": period})
-    assert pod["spec"]["terminationGracePeriodSeconds"] == period
-    told = env_of(worker_of(pod))
-    assert (float(told["PET_NOTICE"]), float(told["PET_STOP_GRACE"])) == (notice, grace)
-
-
-@pytest.mark.parametrize(
-    ("spec", "told"),
+    ("period", "args", "notice", "grace"),
     [
-        ({"args": ("--notice=20", "x.py")}, {"PET_STOP_GRACE": "2.5"}),
-        ({"args": ("--stop-grace=10", "x.py")}, {"PET_NOTICE": "12.5"}),
-        ({"args": ("--stop-grace=60", "x.py")}, {"PET_NOTICE": "0"}),
-        ({"args": ("--stop-grace=2", "--notice=3", "x.py")}, {}),
+        (3600, (), "3570", "5"),
+        (90, (), "62.5", "5"),
+        (30, (), "17.5", "5"),
+        (8, (), "3", "3"),
+        (0, (), "0", "0"),
+        (30, ("--notice=20",), None, "2.5"),
+        (30, ("--stop-grace=10",), "12.5", None),
+        (30, ("--stop-grace=60",), "0", None),
+        (30, ("--stop-grace=2", "--notice=3"), None, None),
     ],
 )
-def test_within_the_period_of_the_template_the_users_times_are_kept(spec: dict[str, Any], told: dict[str, str]) -> None:
-    given = env_of(worker_of(pod_of({"terminationGracePeriodSeconds": 30}, **spec)))
-    assert {name: given[name] for name in ("PET_NOTICE", "PET_STOP_GRACE") if name in given} == told
+def test_the_period_of_the_template_is_divided_into_notice_and_grace_and_the_users_times_are_kept(
+    period: int, args: tuple[str, ...], notice: str | None, grace: str | None
+) -> None:
+    pod = pod_of({"terminationGracePeriodSeconds": period}, args=(*args, "x.py"))
+    assert pod["spec"]["terminationGracePeriodSeconds"] == period
+    told = env_of(worker_of(pod))
+    assert (told.get("PET_NOTICE"), told.get("PET_STOP_GRACE")) == (notice, grace)
 
 
 def test_notice_and_grace_have_the_defaults_of_the_agent() -> None:
@@ -392,15 +385,14 @@ def test_excluded_nodes_are_added_to_the_affinity(mine: Any, merged: Any) -> Non
     assert template == before
 
 
+PLUGINS, VOLCANO = GangScheduler.SCHEDULER_PLUGINS, GangScheduler.VOLCANO
+
+
 @pytest.mark.parametrize(
     ("gang", "scheduler", "mark"),
     [
-        (
-            GangScheduler.SCHEDULER_PLUGINS,
-            "scheduler-plugins-scheduler",
-            ("labels", "scheduling.x-k8s.io/pod-group"),
-        ),
-        (GangScheduler.VOLCANO, "volcano", ("annotations", "scheduling.k8s.io/group-name")),
+        (PLUGINS, "scheduler-plugins-scheduler", ("labels", "scheduling.x-k8s.io/pod-group")),
+        (VOLCANO, "volcano", ("annotations", "scheduling.k8s.io/group-name")),
     ],
 )
 def test_the_pods_of_a_gang_name_the_scheduler_and_the_group(
@@ -466,15 +458,6 @@ TEMPLATES = st.fixed_dictionaries(
 )
 
 
-@given(template=TEMPLATES)
-def test_any_template_gives_a_pod_and_is_not_changed(template: dict[str, Any]) -> None:
-    before = copy.deepcopy(template)
-    job = a_job(image="i", args=("x",), template=template)
-    pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)
-    assert (pod["kind"], template) == ("Pod", before)
-    problem_of(job.spec)
-
-
 def survives(given: Any, found: Any) -> bool:
     """Whether all that was given stands in what was found, as it was or with more around it; null is nothing."""
     if isinstance(given, dict) and isinstance(found, dict):
@@ -486,9 +469,11 @@ def survives(given: Any, found: Any) -> bool:
 
 
 @given(template=TEMPLATES)
-def test_all_values_of_a_valid_template_are_kept(template: dict[str, Any]) -> None:
+def test_any_template_gives_a_pod_is_not_changed_and_keeps_its_values_if_it_is_valid(template: dict[str, Any]) -> None:
+    before = copy.deepcopy(template)
     job = a_job(image="i", args=("x.py",), template=template)
+    pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)
+    assert (pod["kind"], template) == ("Pod", before)
     if problem_of(job.spec) is None:
-        pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)
         assert survives(template.get("spec"), pod["spec"])
         assert survives(template.get("metadata"), pod["metadata"])

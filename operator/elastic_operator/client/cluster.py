@@ -19,10 +19,10 @@ from elastic_operator.client.cluster_logs import ClusterLogs, is_finished
 from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES, ApiError
-from elastic_operator.kubernetes.pod_status import pod_of
+from elastic_operator.kubernetes.pod_status import event_time, pod_of
 from elastic_operator.kubernetes.store import etcd_state
 from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
-from elastic_operator.views.job_view import JobView, seconds
+from elastic_operator.views.job_view import JobView
 from elastic_operator.views.scrape import MAX_PAGE, ScrapeForbidden, scrape, scrape_leaders
 from torchelastic.protocol import bracketed
 
@@ -334,10 +334,8 @@ def _pod(obj: Json) -> Json:
 
 
 def _event(obj: Json) -> Json:
-    fields = (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("firstTimestamp",))
-    times = [seconds(text(obj, *field)) for field in (*fields, ("metadata", "creationTimestamp"))]
     return {
-        "time": next((time for time in times if time is not None), 0.0),
+        "time": event_time(obj),
         "reason": text(obj, "reason"),
         "message": text(obj, "message"),
         "warning": text(obj, "type") == "Warning",

@@ -24,7 +24,7 @@ from elastic_operator.controller.snapshot import with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.apply import CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, backoff, with_hint
-from elastic_operator.kubernetes.pod_status import container_states, in_a_line, pod_of, seconds, why_waiting
+from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, pod_of, seconds, why_waiting
 from elastic_operator.kubernetes.store import managed_etcd, owner_of
 from elastic_operator.kubernetes.writer import ReportWrite
 from elastic_operator.resources.etcd import ETCD
@@ -416,7 +416,8 @@ def startup_problem(events: Iterable[Json]) -> str:
     ]
     if not of_starters:
         return ""
-    last = max(of_starters, key=_event_time)
+    # Of two in the same second, a warning is the last.
+    last = max(of_starters, key=lambda event: (event_time(event), text(event, "type") == "Warning"))
     message = in_a_line(text(last, "message"))
     if text(last, "type") == "Warning":
         return with_hint(message or text(last, "reason"))
@@ -476,14 +477,3 @@ def _ready(pod: Pod, serving: Collection[str] | None, not_ready: str | None) -> 
 
 def _is_starting(pod: Pod) -> bool:
     return pod.phase is PodPhase.PENDING and bool(pod.node) and not pod.waiting and not pod.terminating
-
-
-def _event_time(event: Json) -> tuple[float, bool]:
-    """When an event happened last; of two in the same second, a warning is the last."""
-    times = (
-        text(event, "series", "lastObservedTime"),
-        text(event, "lastTimestamp"),
-        text(event, "eventTime"),
-        text(event, "metadata", "creationTimestamp"),
-    )
-    return next((at for at in map(seconds, times) if at is not None), 0.0), text(event, "type") == "Warning"

@@ -181,7 +181,6 @@ class _Followed:
         error: why it is unreachable, once that is reported.
         reported: when that was, a monotonic time.
         size: the latest size to write.
-        late: whether ``write_size`` has stopped waiting for ``writing``.
     """
 
     key: str
@@ -197,7 +196,6 @@ class _Followed:
     reported: float = 0.0
     size: SizeRecord | None = None
     writing: asyncio.Task[StoreError | None] | None = None
-    late: bool = False
 
 
 class JobStores:
@@ -299,35 +297,31 @@ class JobStores:
         followed.size = size
         if followed.writing is not None:
             return False
-        followed.writing = self._tasks.create_task(self._write(followed))
-        done, _ = await asyncio.wait([followed.writing], timeout=WRITE_TIMEOUT)
+        writing = followed.writing = self._tasks.create_task(self._write(followed))
+        done, _ = await asyncio.wait([writing], timeout=WRITE_TIMEOUT)
         if not done:
-            followed.late = True
+            writing.add_done_callback(lambda _: self._on_change(followed.key))
             _log.info("%s: its store has not taken the wanted size within %s s", followed.key, WRITE_TIMEOUT)
             return False
-        error = followed.writing.result()
-        followed.writing = None
-        if error is not None:
+        if (error := writing.result()) is not None:
             raise error
         return True
 
     async def _write(self, followed: _Followed) -> StoreError | None:
         """Write the latest size; return the error."""
-        error: StoreError | None = None
         written = None
         try:
             while written is not followed.size and followed.size is not None:
                 written = followed.size
                 await followed.mirror.write_size(written)
-        except StoreError as failure:
-            error = failure
+        except StoreError as error:
+            return error
         except Exception as defect:  # noqa: BLE001 - must not stop the other jobs
             _log.exception("%s: an unexpected error while the wanted size was written to its store", followed.key)
-            error = StoreError(f"an unexpected error: {defect}")
-        if followed.late:
-            followed.late, followed.writing = False, None
-            self._on_change(followed.key)
-        return error
+            return StoreError(f"an unexpected error: {defect}")
+        finally:
+            followed.writing = None
+        return None
 
     def _start(self, uid: str, key: str, *, lasts: bool) -> _Followed:
         mirror = StoreMirror(

@@ -104,6 +104,12 @@ def seconds(time: object) -> float | None:
         return None
 
 
+def event_time(event: Json) -> float:
+    """When an event happened last, in seconds since the Unix epoch; 0 if it does not say."""
+    fields = (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp"))
+    return next((time for field in fields if (time := seconds(text(event, *field))) is not None), 0.0)
+
+
 def conditions_of(pod: Json) -> dict[str, str]:
     """The pod's conditions by type: True, False or Unknown."""
     return {text(entry, "type"): text(entry, "status") for entry in mappings(pod, "status", "conditions")}
