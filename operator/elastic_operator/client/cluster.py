@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _SEE_LIST: Final = "`elasticjob get` with the same flags lists what there is"
 _SLOW_DELETION: Final = 10.0
-"""Seconds after which the user is told what is waited for."""
+"""Seconds of waiting after which the user sees what is left."""
 _MAX_NAMES: Final = 5
 
 

@@ -1,8 +1,8 @@
 """``elasticjob logs`` on a cluster.
 
 All logs of the job's pods are read first, since only the logs themselves say which round is the latest and which pod
-had which rank in it. When following, each log goes on where it was read last: a stream that breaks is resumed, and a
-replacement pod is followed from its first line.
+had which rank in it. When following, each log continues where the last read ended: a stream that breaks is resumed,
+and a replacement pod is followed from its first line.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Applier:
             _block(record, error.why)
 
     def _tell(self, body: Json, plan: Plan) -> None:
-        """Record the plan's events for the version of the job that was observed: told twice, they are there once."""
+        """Record the plan's events for the version of the job that was observed: recorded twice, they exist once."""
         for event in plan.events:
             self._events.event(body, event)
 
@@ -277,7 +277,7 @@ class Applier:
                 raise
             raise Blocked(
                 f"the address {known}, at which the pods of this job look for their etcd, belongs to another service "
-                f"by now: delete these pods, so that new ones are told another ({error})"
+                f"by now: delete these pods, so that new ones get another address ({error})"
             ) from None
 
     async def _ensure_pod_group(self, job: Job, plan: Plan, record: JobRecord) -> bool:

@@ -96,7 +96,7 @@ class Credentials:
             )
         if (self.certificate is None) is not (self.key is None):
             raise StoreRefused(
-                f"{secret} has one of {CERTIFICATE} and {KEY} and not the other: who identifies himself needs both"
+                f"{secret} has one of {CERTIFICATE} and {KEY} and not the other: a client certificate needs both"
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         problem = f"a {AUTHORITY} that holds no certificate in PEM form"
@@ -166,7 +166,7 @@ _MANAGED_PATIENCE: Final = 60.0
 _REPORT_INTERVAL: Final = 30.0
 _RESTART_DELAY: Final = 10.0
 _CLEANUP_TIMEOUT: Final = 5.0
-"""Seconds for deleting a run's keys, which expire within a day anyway."""
+"""Seconds for deleting a run's keys, which otherwise expire within a day."""
 
 
 @dataclass(slots=True)

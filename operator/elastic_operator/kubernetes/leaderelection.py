@@ -130,7 +130,7 @@ class LeaderElector:
                 return
 
     async def _renew(self) -> bool:
-        """Try to renew once; return whether it is known who holds the lease."""
+        """Try to renew once; return whether the holder of the lease is known."""
         settings = self._settings
         left = self._renewed + settings.renew_deadline - time.monotonic()
         try:

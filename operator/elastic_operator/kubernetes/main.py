@@ -35,8 +35,8 @@ _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0
 
 _DESCRIPTION: Final = "Keep the pods of all ElasticJobs of a Kubernetes cluster as their specs want them."
 _EPILOG: Final = """\
-In a pod it reaches the API server with the pod's service account; elsewhere, or where --kubeconfig or --context is
-given, with a kubeconfig. SIGTERM ends it: the jobs train on without it.
+In a pod it uses the pod's service account. Elsewhere, or with --kubeconfig or --context, it uses a kubeconfig.
+SIGTERM ends it; the jobs keep training without it.
 """
 
 
@@ -319,12 +319,12 @@ def set_up_log(log_format: str, level: str) -> None:
 
 
 _SWITCH_INTERVAL: Final = 0.0005
-"""Seconds after which the watches' thread gives way. With the default, ten times as long, creating many pods takes
-twice the time while the watches report each of them."""
+"""Seconds after which the thread of the watches yields to the main thread. With Python's default of 5 ms, creating many
+pods takes twice as long while the watches report each of them."""
 
 _GC_THRESHOLDS: Final = (20_000, 10, 10)
-"""Most objects live as long as a request, or as an object of the cluster; with the default thresholds a fifth of the
-time is spent looking for cycles in the latter."""
+"""Thresholds of the garbage collector. With the defaults, it takes a fifth of the time, because the operator holds many
+objects of the cluster for long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

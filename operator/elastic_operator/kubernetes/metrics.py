@@ -122,7 +122,7 @@ def jobs_text(bodies: Iterable[Json], *, open_metrics: bool) -> str:
     return "".join(_family(name, series, open_metrics=open_metrics) for name, series in lines.items())
 
 
-class jobs_by_condition(Collector):  # noqa: N801 - used like a function
+class JobsByCondition(Collector):
     """Counts the jobs for which each condition holds."""
 
     def __init__(self, bodies: Callable[[], Iterable[Json]]) -> None:
@@ -135,16 +135,12 @@ class jobs_by_condition(Collector):  # noqa: N801 - used like a function
             for condition in mappings(body, "status", "conditions"):
                 if condition.get("type") in counts and condition.get("status") == "True":
                     counts[str(condition["type"])] += 1
-        (family,) = self.describe()
+        family = GaugeMetricFamily(
+            "elastic_operator_jobs", "Jobs for which a condition holds; several may hold for one.", labels=["condition"]
+        )
         for condition_type, count in counts.items():
             family.add_metric([condition_type], count)
         yield family
-
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        """The family without values."""
-        yield GaugeMetricFamily(
-            "elastic_operator_jobs", "Jobs for which a condition holds; several may hold for one.", labels=["condition"]
-        )
 
 
 def _series(body: Json) -> Iterator[tuple[str, str, int | None]]:
@@ -282,7 +278,7 @@ class OperatorMetrics:
 
     def jobs(self, bodies: Callable[[], Iterable[Json]], is_leader: Callable[[], bool]) -> None:
         """Show the number of jobs by condition and, on the leader alone so that sums are right, each job."""
-        self.registry.register(jobs_by_condition(bodies))
+        self.registry.register(JobsByCondition(bodies))
         self._jobs = lambda: bodies() if is_leader() else ()
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
