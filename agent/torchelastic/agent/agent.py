@@ -301,8 +301,8 @@ class Agent:
             for env in environments
         ]
         serving = None if began.store is None else asyncio.create_task(workers.serve_store(began.store))
-        await asyncio.sleep(0)  # the store is the first to get a process, because the workers wait for it
         try:
+            await asyncio.sleep(0)  # the store is the first to get a process, because the workers wait for it
             self._group = await workers.start(round, starts)
         finally:
             if serving is not None:

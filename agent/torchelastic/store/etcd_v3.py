@@ -31,7 +31,6 @@ from torchelastic.store.etcd_http import (
     WrongApi,
     is_transient,
     shown,
-    time_limit,
     unexpected,
 )
 
@@ -163,12 +162,7 @@ class EtcdV3Store:
                 await self._probe(prefix, start)
             server = self._servers.endpoints[0]
             body = msgspec.json.encode({"create_request": {**_below(prefix), "start_revision": start}})
-            async with contextlib.AsyncExitStack() as stack:
-                limit = self._settings.request_timeout
-                async with time_limit(server, limit):
-                    response = await stack.enter_async_context(self._request("POST", server, "/v3/watch", limit, body))
-                _break_when_peer_is_silent(response, self._settings.silence_limit)
-                stream = _Stream(server, response)
+            async with self._stream(server, body) as stream:
                 quiet = 0
                 while quiet < QUIET_CHECKS:
                     line = await stream.next(self._patience)
@@ -190,6 +184,19 @@ class EtcdV3Store:
     async def close(self) -> None:
         """See :meth:`Store.close <torchelastic.store.api.Store.close>`."""
         await self._servers.close()
+
+    @contextlib.asynccontextmanager
+    async def _stream(self, server: str, body: bytes) -> AsyncGenerator[_Stream, None]:
+        """Begin a watch and yield its messages."""
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def begin(endpoint: str, connect: float) -> aiohttp.ClientResponse:
+                request = self._request("POST", endpoint, "/v3/watch", connect, body)
+                return await stack.enter_async_context(request)
+
+            response = await self._servers.ask(begin, at=server)
+            _break_when_peer_is_silent(response, self._settings.silence_limit)
+            yield _Stream(server, response)
 
     async def _probe(self, prefix: str, start: int, *, at: str | None = None) -> None:
         """Make sure that a server answers, lets us read, and has reached ``start``.

@@ -73,26 +73,25 @@ def main() -> None:
 def _serve(control: socket.socket) -> socket.socket | None:
     """Serve the agent; returns None when it is gone, and in a child its link to the agent."""
     error = _import_torch()
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionError):  # the agent is gone, or has given up a request
+        while True:
             message, descriptors = _receive(control)
-        except EOFError:
-            return None
-        match message:
-            case {"preload": modules, "search_path": search_path}:  # the first message
-                send(control, {"error": error or _preload(modules, search_path)})
-            case {"import": module}:
-                environment = dict(os.environ)
-                with _collector_off():
-                    _import(module)
-                _set_environment(environment)
-                tempfile.tempdir = None  # each worker chooses its own folder for temporary files
-                send(control, {})
-            case _:
-                answer, link = _fork_each([socket.socket(fileno=descriptor) for descriptor in descriptors])
-                if link is not None:
-                    return link
-                send(control, answer)
+            match message:
+                case {"preload": modules, "search_path": search_path}:  # the first message
+                    send(control, {"error": error or _preload(modules, search_path)})
+                case {"import": module}:
+                    environment = dict(os.environ)
+                    with _collector_off():
+                        _import(module)
+                    _set_environment(environment)
+                    tempfile.tempdir = None  # each worker chooses its own folder for temporary files
+                    send(control, {})
+                case _:
+                    answer, link = _fork_each([socket.socket(fileno=descriptor) for descriptor in descriptors])
+                    if link is not None:
+                        return link
+                    send(control, answer)
+    return None
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
