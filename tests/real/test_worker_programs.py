@@ -17,7 +17,7 @@ import pytest
 from tests.support.crew import exit_of
 from tests.support.programs import by_hand, hand_command, output_of, run, script
 from torchelastic.agent.workers.pool import Workers, WorkerStart
-from torchelastic.agent.workers.program import program_of_command
+from torchelastic.config.program import program_of_command
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:

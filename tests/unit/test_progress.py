@@ -15,10 +15,10 @@ import pytest
 import torchelastic
 from torchelastic import metrics
 from torchelastic.agent.worker_socket import Progress, WorkerSocket
+from torchelastic.agent_socket import AGENT, CHANNEL
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.protocol import Member, RoundRecord
 from torchelastic.training import progress
-from torchelastic.training.agent_socket import AGENT, CHANNEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -16,6 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.support.scraping import Page
+from torchelastic.agent_socket import METRICS_FILE
 from torchelastic.metrics import MetricStream
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
@@ -23,7 +24,6 @@ from torchelastic.metrics.series import Form, Kind, forms_of
 from torchelastic.metrics.shared_memory import MemoryWriter, Source
 from torchelastic.metrics.worker import WorkerMetricHandler
 from torchelastic.metrics.worker_collector import MAX_INHERITED, WorkerMetrics
-from torchelastic.training.agent_socket import METRICS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,8 +13,8 @@ import pytest
 
 import torchelastic as worker
 from torchelastic.agent.worker_socket import Progress, WorkerSocket
+from torchelastic.agent_socket import AGENT, CHANNEL, HEARTBEAT_FILE, LINE_LIMIT, short_path
 from torchelastic.training import notice as notice_module
-from torchelastic.training.agent_socket import AGENT, CHANNEL, HEARTBEAT_FILE, LINE_LIMIT, short_path
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from torchelastic.agent_socket import CHANNEL
 from torchelastic.errors import SettingsError
-from torchelastic.training.agent_socket import CHANNEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

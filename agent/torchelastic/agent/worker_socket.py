@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, Self
 
 import msgspec
 
+from torchelastic.agent_socket import CHANNEL, LINE_LIMIT, short_path
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import RoundReason, shorten
-from torchelastic.training.agent_socket import CHANNEL, LINE_LIMIT, short_path
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -160,7 +160,7 @@ def _program(line: CommandLine) -> Program:
         raise SettingsError("--no-python and --module can't be given together: a module is always Python.")
     if is_command:
         # Only this form needs it, and it belongs to the part of the agent that starts workers.
-        from torchelastic.agent.workers.program import program_of_command
+        from torchelastic.config.program import program_of_command
 
         program = dataclasses.replace(program_of_command(argv), start_method=method)
     else:
@@ -174,7 +174,7 @@ def _program(line: CommandLine) -> Program:
 
 
 def _check_preload(given: Given, names: Sequence[str], program: Program) -> None:
-    from torchelastic.agent.workers.program import search_path  # as above
+    from torchelastic.config.program import search_path  # as above
 
     is_python = program.kind is not ProgramKind.COMMAND
     first = (search_path(program.kind.value, program.argv[0]) if is_python else "") or str(Path.cwd())

@@ -11,11 +11,11 @@ import os
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
+from torchelastic.agent_socket import METRICS_FILE, is_worker
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series import Form, Kind
 from torchelastic.metrics.shared_memory import MemoryWriter, Source
 from torchelastic.metrics.validation import ValidatingHandler
-from torchelastic.training.agent_socket import METRICS_FILE, is_worker
 
 if TYPE_CHECKING:
     from torchelastic.metrics.api import MetricRegistry

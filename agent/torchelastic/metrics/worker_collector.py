@@ -12,6 +12,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from torchelastic.agent_socket import METRICS_FILE
 from torchelastic.metrics.series import (
     DROPPED,
     PLATFORM_GROUP,
@@ -24,7 +25,6 @@ from torchelastic.metrics.series import (
 )
 from torchelastic.metrics.shared_memory import MemoryReader
 from torchelastic.metrics.validation import REASONS, TOO_MANY_NAMES
-from torchelastic.training.agent_socket import METRICS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from torchelastic.training.agent_socket import HEARTBEAT_FILE, is_worker
+from torchelastic.agent_socket import HEARTBEAT_FILE, is_worker
 
 
 def heartbeat() -> None:

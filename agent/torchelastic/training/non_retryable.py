@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Self
 
-from torchelastic.training.agent_socket import CHANNEL
+from torchelastic.agent_socket import CHANNEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable

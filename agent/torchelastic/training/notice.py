@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.training.agent_socket import (
+from torchelastic.agent_socket import (
     AGENT,
     CHANNEL,
     LINE_LIMIT,

@@ -18,8 +18,8 @@ import time
 from _thread import start_new_thread
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from torchelastic.agent_socket import AGENT, is_worker
 from torchelastic.metrics import put_metric
-from torchelastic.training.agent_socket import AGENT, is_worker
 
 if TYPE_CHECKING:
     from types import TracebackType

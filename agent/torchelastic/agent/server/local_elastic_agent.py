@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from torchelastic.agent.library_agent import LibraryAgent
+    from torchelastic.agent.server.library_agent import LibraryAgent
     from torchelastic.agent.server.torch_agent import TorchAgent
 
 __all__ = ["LocalElasticAgent"]
@@ -166,8 +166,8 @@ class LocalElasticAgent:
 
             return TorchAgent(self._spec, self._logs, self._exit_barrier_timeout, stopped)
         from torchelastic.agent.function_call import call_of
-        from torchelastic.agent.library_agent import LibraryAgent
-        from torchelastic.agent.workers.program import program_of_command
+        from torchelastic.agent.server.library_agent import LibraryAgent
+        from torchelastic.config.program import program_of_command
 
         entrypoint, arguments = self._spec.program, self._spec.args
         if isinstance(entrypoint, str):

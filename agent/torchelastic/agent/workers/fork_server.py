@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.failures import OUT_OF_MEMORY
 from torchelastic.agent.workers.processes import python_code, spawn
-from torchelastic.agent.workers.program import search_path
+from torchelastic.config.program import search_path
 from torchelastic.errors import StartError
 
 if TYPE_CHECKING:

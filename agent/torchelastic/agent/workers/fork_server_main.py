@@ -35,9 +35,9 @@ import torchelastic.training.progress  # noqa: F401 - a signal handler may need 
 from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, MESSAGE_LIMIT, READY, send
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
-from torchelastic.agent.workers.program import absolute, changed_imports, is_container, python_command, search_path
+from torchelastic.agent_socket import METRICS_FILE
+from torchelastic.config.program import absolute, changed_imports, is_container, python_command, search_path
 from torchelastic.metrics import worker as worker_metrics
-from torchelastic.training.agent_socket import METRICS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -26,13 +26,13 @@ from torchelastic.agent.workers.fork_server import READY, ForkServer
 from torchelastic.agent.workers.group import GroupEnded, Worker, WorkerGroup, WorkerStart
 from torchelastic.agent.workers.linux import TREE_MARK
 from torchelastic.agent.workers.processes import Reaper
-from torchelastic.agent.workers.program import changed_imports, python_command, reason_to_execute
 from torchelastic.agent.workers.watchdog import Watchdog
+from torchelastic.agent_socket import HEARTBEAT_FILE, METRICS_FILE
+from torchelastic.config.program import changed_imports, python_command, reason_to_execute
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.machine import interface_variables
 from torchelastic.output import DEFAULT_ROLE, worker_prefix
-from torchelastic.training.agent_socket import HEARTBEAT_FILE, METRICS_FILE
 
 if TYPE_CHECKING:
     import socket
