@@ -282,7 +282,7 @@ async def test_a_wide_list_has_the_addresses_of_the_metrics(server: ApiStandIn, 
         assert (header.split()[-1], line.split()[-1]) == ("METRICS", "10.1.2.3:9464")
 
 
-def test_a_description_has_all_that_is_known() -> None:
+def test_a_description_has_pods_events_and_conditions() -> None:
     words = '{"reason":"StoreUnavailable","message":"etcd does not answer","protocol":1}'
     pods = [
         pod(0, "aaaaa"),
@@ -331,7 +331,7 @@ def test_a_status_older_than_the_spec_is_marked(observed: int | None, words: str
     assert words in state
 
 
-async def test_what_the_user_may_not_see_is_left_out_of_a_description(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_a_description_omits_objects_that_the_user_may_not_read(server: ApiStandIn, terminal: Terminal) -> None:
     server.failing = {
         f"/api/v1/namespaces/team/{what}": (403, "no") for what in ("pods", "events", "services/digits-etcd")
     }
@@ -399,7 +399,7 @@ async def test_metrics_are_read_through_the_api_server(server: ApiStandIn, termi
     ]
 
 
-async def test_a_pod_that_cannot_be_read_is_named_and_hides_no_other(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_an_unreadable_pod_is_named_and_the_others_are_shown(server: ApiStandIn, terminal: Terminal) -> None:
     no_port = serving(0, "aaaaa")
     no_port["metadata"]["annotations"][ANNOTATION_METRICS_PORT] = "99999"
     for made in (no_port, serving(2, "ccccc"), serving(2, "large")):

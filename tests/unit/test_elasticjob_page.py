@@ -23,11 +23,11 @@ SPEC = crd.schema()["properties"]["spec"]["properties"]
 STATUS = crd.schema()["properties"]["status"]["properties"]
 ARCHIVED = {"rdzvEndpoint", "replicaSpecs", "RunPolicy"}
 WHOLE = {"template", "env", "command", "args", "etcd.resources", "etcd.storage", "checkpoint.volume"}
-"""What is told as a whole, whatever its schema says of its inside."""
+"""Fields that have one description for all fields below them."""
 
 
 def section(heading: str) -> str:
-    """What stands below a heading."""
+    """The text below a heading."""
     return re.split(r"^#+ ", PAGE.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -51,14 +51,14 @@ FIELDS = rows(
 
 
 def leaves(properties: dict[str, Any], path: str = "") -> Iterator[str]:
-    """The fields of a schema that have no fields below them, or are told as a whole."""
+    """The fields of a schema that have no fields below them, or have one description for all of these."""
     for name, schema in properties.items():
         at = f"{path}{name}"
         below = {} if at in WHOLE else schema.get("properties", {})
         yield from leaves(below, f"{at}.") if below else [at]
 
 
-def test_every_field_of_the_spec_is_told_and_no_other() -> None:
+def test_the_page_describes_every_field_of_the_spec_and_no_other() -> None:
     of_today = {name: schema for name, schema in SPEC.items() if name not in ARCHIVED}
     assert {*leaves(of_today)} - {"schedulingPolicy.minAvailable"} == FIELDS.keys()
     former = rows("Manifests of the first ElasticJob controller")
@@ -68,36 +68,36 @@ def test_every_field_of_the_spec_is_told_and_no_other() -> None:
     assert {"rdzvEndpoint", "RunPolicy", "schedulingPolicy.minAvailable", *below_worker} <= former.keys()
 
 
-def test_defaults_are_those_of_the_definition() -> None:
+def test_the_defaults_are_those_of_the_definition() -> None:
     for name, schema in SPEC.items():
         if "default" in schema:
             default = schema["default"]
             assert FIELDS[name][0] == f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
-def test_what_may_change_at_any_time_is_what_no_rule_refuses_and_no_pod_is_made_from() -> None:
-    told = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("any time")}
+def test_fields_marked_any_time_are_those_that_no_rule_refuses_and_no_pod_depends_on() -> None:
+    described = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("any time")}
     about_changes = [rule for rule in crd.schema()["x-kubernetes-validations"] if "oldSelf" in rule["rule"]]
     refused = {rule["fieldPath"].removeprefix(".spec.").partition(".")[0] for rule in about_changes}
-    assert told == SPEC.keys() - {*ARCHIVED, "managedBy"} - refused - {*AppliedSpec.__struct_encode_fields__}
+    assert described == SPEC.keys() - {*ARCHIVED, "managedBy"} - refused - {*AppliedSpec.__struct_encode_fields__}
 
 
-def test_what_changes_only_while_suspended_is_what_the_rules_refuse_while_a_job_runs() -> None:
-    told = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("suspended")}
+def test_fields_marked_suspended_are_those_that_the_rules_refuse_while_a_job_runs() -> None:
+    described = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("suspended")}
     about_changes = [rule for rule in crd.schema()["x-kubernetes-validations"] if "oldSelf" in rule["rule"]]
     refused = {rule["fieldPath"].removeprefix(".spec.") for rule in about_changes}
-    assert {name for name in FIELDS if any(f"{name}.".startswith(f"{field}.") for field in refused)} == told
+    assert {name for name in FIELDS if any(f"{name}.".startswith(f"{field}.") for field in refused)} == described
     assert {name for name, (_, changes, _) in FIELDS.items() if changes == "never"} == {"managedBy"}
 
 
-def test_the_fields_of_a_rule_for_failures_are_told() -> None:
+def test_the_page_describes_the_fields_of_a_failure_rule() -> None:
     properties = SPEC["failurePolicy"]["properties"]["rules"]["items"]["properties"]
     assert rows("When something fails").keys() == properties.keys()
 
 
-def test_every_field_of_the_status_is_told_but_those_for_the_operator_alone() -> None:
-    told = rows("The status").keys() - {str(kind) for kind in ConditionType}
-    assert told == STATUS.keys() - {
+def test_the_page_describes_every_field_of_the_status_that_is_for_users() -> None:
+    described = rows("The status").keys() - {str(kind) for kind in ConditionType}
+    assert described == STATUS.keys() - {
         "countedPodUIDs",
         "sizeGeneration",
         "selector",
@@ -120,13 +120,13 @@ def test_the_examples_are_accepted(number: int) -> None:
     assert crd.validate(example if "kind" in example else job) == []
 
 
-def test_what_it_shows_of_the_first_controllers_manifests_means_what_it_says() -> None:
+def test_the_archived_example_has_the_described_meaning() -> None:
     example = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1])
     spec = ElasticJobSpec.of(crd.apply_defaults(example)["spec"])
     assert (spec.nproc_per_node, spec.desired, spec.etcd.endpoint) == (4, 2, "etcd-service:2379")
 
 
-def test_a_running_job_of_the_first_controller_becomes_what_it_shows_beside_it() -> None:
+def test_the_archived_example_can_be_rewritten_as_the_example_beside_it() -> None:
     examples = [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
     former, anew = (crd.apply_defaults(example) for example in examples[1:])
     assert crd.validate(anew, old={**former, "status": {"replicas": 2, "startTime": "2026-01-01T00:00:00Z"}}) == []
@@ -135,7 +135,7 @@ def test_a_running_job_of_the_first_controller_becomes_what_it_shows_beside_it()
     assert (means.desired, means.max_restarts, means.backoff_limit) == (2, meant.max_restarts, meant.backoff_limit)
 
 
-def test_each_flag_that_it_calls_the_operators_is_refused() -> None:
+def test_each_flag_that_only_the_operator_sets_is_refused() -> None:
     beginning, of_fields = section("What is trained, and with how many pods").split("\n- what a field sets")
     flags = re.findall(r"`(--[a-z-]+)`", beginning.split("- what only the operator may set")[1])
     assert len(flags) == 9
@@ -148,7 +148,7 @@ def test_each_flag_that_it_calls_the_operators_is_refused() -> None:
     assert "`--tee`" in of_fields
 
 
-def test_the_contents_lead_to_the_headings() -> None:
+def test_the_table_of_contents_links_to_the_headings() -> None:
     titles = re.findall(r"^## (.*)", PAGE, re.MULTILINE)
     anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= anchors

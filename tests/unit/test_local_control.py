@@ -1,4 +1,4 @@
-"""The control API from both ends: its server and its client, over a real socket, for a run that is only pretended."""
+"""The control API: its server and its client over a real socket, with a simulated run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NOW = 1_700_000_000.0
 
 
-class PretendedRun:
+class SimulatedRun:
     """A run that counts its pods, and ends when it is deleted."""
 
     def __init__(self, files: RunDir, control_socket: Path) -> None:
@@ -63,18 +63,18 @@ def jobs(tmp_path: Path) -> LocalRuns:
 
 
 @pytest_asyncio.fixture
-async def run(files: RunDir, tmp_path: Path) -> AsyncIterator[PretendedRun]:
+async def run(files: RunDir, tmp_path: Path) -> AsyncIterator[SimulatedRun]:
     control_socket = tmp_path / "s"
-    pretended = PretendedRun(files, control_socket)
-    async with control_server(pretended, control_socket):
-        files.write_record(pretended.snapshot())
-        yield pretended
-        pretended.snapshots.close()
+    simulated = SimulatedRun(files, control_socket)
+    async with control_server(simulated, control_socket):
+        files.write_record(simulated.snapshot())
+        yield simulated
+        simulated.snapshots.close()
     assert not control_socket.exists()
 
 
 async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
-    run: PretendedRun, files: RunDir, jobs: LocalRuns
+    run: SimulatedRun, files: RunDir, jobs: LocalRuns
 ) -> None:
     run.spec["replicas"] = 3  # not in its directory yet
     for name in ("digits", files.run_id):
@@ -84,8 +84,8 @@ async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
     assert await asyncio.to_thread(jobs.report, "digits") == (b'{"rounds": []}', "")
 
 
-async def test_a_run_can_be_scaled_and_suspended_and_refuses_with_its_own_sentence(
-    run: PretendedRun, jobs: LocalRuns
+async def test_a_run_can_be_scaled_and_suspended_and_its_refusal_is_passed_on(
+    run: SimulatedRun, jobs: LocalRuns
 ) -> None:
     await asyncio.to_thread(jobs.scale, "digits", 1)
     assert run.spec["replicas"] == 1
@@ -97,7 +97,7 @@ async def test_a_run_can_be_scaled_and_suspended_and_refuses_with_its_own_senten
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"image": "i"}', b'{"replicas": null}'])
-async def test_a_request_that_makes_no_sense_is_refused(run: PretendedRun, tmp_path: Path, body: bytes) -> None:
+async def test_an_invalid_request_is_refused(run: SimulatedRun, tmp_path: Path, body: bytes) -> None:
     reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
     writer.write(f"PATCH /job HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode())
     writer.write(body)
@@ -110,7 +110,7 @@ async def test_a_request_that_makes_no_sense_is_refused(run: PretendedRun, tmp_p
     assert run.spec == {"replicas": 2, "suspend": False}
 
 
-async def test_a_watch_sees_every_state_that_lasts_and_the_end(run: PretendedRun, jobs: LocalRuns) -> None:
+async def test_a_watch_yields_each_lasting_state_and_the_end(run: SimulatedRun, jobs: LocalRuns) -> None:
     client = await asyncio.to_thread(jobs.run, "digits")
     snapshots = client.watch()
     assert (await asyncio.to_thread(next, snapshots))["manifest"]["spec"]["replicas"] == 2
@@ -121,20 +121,18 @@ async def test_a_watch_sees_every_state_that_lasts_and_the_end(run: PretendedRun
     assert await asyncio.to_thread(next, snapshots, None) is None
 
 
-async def test_deleting_returns_when_the_run_has_ended(run: PretendedRun, jobs: LocalRuns) -> None:
+async def test_deleting_returns_when_the_run_has_ended(run: SimulatedRun, jobs: LocalRuns) -> None:
     await asyncio.to_thread(jobs.delete, "digits")
     assert run.ended is not None
     with pytest.raises(NotFound, match="no job digits is running here"):
         jobs.scale("digits", 1)
 
 
-async def test_a_run_that_was_killed_is_known_by_its_last_record(
-    tmp_path: Path, files: RunDir, jobs: LocalRuns
-) -> None:
+async def test_a_killed_run_is_described_by_its_last_record(tmp_path: Path, files: RunDir, jobs: LocalRuns) -> None:
     control_socket = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(control_socket))
-    files.write_record(PretendedRun(files, control_socket).snapshot())
+    files.write_record(SimulatedRun(files, control_socket).snapshot())
     lost = jobs.get("digits")
     assert (lost["run"]["alive"], lost["run"]["ended"]) == (False, None)
     assert lost["events"][-1]["reason"] == "Killed"
@@ -146,7 +144,7 @@ async def test_a_run_that_was_killed_is_known_by_its_last_record(
         jobs.report("digits")
 
 
-async def test_a_run_that_breaks_off_within_an_answer_is_an_error(tmp_path: Path) -> None:
+async def test_an_incomplete_response_of_a_run_is_an_error(tmp_path: Path) -> None:
     async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
@@ -157,7 +155,7 @@ async def test_a_run_that_breaks_off_within_an_answer_is_an_error(tmp_path: Path
             await asyncio.to_thread(RunClient("digits", tmp_path / "s").snapshot)
 
 
-def test_the_latest_of_several_runs_is_listed_unless_all_are_wanted(tmp_path: Path, jobs: LocalRuns) -> None:
+def test_only_the_latest_run_is_listed_unless_all_are_requested(tmp_path: Path, jobs: LocalRuns) -> None:
     for number in range(2):
         files = create_run(tmp_path, "digits", NOW + number)
         run = {"id": files.run_id, "ended": {"how": "failed"}}
@@ -169,7 +167,7 @@ def test_the_latest_of_several_runs_is_listed_unless_all_are_wanted(tmp_path: Pa
     assert LocalRuns(tmp_path / "elsewhere").list() == []
 
 
-async def test_changes_that_come_close_together_make_one_snapshot_and_the_last_is_never_missed() -> None:
+async def test_changes_in_quick_succession_make_one_snapshot_and_the_last_is_not_missed() -> None:
     changes = 0
     feed = SnapshotFeed(lambda: {"changes": changes})
     seen = []

@@ -138,7 +138,7 @@ def test_a_job_can_be_suspended_changed_and_resumed(file: Path) -> None:
         assert live.job().spec.suspend == bool(suspend)
 
 
-def test_a_field_that_would_have_another_effect_here_has_none(file: Path) -> None:
+def test_a_field_that_would_have_another_effect_locally_is_ignored(file: Path) -> None:
     exit_codes = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}}
     plain = {"activeDeadlineSeconds": 60, "gracePeriodSeconds": 7}
     given = live_of(
@@ -158,7 +158,7 @@ def test_a_field_that_would_have_another_effect_here_has_none(file: Path) -> Non
 
 
 @pytest.mark.parametrize("end", ["finished", "deleted"])
-def test_a_job_that_is_over_does_not_change(file: Path, end: str) -> None:
+def test_a_finished_or_deleted_job_does_not_change(file: Path, end: str) -> None:
     live = live_of(file, replicas=2)
     if end == "deleted":
         live.delete()
@@ -211,7 +211,7 @@ async def test_the_check_passes_for_a_script_beside_the_manifest_and_names_a_mis
     assert not (tmp_path / "run").exists()
 
 
-async def test_an_own_etcd_that_runs_and_does_not_answer_is_not_ready(file: Path, tmp_path: Path) -> None:
+async def test_an_etcd_of_the_job_that_does_not_answer_is_not_ready(file: Path, tmp_path: Path) -> None:
     changed = asyncio.Event()
     backend = LocalBackend(
         live_of(file),
@@ -234,7 +234,7 @@ async def test_an_own_etcd_that_runs_and_does_not_answer_is_not_ready(file: Path
 # Unsupported fields
 
 
-def test_a_supported_field_is_not_warned_of() -> None:
+def test_supported_fields_cause_no_warning() -> None:
     restricted = {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -320,7 +320,7 @@ def test_each_unsupported_field_is_named() -> None:
     ]
 
 
-def test_the_fields_of_an_archived_manifest_are_named_as_today(file: Path) -> None:
+def test_the_fields_of_an_archived_manifest_have_their_current_names(file: Path) -> None:
     container = {"name": "elasticjob-worker", "image": "i", "args": ["train.py"], "resources": {"limits": {"cpu": 1}}}
     worker = {"replicas": 2, "template": {"kind": "Pod", "spec": {"restartPolicy": "Never", "containers": [container]}}}
     live = live_of(file, image=None, args=None, replicaSpecs={"Worker": worker}, RunPolicy={"cleanPodPolicy": "All"})

@@ -33,7 +33,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(content: str | bytes, name: str = "job.yaml") -> str:
-    """What is said of a file with this content."""
+    """Return the message for a file with this content."""
     Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(BadInput) as caught:
         manifest.load_checked(Path(name))
@@ -81,20 +81,20 @@ def test_every_field_reaches_the_typed_form() -> None:
     assert spec.template["metadata"] == {"labels": {"team": "vision"}}
 
 
-def test_image_and_program_may_stand_in_the_template() -> None:
+def test_image_and_program_can_be_in_the_template() -> None:
     spec = manifest.load_checked(MANIFESTS / "template_only.yaml").spec
     assert (spec.image, spec.args) == (None, ())
     assert spec.etcd.endpoint == "etcd-0.etcd:2379,etcd-1.etcd:2379"
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-def test_empty_documents_and_a_byte_order_mark_do_not_count(line_end: str) -> None:
+def test_empty_documents_and_a_byte_order_mark_are_ignored(line_end: str) -> None:
     text = f"---\n# a comment\n---\n{HEAD}spec: {{maxReplicas: 1, image: a, args: [b]}}\n---\n"
     Path("job.yaml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", line_end).encode())
     assert manifest.load_checked(Path("job.yaml")).name == "digits"
 
 
-def test_aliases_and_merges_may_be_used() -> None:
+def test_aliases_and_merges_are_supported() -> None:
     Path("job.yaml").write_text(
         f"{HEAD}spec:\n  image: &image a\n  args: [b]\n  maxReplicas: 1\n"
         "  etcd: {image: *image, resources: {limits: &all {cpu: 1, memory: 1Gi}, requests: {<<: *all, cpu: 500m}}}\n"
@@ -196,7 +196,7 @@ def test_a_file_is_refused_with_one_sentence(content: str | bytes, sentence: str
     assert "\n" not in said
 
 
-def test_what_is_wrong_is_told_in_the_order_of_the_lines() -> None:
+def test_problems_are_in_the_order_of_the_lines() -> None:
     said = refusal(f"{HEAD}spec:\n  args: [1, 2]\n  maxReplica: 1\n  image: a\n  maxReplicas: x\n")
     first, *others = said.splitlines()
     assert first == "job.yaml:5: spec.args[0]: 1 is not a text; write it in quotes; and 3 more problems:"
@@ -239,14 +239,14 @@ AS_KUBECTL_READS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("written", "read"), AS_KUBECTL_READS, ids=[repr(text[:40]) for text, _ in AS_KUBECTL_READS])
-def test_a_value_is_what_kubectl_takes_it_for(written: str, read: object) -> None:
+def test_a_value_is_read_as_by_kubectl(written: str, read: object) -> None:
     document = manifest.parse(f"a: {written}\n", Path("job.yaml"))
     assert document.data == {"a": read}
     assert isinstance(document.data, dict)
     assert type(document.data["a"]) is type(read)
 
 
-def test_keys_are_texts() -> None:
+def test_keys_are_strings() -> None:
     assert manifest.parse("1: a\nyes: b\n0x10: c\n", Path("job.yaml")).data == {"1": "a", "true": "b", "16": "c"}
 
 
@@ -264,7 +264,7 @@ def test_each_value_has_the_line_of_its_key() -> None:
         max_leaves=8,
     )
 )
-def test_json_is_read_as_what_it_is(data: object) -> None:
+def test_json_is_read_unchanged(data: object) -> None:
     assert manifest.parse(f"a: {json.dumps(data)}\n", Path("job.yaml")).data == {"a": data}
 
 

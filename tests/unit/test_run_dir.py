@@ -21,9 +21,7 @@ def a_record(job: str) -> dict[str, object]:
     return {"manifest": {"metadata": {"name": job}}}
 
 
-def test_the_home_is_the_one_that_is_named_or_lies_in_the_state_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_home_is_the_named_one_or_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert home_dir({"ELASTICJOB_HOME": "/a/b", "XDG_STATE_HOME": "/c"}) == Path("/a/b")
     assert home_dir({"XDG_STATE_HOME": "/c"}) == Path("/c/elasticjob")
     assert home_dir({}) == Path.home() / ".local" / "state" / "elasticjob"
@@ -44,14 +42,14 @@ def test_each_run_has_a_directory_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "\udcff"])
-def test_a_record_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str | None) -> None:
+def test_an_unreadable_record_is_none(tmp_path: Path, text: str | None) -> None:
     run = create_run(tmp_path, "digits", NOW)
     if text is not None:
         run.record.write_bytes(text.encode(errors="surrogateescape"))
     assert run.read_record() is None
 
 
-def test_runs_are_listed_with_the_latest_first(tmp_path: Path) -> None:
+def test_runs_are_listed_latest_first(tmp_path: Path) -> None:
     old, new, _ = (create_run(tmp_path, name, NOW) for name in ("old", "new", "empty"))
     (tmp_path / "runs" / "stray").touch()
     for age, run in ((60, old), (0, new)):
@@ -61,7 +59,7 @@ def test_runs_are_listed_with_the_latest_first(tmp_path: Path) -> None:
     assert all_runs(tmp_path / "nowhere") == []
 
 
-def test_a_run_is_resumed_in_its_directory_with_the_old_logs_put_aside(tmp_path: Path) -> None:
+def test_a_run_is_resumed_in_its_directory_and_its_old_logs_are_renamed(tmp_path: Path) -> None:
     run = create_run(tmp_path, "digits", NOW)
     run.write_record(a_record("digits"))
     (run.logs / "digits-0-aaaaa").mkdir()
@@ -74,15 +72,12 @@ def test_a_run_is_resumed_in_its_directory_with_the_old_logs_put_aside(tmp_path:
     assert (run.checkpoints / "digits").is_dir()
 
 
-@pytest.mark.parametrize("run_id", ["digits-1", "", "../runs"])
-def test_only_a_run_can_be_resumed(tmp_path: Path, run_id: str) -> None:
-    create_run(tmp_path, "digits", NOW).write_record(a_record("digits"))
-    with pytest.raises(BadInput, match="there is no run"):
-        reopen_run(tmp_path, run_id, "digits")
-
-
 def test_only_a_run_of_the_same_job_can_be_resumed(tmp_path: Path) -> None:
     run = create_run(tmp_path, "digits", NOW)
+    run.write_record(a_record("digits"))
+    for run_id in ("digits-1", "", "../runs"):
+        with pytest.raises(BadInput, match="there is no run"):
+            reopen_run(tmp_path, run_id, "digits")
     for record, sentence in (
         ({}, "does not say which job"),
         (a_record("letters"), r"was of the job letters, but the manifest's metadata\.name is digits"),
@@ -92,14 +87,8 @@ def test_only_a_run_of_the_same_job_can_be_resumed(tmp_path: Path) -> None:
             reopen_run(tmp_path, run.run_id, "digits")
 
 
-def test_a_home_that_cannot_be_written_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match="ELASTICJOB_HOME"):
-        create_run(tmp_path / "file", "digits", NOW)
-
-
 @pytest.mark.parametrize("problem", ["none", "open to others", "a link", "a file", "too long", "missing"])
-def test_the_socket_has_a_directory_that_only_this_user_can_enter(tmp_path: Path, problem: str) -> None:
+def test_only_this_user_can_enter_the_directory_of_the_socket(tmp_path: Path, problem: str) -> None:
     runtime = tmp_path / ("x" * 90 if problem == "too long" else "run")
     candidate = runtime / "elasticjob"
     if problem != "missing":
@@ -131,7 +120,7 @@ with lock_name(Path(sys.argv[1]), "digits") as name:
 """
 
 
-def test_the_name_of_a_running_job_is_refused_and_is_free_after_a_kill(tmp_path: Path) -> None:
+def test_the_name_of_a_running_job_is_refused_until_the_run_is_killed(tmp_path: Path) -> None:
     old = tmp_path / "old.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(old))
@@ -167,7 +156,9 @@ def test_a_name_is_free_as_soon_as_it_is_released(tmp_path: Path) -> None:
         pass
 
 
-def test_names_need_a_home_that_can_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_home_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="ELASTICJOB_HOME"):
+        create_run(tmp_path / "file", "digits", NOW)
     with pytest.raises(BadInput, match="ELASTICJOB_HOME"), lock_name(tmp_path / "file", "digits"):
         pass

@@ -36,10 +36,16 @@ def reading(metrics: JobMetrics, *, notes: list[str] | None = None, **about: Any
 
 
 def test_the_leader_alone_has_the_metrics_of_the_whole_job() -> None:
-    told = combined(agent_page(0), agent_page(1, seconds=LEADS, lost=4.0))
-    assert told.seconds == LEADS
-    assert (told.lost, told.nodes, told.desired_nodes, told.restarts, told.free_restarts) == (4.0, 2, 3, 2, 3)
-    assert (told.round, told.world_size, told.remaining_restarts) == (3, 2, 98)
+    metrics = combined(agent_page(0), agent_page(1, seconds=LEADS, lost=4.0))
+    assert metrics.seconds == LEADS
+    assert (
+        metrics.lost,
+        metrics.nodes,
+        metrics.desired_nodes,
+        metrics.restarts,
+        metrics.free_restarts,
+    ) == (4.0, 2, 3, 2, 3)
+    assert (metrics.round, metrics.world_size, metrics.remaining_restarts) == (3, 2, 98)
 
 
 def test_goodput_is_the_ratio_of_kept_training_to_all_time() -> None:
@@ -49,18 +55,18 @@ def test_goodput_is_the_ratio_of_kept_training_to_all_time() -> None:
     assert goodput({}, None) is None
 
 
-def test_a_recovery_that_every_node_counts_is_one() -> None:
-    told = combined(agent_page(0, recoveries=(0.4, 2)), agent_page(1, recoveries=(0.2, 1)))
-    assert told.recoveries["worker_failed"].count == 2
-    assert told.recoveries["worker_failed"].mean == pytest.approx(0.2)
+def test_a_recovery_that_every_node_counts_is_counted_once() -> None:
+    metrics = combined(agent_page(0, recoveries=(0.4, 2)), agent_page(1, recoveries=(0.2, 1)))
+    assert metrics.recoveries["worker_failed"].count == 2
+    assert metrics.recoveries["worker_failed"].mean == pytest.approx(0.2)
 
 
-def test_a_rank_that_moved_is_shown_on_the_pod_where_it_lives() -> None:
+def test_a_rank_that_moved_is_shown_on_its_current_pod() -> None:
     gone = agent_page(0, 2, memory=None, steps=(9.0, 3))
-    told = combined(gone, agent_page(0, steps=(1.0, 10), round=4), agent_page(1, round=4))
-    assert [(each.rank, each.pod) for each in told.ranks] == [(0, "digits-1-aaaaa"), (1, "digits-2-aaaaa")]
-    assert told.ranks[0].steps == Tally(1.0, 10)
-    assert told.ranks[1].steps is None
+    metrics = combined(gone, agent_page(0, steps=(1.0, 10), round=4), agent_page(1, round=4))
+    assert [(each.rank, each.pod) for each in metrics.ranks] == [(0, "digits-1-aaaaa"), (1, "digits-2-aaaaa")]
+    assert metrics.ranks[0].steps == Tally(1.0, 10)
+    assert metrics.ranks[1].steps is None
 
 
 def test_custom_metrics_are_found_by_group_and_name() -> None:
@@ -69,13 +75,13 @@ def test_custom_metrics_are_found_by_group_and_name() -> None:
         *own_counter("samples", {0: 64.0}),
         *own_gauge("step of the group one.ms", {0: 0.25}, of="other", series="other_seconds"),
     ]
-    told = combined(agent_page(0, own=own), agent_page(1, own=own_gauge("train.loss", {1: 0.25})))
-    assert [(each.group, each.name, each.kind, each.seconds) for each in told.custom] == [
+    metrics = combined(agent_page(0, own=own), agent_page(1, own=own_gauge("train.loss", {1: 0.25})))
+    assert [(each.group, each.name, each.kind, each.seconds) for each in metrics.custom] == [
         ("my_app", "samples", "counter", False),
         ("my_app", "train.loss", "gauge", False),
         ("other", "step of the group one.ms", "gauge", True),
     ]
-    assert told.custom[1].values == {0: 0.5, 1: 0.25}
+    assert metrics.custom[1].values == {0: 0.5, 1: 0.25}
 
 
 @pytest.mark.parametrize("page", ["<html>", "torchelastic_round{ 3", "torchelastic_round many\n", f"a 1 {'9' * 400}\n"])
@@ -87,9 +93,9 @@ def test_an_invalid_page_gets_a_sentence(page: str) -> None:
 @pytest.mark.parametrize("rank", ["9" * 5000, "9" * 10, "-1", "x", ""])
 def test_an_invalid_rank_is_left_out(rank: str) -> None:
     page = agent_page(0, steps=(2.0, 100), own=own_gauge("train.loss", {0: 0.5}))
-    told = combined(page.replace('rank="0"', f'rank="{rank}"'), agent_page(1))
-    assert [each.rank for each in told.ranks] == [1]
-    assert told.custom == ()
+    metrics = combined(page.replace('rank="0"', f'rank="{rank}"'), agent_page(1))
+    assert [each.rank for each in metrics.ranks] == [1]
+    assert metrics.custom == ()
 
 
 # -- rates between two readings
@@ -131,8 +137,8 @@ def test_a_counter_that_starts_again_has_no_rate() -> None:
 def test_the_latest_recovery_is_known_if_it_was_observed() -> None:
     tracker = RateTracker()
     assert tracker.update(combined(agent_page(0, recoveries=(1.0, 2))), 0.0).recoveries == {}
-    told = tracker.update(combined(agent_page(0, recoveries=(1.5, 3))), 2.0)
-    assert told.recoveries == {"worker_failed": 0.5}
+    rates = tracker.update(combined(agent_page(0, recoveries=(1.5, 3))), 2.0)
+    assert rates.recoveries == {"worker_failed": 0.5}
 
 
 # -- the output
@@ -140,11 +146,11 @@ def test_the_latest_recovery_is_known_if_it_was_observed() -> None:
 
 def test_a_job_is_shown_with_all_its_metrics() -> None:
     own = [*own_gauge("train.loss", {0: 0.5, 1: 0.25}), *own_counter("samples", {0: 100.0, 1: 28.0})]
-    told = combined(
+    metrics = combined(
         agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), own=own, recoveries=(0.3, 1)),
         agent_page(1, steps=(3.0, 100), memory=2e9),
     )
-    assert job_lines(reading(told, notes=["digits-2-ddddd: its agent does not answer in time"])) == [
+    assert job_lines(reading(metrics, notes=["digits-2-ddddd: its agent does not answer in time"])) == [
         "digits  Running  1m40s",
         "round 3   world size 2 on 2 nodes, 3 wanted   pods ready 2/3   restarts 2 charged, 3 free, 98 left",
         "",
@@ -229,7 +235,7 @@ def test_the_time_breakdown_from_before_a_resumption_is_not_shown(state: str) ->
     assert jobs_table([shown])[1].split()[-5:-1] == ["-", "-", "1", "-"]
 
 
-def test_of_many_ranks_the_first_are_shown_and_the_one_that_straggles() -> None:
+def test_of_many_ranks_the_first_and_the_straggler_are_shown() -> None:
     lines = job_lines(reading(combined(agent_page(*range(100), steps=(2.0, 100)), agent_page(100, steps=(9.0, 100)))))
     ranks = lines[lines.index(next(line for line in lines if line.startswith("RANK"))) + 1 :]
     assert (len(ranks), ranks[-1]) == (65, "and 37 more ranks")
@@ -237,7 +243,7 @@ def test_of_many_ranks_the_first_are_shown_and_the_one_that_straggles() -> None:
     assert ranks[0].endswith("straggles")
 
 
-def test_on_a_terminal_a_bar_as_wide_as_it_shows_where_the_time_went() -> None:
+def test_a_bar_as_wide_as_the_terminal_shows_the_time_by_state() -> None:
     class Jobs:
         def scrape(self, _: str) -> ScrapedJob:
             return ScrapedJob(JobView.of(snapshot()), [MetricsPage("digits-0-aaaaa", agent_page(0, seconds=LEADS))])
@@ -253,12 +259,12 @@ def test_on_a_terminal_a_bar_as_wide_as_it_shows_where_the_time_went() -> None:
 
 
 def test_all_jobs_have_a_line_each() -> None:
-    told = reading(combined(agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100))))
-    header, first, second = jobs_table([told, reading(JobMetrics())])
+    listed = reading(combined(agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100))))
+    header, first, second = jobs_table([listed, reading(JobMetrics())])
     assert header.split() == ["NAME", "STATE", "READY", "ROUND", "WORLD", "GOODPUT", "LOST", "RESTARTS", "STEP", "AGE"]
     assert first.split() == ["digits", "Running", "2/3", "3", "2", "86.0", "%", "4s", "2+3", "20ms", "1m40s"]
     assert second.split() == ["digits", "Running", "2/3", "4", "2", "-", "-", "1", "-", "1m40s"]
-    assert jobs_table([told], namespaces=True)[1].split()[0] == "default"
+    assert jobs_table([listed], namespaces=True)[1].split()[0] == "default"
 
 
 def test_the_age_in_the_list_is_that_of_elasticjob_get() -> None:
@@ -289,7 +295,7 @@ def pods(*names: str) -> list[PodView]:
     ]
 
 
-async def test_a_pod_that_cannot_be_read_is_named_and_stops_nothing() -> None:
+async def test_an_unreadable_pod_is_named_and_the_others_are_read() -> None:
     async def fetch(pod: PodView) -> str:
         if pod.name == "b":
             raise ClusterError("its agent does not answer in time")

@@ -1,4 +1,4 @@
-"""What `elasticjob run` shows: the live picture, plain lines, the outcome, and what can be typed meanwhile."""
+"""The output of `elasticjob run`: the live picture, plain lines, the outcome, and suggested commands."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def words(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120, 400])
-def test_the_picture_says_what_matters(width: int) -> None:
+def test_the_picture_shows_state_progress_events_and_commands(width: int) -> None:
     lines = picture(snapshot(), width)
     text = " ".join(words(lines))
     assert all(len(line) <= min(width, 120) for line in lines)
@@ -71,7 +71,7 @@ def test_the_picture_fits_24_lines_and_shortens_no_path() -> None:
     assert path in "".join("".join(picture(snapshot(run={"logs": path}))).split())
 
 
-def test_events_are_timed_from_the_start_of_the_job_and_steps_of_the_demo_are_marked() -> None:
+def test_events_have_the_time_since_the_start_and_steps_of_the_demo_a_mark() -> None:
     steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
     events = [event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]
     lines = {*words(picture(snapshot(events=events), steps=steps))}
@@ -106,14 +106,14 @@ def test_the_suggestions_follow_the_state_of_the_job() -> None:
     assert "second terminal" not in ending
 
 
-def test_what_a_program_prints_cannot_disturb_the_picture() -> None:
+def test_output_of_a_program_cannot_disturb_the_picture() -> None:
     line = "before 10%\r\x1b[2J\x1b[31mloss\x1b[0m\t0.1 [bold]50%[/bold]\x1b]0;title\x07\x07"
     lines = picture(snapshot(progress={"line": line, "time": NOW}))
     assert lines[3] == " loss    0.1 [bold]50%[/bold]"
     assert not any("\x1b" in line or "before" in line or "title" in line for line in lines)
 
 
-def test_a_snapshot_of_an_early_moment_or_another_version_is_shown() -> None:
+def test_an_early_snapshot_or_one_of_another_version_is_shown() -> None:
     early = snapshot(status={"state": "Pending", "round": 0, "worldSize": 0, "readyReplicas": 0}, pods=[], events=[])
     lines = picture(early | {"progress": None, "etcd": {"pid": None, "endpoint": None, "restarts": 0}})
     assert lines[0].split()[:2] == ["digits", "Pending"]
@@ -139,7 +139,7 @@ class Plain:
         return [line[10:] for line in lines]
 
 
-def test_plain_lines_say_each_event_and_each_change_once() -> None:
+def test_plain_lines_have_each_event_and_each_change_once() -> None:
     plain = Plain()
     first = snapshot()
     plain.view.on_snapshot(first)
@@ -156,7 +156,7 @@ def test_plain_lines_say_each_event_and_each_change_once() -> None:
     assert plain.printed() == ["digits is Waiting"]
 
 
-def test_plain_lines_give_progress_at_most_every_five_seconds() -> None:
+def test_plain_lines_have_progress_at_most_every_five_seconds() -> None:
     plain = Plain()
     for second in range(12):
         plain.view.on_snapshot(snapshot(progress={"line": f"step {second}", "time": NOW + second}))
@@ -177,7 +177,7 @@ def ended(how: str, code: int, message: str = "") -> dict[str, Any]:
     return {"ended": {"how": how, "exitCode": code, "message": message, "time": NOW}, "alive": False}
 
 
-def test_the_outcome_is_told_with_its_reason_the_paths_and_how_to_go_on() -> None:
+def test_the_outcome_has_its_reason_the_paths_and_the_command_to_resume() -> None:
     done = snapshot(
         status={"state": "Succeeded"}, run=ended("succeeded", 0), progress={"line": "test accuracy 0.973", "time": NOW}
     )
@@ -199,7 +199,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_live_view_gives_the_terminal_back_and_leaves_the_outcome() -> None:
+def test_the_live_view_restores_the_terminal_and_leaves_the_outcome() -> None:
     output = Terminal()
     console = Console(file=output, force_terminal=True, width=80, height=30, color_system=None, legacy_windows=False)
     view = LiveView(console, Hints(), lambda: NOW)
@@ -233,7 +233,7 @@ def test_a_terminal_gets_the_live_view(plain: bool, environ: dict[str, str], out
     assert isinstance(choose_view(plain=plain, hints=Hints(), output=output, environ=environ), kind)
 
 
-def test_the_command_is_spelled_as_the_next_terminal_needs_it(tmp_path: Path) -> None:
+def test_the_suggested_commands_work_in_the_next_terminal(tmp_path: Path) -> None:
     def executable(path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n")
@@ -262,18 +262,18 @@ def test_paths_are_quoted_for_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "written"),
     [(0, "0s"), (59.9, "59s"), (72, "1m12s"), (3600, "1h00m"), (7500, "2h05m"), (90000, "1d1h"), (-3, "0s")],
 )
-def test_durations_are_written_as_kubectl_does(seconds: float, said: str) -> None:
-    assert formatting.duration(seconds) == said
+def test_durations_are_written_as_by_kubectl(seconds: float, written: str) -> None:
+    assert formatting.duration(seconds) == written
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"), [((), "-"), ((3,), "3"), ((0, 1, 2, 3), "0-3"), ((0, 1, 4, 6, 7), "0-1, 4, 6-7")]
+    ("numbers", "written"), [((), "-"), ((3,), "3"), ((0, 1, 2, 3), "0-3"), ((0, 1, 4, 6, 7), "0-1, 4, 6-7")]
 )
-def test_ranks_are_written_as_ranges(numbers: tuple[int, ...], said: str) -> None:
-    assert formatting.rank_list(numbers) == said
+def test_ranks_are_written_as_ranges(numbers: tuple[int, ...], written: str) -> None:
+    assert formatting.rank_list(numbers) == written
 
 
 @pytest.mark.parametrize(
