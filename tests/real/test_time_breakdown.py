@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -38,6 +38,9 @@ pytestmark = pytest.mark.real
 
 BEFORE = 100.0
 """Seconds from the creation of the job until the first pod."""
+
+CLOCKS: Final = 0.1
+"""Seconds by which the steady clocks of processes may differ."""
 
 PROGRAM = """
 import os, signal, sys, time
@@ -92,6 +95,7 @@ class Run:
         self._program = folder / "program.py"
         self._program.write_text(PROGRAM)
         self._etcd = etcd
+        self._asked = 0.0
         self._line = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--local-addr=127.0.0.1")
         first = free_range(2).first
         self._ports = {"a": first, "b": first + 1}
@@ -110,7 +114,12 @@ class Run:
         )
 
     async def page(self, name: str) -> Page:
+        self._asked = time.time()
         return await scraped(self._ports[name])
+
+    def covers(self, seconds: dict[str, float]) -> bool:
+        """Whether the seconds on the last page add up to the age of the job when the page was made."""
+        return self._asked - CLOCKS < self.created + sum(seconds.values()) < time.time() + CLOCKS
 
     async def split(self, store: Store) -> TimeBreakdown:
         entry = await store.get(self.keys.time_breakdown)
@@ -151,7 +160,7 @@ async def test_the_time_breakdown_adds_up_though_workers_and_leaders_are_killed(
         [leader] = [name for name, page in pages.items() if seconds_on(page)]
         shown = seconds_on(await run.keeps(b, leader=leader))
         assert shown["waiting"] == pytest.approx(BEFORE, abs=20)
-        assert sum(shown.values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        assert run.covers(shown)
 
         agents = {"a": a, "b": b}
         heir = "b" if leader == "a" else "a"
@@ -162,7 +171,7 @@ async def test_the_time_breakdown_adds_up_though_workers_and_leaders_are_killed(
         agents[leader].kill()
         await agents[heir].trains(world=1, since=said)
         page = await run.page(heir)
-        assert sum(seconds_on(page).values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        assert run.covers(seconds_on(page))
         assert page.value("torchelastic_job_nodes_gone_total", cause="died") == 1
         assert page.value("torchelastic_job_nodes_joined_total") == 2
         assert page.value("torchelastic_job_restarts_total", charged="yes") == 1
@@ -231,7 +240,7 @@ async def test_a_run_without_living_nodes_waits_for_others(own_etcd: EtcdServer,
         shown = seconds_on(await run.page("b"))
         assert shown["waiting"] > before.seconds[RunState.WAITING]
         assert shown["training"] >= before.seconds[RunState.TRAINING]
-        assert sum(shown.values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        assert run.covers(shown)
         run.stop.touch()
         assert await b.code() == 0
     history = await run.history(store)
@@ -271,7 +280,7 @@ async def test_a_vanished_leaders_knowledge_is_kept(own_etcd: EtcdServer, tmp_pa
         page = await run.page(heir)
         assert page.value("torchelastic_job_lost_seconds_total") > written.lost + trained
         assert seconds_on(page)["restoring"] < written.seconds[RunState.RESTORING] + 2.5, "half a second in a round"
-        assert sum(seconds_on(page).values()) == pytest.approx(time.time() - run.created, rel=0.01)
+        assert run.covers(seconds_on(page))
         run.stop.touch()
         assert await agents[heir].code() == 0
     await store.close()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Self
+from typing import Final, Self
+
+_STEPS_OF_ACCEPTING: Final = 5
+"""Iterations of the loop from accept(2) until the task of the connection runs, and some more."""
 
 
 class _Line:
@@ -81,11 +84,15 @@ class TcpProxy:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
-        self._server.close()
+        # Accept no more, and wait until each accepted connection has its task: close() would leave its socket open.
+        asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
+        for _ in range(_STEPS_OF_ACCEPTING):
+            await asyncio.sleep(0)
         # Not cancelled, which asyncio would report as a mistake of theirs.
         while self._tasks:
             self.cut()
             await asyncio.wait(self._tasks, timeout=0.1)
+        self._server.close()
         await self._server.wait_closed()
 
     @property
@@ -135,10 +142,6 @@ class TcpProxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self.connections += 1
-        assert self._server is not None
-        if not self._server.is_serving():  # it was accepted while the proxy was closed
-            writer.transport.abort()
-            return
         try:
             target_reader, target_writer = await asyncio.open_connection(*self._target)
         except OSError:
