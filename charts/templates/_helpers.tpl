@@ -1,4 +1,4 @@
-{{/* The name of everything in the release. */}}
+{{/* The name of all objects of the release. */}}
 {{- define "elastic-operator.name" -}}
 {{- if contains .Chart.Name .Release.Name -}}
 {{- .Release.Name | trunc 63 | trimSuffix "-" -}}
@@ -7,13 +7,13 @@
 {{- end -}}
 {{- end -}}
 
-{{/* By what the deployment knows its pods; never changes in the life of a release. */}}
+{{/* The labels by which the deployment selects its pods. They cannot change after the installation. */}}
 {{- define "elastic-operator.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
-{{/* The labels of everything in the release. */}}
+{{/* The labels of all objects of the release. */}}
 {{- define "elastic-operator.labels" -}}
 {{ include "elastic-operator.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
@@ -21,13 +21,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end -}}
 
-{{/* The operator's image. A development version has no image of its own: what is built from a clone is called dev. */}}
+{{/* The operator's image. The tag of a development version is dev. */}}
 {{- define "elastic-operator.image" -}}
 {{- $version := ternary "dev" .Chart.AppVersion (contains "dev" .Chart.AppVersion) -}}
 {{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default $version) -}}
 {{- end -}}
 
-{{/* The service account that the operator runs as. */}}
+{{/* The service account of the operator. */}}
 {{- define "elastic-operator.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- .Values.serviceAccount.name | default (include "elastic-operator.name" .) -}}
@@ -37,45 +37,45 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end -}}
 
 {{/*
-What the operator does with the objects of the namespaces that it looks after, and not a verb more.
+The operator's rights in the namespaces that it manages.
 */}}
 {{- define "elastic-operator.rules" -}}
-# What is to be done. A job is removed when the time that it is to stay after its end is over.
+# Jobs. A finished job is deleted after its ttlSecondsAfterFinished.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs]
   verbs: [list, watch, delete]
-# What it says of a job.
+# The status of a job.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs/status]
   verbs: [update]
-# The number of pods of a job that names none, once.
+# The number of pods, once, of a job that does not name it.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs/scale]
   verbs: [patch]
-# The workers. One whose agent has found a port for its metrics gets it as an annotation; nothing else of them is changed.
+# Worker pods. The only change is an annotation with the port of /metrics, if the agent has chosen a free one.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, create, patch, delete]
-# The etcd of a job.
+# The Service and the Deployment of a job's etcd.
 - apiGroups: [""]
   resources: [services]
   verbs: [list, watch, create, delete]
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [list, watch, create, delete]
-# What keeps evictions from leaving too few workers, where a job asks for it.
+# The disruption budget of a job that asks for one.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [list, watch, create, patch, delete]
-# The gang of a job that asks to be scheduled as one. Where no such scheduler is installed, there are none.
+# The PodGroup of a job that asks for gang scheduling.
 - apiGroups: [scheduling.x-k8s.io, scheduling.volcano.sh]
   resources: [podgroups]
   verbs: [list, create, patch, delete]
-# What is known of a job's run, kept when its etcd goes. It is made, and read and changed where the job was suspended.
+# The report of a job's run. It is created when the job ends or is suspended, and changed after a resumption.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, create, patch]
-# What `kubectl describe` tells of a job; and what is told there of a pod that does not start.
+# Events: created for jobs; listed for pods that do not start.
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create]

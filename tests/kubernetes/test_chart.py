@@ -587,7 +587,7 @@ async def test_the_operator_has_its_permissions_in_the_listed_namespaces_only(he
         assert await helm.rights(of=RELEASE, namespace="default") == set()
         assert await helm.rights(of=RELEASE, namespace=helm.namespace) == lease_rights()
         told = (await helm("get", "notes", RELEASE)).stdout
-        assert f"looks after the namespaces {one}, {other}." in told
+        assert f"manages the namespaces {one}, {other}." in told
         assert f"kubectl -n {one} apply -f examples/digits.yaml" in told
 
 
