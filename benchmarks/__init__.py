@@ -1,1 +1,1 @@
-"""What the project promises in numbers, measured: each module is run as ``python -m benchmarks.NAME --json``."""
+"""Benchmarks: ``python -m benchmarks.NAME --json``. docs/benchmarks.md describes them."""

@@ -1,4 +1,4 @@
-"""What the command lines of all benchmarks have in common."""
+"""The command line of the benchmarks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,47 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def parser(name: str, about: str | None, *, etcd: bool = True) -> argparse.ArgumentParser:
-    """A parser with the flags that all of them have.
+def parser(
+    name: str,
+    description: str | None,
+    *,
+    etcd: bool = True,
+    repeat: int | None = None,
+    settle: float | None = None,
+    limit: float | None = None,
+) -> argparse.ArgumentParser:
+    """Return a parser with the common flags.
 
     Args:
         name: of the benchmark.
-        about: its documentation, the first paragraph of which is shown.
-        etcd: whether it needs an etcd.
+        description: the docstring of the benchmark; ``--help`` shows its first paragraph.
+        etcd: whether the benchmark uses etcd.
+        repeat: the default of ``--repeat``; None for no such flag.
+        settle: the default of ``--settle``; None for no such flag.
+        limit: the default of ``--limit``; None for no such flag.
     """
-    about = (about or "").partition("\n\n")[0].partition(": ``")[0]
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
-    made.add_argument("--json", action="store_true", help="print the whole document; the table goes to stderr")
+    description = (description or "").partition("\n\n")[0].partition(": ``")[0]
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    made.add_argument("--json", action="store_true", help="print a JSON document; the table goes to stderr")
     if etcd:
-        made.add_argument("--etcd", type=existing, metavar="FILE", help="which etcd (default: the newest one found)")
+        made.add_argument(
+            "--etcd", type=existing, metavar="FILE", help="the etcd binary (default: the newest one found)"
+        )
+    if repeat is not None:
+        made.add_argument(
+            "--repeat", type=at_least(1), default=repeat, metavar="N", help="number of samples (default: %(default)s)"
+        )
+    if settle is not None:
+        text = "wait before each measurement (default: %(default)g)"
+        made.add_argument("--settle", type=duration, default=settle, metavar="SECONDS", help=text)
+    if limit is not None:
+        text = "stop waiting after this time (default: %(default)g)"
+        made.add_argument("--limit", type=duration, default=limit, metavar="SECONDS", help=text)
     return made
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """For ``type=``: a whole number that is not smaller."""
+    """Return a ``type=`` for integers that are not smaller than this."""
 
     def number(text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:
@@ -45,7 +68,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def duration(text: str) -> float:
-    """For ``type=``: a time."""
+    """A ``type=`` for seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -56,7 +79,7 @@ def duration(text: str) -> float:
 
 
 def existing(text: str) -> Path:
-    """For ``type=``: a file that is there."""
+    """A ``type=`` for the path of an existing file."""
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}")
@@ -64,7 +87,7 @@ def existing(text: str) -> Path:
 
 
 def run_to_end(name: str, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run it to its end; the program ends with 130 on Ctrl-C, and with a sentence where something is missing."""
+    """Run a coroutine and return its result; exit with 130 on Ctrl-C, and with a message on bad input."""
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:

@@ -1,7 +1,6 @@
-"""The etcd under a benchmark: a real one, started for it and thrown away after it.
+"""The etcd of a benchmark: a real one with one member and new data.
 
-It is started as ``elasticjob run`` starts its own: one member on the loopback interface that does not wait for the disk
-(``--unsafe-no-fsync``). What a slow disk costs is etcd's, and is the same for whoever uses it.
+Like the etcd of ``elasticjob run``, it does not wait for the disk (``--unsafe-no-fsync``).
 """
 
 from __future__ import annotations
@@ -9,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
+import signal
+import socket
 import tempfile
 from contextlib import aclosing
 from pathlib import Path
@@ -18,22 +20,23 @@ from elastic_operator.local.etcd import EtcdProcess, EtcdSettings, find_etcd
 from torchelastic.store import StoreSettings, connect, follow
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
+
+    from benchmarks.processes import ProcessTree
+    from torchelastic.agent.workers.processes import Child
 
 
+_START_LIMIT: Final = 30.0
 _KEYS: Final = "/benchmark/wake/"
 _ROUNDS: Final = 20
 _LEASE: Final = 60.0
 
 
 async def choose_etcd(named: Path | None = None) -> Path:
-    """The etcd to measure with: the named one, else the newest of the test bed's cache, else what a run would start.
-
-    Args:
-        named: a binary that somebody asked for.
+    """Return the named etcd binary, or the newest of the test bed's cache, or the one that ``elasticjob run`` uses.
 
     Raises:
-        BadInput: there is none that will do.
+        BadInput: there is no usable one.
     """
     if named is not None:
         return named
@@ -44,7 +47,7 @@ async def choose_etcd(named: Path | None = None) -> Path:
 
 @contextlib.asynccontextmanager
 async def etcd_serving(binary: Path) -> AsyncIterator[EtcdProcess]:
-    """An etcd that serves within the block.
+    """Run an etcd within the block.
 
     Raises:
         BadInput: it cannot be started.
@@ -65,8 +68,100 @@ async def etcd_serving(binary: Path) -> AsyncIterator[EtcdProcess]:
             await asyncio.gather(running, ready, return_exceptions=True)
 
 
+class BreakableEtcd:
+    """An etcd that a benchmark can kill, pause and empty, or put into a network of its own.
+
+    Args:
+        processes: starts its process, and has its folder.
+        binary: the program.
+        ports: for clients and for peers, after each start.
+        host: the address on which it listens.
+        inside: a prefix of its command that runs it in another network.
+    """
+
+    def __init__(
+        self,
+        processes: ProcessTree,
+        binary: Path,
+        ports: Sequence[int],
+        *,
+        host: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+    ) -> None:
+        self._processes = processes
+        self._binary = binary
+        self._client, self._peer = (f"{host}:{port}" for port in ports)
+        self._inside = inside
+        self._data = processes.folder / "etcd"
+        self._child: Child | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """host:port for clients."""
+        return self._client
+
+    @property
+    def pid(self) -> int:
+        """Its process id.
+
+        Raises:
+            RuntimeError: it does not run.
+        """
+        if self._child is None:
+            raise RuntimeError("etcd does not run")
+        return self._child.pid
+
+    async def start(self) -> None:
+        """Start it with its old data, and wait until it serves."""
+        address = self._processes.folder / "etcd-ready"
+        command = [
+            *self._inside,
+            *(str(self._binary), "--name=local", f"--data-dir={self._data}"),
+            *(f"--listen-client-urls=http://{self._client}", f"--advertise-client-urls=http://{self._client}"),
+            *(f"--listen-peer-urls=http://{self._peer}", f"--initial-advertise-peer-urls=http://{self._peer}"),
+            *(f"--initial-cluster=local=http://{self._peer}", "--unsafe-no-fsync", "--log-level=warn"),
+            *("--heartbeat-interval=10", "--election-timeout=100"),
+        ]
+        log = self._processes.folder / "etcd.log"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
+            ready.setblocking(False)
+            ready.bind(str(address))
+            try:
+                self._child = self._processes.start(command, log, {"NOTIFY_SOCKET": str(address)})
+                message = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ready, 4096))
+                await asyncio.wait(
+                    (message, self._child.ended), timeout=_START_LIMIT, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not message.done():
+                    message.cancel()
+                    raise RuntimeError(f"etcd did not start:\n{log.read_text(errors='replace')[-2000:]}")
+            finally:
+                address.unlink()
+
+    async def kill(self) -> None:
+        """Kill it with SIGKILL; its data remain."""
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.signal(signal.SIGKILL)
+            await asyncio.shield(child.ended)
+
+    def wipe(self) -> None:
+        """Delete its data while it does not run."""
+        shutil.rmtree(self._data)
+
+    def pause(self) -> None:
+        """Stop it with SIGSTOP; its connections stay open."""
+        if self._child is not None:
+            self._child.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue it."""
+        if self._child is not None:
+            self._child.signal(signal.SIGCONT)
+
+
 async def wake(endpoint: str) -> None:
-    """Ask an etcd for one of each of the things that it is about to be asked for, as if it had served others before."""
+    """Send some requests of each kind to an etcd, so that the first measured ones are not slower."""
     store = await connect(StoreSettings(endpoints=(endpoint,)))
     try:
         for _ in range(_ROUNDS):
@@ -84,8 +179,8 @@ async def wake(endpoint: str) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """The processor time that a process has had so far, its own and the kernel's on its behalf."""
-    # Of each thread the first field is its time on a processor in nanoseconds; /proc/PID/stat counts in ticks of 10 ms.
+    """Return the processor time of a process so far, including the kernel's on its behalf."""
+    # The first field of each thread is its time on a processor in nanoseconds; /proc/PID/stat counts in ticks of 10 ms.
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text(encoding="utf-8").split()[0]) for task in tasks) / 1e9
 

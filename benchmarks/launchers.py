@@ -1,123 +1,76 @@
-"""How agents are started that are to be compared: ours, and torchrun with settings that are good for it."""
+"""The launchers that are compared: ours, and torchrun with settings that favour it."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 WORKER: Final = Path(__file__).parent / "programs" / "worker.py"
-READY: Final = "benchmarks.ready"
-
-FLATTERED: Final = {"last_call_timeout": 1}
-"""It waits 30 s for more nodes by default, whenever there are fewer than the most."""
-
-TUNED: Final = {**FLATTERED, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
-"""A node that is silent for 5 s counts as lost, as with our lease; by default it is 15 s."""
-
-UNSHARED: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Each round gets a store of its own. By default (torch 2.15) all rounds share one: workers that are restarted may meet
-what the round before has left there, and wait for it; and an agent that joins later is never told its address."""
+_READY: Final = "benchmarks.ready"
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """Where an agent is started.
+class Launcher:
+    """A launcher with its settings.
 
     Attributes:
-        run_id: of its run.
-        name: how it is called.
-        address: under which the others reach it.
-        meeting: host:port at which the agents of the run meet.
-        first: whether it is the run's first one.
-        tells: whether it tells when it has torch imported (:mod:`benchmarks.ready`).
+        name: its name in a report.
+        conf: for ``--rdzv-conf``.
+        environment: additional environment variables of its agents.
+        is_ours: whether it is torchelastic-run; else it is torchrun.
     """
 
-    run_id: str
     name: str
-    address: str
-    meeting: str
-    first: bool
-    tells: bool = False
+    conf: Mapping[str, float] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_ours: bool = False
 
-
-class System(Protocol):
-    """What starts workers."""
-
-    @property
-    def name(self) -> str:
-        """How it is called in a report."""
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """What its agents have in theirs."""
-
-    def command(self, spot: Spot, nnodes: str) -> list[str]:
-        """The command of an agent with one worker.
+    def command(
+        self, *, node: str, address: str, endpoint: str, run_id: str, nnodes: str, first: bool, reports_ready: bool
+    ) -> list[str]:
+        """Return the command of an agent with one worker.
 
         Args:
-            spot: where it is started.
+            node: its name.
+            address: its host, for the other agents.
+            endpoint: host:port of the rendezvous.
+            run_id: of its run.
             nnodes: as in ``--nnodes``.
+            first: whether it is the run's first agent, which hosts torchrun's store.
+            reports_ready: whether it reports when torch is imported (:mod:`benchmarks.ready`).
         """
+        common = (f"--nnodes={nnodes}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}", f"--local-addr={address}")
+        if self.is_ours:
+            conf: Mapping[str, float] = self.conf
+            program = "torchelastic.run"
+            more = [f"--node-name={node}", *([f"--preload={_READY}"] if reports_ready else [])]
+        else:
+            conf = {**self.conf, "is_host": int(first)}
+            program = _READY if reports_ready else "torch.distributed.run"
+            more = ["--rdzv-backend=c10d", "--max-restarts=100", "--monitor-interval=0.1"]
+        if conf:
+            more.append("--rdzv-conf=" + ",".join(f"{key}={value:g}" for key, value in conf.items()))
+        return [sys.executable, "-m", program, *common, *more, str(WORKER)]
 
 
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """This project's agent.
+OURS: Final = Launcher("torchelastic-run", is_ours=True)
 
-    Attributes:
-        conf: for ``--rdzv-conf``.
-        environment: see :class:`System`.
-    """
+_LAST_CALL: Final = {"last_call_timeout": 1}
+"""By default, torchrun waits 30 s for more nodes if it has fewer than the maximum."""
+_NOT_SHARED: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Each round gets its own store. By default (torch 2.15) all rounds share one: restarted workers may then find keys of
+the previous round and wait for it, and an agent that joins later never gets the address."""
 
-    conf: Mapping[str, float] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """See :class:`System`."""
-        return "torchelastic-run"
-
-    def command(self, spot: Spot, nnodes: str) -> list[str]:
-        """See :class:`System`."""
-        return [
-            *(sys.executable, "-m", "torchelastic.run", f"--nnodes={nnodes}", f"--node-name={spot.name}"),
-            *(f"--rdzv-endpoint={spot.meeting}", f"--rdzv-id={spot.run_id}", f"--local-addr={spot.address}"),
-            *_conf(self.conf),
-            *([f"--preload={READY}"] if spot.tells else []),
-            str(WORKER),
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Torchrun:
-    """torch's agent with its c10d rendezvous, whose store is hosted by the first agent.
-
-    Attributes:
-        name: how it is called in a report.
-        conf: for ``--rdzv-conf``.
-        environment: see :class:`System`.
-    """
-
-    name: str = "torchrun"
-    conf: Mapping[str, float] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def command(self, spot: Spot, nnodes: str) -> list[str]:
-        """See :class:`System`."""
-        program = READY if spot.tells else "torch.distributed.run"
-        return [
-            *(sys.executable, "-m", program, f"--nnodes={nnodes}", "--max-restarts=100"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={spot.meeting}", f"--rdzv-id={spot.run_id}"),
-            *(f"--local-addr={spot.address}", "--monitor-interval=0.1"),
-            *_conf({**self.conf, "is_host": int(spot.first)}),
-            str(WORKER),
-        ]
-
-
-def _conf(conf: Mapping[str, float]) -> list[str]:
-    return ["--rdzv-conf=" + ",".join(f"{key}={value:g}" for key, value in conf.items())] if conf else []
+TORCHRUN: Final = Launcher("torchrun", _LAST_CALL, _NOT_SHARED)
+TORCHRUN_FAST_LOSS: Final = Launcher(
+    "torchrun that misses nodes after 5 s",
+    {**_LAST_CALL, "keep_alive_interval": 1, "keep_alive_max_attempt": 5},
+    _NOT_SHARED,
+)
+"""A node that is silent for 5 s counts as lost, as with our lease. The default is 15 s."""
+TORCHRUN_DEFAULTS: Final = Launcher("torchrun with its defaults")

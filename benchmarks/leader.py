@@ -1,6 +1,6 @@
-"""Prints the name of the node that leads a run: ``python -m benchmarks.leader HOST:PORT RUN_ID``.
+"""Print the name of the node that leads a run: ``python -m benchmarks.leader HOST:PORT RUN_ID``.
 
-A program of its own, for it has to run where etcd is reached from, which may be another network.
+This is a program of its own, because etcd may be in another network namespace.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torchelastic.store import StoreSettings, connect
 
 
 async def main(endpoint: str, run_id: str) -> None:
-    """Look, and print; nothing where nobody leads."""
+    """Print the name, or nothing if there is no leader."""
     key = RunKeys.of(run_id).leader
     store = await connect(StoreSettings(endpoints=(endpoint,)))
     try:

@@ -1,7 +1,6 @@
 """What metrics cost: ``python -m benchmarks.metrics --json``.
 
-One value in a worker, a hundred thousand of them at once, a training step with them and without, and a scrape of many
-series; in real workers of a real agent, whose page is scraped meanwhile. See docs/benchmarks.md.
+Measured in real workers of a real agent, which is scraped meanwhile. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from benchmarks.command_line import at_least, duration, parser, run_to_end
-from benchmarks.processes import Household
+from benchmarks.command_line import at_least, parser, run_to_end
+from benchmarks.processes import ProcessTree
 from benchmarks.programs.metrics_worker import FLOOD
-from benchmarks.report import Measurement, Report
+from benchmarks.report import Measurement, Report, note
 from elastic_operator.errors import BadInput
 from elastic_operator.local.etcd import free_ports
 
@@ -33,90 +32,90 @@ if TYPE_CHECKING:
 
 WORKERS: Final = 10
 NAMES: Final = 1000
-"""Of each of those workers, when a page of WORKERS * NAMES series is scraped."""
+"""The gauges of each of these workers for the scrape."""
 
 SCRAPES: Final = 10
 
 INTERVAL: Final = 1.0
-"""Seconds between scrapes while something else is measured; Prometheus' own default is a minute."""
+"""Seconds between scrapes during other measurements. The default of Prometheus is a minute."""
 
-_PATIENCE: Final = 30.0
-"""Seconds for which the end of an agent that was asked to go is waited for."""
+_STOP_LIMIT: Final = 30.0
+"""Seconds that the end of an agent after SIGTERM may take."""
 
 _PROGRAM: Final = ("-m", "benchmarks.programs.metrics_worker")
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class RunningAgent:
     """One agent with workers.
 
     Attributes:
-        agent: its process.
-        log: what it says.
-        url: of its page.
-        session: with which that is asked for.
+        process: its process.
+        log: the file with its output.
+        url: of its /metrics.
+        session: for requests.
     """
 
-    agent: Child
+    process: Child
     log: Path
     url: str
     session: aiohttp.ClientSession
 
     async def scrape(self) -> bytes:
-        """The page."""
+        """Return the page."""
         async with self.session.get(self.url) as response:
             response.raise_for_status()
             return await response.read()
 
     async def scrape_regularly(self) -> None:
-        """Do that until cancelled, as Prometheus does."""
+        """Scrape until cancelled, like Prometheus."""
         while True:
-            with suppress(aiohttp.ClientError):  # the agent is not there yet
+            with suppress(aiohttp.ClientError):  # the agent does not listen yet
                 await self.scrape()
             await asyncio.sleep(INTERVAL)
 
     def failed(self, why: str) -> BadInput:
-        """The error to raise where it does not do what it should."""
+        """Return an error with the end of the log."""
         return BadInput(f"{why}\n{self.log.read_text(errors='replace')[-2000:]}")
 
 
 @asynccontextmanager
-async def scene(household: Household, workers: int, *arguments: str) -> AsyncIterator[Scene]:
-    """Start an agent whose workers run the program with these arguments; in the end it is asked to go."""
+async def running_agent(processes: ProcessTree, workers: int, *arguments: str) -> AsyncIterator[RunningAgent]:
+    """Run an agent within the block, whose workers run the program with these arguments."""
     [port] = free_ports(1)
-    log = household.folder / f"log.{port}"
+    log = processes.folder / f"log.{port}"
     agent = (sys.executable, "-m", "torchelastic.run", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0")
     flags = (f"--metrics-port={port}", f"--nproc-per-node={workers}")
-    process = household.start((*agent, *flags, *_PROGRAM, *arguments), log)
+    process = processes.start((*agent, *flags, *_PROGRAM, *arguments), log)
     async with aiohttp.ClientSession() as session:
         try:
-            yield Scene(process, log, f"http://127.0.0.1:{port}/metrics", session)
+            yield RunningAgent(process, log, f"http://127.0.0.1:{port}/metrics", session)
         finally:
-            process.signal(signal.SIGTERM)  # so that it takes the memory of its workers with it
-            await asyncio.wait([process.ended], timeout=_PATIENCE)
+            process.signal(signal.SIGTERM)  # it then removes the shared memory of its workers
+            await asyncio.wait([process.ended], timeout=_STOP_LIMIT)
 
 
-async def cost(household: Household, *, steps: int, limit: float) -> dict[str, Any]:
-    """Let one worker measure what metrics cost it."""
-    file = household.folder / "found"
+async def cost(processes: ProcessTree, *, steps: int, limit: float) -> dict[str, Any]:
+    """Return what one worker has measured."""
+    file = processes.folder / "found"
     file.unlink(missing_ok=True)
-    async with scene(household, 1, "cost", str(file), str(steps)) as here:
+    async with running_agent(processes, 1, "cost", str(file), str(steps)) as here:
         scraping = asyncio.create_task(here.scrape_regularly())
         try:
-            await asyncio.wait_for(asyncio.shield(here.agent.ended), limit)
+            await asyncio.wait_for(asyncio.shield(here.process.ended), limit)
         except TimeoutError:
             raise here.failed(f"the worker was not done within {limit:g} s") from None
         finally:
             scraping.cancel()
         if not file.is_file():
-            raise here.failed("the worker has found nothing")
+            raise here.failed("the worker has no results")
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
-async def scrapes(household: Household, *, limit: float) -> tuple[list[float], int]:
-    """Seconds that each of several scrapes of a large page takes, and the page's bytes."""
-    async with scene(household, WORKERS, "names", str(NAMES)) as here:
+async def scrapes(processes: ProcessTree, *, limit: float) -> tuple[list[float], int]:
+    """Return the seconds of each scrape of a large page, and the bytes of the page."""
+    async with running_agent(processes, WORKERS, "names", str(NAMES)) as here:
         try:
             async with asyncio.timeout(limit):
                 page = b""
@@ -125,7 +124,7 @@ async def scrapes(household: Household, *, limit: float) -> tuple[list[float], i
                         page = await here.scrape()
                     await asyncio.sleep(INTERVAL)
         except TimeoutError:
-            raise here.failed(f"not all series were there within {limit:g} s") from None
+            raise here.failed(f"some series were missing after {limit:g} s") from None
         took = []
         for _ in range(SCRAPES):
             began = time.perf_counter()
@@ -135,43 +134,33 @@ async def scrapes(household: Household, *, limit: float) -> tuple[list[float], i
 
 
 async def measure(*, repeat: int, steps: int, limit: float) -> Report:
-    """Measure all of it."""
+    """Take all measurements."""
     report = Report("metrics", settings={"repeat": repeat, "steps": steps, "scrape_interval": INTERVAL})
     found = []
-    async with Household() as household:
+    async with ProcessTree() as processes:
         for number in range(repeat):
-            found.append(await cost(household, steps=steps, limit=limit))
-            print(f"{number + 1}/{repeat}: {_overhead(found[-1]):.2f} % of a step", file=sys.stderr, flush=True)
-        took, size = await scrapes(household, limit=limit)
-    for name, text in (("loss", "a gauge"), ("samples", "a counter"), ("step.ms", "a histogram")):
+            found.append(await cost(processes, steps=steps, limit=limit))
+            note(f"{number + 1}/{repeat}: {_overhead(found[-1]):.2f} % of a step")
+        took, size = await scrapes(processes, limit=limit)
+    timed = "the median of 20,000 calls, each of which includes the reading of the clock"
+    calls = (
+        ("loss", "add_value, a gauge", timed, 5.0),
+        ("samples", "add_value, a counter", timed, 5.0),
+        ("step.ms", "add_value, a histogram", timed, 5.0),
+        ("no handler", "add_value, no handler", "the same without a handler: mostly the reading of the clock", None),
+        ("step", "torchelastic.step()", "the same for a call at the beginning of a training step", 5.0),
+    )
+    for call, name, includes, at_most in calls:
         report.add(
             Measurement(
-                f"add_value, {text}",
-                ours=[each["calls"][name]["median"] * 1e6 for each in found],
+                name,
+                ours=[each["calls"][call]["median"] * 1e6 for each in found],
                 unit="us",
-                includes="the median of 20,000 calls, each with the reading of the clock",
-                ours_at_most=5.0,
-                details={"p99": [each["calls"][name]["p99"] * 1e6 for each in found]},
+                includes=includes,
+                ours_at_most=at_most,
+                details={"p99": [each["calls"][call]["p99"] * 1e6 for each in found]},
             )
         )
-    report.add(
-        Measurement(
-            "add_value, no handler",
-            ours=[each["calls"]["no handler"]["median"] * 1e6 for each in found],
-            unit="us",
-            includes="the same where nobody is told: hardly more than the reading of the clock",
-        )
-    )
-    report.add(
-        Measurement(
-            "torchelastic.step()",
-            ours=[each["calls"]["step"]["median"] * 1e6 for each in found],
-            unit="us",
-            includes="the same for a call at the beginning of a step, which measures the time since the one before",
-            ours_at_most=5.0,
-            details={"p99": [each["calls"]["step"]["p99"] * 1e6 for each in found]},
-        )
-    )
     report.add(
         Measurement(
             f"{FLOOD:,} values of a counter",
@@ -185,8 +174,8 @@ async def measure(*, repeat: int, steps: int, limit: float) -> Report:
             "training step, metrics on",
             ours=[_overhead(each) for each in found],
             unit="%",
-            includes="the median of steps in which four values are measured, over that of the steps between them, in "
-            "which they are dropped",
+            includes="the median of steps that measure four values, compared with the alternating steps in which the "
+            "values are dropped",
             ours_at_most=0.5,
             details={name: [statistics.median(each[name]) for each in found] for name in ("on", "off")},
         )
@@ -208,15 +197,10 @@ def _overhead(found: dict[str, Any]) -> float:
 
 
 def main() -> int:
-    """Measure, and print."""
-    flags = parser("metrics", __doc__, etcd=False)
-    flags.add_argument("--repeat", type=at_least(1), default=5, metavar="N", help="measure so often (default: 5)")
-    flags.add_argument(
-        "--steps", type=at_least(1), default=2000, metavar="N", help="training steps with metrics, and without each"
-    )
-    flags.add_argument(
-        "--limit", type=duration, default=300.0, metavar="SECONDS", help="longer is never (default: 300)"
-    )
+    """Measure and print."""
+    flags = parser("metrics", __doc__, etcd=False, repeat=5, limit=300.0)
+    text = "number of training steps with metrics, and of steps without (default: %(default)s)"
+    flags.add_argument("--steps", type=at_least(1), default=2000, metavar="N", help=text)
     arguments = flags.parse_args()
     work = measure(repeat=arguments.repeat, steps=arguments.steps, limit=arguments.limit)
     run_to_end("metrics", work).show(as_json=arguments.json)

@@ -1,9 +1,7 @@
-"""Hosts in a network of their own: a switch and its hosts, each in a network namespace, for hosts that fall silent.
+"""A network of hosts that can fall silent: a switch and hosts, each in a network namespace.
 
-The namespaces have no names: each lives as long as the process that was started in it, so nothing of it can be left
-behind, and nothing of this machine's own network is touched. What makes a host silent is done at the far end of its
-cable, at the switch: the host's own interface stays up, and nothing tells it, or anybody else, that its packets get
-lost.
+The namespaces have no names. Each exists as long as its process, so nothing is left behind, and this machine's own
+network does not change. A host is silenced at the switch: its own interface stays up, and its packets are lost.
 """
 
 from __future__ import annotations
@@ -19,37 +17,37 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.processes import Household
+    from benchmarks.processes import ProcessTree
     from torchelastic.agent.workers.processes import Child
 
 INTERFACE: Final = "eth0"
 """The interface of each host."""
 
 _SWITCH: Final = "switch"
-_NETWORK: Final = "198.18.0"  # a range that is reserved for measurements like these
+_NETWORK: Final = "198.18.0"  # reserved for benchmarks
 _TOOLS: Final = ("ip", "nsenter", "unshare")
 
 
 def why_not() -> str:
-    """Why there can be no such network here, as a sentence; empty where there can."""
+    """Return the reason why no such network can be created here; empty if it can."""
     if os.geteuid() != 0:
-        return "network namespaces can only be made by root."
+        return "only root can create network namespaces."
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"there is no {' and no '.join(missing)}: install iproute2 and util-linux."
     tried = subprocess.run(("unshare", "--net", "ip", "link"), capture_output=True, text=True, check=False)
-    return f"no network namespace can be had: {tried.stderr.strip()}." if tried.returncode != 0 else ""
+    return f"network namespaces cannot be created: {tried.stderr.strip()}." if tried.returncode != 0 else ""
 
 
 class Network:
-    """Hosts that reach each other; an async context manager.
+    """Connected hosts; an async context manager.
 
     Args:
-        household: holds the namespaces' processes.
-        hosts: their names.
+        processes: starts the namespaces' processes.
+        hosts: the names of the hosts.
     """
 
-    def __init__(self, household: Household, hosts: Sequence[str]) -> None:
-        self._household = household
+    def __init__(self, processes: ProcessTree, hosts: Sequence[str]) -> None:
+        self._processes = processes
         self._hosts = tuple(hosts)
         self._holders: dict[str, Child] = {}
 
@@ -74,25 +72,25 @@ class Network:
         await asyncio.gather(*(asyncio.shield(holder.ended) for holder in self._holders.values()))
 
     def address(self, host: str) -> str:
-        """Under which address the others reach a host."""
+        """Return the address of a host."""
         return f"{_NETWORK}.{self._hosts.index(host) + 1}"
 
     def inside(self, host: str) -> tuple[str, ...]:
-        """What stands before a command that is to run on a host."""
+        """Return the prefix of a command that runs it on a host."""
         return ("nsenter", f"--net=/proc/{self._holders[host].pid}/ns/net", "--")
 
     def silence(self, host: str) -> None:
-        """From now on all packets from and to a host get lost."""
+        """Drop all packets from and to a host from now on."""
         self._ip(_SWITCH, f"link set port{self._hosts.index(host)} nomaster")
 
     async def _namespace(self) -> Child:
-        """A process in a network namespace of its own, where it waits."""
-        ready = self._household.folder / "namespace-ready"
+        """Start a process that waits in a new network namespace."""
+        ready = self._processes.folder / "namespace-ready"
         os.mkfifo(ready)
         try:
             with os.fdopen(os.open(ready, os.O_RDWR | os.O_NONBLOCK), "rb") as pipe:
                 command = ("unshare", "--net", "sh", "-c", f"echo > '{ready}'; exec sleep infinity")
-                holder = self._household.start(command, Path(os.devnull))
+                holder = self._processes.start(command, Path(os.devnull))
                 made = asyncio.Event()
                 loop = asyncio.get_running_loop()
                 loop.add_reader(pipe, made.set)
@@ -104,7 +102,7 @@ class Network:
         finally:
             ready.unlink()
         if not holder.running:
-            raise RuntimeError(f"no network namespace can be made: unshare ended with {holder.ended.result()}")
+            raise RuntimeError(f"a network namespace could not be created: unshare ended with {holder.ended.result()}")
         return holder
 
     def _ip(self, host: str, *commands: str) -> None:
@@ -112,4 +110,4 @@ class Network:
         text = "".join(f"{line}\n" for line in commands)
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise RuntimeError(f"the network of the benchmark cannot be made: {done.stderr.strip()}")
+            raise RuntimeError(f"the network of the benchmark could not be created: {done.stderr.strip()}")

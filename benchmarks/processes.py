@@ -1,8 +1,7 @@
-"""The processes of a benchmark: all of them are known, and none outlives it, however it ends.
+"""The processes of a benchmark, none of which outlives it.
 
-Whatever a benchmark starts leads a session of its own. What loses its parent becomes the benchmark's child, so all that
-there is can be found below it. The watchdog of the agent ends everything and removes the
-folder should the benchmark itself be killed.
+Each started process leads its own session. Orphans become children of the benchmark, so all processes are its
+descendants. If the benchmark itself is killed, the agent's watchdog kills them and removes the folder.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.processes import Child
 
 
-class Household:
-    """All processes of a benchmark and a folder for their files; an async context manager that ends and removes them.
+class ProcessTree:
+    """All processes of a benchmark and a folder for their files; an async context manager that removes both.
 
     Attributes:
-        folder: for whatever files are needed.
-        scratch: a folder in it, where all processes make their temporary files.
+        folder: for any files.
+        scratch: the folder in it for the temporary files of all processes.
     """
 
     def __init__(self) -> None:
@@ -40,8 +39,8 @@ class Household:
         self._mark = secrets.token_hex(8)
         self._reaper = Reaper(owns_process=True)
         self._stack = AsyncExitStack()
-        self._guard: Watchdog
-        self._guards: set[int] = set()
+        self._watchdog: Watchdog
+        self._watchdog_pids: set[int] = set()
         self._children: list[Child] = []
 
     async def __aenter__(self) -> Self:
@@ -51,10 +50,10 @@ class Household:
             self.scratch = self.folder / "tmp"
             self.scratch.mkdir()
             stack.enter_context(self._reaper)
-            self._guard = Watchdog(self._reaper, self._mark, [self.folder])
-            self._guard.start()
-            self._guards = {entry.pid for entry in read_table().values() if entry.parent == os.getpid()}
-            stack.push_async_callback(self._guard.close)
+            self._watchdog = Watchdog(self._reaper, self._mark, [self.folder])
+            self._watchdog.start()
+            self._watchdog_pids = {entry.pid for entry in read_table().values() if entry.parent == os.getpid()}
+            stack.push_async_callback(self._watchdog.close)
             stack.push_async_callback(self.end_all)
             self._stack = stack.pop_all()
         return self
@@ -66,9 +65,9 @@ class Household:
         """Start a process.
 
         Args:
-            argv: a program, looked up on PATH unless it is a path, and its arguments.
-            output: the file to which its output is added.
-            env: laid over this process's own environment.
+            argv: a program (a path, or a name on PATH) and its arguments.
+            output: the file to which its output is appended.
+            env: variables that are added to this process's environment.
         """
         environment = {**os.environ, "TMPDIR": str(self.scratch), **(env or {}), TREE_MARK: self._mark}
         program = shutil.which(argv[0])
@@ -81,17 +80,21 @@ class Household:
         return child
 
     def all(self, roots: Iterable[int] | None = None) -> dict[int, ProcessEntry]:
-        """These processes and all their descendants, the dead included; with none given, all that was started here."""
+        """Return these processes and their descendants, including zombies; without roots, all of the benchmark."""
         table = read_table()
         return {pid: table[pid] for pid in with_descendants(table, self._roots(table) if roots is None else roots)}
 
     def living(self, roots: Iterable[int] | None = None) -> dict[int, ProcessEntry]:
-        """The same without the dead."""
+        """Return the same without zombies."""
         return {pid: entry for pid, entry in self.all(roots).items() if not entry.dead}
 
     async def end_all(self) -> None:
-        """Kill all that lives."""
+        """Kill all processes."""
         await self._reaper.kill_trees(self._children, self._mark)
 
     def _roots(self, table: Table) -> list[int]:
-        return [entry.pid for entry in table.values() if entry.parent == os.getpid() and entry.pid not in self._guards]
+        return [
+            entry.pid
+            for entry in table.values()
+            if entry.parent == os.getpid() and entry.pid not in self._watchdog_pids
+        ]

@@ -1,7 +1,7 @@
-"""Tells when an agent has torch imported, and so can come to a run: in the file BENCHMARK_READY, once.
+"""Write the time at which an agent has imported torch to the file BENCHMARK_READY, once.
 
-For ours it is a module to ``--preload``, so that its import ends when the fork server has torch imported. Executed, it
-is torchrun, which tells when its agent has torch imported. The time is the monotonic clock's.
+Our agents ``--preload`` this module, so that it is imported after the fork server has imported torch. As a program, it
+is torchrun. The time is of the monotonic clock.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-import torch.distributed  # noqa: F401 - whatever the order of imports, this comes after it
+import torch.distributed  # noqa: F401 - the time is taken after it
 
 if __name__ == "__main__":
     from torch.distributed.run import main

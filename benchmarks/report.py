@@ -1,25 +1,7 @@
-"""How a benchmark tells what it measured: one JSON document, and the same as a plain table for people.
+"""The report of a benchmark: one JSON document, and a table for people.
 
-A benchmark makes one :class:`Report`, adds :class:`Measurement` objects in the order in which they are to be read, and
-calls :meth:`Report.show` at the end::
-
-    report = Report("recovery", settings={"repeats": 5}, etcd=Path("/usr/bin/etcd"))
-    report.add(
-        Measurement(
-            "worker killed",
-            ours=(0.11, 0.12, 0.10),
-            peer=(3.9, 4.0, 3.8),
-            peer_name="torchrun",
-            ours_at_most=0.15,
-            ratio_at_least=25,
-            includes="from SIGKILL until both workers are past an all-reduce",
-        )
-    )
-    report.tell("processes", {"left over": 0})
-    report.show(as_json=arguments.json)
-
-With ``--json`` the document goes to standard output and the table to standard error, so that a pipe gets JSON alone;
-without it the table goes to standard output. The document::
+With ``--json`` the document goes to standard output and the table to standard error; without it only the table is
+printed. The document::
 
     {
       "benchmark": "recovery",
@@ -34,12 +16,11 @@ without it the table goes to standard output. The document::
          "wanted": {"ours_at_most": …, "ratio_at_least": …}, "reached": true, false or null,
          "details": {…}}
       ],
-      …whatever :meth:`Report.tell` was given…
+      …the values of :meth:`Report.tell`…
     }
 
-Where a figure and a ratio are wanted both, the figure decides whether it was reached; where nothing is wanted,
-``reached`` is null. What never came to its end is no sample, but told with its reason under "never"; where that befell
-us, nothing that is wanted was reached.
+If a value and a ratio are wanted, the value decides ``reached``; if nothing is wanted, ``reached`` is null. An attempt
+that did not finish is not a sample; "never" has its reason. If it was one of ours, ``reached`` is false.
 """
 
 from __future__ import annotations
@@ -64,20 +45,20 @@ _VERSION_TIMEOUT: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One thing that was measured again and again, by us and, where there is one, by a peer.
+    """The samples of one measurement.
 
     Attributes:
-        name: what it is, in a few words; the first column of the table.
+        name: the first column of the table.
         ours: our samples, in the order in which they were taken.
-        peer: the peer's samples; empty where there is no peer.
-        ours_never: why there was no end to it, for each time that there was none; then it is no sample.
+        peer: the peer's samples; empty if there is no peer.
+        ours_never: the reason of each of our attempts that did not finish.
         peer_never: the same of the peer.
-        peer_name: who the peer is.
+        peer_name: the name of the peer.
         unit: of all samples; less is better.
-        includes: what lies between the start and the end of the clock, in words.
-        ours_at_most: our median should not be larger; None where no figure is wanted.
-        ratio_at_least: the peer's median over ours should not be smaller; None where no ratio is wanted.
-        details: more that belongs to it, as JSON can say it.
+        includes: what the measured time includes.
+        ours_at_most: the wanted limit of our median; None for none.
+        ratio_at_least: the wanted ratio of the peer's median to ours; None for none.
+        details: additional JSON values.
     """
 
     name: str
@@ -94,22 +75,18 @@ class Measurement:
 
     @property
     def median(self) -> float | None:
-        """The median of our samples; None where there are none."""
+        """The median of our samples; None if there are none."""
         return _median(self.ours)
 
     @property
-    def peer_median(self) -> float | None:
-        """The median of the peer's samples; None where there are none."""
-        return _median(self.peer)
-
-    @property
     def ratio(self) -> float | None:
-        """How many times the peer's median is ours; None where one of them is not there, or nothing to divide by."""
-        return self.peer_median / self.median if self.peer_median is not None and self.median else None
+        """The peer's median divided by ours; None if one of them is missing, or ours is 0."""
+        peer = _median(self.peer)
+        return peer / self.median if peer is not None and self.median else None
 
     @property
     def reached(self) -> bool | None:
-        """Whether what is wanted was reached; None where nothing is wanted, or it takes a peer and there is none."""
+        """Whether the wanted values were reached; None if nothing is wanted, or if a ratio is and there is no peer."""
         if self.ours_at_most is None and self.ratio_at_least is None:
             return None
         if self.median is None or self.ours_never:
@@ -119,14 +96,16 @@ class Measurement:
         return None if self.ratio is None or self.ratio_at_least is None else self.ratio >= self.ratio_at_least
 
     def as_json(self) -> dict[str, Any]:
-        """The measurement as the document has it."""
+        """Return the measurement as JSON values."""
         return {
             "name": self.name,
             "includes": self.includes,
             "unit": self.unit,
-            "ours": _told(self.ours, self.ours_never),
+            "ours": summary(self.ours, self.ours_never),
             "peer": (
-                {"name": self.peer_name, **_told(self.peer, self.peer_never)} if self.peer or self.peer_never else None
+                {"name": self.peer_name, **summary(self.peer, self.peer_never)}
+                if self.peer or self.peer_never
+                else None
             ),
             "ratio": self.ratio,
             "wanted": {"ours_at_most": self.ours_at_most, "ratio_at_least": self.ratio_at_least},
@@ -136,34 +115,34 @@ class Measurement:
 
 
 class Report:
-    """What one run of a benchmark has shown.
+    """The results of one run of a benchmark.
 
     Args:
         benchmark: its name.
-        settings: with what it was run; as JSON can say it.
-        etcd: the etcd that it used; None where it used none.
+        settings: its settings, as JSON values.
+        etcd: the etcd binary that it used; None for none.
     """
 
     def __init__(self, benchmark: str, *, settings: Mapping[str, Any], etcd: Path | None = None) -> None:
         self._benchmark = benchmark
         self._settings = dict(settings)
-        self._machine = machine_facts(etcd)
+        self._machine = _machine(etcd)
         self._measurements: list[Measurement] = []
         self._told: dict[str, Any] = {}
 
     def add(self, measurement: Measurement) -> None:
-        """Take in a measurement."""
+        """Append a measurement."""
         self._measurements.append(measurement)
 
-    def tell(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever JSON can say
-        """Put something else at the top of the document: a profile, counts of operations.
+    def tell(self, name: str, value: Any) -> None:  # noqa: ANN401 - any JSON value
+        """Add a JSON value to the top level of the document.
 
-        A list of flat objects with equal keys becomes a table of its own; anything else stands in the document alone.
+        A list of flat objects with equal keys is also printed as a table.
         """
         self._told[name] = value
 
     def as_json(self) -> dict[str, Any]:
-        """The whole document."""
+        """Return the document."""
         return {
             "benchmark": self._benchmark,
             "machine": {**self._machine, "load_after": list(os.getloadavg())},
@@ -173,36 +152,43 @@ class Report:
         }
 
     def as_text(self) -> str:
-        """The measurements as a table, and what else was told in rows as tables below it."""
-        parts = [f"{self._benchmark}: {self._facts()}"]
+        """Return the tables."""
+        machine = self._machine
+        facts = (
+            f"{self._benchmark}: {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.1f} GiB, "
+            f"Python {machine['python']}, torch {machine['torch']}, etcd {machine['etcd']}, "
+            f"load {machine['load_before'][0]:.1f} before"
+        )
+        parts = [facts]
         if self._measurements:
             head = ("what", "ours", "from … to", "peer", "peer/ours", "wanted", "")
-            parts.append(table([head, *(_row(measurement) for measurement in self._measurements)]))
+            parts.append(_table([head, *(_row(measurement) for measurement in self._measurements)]))
         for name, value in self._told.items():
             if _is_rows(value):
                 cells = [[_cell(each) for each in row.values()] for row in value]
-                parts.append(f"{name}\n{table([list(value[0]), *cells])}")
+                parts.append(f"{name}\n{_table([list(value[0]), *cells])}")
         return "\n\n".join(parts)
 
     def show(self, *, as_json: bool) -> None:
-        """Print the document to standard output and the table to standard error, or the table alone."""
+        """Print the document to standard output and the tables to standard error, or only the tables."""
         if as_json:
             print(self.as_text(), file=sys.stderr, flush=True)
             print(json.dumps(self.as_json(), indent=2), flush=True)
         else:
             print(self.as_text(), flush=True)
 
-    def _facts(self) -> str:
-        facts = self._machine
-        gibibytes = facts["memory_bytes"] / 2**30
-        return (
-            f"{facts['cores']} cores, {gibibytes:.1f} GiB, Python {facts['python']}, torch {facts['torch']}, "
-            f"etcd {facts['etcd']}, load {facts['load_before'][0]:.1f} before"
-        )
+
+def note(text: str) -> None:
+    """Print the progress of a benchmark to standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
-def machine_facts(etcd: Path | None = None) -> dict[str, Any]:
-    """What a reader has to know of the machine to make something of the figures."""
+def summary(samples: Sequence[float], never: Sequence[str]) -> dict[str, Any]:
+    """Return samples, their median, and the reasons of the attempts that did not finish, as JSON values."""
+    return {"samples": list(samples), "median": _median(samples), "never": list(never)}
+
+
+def _machine(etcd: Path | None) -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -210,27 +196,21 @@ def machine_facts(etcd: Path | None = None) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": _package_version("torch"),
-        "etcd": etcd_version(etcd) if etcd is not None else None,
+        "etcd": _etcd_version(etcd) if etcd is not None else None,
         "load_before": list(os.getloadavg()),
     }
 
 
-def etcd_version(binary: Path) -> str | None:
-    """The version that an etcd gives itself; None where it gives none."""
-    said = subprocess.run(
+def _etcd_version(binary: Path) -> str | None:
+    printed = subprocess.run(
         [str(binary), "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT, check=False
     )
-    found = re.search(r"etcd Version: (\S+)", said.stdout)
+    found = re.search(r"etcd Version: (\S+)", printed.stdout)
     return found.group(1) if found else None
 
 
-def seconds(value: float) -> str:
-    """A time as people read it: "12.3 ms", "1.23 s"."""
-    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
-
-
-def table(rows: Sequence[Iterable[str]]) -> str:
-    """Rows as aligned columns, the first one being the head."""
+def _table(rows: Sequence[Iterable[str]]) -> str:
+    """Return rows, the first of which is the head, as aligned columns."""
     lines = [list(row) for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -243,15 +223,13 @@ def _median(samples: Sequence[float]) -> float | None:
     return statistics.median(samples) if samples else None
 
 
-def _told(samples: Sequence[float], never: Sequence[str]) -> dict[str, Any]:
-    return {"samples": list(samples), "median": _median(samples), "never": list(never)}
-
-
 def _row(measurement: Measurement) -> tuple[str, ...]:
     def told(value: float | None) -> str:
         if value is None:
             return "-"
-        return seconds(value) if measurement.unit == "s" else f"{value:.4g} {measurement.unit}"
+        if measurement.unit != "s":
+            return f"{value:.4g} {measurement.unit}"
+        return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
 
     def median(samples: Sequence[float], never: Sequence[str]) -> str:
         if not never:

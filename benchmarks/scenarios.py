@@ -1,53 +1,44 @@
-"""What happens to a run while its recovery is measured, and what is wanted of it."""
+"""The scenarios of the recovery benchmark, and the wanted times."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.launchers import FLATTERED, TUNED, UNSHARED, Ours, Torchrun
+from benchmarks.launchers import OURS, TORCHRUN_DEFAULTS, TORCHRUN_FAST_LOSS
 from benchmarks.runs import Run
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from benchmarks.beats import Beat
-    from benchmarks.launchers import System
+    from benchmarks.launchers import Launcher
+    from benchmarks.worker_reports import WorkerReport
 
 LEASE: Final = 5.0
 """Seconds: the default of ``--rdzv-conf lease``."""
 
-_OURS: Final = Ours()
-_FLATTERED: Final = Torchrun(conf=FLATTERED, environment=UNSHARED)
-_TUNED: Final = Torchrun("torchrun that misses nodes after 5 s", TUNED, UNSHARED)
-_UNTOUCHED: Final = Torchrun("torchrun with its defaults")
-_OTHERS: Final = (_TUNED, _UNTOUCHED)
-
 
 @dataclass(frozen=True, slots=True)
-class Happened:
-    """What was measured once.
+class Sample:
+    """One measured recovery.
 
     Attributes:
-        since: when the clock began.
-        beats: of the workers that are past their all-reduce.
+        since: when the clock started.
+        reports: of the workers after their all-reduce.
     """
 
     since: float
-    beats: Sequence[Beat]
+    reports: Sequence[WorkerReport]
 
     @property
     def seconds(self) -> float:
-        """How long it took until the last of them was past it."""
-        return max(beat.reduced for beat in self.beats) - self.since
+        """The time until the last worker had done its all-reduce."""
+        return max(report.reduced for report in self.reports) - self.since
 
     @property
     def phases(self) -> dict[str, float]:
-        """Where the time of the last of them went, in seconds."""
-        last = max(self.beats, key=lambda beat: beat.reduced)
+        """The seconds of each phase of the last worker."""
+        last = max(self.reports, key=lambda report: report.reduced)
         return {
             "until the first line of its program": last.began - self.since,
             "until torch was imported": last.imported - last.began,
@@ -58,91 +49,88 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One thing that happens to a run.
+    """A start, or a fault and the recovery from it.
 
     Attributes:
-        key: by which it is chosen on the command line.
-        name: in the report.
-        includes: from what to what the clock runs.
-        happen: has it happen to a run whose agents were not started yet.
-        ours: our agent with its settings.
-        peer: torchrun with its settings.
-        others: torchrun with other settings, told beside it.
+        key: its name on the command line.
+        name: its name in the report.
+        includes: what the measured time includes.
+        play: starts the agents of a run and measures once.
+        ours: our launcher with its settings.
+        others: torchrun with other settings, for ``--others``.
         nnodes: as in ``--nnodes``.
-        ours_at_most: seconds that are wanted.
-        ratio_at_least: torchrun's time over ours that is wanted.
-        network: whether each agent is on a host of its own.
+        ours_at_most: the wanted seconds.
+        ratio_at_least: the wanted ratio of torchrun's time to ours.
+        network: whether each agent has its own host.
     """
 
     key: str
     name: str
     includes: str
-    happen: Callable[[Run], Awaitable[Happened]]
-    ours: System = _OURS
-    peer: System | None = _FLATTERED
-    others: tuple[System, ...] = ()
+    play: Callable[[Run], Awaitable[Sample]]
+    ours: Launcher = OURS
+    others: tuple[Launcher, ...] = ()
     nnodes: str = "1:2"
     ours_at_most: float | None = None
     ratio_at_least: float | None = None
     network: bool = False
 
 
-async def started(run: Run) -> Happened:
-    """Two agents are started."""
+async def start(run: Run) -> Sample:
+    """Start two agents."""
     since = run.start("a", "b")
-    return Happened(since, await run.together("a", "b", since=since))
+    return Sample(since, await run.together("a", "b", since=since))
 
 
-async def worker_killed(run: Run) -> Happened:
-    """A worker of two gets SIGKILL."""
+async def kill_worker(run: Run) -> Sample:
+    """Kill one of two workers."""
     await run.settled("a", "b")
-    victim = run.worker_of("b")
-    since = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
-    return Happened(since, await run.together("a", "b", since=since))
+    since = run.kill_worker("b")
+    return Sample(since, await run.together("a", "b", since=since))
 
 
-def befalls_one(
-    strike: Callable[[Run, str], float], choose: Callable[[Run], str]
-) -> Callable[[Run], Awaitable[Happened]]:
-    """Something befalls one agent of two, and the other one goes on without it.
+async def join(run: Run) -> Sample:
+    """Start a third agent; the clock starts when it has imported torch."""
+    await run.settled("a", "b")
+    mark = run.processes.folder / "ready"
+    reports = await run.together("a", "b", "c", since=run.start("c", ready=mark))
+    return Sample(float(mark.read_text()), reports)
+
+
+def lose_one(fault: Callable[[Run, str], float], choose: Callable[[Run], str]) -> Callable[[Run], Awaitable[Sample]]:
+    """Return a scenario in which one of two agents is lost.
 
     Args:
-        strike: does it to the agent of this name, and gives back when.
-        choose: chooses the agent.
+        fault: inflicts the fault on an agent, and returns the time.
+        choose: returns the name of that agent.
     """
 
-    async def happen(run: Run) -> Happened:
+    async def play(run: Run) -> Sample:
         await run.settled("a", "b")
         victim = choose(run)
-        since = strike(run, victim)
-        return Happened(since, await run.together(*run.agents.keys() - {victim}, since=since))
+        since = fault(run, victim)
+        return Sample(since, await run.together(*run.agents.keys() - {victim}, since=since))
 
-    return happen
+    return play
 
 
-async def joined(run: Run) -> Happened:
-    """A third agent comes; the clock begins when it has torch imported, and so is ready to."""
-    await run.settled("a", "b")
-    mark = run.stage.household.folder / "ready"
-    beats = await run.together("a", "b", "c", since=run.start("c", ready=mark))
-    return Happened(float(mark.read_text()), beats)
-
+_OTHERS: Final = (TORCHRUN_FAST_LOSS, TORCHRUN_DEFAULTS)
+_SAME_OF_LEADER: Final = "the same for the agent that leads, or hosts torchrun's store"
 
 SCENARIOS: Final = (
     Scenario(
         key="start",
         name="start",
-        includes="from the start of both launchers until both workers are past an all-reduce",
-        happen=started,
+        includes="from the start of both launchers until the first all-reduce of both workers",
+        play=start,
         nnodes="2",
         ratio_at_least=1.6,
     ),
     Scenario(
         key="worker",
         name="worker killed",
-        includes="from SIGKILL of a worker until both are past an all-reduce",
-        happen=worker_killed,
+        includes="from SIGKILL of a worker until the first all-reduce of both new workers",
+        play=kill_worker,
         nnodes="2",
         ours_at_most=0.15,
         ratio_at_least=25,
@@ -150,8 +138,8 @@ SCENARIOS: Final = (
     Scenario(
         key="leave",
         name="agent leaves",
-        includes="from SIGTERM of an agent that does not lead until the other's worker is past an all-reduce",
-        happen=befalls_one(Run.ask_to_leave, Run.follower),
+        includes="from SIGTERM of a non-leading agent until the first all-reduce of the other agent's new worker",
+        play=lose_one(Run.ask_to_leave, Run.follower),
         others=_OTHERS,
         ours_at_most=0.2,
         ratio_at_least=60,
@@ -159,16 +147,16 @@ SCENARIOS: Final = (
     Scenario(
         key="leave-leader",
         name="leading agent leaves",
-        includes="the same of the agent that leads, or hosts torchrun's store",
-        happen=befalls_one(Run.ask_to_leave, Run.leader),
+        includes=_SAME_OF_LEADER,
+        play=lose_one(Run.ask_to_leave, Run.leader),
         ours_at_most=0.2,
         ratio_at_least=60,
     ),
     Scenario(
         key="lost",
         name="agent and worker killed",
-        includes="from SIGKILL of an agent and all its processes until the other's worker is past an all-reduce",
-        happen=befalls_one(Run.kill_with_workers, Run.follower),
+        includes="from SIGKILL of an agent with its worker until the first all-reduce of the other agent's new worker",
+        play=lose_one(Run.kill_with_workers, Run.follower),
         others=_OTHERS,
         ours_at_most=0.5,
         ratio_at_least=25,
@@ -176,17 +164,17 @@ SCENARIOS: Final = (
     Scenario(
         key="lost-leader",
         name="leading agent and worker killed",
-        includes="the same of the agent that leads, or hosts torchrun's store",
-        happen=befalls_one(Run.kill_with_workers, Run.leader),
+        includes=_SAME_OF_LEADER,
+        play=lose_one(Run.kill_with_workers, Run.leader),
         ours_at_most=0.5,
         ratio_at_least=25,
     ),
     Scenario(
         key="silent",
         name="host silent",
-        includes="from the first lost packet of a host until the other's worker is past an all-reduce",
-        happen=befalls_one(Run.silence, Run.follower),
-        others=(_TUNED,),
+        includes="from the first lost packet of a host until the first all-reduce of the other agent's new worker",
+        play=lose_one(Run.silence, Run.follower),
+        others=(TORCHRUN_FAST_LOSS,),
         ours_at_most=LEASE + 0.5,
         ratio_at_least=2,
         network=True,
@@ -194,8 +182,8 @@ SCENARIOS: Final = (
     Scenario(
         key="silent-leader",
         name="leading host silent",
-        includes="the same of the agent that leads, or hosts torchrun's store",
-        happen=befalls_one(Run.silence, Run.leader),
+        includes=_SAME_OF_LEADER,
+        play=lose_one(Run.silence, Run.leader),
         ours_at_most=LEASE + 0.5,
         ratio_at_least=2,
         network=True,
@@ -203,11 +191,11 @@ SCENARIOS: Final = (
     Scenario(
         key="join",
         name="third agent joins",
-        includes="from the moment at which its agent has torch imported until all three workers are past an all-reduce",
-        happen=joined,
-        ours=Ours(conf={"last_call_timeout": 1}),
+        includes="from the end of the third agent's import of torch until the first all-reduce of all three workers",
+        play=join,
+        ours=replace(OURS, conf={"last_call_timeout": 1}),
         nnodes="1:3",
         ours_at_most=0.3,
     ),
 )
-"""All of them, in the order of the report."""
+"""All scenarios, in the order of the report."""

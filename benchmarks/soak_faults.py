@@ -1,4 +1,4 @@
-"""The faults of the soak: which there are, how a seed chooses among them, and how each is inflicted and repaired."""
+"""The faults of the soak: their choice by a seed, and how each is inflicted and repaired."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.beats import Missing
+from benchmarks.worker_reports import Missing
 from torchelastic.protocol import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from benchmarks.soak_field import Field
+    from benchmarks.soak_run import Agents
 
-GUARD: Final = "torchelastic: guard"
+WATCHDOG: Final = "torchelastic: watchdog"
 FORK_SERVER: Final = "torchelastic: fork server"
 STORE: Final = "torchelastic: store of the round"
 
 _DEATH: Final = 5.0
-"""Seconds within which nothing is left of what a killed agent has started, on a machine that is busy."""
+"""Seconds within which the processes of a killed agent must end, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: what happens.
-        slots: to which agents.
-        seconds: how long until it is repaired, for what has to be.
+        kind: a key of KINDS.
+        slots: the slots of the agents that it hits.
+        seconds: the time until it is repaired, if it has to be.
     """
 
     kind: str
@@ -52,15 +52,15 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        inflict: does it, and returns when it is repaired.
-        weight: how often it is chosen, relative to the others.
-        least: seconds until it is repaired, in leases, at least.
-        most: the same at most.
-        many: to how many agents it may happen at once.
-        calm: whether the round has to outlive it.
+        inflict: inflicts the fault, and returns when it is repaired.
+        weight: its relative frequency.
+        least: the minimum time until it is repaired, in leases.
+        most: the maximum time until it is repaired, in leases.
+        many: the maximum number of agents that it hits at once.
+        calm: whether the round must not change.
     """
 
-    inflict: Callable[[Field, Fault], Awaitable[None]]
+    inflict: Callable[[Agents, Fault], Awaitable[None]]
     weight: int
     least: float = 0.0
     most: float = 0.0
@@ -69,19 +69,19 @@ class Kind:
 
 
 def missing() -> str:
-    """Which faults cannot be inflicted here, as a sentence; empty where all can."""
+    """Return a sentence about the faults that cannot be inflicted here; empty if all can."""
     if shutil.which("ss") is None or os.geteuid() != 0:
-        return "Connections are not cut: that takes root, and ss from iproute2."
+        return "Connections are not cut: that needs root, and ss from iproute2."
     return ""
 
 
 def plan(seed: int, count: int, agents: int, lease: float) -> list[tuple[Fault, ...]]:
-    """Faults, chosen by a seed, each kind once before any comes again; now and then two strike at once.
+    """Return faults, sometimes two at once. Each kind occurs once before any occurs again.
 
     Args:
-        seed: the same one chooses the same faults.
-        count: how many.
-        agents: how many agents there are.
+        seed: determines the faults.
+        count: the number of faults.
+        agents: the number of agents.
         lease: in seconds.
     """
     chance = random.Random(seed)
@@ -102,7 +102,7 @@ def plan(seed: int, count: int, agents: int, lease: float) -> list[tuple[Fault, 
         strike = []
         for name in kinds:
             kind = KINDS[name]
-            number -= 1  # each of those to come hits one agent at least, and no agent is hit by two
+            number -= 1  # the remaining faults hit at least one agent each, and no agent is hit twice
             hit = tuple(slots.pop() for _ in range(chance.randint(1, min(kind.many, len(slots) - number))))
             strike.append(Fault(name, hit, round(lease * chance.uniform(kind.least, kind.most), 2)))
         chosen.append(tuple(strike))
@@ -110,67 +110,67 @@ def plan(seed: int, count: int, agents: int, lease: float) -> list[tuple[Fault, 
 
 
 def _collide(one: str, other: str) -> bool:
-    """Whether two faults would repair each other's: there is one etcd."""
+    """Return whether both faults hit etcd, so that one would repair the other."""
     return one.startswith("etcd") and other.startswith("etcd")
 
 
-# -- workers and what stands beside them
+# -- workers and helper processes
 
 
-async def _worker(field: Field, fault: Fault) -> None:
+async def _worker(agents: Agents, fault: Fault) -> None:
     for slot in fault.slots:
-        field.kill(field.worker(slot))
+        agents.kill(agents.worker(slot))
 
 
-async def _helper(field: Field, fault: Fault) -> None:
-    title = FORK_SERVER if fault.kind.startswith("fork server") else GUARD
+async def _helper(agents: Agents, fault: Fault) -> None:
+    title = FORK_SERVER if fault.kind.startswith("fork server") else WATCHDOG
     for slot in fault.slots:
-        for pid in field.titled(slot, title):
-            field.kill(pid)
+        for pid in agents.titled(slot, title):
+            agents.kill(pid)
 
 
-async def _store(field: Field, fault: Fault) -> None:
-    del fault  # it is wherever it is
-    for slot in range(field.agents):
-        for pid in field.titled(slot, STORE):
-            field.kill(pid)
+async def _store(agents: Agents, fault: Fault) -> None:
+    del fault  # the leader's agent has the process, whichever that is
+    for slot in range(agents.count):
+        for pid in agents.titled(slot, STORE):
+            agents.kill(pid)
 
 
 # -- agents
 
 
-async def _agent(field: Field, fault: Fault) -> None:
-    trees = [field.tree(slot) for slot in fault.slots]
+async def _agent(agents: Agents, fault: Fault) -> None:
+    trees = [agents.tree(slot) for slot in fault.slots]
     for slot in fault.slots:
-        field.kill(field.child(slot).pid)
+        agents.kill(agents.child(slot).pid)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _DEATH
     for slot, tree in zip(fault.slots, trees, strict=True):
-        while left := tree & field.tree(None):
+        while left := tree & agents.tree(None):
             if loop.time() > deadline:
-                raise Missing(f"agent {slot} was killed, and of what it had started this outlives it: {left}")
+                raise Missing(f"agent {slot} was killed, and these of its processes outlive it: {left}")
             await asyncio.sleep(0.02)
     await asyncio.sleep(fault.seconds)
     for slot in fault.slots:
-        field.start(slot)
+        agents.start(slot)
 
 
-async def _leave(field: Field, fault: Fault) -> None:
+async def _leave(agents: Agents, fault: Fault) -> None:
     for slot in fault.slots:
-        field.child(slot).signal(signal.SIGTERM)
+        agents.child(slot).signal(signal.SIGTERM)
     for slot in fault.slots:
-        code = await field.ends(slot)
+        code = await agents.ends(slot)
         if code != ExitCode.LEFT:
             raise Missing(f"agent {slot} left with exit code {code}, not {ExitCode.LEFT:d}")
     await asyncio.sleep(fault.seconds)
     for slot in fault.slots:
-        field.start(slot)
+        agents.start(slot)
 
 
-async def _stopped(field: Field, fault: Fault) -> None:
-    stopped = [field.child(slot) for slot in fault.slots]
+async def _stopped(agents: Agents, fault: Fault) -> None:
+    stopped = [agents.child(slot) for slot in fault.slots]
     if fault.kind.startswith("worker"):
-        pids = [field.worker(slot) for slot in fault.slots]
+        pids = [agents.worker(slot) for slot in fault.slots]
     else:
         pids = [child.pid for child in stopped]
     for pid in pids:
@@ -184,15 +184,15 @@ async def _stopped(field: Field, fault: Fault) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
-async def _cut(field: Field, fault: Fault) -> None:
-    await asyncio.to_thread(_cut_now, [field.child(slot).pid for slot in fault.slots])
+async def _cut(agents: Agents, fault: Fault) -> None:
+    await asyncio.to_thread(_cut_now, [agents.child(slot).pid for slot in fault.slots])
 
 
 def _cut_now(pids: Sequence[int]) -> None:
-    """Have the kernel break all TCP connections of these processes off; only root may."""
+    """Break all TCP connections of these processes; needs root."""
     ss = shutil.which("ss")
     if ss is None:
-        return  # said at the beginning
+        return  # missing() says so at the beginning
     listed = subprocess.run([ss, "-tnpH", "state", "established"], capture_output=True, text=True, check=True).stdout
     for pid in pids:
         owner = f"pid={pid},"
@@ -206,20 +206,20 @@ def _cut_now(pids: Sequence[int]) -> None:
 # -- etcd
 
 
-async def _etcd_killed(field: Field, fault: Fault) -> None:
-    await field.etcd.kill()
+async def _etcd_killed(agents: Agents, fault: Fault) -> None:
+    await agents.etcd.kill()
     if fault.kind == "etcd loses its data":
-        field.etcd.wipe()
+        agents.etcd.wipe()
     await asyncio.sleep(fault.seconds)
-    await field.etcd.start()
+    await agents.etcd.start()
 
 
-async def _etcd_paused(field: Field, fault: Fault) -> None:
-    field.etcd.pause()
+async def _etcd_paused(agents: Agents, fault: Fault) -> None:
+    agents.etcd.pause()
     try:
         await asyncio.sleep(fault.seconds)
     finally:
-        field.etcd.resume()
+        agents.etcd.resume()
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -227,7 +227,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "worker stopped": Kind(_stopped, 1, least=0.1, most=1, calm=True),
     "store process killed": Kind(_store, 2),
     "fork server killed": Kind(_helper, 2, many=2, calm=True),
-    "guard killed": Kind(_helper, 2, many=2, calm=True),
+    "watchdog killed": Kind(_helper, 2, many=2, calm=True),
     "agent killed": Kind(_agent, 3, most=1.5, many=2),
     "agent leaves": Kind(_leave, 3, most=1.5, many=2),
     "agent stopped": Kind(_stopped, 2, least=0.1, most=0.6, many=2, calm=True),
@@ -237,4 +237,4 @@ KINDS: Final[Mapping[str, Kind]] = {
     "etcd loses its data": Kind(_etcd_killed, 2, most=1.5),
     "etcd paused": Kind(_etcd_paused, 2, least=0.2, most=2, calm=True),
 }
-"""All of them, by what they are called."""
+"""All kinds, by name."""

@@ -1,5 +1,5 @@
-"""What workers run while they are measured.
+"""The programs of the measured workers.
 
-In a folder of its own: Python looks for modules first in the folder of the program that it runs, and beside these there
-is no ``operator.py`` that would hide the standard library's.
+They are in their own folder because Python imports modules from the folder of a program first, and ``operator.py``
+of the benchmarks would hide the standard library's.
 """

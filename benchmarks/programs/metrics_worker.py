@@ -1,6 +1,6 @@
-"""What the worker runs while the cost of metrics is measured; what it finds goes to a file, as JSON.
+"""The worker of the metrics benchmark.
 
-Arguments: ``names NUMBER`` to make so many gauges and wait, or ``cost FILE STEPS`` to measure.
+Arguments: ``names NUMBER`` to create this many gauges and wait, or ``cost FILE STEPS`` to measure and write JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLOOD: Final = 100_000
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run the program."""
     metrics.declare(GROUP, counters=["samples", "flood"], histograms={"step.ms": (0.001, 0.01, 0.1, 1.0, 10.0)})
     if sys.argv[1] == "names":
         for number in range(int(sys.argv[2])):
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def calls(call: Callable[[], None]) -> dict[str, float]:
-    """Seconds that one call takes, the clock's own time included."""
+    """Return the seconds of one call, which include the reading of the clock."""
     clock = time.perf_counter_ns
     took = []
     for _ in range(CALLS):
@@ -61,7 +61,7 @@ def calls(call: Callable[[], None]) -> dict[str, float]:
 
 
 def flood() -> float:
-    """Seconds for as many values of a counter as there may be in one."""
+    """Return the seconds for FLOOD values of a counter."""
     stream = metrics.getStream(GROUP)
     began = time.perf_counter()
     for _ in range(FLOOD):
@@ -70,7 +70,7 @@ def flood() -> float:
 
 
 def train(steps: int, *, on: Callable[[], None], off: Callable[[], None]) -> tuple[list[float], list[float]]:
-    """Seconds of each step with metrics on and off, which take turns, so that both meet the same machine."""
+    """Return the seconds of each step with metrics and of each step without; they alternate."""
     import torch
     from torch import nn
 

@@ -1,14 +1,14 @@
-"""What the workers run while recovery is measured: they reduce a number again and again, and tell when they could.
+"""The worker of the recovery benchmark and of the soak: does an all-reduce every few milliseconds.
 
-Each process tells of its first all-reduce, and then of one in every BENCHMARK_EVERY seconds (0: of none), in a line of
-JSON to the named pipe BENCHMARK_BEATS. All times are the monotonic clock's, which all processes of a machine share.
+It reports its first all-reduce, and then one in every BENCHMARK_EVERY seconds (0: none), as a line of JSON to the named
+pipe BENCHMARK_REPORTS. All times are of the monotonic clock, which all processes of a machine share.
 """
 
 import time
 
 BEGAN = time.monotonic()
 
-import json  # noqa: E402 - what is imported is measured, too
+import json  # noqa: E402 - the imports are measured
 import os  # noqa: E402
 from datetime import timedelta  # noqa: E402
 
@@ -17,12 +17,12 @@ import torch.distributed as dist  # noqa: E402
 
 IMPORTED = time.monotonic()
 STEP = 0.005
-"""Seconds between all-reduces: two processors are to be had for recovering, not for reducing."""
+"""Seconds between all-reduces, which should not take the processors from the recovery."""
 
 
 def main() -> None:
-    """Meet, and reduce for ever."""
-    pipe = os.open(os.environ["BENCHMARK_BEATS"], os.O_WRONLY)
+    """Initialize the process group, and do all-reduces until killed."""
+    pipe = os.open(os.environ["BENCHMARK_REPORTS"], os.O_WRONLY)
     every = float(os.environ["BENCHMARK_EVERY"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ["BENCHMARK_TIMEOUT"])))
     met = time.monotonic()

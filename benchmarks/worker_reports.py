@@ -1,4 +1,4 @@
-"""What the workers of a benchmark tell (:mod:`benchmarks.programs.worker`), through a named pipe: nothing is polled."""
+"""Reports of the workers of a benchmark (:mod:`benchmarks.programs.worker`), which they write to a named pipe."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.processes import Child
 
 
-class Beat(msgspec.Struct, frozen=True):
-    """A sign of life of one worker. All times are the monotonic clock's.
+class WorkerReport(msgspec.Struct, frozen=True):
+    """A report of one worker. All times are of the monotonic clock.
 
     Attributes:
-        node: its agent, as the benchmark calls it.
+        node: the benchmark's name of its agent.
         pid: its process id.
-        round: of the run, 0 under a launcher that has none.
+        round: the round of the run; 0 under a launcher that has none.
         rank: its rank.
-        world: how many workers train together.
+        world: the number of workers.
         began: when the first line of its program ran.
         imported: when torch was imported.
-        met: when its process group stood.
-        reduced: when it was past its first all-reduce.
-        at: when it was past the all-reduce that it tells of.
+        met: when its process group was initialized.
+        reduced: when its first all-reduce was done.
+        at: when the last all-reduce was done.
     """
 
     node: str
@@ -44,30 +44,30 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Missing(Exception):  # noqa: N818 - a finding
-    """What was waited for did not come; the message says why."""
+    """An awaited event did not happen; the message says why."""
 
 
-class Beats:
-    """All that has been told; an async context manager.
+class WorkerReports:
+    """All reports of the workers; an async context manager.
 
     Args:
-        pipe: where the named pipe is made.
+        pipe: the path of the named pipe, which is created.
 
     Attributes:
         pipe: its path.
-        told: all beats in their order.
+        told: all reports in their order.
     """
 
     def __init__(self, pipe: Path) -> None:
         self.pipe = pipe
-        self.told: list[Beat] = []
+        self.told: list[WorkerReport] = []
         self._rest = b""
         self._descriptor = -1
         self._more = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         os.mkfifo(self.pipe)
-        # For writing too, so that it never ends: there are times without any worker.
+        # Opened for writing too, so that it does not end while there is no worker.
         self._descriptor = os.open(self.pipe, os.O_RDWR | os.O_NONBLOCK)
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
         return self
@@ -78,36 +78,36 @@ class Beats:
         self.pipe.unlink(missing_ok=True)
 
     def worker_environment(self, node: str, *, every: float = 0.0, timeout: float) -> dict[str, str]:
-        """What the workers of one agent need in their environment.
+        """Return the environment variables for the workers of one agent.
 
         Args:
-            node: what the agent is called.
-            every: seconds between beats, 0 for the first one only.
+            node: the name of the agent.
+            every: seconds between reports; 0 for the first report only.
             timeout: of their process group, in seconds.
         """
         return {
-            "BENCHMARK_BEATS": str(self.pipe),
+            "BENCHMARK_REPORTS": str(self.pipe),
             "BENCHMARK_NODE": node,
             "BENCHMARK_EVERY": f"{every}",
             "BENCHMARK_TIMEOUT": f"{timeout}",
         }
 
-    def latest(self, node: str) -> Beat | None:
-        """The last beat of a node."""
-        return next((beat for beat in reversed(self.told) if beat.node == node), None)
+    def latest(self, node: str) -> WorkerReport | None:
+        """Return the last report of a node."""
+        return next((report for report in reversed(self.told) if report.node == node), None)
 
     async def until(
-        self, found: Callable[[], Sequence[Beat] | None], *, limit: float, agents: Iterable[Child] = ()
-    ) -> Sequence[Beat]:
-        """Wait for beats.
+        self, found: Callable[[], Sequence[WorkerReport] | None], *, limit: float, agents: Iterable[Child] = ()
+    ) -> Sequence[WorkerReport]:
+        """Wait for reports.
 
         Args:
-            found: looks whether they are there.
+            found: returns them, or None if they are not complete.
             limit: seconds to wait.
-            agents: when one of them has ended, they will not come.
+            agents: the agents that must not end.
 
         Raises:
-            Missing: they did not come.
+            Missing: the reports did not come.
         """
         watched = list(agents)
         wake = self._more.set
@@ -117,41 +117,41 @@ class Beats:
             async with asyncio.timeout(limit):
                 while True:
                     self._more.clear()
-                    if (beats := found()) is not None:
-                        return beats
+                    if (reports := found()) is not None:
+                        return reports
                     for agent in watched:
                         if not agent.running:
-                            raise Missing(f"an agent that was needed ended with exit code {agent.ended.result()}")
+                            raise Missing(f"a required agent ended with exit code {agent.ended.result()}")
                     await self._more.wait()
         except TimeoutError:
             raise Missing(f"not within {limit:g} s") from None
 
     async def all_of(
         self, nodes: Iterable[str], *, since: float, limit: float, agents: Iterable[Child] = ()
-    ) -> Sequence[Beat]:
-        """Wait until a worker of each of these nodes, begun since then, is past an all-reduce with those of the others.
+    ) -> Sequence[WorkerReport]:
+        """Wait until new workers of these nodes, and no others, have done an all-reduce together.
 
         Args:
-            nodes: which make up the whole world, one worker each.
-            since: by the monotonic clock.
+            nodes: all nodes of the world, with one worker each.
+            since: workers that began earlier do not count; a time of the monotonic clock.
             limit: seconds to wait.
-            agents: when one of them has ended, they will not come.
+            agents: the agents that must not end.
 
         Raises:
-            Missing: they did not come.
+            Missing: the reports did not come.
         """
         wanted = set(nodes)
 
-        def found() -> Sequence[Beat] | None:
-            first: dict[str, Beat] = {}
-            for beat in self.told:
-                if beat.began > since and beat.world == len(wanted) and beat.node in wanted:
-                    first.setdefault(beat.node, beat)
+        def found() -> Sequence[WorkerReport] | None:
+            first: dict[str, WorkerReport] = {}
+            for report in self.told:
+                if report.began > since and report.world == len(wanted) and report.node in wanted:
+                    first.setdefault(report.node, report)
             return list(first.values()) if first.keys() == wanted else None
 
         return await self.until(found, limit=limit, agents=agents)
 
     def _read(self) -> None:
         *lines, self._rest = (self._rest + os.read(self._descriptor, 1 << 16)).split(b"\n")
-        self.told += [msgspec.json.decode(line, type=Beat) for line in lines]
+        self.told += [msgspec.json.decode(line, type=WorkerReport) for line in lines]
         self._more.set()
