@@ -1,15 +1,15 @@
-"""A proxy in front of etcd that counts: requests by kind, and the bytes that go through for each.
+"""A proxy in front of etcd that counts requests and bytes, including HTTP headers.
 
-The counting is done outside of the clients and of etcd, on the bytes of the connections themselves, HTTP's headers
-included. It takes time, so nothing is timed through it.
+The proxy takes time, so no time is measured through it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Final, Self, cast
+from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,15 +18,15 @@ _REQUEST: Final = re.compile(rb"(?:GET|POST) (/\S*) HTTP/1\.1\r\n")
 
 
 class Meter:
-    """Within ``async with``, what connects to :attr:`endpoint` is connected to the target, and counted.
+    """Within ``async with``, a connection to :attr:`endpoint` is forwarded to the target and counted.
 
     Args:
         target: host:port.
 
     Attributes:
-        requests: how many, by path.
+        requests: the number of requests, by path.
         sent: bytes from the clients, by path.
-        received: bytes to the clients, by path; a watch's changes belong to the watch.
+        received: bytes to the clients, by path; the events of a watch belong to its request.
     """
 
     def __init__(self, target: str) -> None:
@@ -35,7 +35,7 @@ class Meter:
         self.received: Counter[str] = Counter()
         self._host, _, self._port = target.rpartition(":")
         self._server: asyncio.Server | None = None
-        self._lines: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
 
     @property
     def endpoint(self) -> str:
@@ -45,7 +45,7 @@ class Meter:
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def copy(self) -> Meter:
-        """The counts as they are now."""
+        """Return the current counts."""
         snapshot = Meter("")
         snapshot.requests.update(self.requests)
         snapshot.sent.update(self.sent)
@@ -53,8 +53,7 @@ class Meter:
         return snapshot
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _ClientSide(self), "127.0.0.1", 0, backlog=4096)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=4096)
         return self
 
     async def __aexit__(
@@ -62,83 +61,43 @@ class Meter:
     ) -> None:
         if self._server is not None:
             self._server.close()
-        for line in list(self._lines):
-            line.cancel()
-        await asyncio.gather(*self._lines, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def connect(self, client: _ClientSide) -> None:
-        """Give a client its connection to the server."""
-        line = asyncio.create_task(self._connect(client))
-        self._lines.add(line)
-        line.add_done_callback(self._lines.discard)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.create_task(self._forward(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
 
-    async def _connect(self, client: _ClientSide) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: _ServerSide(client), self._host, int(self._port))
-        except OSError:
-            client.hang_up()
+    async def _forward(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        path = ""
 
+        async def send() -> None:
+            nonlocal path
+            while data := await client.read(1 << 16):
+                # A client waits for the answer before its next request, so a request begins at the begin of a read.
+                if request := _REQUEST.match(data):
+                    path = request.group(1).decode()
+                    self.requests[path] += 1
+                self.sent[path] += len(data)
+                to_server.write(data)
+                await to_server.drain()
 
-class _ClientSide(asyncio.Protocol):
-    """The connection that a client made; it knows which request is under way."""
+        async def receive() -> None:
+            while data := await server.read(1 << 16):
+                self.received[path] += len(data)
+                to_client.write(data)
+                await to_client.drain()
 
-    def __init__(self, meter: Meter) -> None:
-        self.path = ""
-        self._meter = meter
-        self._client: asyncio.Transport | None = None
-        self._server: asyncio.Transport | None = None
-        self._early = bytearray()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._client = cast("asyncio.Transport", transport)
-        self._meter.connect(self)
-
-    def joined(self, server: asyncio.Transport) -> None:
-        """The connection to the server stands."""
-        self._server = server
-        server.write(bytes(self._early))
-
-    def data_received(self, data: bytes) -> None:
-        # A client waits for an answer before it asks again, so a request begins where a read begins.
-        if request := _REQUEST.match(data):
-            self.path = request.group(1).decode()
-            self._meter.requests[self.path] += 1
-        self._meter.sent[self.path] += len(data)
-        if self._server is None:
-            self._early += data
-        else:
-            self._server.write(data)
-
-    def pass_on(self, data: bytes) -> None:
-        """Give the client what the server said."""
-        self._meter.received[self.path] += len(data)
-        if self._client is not None:
-            self._client.write(data)
-
-    def hang_up(self) -> None:
-        """The server is gone."""
-        if self._client is not None:
-            self._client.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        del exc
-        if self._server is not None:
-            self._server.close()
-
-
-class _ServerSide(asyncio.Protocol):
-    """The connection to the server that belongs to a client's."""
-
-    def __init__(self, client: _ClientSide) -> None:
-        self._client = client
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._client.joined(cast("asyncio.Transport", transport))
-
-    def data_received(self, data: bytes) -> None:
-        self._client.pass_on(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        del exc
-        self._client.hang_up()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            stack.callback(to_client.close)
+            server, to_server = await asyncio.open_connection(self._host, int(self._port))
+            stack.callback(to_server.close)
+            directions = [asyncio.create_task(send()), asyncio.create_task(receive())]
+            try:
+                await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for direction in directions:
+                    direction.cancel()
+                await asyncio.gather(*directions, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""Measure the operator on a real API server with simulated nodes: ``python -m benchmarks.operator --json``.
+"""How fast the operator is, on a real API server with simulated nodes: ``python -m benchmarks.operator --json``.
 
-See docs/benchmarks.md for what each row means.
+See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import operator_scenarios as scenarios
 from benchmarks.command_line import at_least, duration, existing, parser, run_to_end
-from benchmarks.operator_field import Field
+from benchmarks.operator_cluster import OperatedCluster
 from benchmarks.operator_peer import TrainingOperator
-from benchmarks.report import Report
+from benchmarks.report import Report, note
 from elastic_operator.errors import BadInput
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.cache import Missing
@@ -27,10 +27,10 @@ ROWS: Final = ("created", "replaced", "scaled", "many", "large")
 
 
 async def measure(arguments: argparse.Namespace) -> Report:
-    """Take all samples that are asked for.
+    """Take all chosen measurements.
 
     Raises:
-        BadInput: what is needed is not there.
+        BadInput: a binary is missing.
     """
     try:
         etcd = binary("etcd")
@@ -43,9 +43,9 @@ async def measure(arguments: argparse.Namespace) -> Report:
     report = Report("operator", settings=settings, etcd=etcd)
     with tempfile.TemporaryDirectory(prefix="benchmark-operator-") as folder:
         try:
-            async with Field(Path(folder)) as field:
-                peer = await _measure_peer(field, arguments, Path(folder))
-                await _measure_on(field, arguments, report, peer)
+            async with OperatedCluster(Path(folder)) as cluster:
+                peer = await _measure_peer(cluster, arguments, Path(folder))
+                await _measure_on(cluster, arguments, report, peer)
         finally:
             if arguments.logs is not None:
                 arguments.logs.write_text((Path(folder) / "operator.log").read_text(errors="replace"))
@@ -53,14 +53,14 @@ async def measure(arguments: argparse.Namespace) -> Report:
 
 
 async def _measure_peer(
-    field: Field, arguments: argparse.Namespace, folder: Path
+    cluster: OperatedCluster, arguments: argparse.Namespace, folder: Path
 ) -> dict[int | str, list[float]] | None:
-    """The peer's samples by number of pods, and "replaced"; None where no peer is given."""
+    """Return the peer's samples by the number of pods, and of "replaced"; None without a peer."""
     if arguments.peer is None:
         return None
     only = arguments.only or ROWS
     taken: dict[int | str, list[float]] = {}
-    async with TrainingOperator(field, arguments.peer, arguments.peer_definition, folder) as peer:
+    async with TrainingOperator(cluster, arguments.peer, arguments.peer_definition, folder) as peer:
         if "created" in only:
             for pods in arguments.pods:
                 taken[pods] = [await peer.created(pods) for _ in range(arguments.peer_repeat)]
@@ -72,13 +72,13 @@ async def _measure_peer(
 
 
 async def _measure_on(
-    field: Field, arguments: argparse.Namespace, report: Report, peer: dict[int | str, list[float]] | None
+    cluster: OperatedCluster, arguments: argparse.Namespace, report: Report, peer: dict[int | str, list[float]] | None
 ) -> None:
     only, requests = arguments.only or ROWS, []
     if "created" in only:
         for pods in arguments.pods:
             made, row = await scenarios.created(
-                field, pods, repeat=arguments.repeat, peer=None if peer is None else peer[pods]
+                cluster, pods, repeat=arguments.repeat, peer=None if peer is None else peer[pods]
             )
             report.add(made)
             requests.append(row)
@@ -86,52 +86,75 @@ async def _measure_on(
     if "replaced" in only:
         for lingers in (False, True):
             replaced = await scenarios.replaced(
-                field, arguments.deletions, lingers=lingers, peer=None if peer is None else peer["replaced"]
+                cluster, arguments.deletions, lingers=lingers, peer=None if peer is None else peer["replaced"]
             )
             report.add(replaced)
             _tell(replaced.name, replaced.median)
     if "scaled" in only:
-        for scaled in await scenarios.scaled(field, *arguments.scale, repeat=arguments.repeat):
+        for scaled in await scenarios.scaled(cluster, *arguments.scale, repeat=arguments.repeat):
             report.add(scaled)
             _tell(scaled.name, scaled.median)
     if "many" in only:
-        jobs, slowest, row = await scenarios.many(field, *arguments.many)
+        jobs, slowest, row = await scenarios.many(cluster, *arguments.many)
         for each in (jobs, slowest):
             report.add(each)
             _tell(each.name, each.median)
         requests.append(row)
     if "large" in only:
-        for each in await scenarios.large(field, *arguments.large, idle=arguments.idle, changes=arguments.changes):
+        for each in await scenarios.large(cluster, *arguments.large, idle=arguments.idle, changes=arguments.changes):
             report.add(each)
             _tell(each.name, each.median)
-    report.tell("requests", [row.as_row() for row in requests])
+    report.tell("requests", requests)
 
 
 def _tell(name: str, value: float | None) -> None:
-    print(f"{name}: {value:.4g}", file=sys.stderr, flush=True)
+    note(f"{name}: {value:.4g}")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    made = parser("operator", __doc__, etcd=False)
-    made.add_argument("--only", action="append", choices=ROWS, help="measure this alone; may be repeated")
-    made.add_argument("--repeat", type=at_least(1), default=5, metavar="N", help="samples of a row (%(default)s)")
+    made = parser("operator", __doc__, etcd=False, repeat=5)
+    made.add_argument("--only", action="append", choices=ROWS, help="measure only this; may be repeated")
     made.add_argument(
-        "--pods", type=_numbers, default=(9, 101, 300, 1000), metavar="N,…", help="sizes of one job (9,101,300,1000)"
+        "--pods",
+        type=_numbers,
+        default=(9, 101, 300, 1000),
+        metavar="N,…",
+        help="numbers of pods of one job (default: 9,101,300,1000)",
     )
     made.add_argument(
-        "--deletions", type=at_least(1), default=50, metavar="N", help="pods that are deleted (%(default)s)"
+        "--deletions", type=at_least(1), default=50, metavar="N", help="number of deleted pods (default: %(default)s)"
     )
-    made.add_argument("--scale", type=_pair, default=(10, 200), metavar="A,B", help="sizes between which (10,200)")
-    made.add_argument("--many", type=_pair, default=(500, 4), metavar="J,P", help="jobs at once, pods each (500,4)")
-    made.add_argument("--large", type=_pair, default=(500, 10), metavar="J,P", help="jobs at rest, pods each (500,10)")
-    made.add_argument("--idle", type=duration, default=30.0, metavar="S", help="seconds of rest (%(default)s)")
-    made.add_argument("--changes", type=at_least(1), default=20, metavar="N", help="pods changed then (%(default)s)")
-    made.add_argument("--peer", type=existing, metavar="FILE", help="the peer: a training-operator; measured as well")
+    made.add_argument("--scale", type=_pair, default=(10, 200), metavar="A,B", help="numbers of pods (default: 10,200)")
     made.add_argument(
-        "--peer-definition", type=existing, metavar="FILE", help="the definition of its PyTorchJob; with --peer"
+        "--many",
+        type=_pair,
+        default=(500, 4),
+        metavar="J,P",
+        help="number of jobs, and of pods of each (default: 500,4)",
     )
-    made.add_argument("--peer-repeat", type=at_least(1), default=1, metavar="N", help="its samples (%(default)s)")
-    made.add_argument("--logs", type=Path, metavar="FILE", help="gets the operator's log")
+    made.add_argument(
+        "--large",
+        type=_pair,
+        default=(500, 10),
+        metavar="J,P",
+        help="number of jobs, and of pods of each (default: 500,10)",
+    )
+    made.add_argument("--idle", type=duration, default=30.0, metavar="S", help="seconds of rest (default: %(default)g)")
+    made.add_argument(
+        "--changes",
+        type=at_least(1),
+        default=20,
+        metavar="N",
+        help="number of pods that are then deleted (default: %(default)s)",
+    )
+    made.add_argument("--peer", type=existing, metavar="FILE", help="a training-operator, which is also measured")
+    made.add_argument(
+        "--peer-definition", type=existing, metavar="FILE", help="the definition of its PyTorchJob, for --peer"
+    )
+    made.add_argument(
+        "--peer-repeat", type=at_least(1), default=1, metavar="N", help="number of its samples (default: %(default)s)"
+    )
+    made.add_argument("--logs", type=Path, metavar="FILE", help="a file for the operator's log")
     given = made.parse_args(argv)
     if given.peer is not None and given.peer_definition is None:
         made.error(
@@ -150,7 +173,7 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and tell; fails where the operator touched what it should have left alone."""
+    """Measure and print; fail if the operator changed pods that it should not change."""
     arguments = _arguments(argv)
     report = run_to_end("operator", measure(arguments))
     report.show(as_json=arguments.json)

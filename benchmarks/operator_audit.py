@@ -1,4 +1,4 @@
-"""How often the operator asked the API server for what: counted by the API server itself, in its audit log."""
+"""The requests of the operator, from the audit log of the API server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 WRITES: Final = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 
 _FLUSHED: Final = 0.5
-"""Seconds after which what was answered stands in the log."""
+"""Seconds after which an answered request is in the log."""
 
 
 class Audit:
@@ -21,7 +21,7 @@ class Audit:
 
     Args:
         folder: for the policy and the log.
-        user: whose requests are noted.
+        user: its name.
     """
 
     def __init__(self, folder: Path, user: str) -> None:
@@ -30,7 +30,7 @@ class Audit:
         self._user = user
 
     def flags(self) -> tuple[str, ...]:
-        """With which the API server is started."""
+        """Return the flags for the API server."""
         rules = [
             {"level": "Metadata", "users": [self._user], "omitStages": ["RequestReceived", "ResponseStarted"]},
             {"level": "None"},
@@ -44,16 +44,16 @@ class Audit:
         )
 
     async def mark(self) -> int:
-        """A place in the log: what has been asked so far stands before it."""
+        """Return the end of the log; all requests so far are before it."""
         await asyncio.sleep(_FLUSHED)
         return self._log.stat().st_size if self._log.exists() else 0
 
     async def since(self, mark: int, namespace: str | None = None) -> Counter[str]:
-        """What was asked since then, each as "verb resource", such as "create pods" or "update elasticjobs/status".
+        """Count the requests since then, as "create pods" or "update elasticjobs/status".
 
         Args:
             mark: see :meth:`mark`.
-            namespace: only in this one; None: everywhere.
+            namespace: counts only requests in this namespace; None for all.
         """
         await asyncio.sleep(_FLUSHED)
         if not self._log.exists():
@@ -62,30 +62,25 @@ class Audit:
             log.seek(mark)
             entries: list[dict[str, Any]] = [json.loads(line) for line in log if line.endswith(b"\n")]
         return Counter(
-            _words(entry)
+            _request(entry)
             for entry in entries
             if namespace is None or entry.get("objectRef", {}).get("namespace") == namespace
         )
 
 
-def writes(counted: Counter[str], *, lease: bool = False) -> Counter[str]:
-    """Those that change something.
-
-    Args:
-        counted: by "verb resource".
-        lease: whether the leader's lease counts.
-    """
+def writes(counted: Counter[str]) -> Counter[str]:
+    """Return the requests that change something, without those for the leader's lease."""
     return Counter(
         {
-            words: times
-            for words, times in counted.items()
-            if words.partition(" ")[0] in WRITES and (lease or not words.endswith(" leases"))
+            request: times
+            for request, times in counted.items()
+            if request.partition(" ")[0] in WRITES and not request.endswith(" leases")
         }
     )
 
 
-def _words(entry: dict[str, Any]) -> str:
-    what = entry.get("objectRef", {})
-    kind = what.get("resource", entry.get("requestURI", "").partition("?")[0])
-    part = what.get("subresource")
+def _request(entry: dict[str, Any]) -> str:
+    ref = entry.get("objectRef", {})
+    kind = ref.get("resource", entry.get("requestURI", "").partition("?")[0])
+    part = ref.get("subresource")
     return f"{entry['verb']} {kind}/{part}" if part else f"{entry['verb']} {kind}"

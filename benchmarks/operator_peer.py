@@ -1,6 +1,6 @@
-"""The peer: Kubeflow's training-operator, with a PyTorchJob for each of our jobs, on the same API server.
+"""The peer of the operator benchmark: Kubeflow's training-operator with PyTorchJobs, on the same API server.
 
-What it does is measured where its binary is given; else what it did once is told, as what it is.
+It is measured if its binary is given; else the report has values of an earlier measurement, and says so.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.support.testbed.daemons import Daemon
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from benchmarks.operator_field import Field
+    from benchmarks.operator_cluster import OperatedCluster
 
 PEER: Final = "training-operator"
 CREATED_ONCE: Final = {9: 0.25, 101: 6.5, 300: 21.3}
-"""Seconds from apply until so many pods of a PyTorchJob existed, measured once with training-operator 1.9.3."""
+"""Seconds from apply until all pods of a PyTorchJob existed, by their number; measured once with version 1.9.3."""
 REPLACED_ONCE: Final = 15.1
-"""Seconds until a deleted pod of a PyTorchJob was replaced, measured once with training-operator 1.9.3."""
+"""Seconds until a deleted pod of a PyTorchJob was replaced; measured once with version 1.9.3."""
 ONCE: Final = f"{PEER} 1.9.3, as measured once on another day"
 
 _JOBS: Final = Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob")
@@ -34,23 +34,23 @@ _NAMESPACE: Final = "kubeflow"
 _SECRET: Final = "training-operator-webhook-cert"
 _WEBHOOK: Final = "validator.training-operator.kubeflow.org"
 _CERTIFICATES: Final = Path("/tmp/k8s-webhook-server/serving-certs")
-"""Where the binary looks for what it has put into the Secret, which in a cluster is mounted there."""
+"""The folder from which the binary reads its certificates; in a cluster, the Secret is mounted there."""
 _LIMIT: Final = 120.0
 _REST: Final = 1.0
 
 
 class TrainingOperator:
-    """One copy of it; within ``async with`` it runs. Raises BadInput where it cannot.
+    """A training-operator; an async context manager that runs it. Raises BadInput if it cannot run.
 
     Args:
-        field: where.
+        cluster: the cluster.
         binary: the program.
         definition: the file with the definition of the PyTorchJob.
         folder: for its log.
     """
 
-    def __init__(self, field: Field, binary: Path, definition: Path, folder: Path) -> None:
-        self._field = field
+    def __init__(self, cluster: OperatedCluster, binary: Path, definition: Path, folder: Path) -> None:
+        self._cluster = cluster
         self._definition = definition
         webhook, health = free_ports(2)
         self._daemon = Daemon(
@@ -62,13 +62,13 @@ class TrainingOperator:
                 f"--webhook-server-port={webhook}",
             ],
             folder=folder,
-            environ={**field.cluster.environ, "MY_POD_NAMESPACE": _NAMESPACE},
+            environ={**cluster.control_plane.environ, "MY_POD_NAMESPACE": _NAMESPACE},
         )
 
     async def __aenter__(self) -> Self:
         if _CERTIFICATES.parent.exists():
-            raise BadInput(f"{_CERTIFICATES.parent} is there already; the peer needs it for itself: remove it")
-        kubectl = self._field.cluster.kubectl
+            raise BadInput(f"{_CERTIFICATES.parent} exists already, and the peer needs this folder; remove it")
+        kubectl = self._cluster.control_plane.kubectl
         await kubectl("apply", "--server-side", "--filename", str(self._definition))
         await kubectl("create", "namespace", _NAMESPACE)
         await kubectl("create", "secret", "generic", _SECRET, "--namespace", _NAMESPACE)
@@ -93,23 +93,23 @@ class TrainingOperator:
         self._end()
 
     async def created(self, pods: int) -> float:
-        """Seconds from apply until so many pods of a job exist."""
-        field = self._field
-        async with field.namespace(_JOBS) as namespace:
-            begun = await field.apply(namespace, _manifest("one", pods), _JOBS)
-            return await field.pods.until(lambda: field.pods.count(namespace) >= pods) - begun
+        """Return the seconds from apply until all pods of a job exist."""
+        cluster = self._cluster
+        async with cluster.namespace(_JOBS) as namespace:
+            begun = await cluster.apply(namespace, _manifest("one", pods), _JOBS)
+            return await cluster.pods.until(lambda: cluster.pods.count(namespace) >= pods) - begun
 
     async def replaced(self, samples: int) -> list[float]:
-        """Seconds until a deleted pod of a job of ten is replaced, again and again."""
-        field, taken = self._field, []
-        async with field.namespace(_JOBS) as namespace:
-            await field.apply(namespace, _manifest("one", 10), _JOBS)
-            await field.pods.until(lambda: field.pods.count(namespace) >= 10)
+        """Return the seconds until a deleted pod of ten is replaced, for each sample."""
+        cluster, taken = self._cluster, []
+        async with cluster.namespace(_JOBS) as namespace:
+            await cluster.apply(namespace, _manifest("one", 10), _JOBS)
+            await cluster.pods.until(lambda: cluster.pods.count(namespace) >= 10)
             for _ in range(samples):
-                await field.pods.until_running(namespace, 10)
+                await cluster.pods.until_running(namespace, 10)
                 await asyncio.sleep(_REST)
-                oldest = min(field.pods.live(namespace).values(), key=lambda pod: pod.came)
-                taken.append(await field.replace(namespace, oldest))
+                oldest = min(cluster.pods.live(namespace).values(), key=lambda pod: pod.seen_at)
+                taken.append(await cluster.replace(namespace, oldest))
         return taken
 
     def _end(self) -> None:
@@ -117,11 +117,11 @@ class TrainingOperator:
         shutil.rmtree(_CERTIFICATES.parent, ignore_errors=True)
 
     async def _mount_certificates(self) -> None:
-        """Do what the kubelet does with the Secret."""
+        """Write the Secret to the folder, like a kubelet."""
         async with asyncio.timeout(_LIMIT):
             while True:
                 self._daemon.check()
-                secret = await self._field.api.get(SECRETS, _NAMESPACE, _SECRET)
+                secret = await self._cluster.api.get(SECRETS, _NAMESPACE, _SECRET)
                 if "tls.crt" in (data := secret.get("data") or {}):
                     break
                 await asyncio.sleep(0.2)
@@ -130,7 +130,7 @@ class TrainingOperator:
             (_CERTIFICATES / name).write_bytes(base64.b64decode(content))
 
     async def _works(self) -> None:
-        """Return when it has made the pod of a first job."""
+        """Wait until it has created the pod of a first job."""
         await self.created(1)
 
 

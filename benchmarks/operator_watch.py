@@ -1,7 +1,6 @@
-"""What the benchmark of the operator sees of pods: which are there, and when each of them came.
+"""A watch on pods for the operator benchmark, which notes when each pod is first seen.
 
-A watch of its own, beside all that is measured. It asks for the pods' metadata alone, so that looking on costs next to
-nothing.
+It requests only the metadata of pods, so that it costs little.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ class SeenPod:
     """A pod.
 
     Attributes:
-        about: its metadata.
-        came: when it was first seen, by the monotonic clock.
+        metadata: its metadata.
+        seen_at: when it was first seen, by the monotonic clock.
     """
 
-    about: dict[str, Any]
-    came: float
+    metadata: dict[str, Any]
+    seen_at: float
 
     @property
     def live(self) -> bool:
-        """Whether nobody has deleted it."""
-        return "deletionTimestamp" not in self.about
+        """Whether it is not terminating."""
+        return "deletionTimestamp" not in self.metadata
 
     @property
     def name(self) -> str:
         """Its name."""
-        return str(self.about["name"])
+        return str(self.metadata["name"])
 
     @property
     def counts(self) -> bool:
-        """Whether it is live, and no job's etcd."""
-        return self.live and self.about.get("labels", {}).get(LABEL_ROLE) != ROLE_ETCD
+        """Whether it is a live worker pod, not a job's etcd."""
+        return self.live and self.metadata.get("labels", {}).get(LABEL_ROLE) != ROLE_ETCD
 
     @property
     def job(self) -> str:
-        """The ElasticJob that it belongs to, by name; empty where it belongs to none."""
-        return str(self.about.get("labels", {}).get(LABEL_JOB, ""))
+        """The name of its ElasticJob; empty if it belongs to none."""
+        return str(self.metadata.get("labels", {}).get(LABEL_JOB, ""))
 
 
 class PodWatch:
-    """All pods of a cluster; within ``async with`` it is kept true.
+    """All pods of a cluster; an async context manager that watches them.
 
     Args:
-        cluster: whose.
+        cluster: the cluster.
 
     Attributes:
         pods: by namespace and UID.
@@ -103,29 +102,26 @@ class PodWatch:
             await self._session.close()
 
     def there(self, namespace: str) -> dict[str, SeenPod]:
-        """The pods of a namespace, by UID."""
+        """Return the pods of a namespace, by UID."""
         return self.pods.setdefault(namespace, {})
 
     def live(self, namespace: str) -> dict[str, SeenPod]:
-        """Those that nobody has deleted, without the jobs' etcds."""
+        """Return the live worker pods of a namespace, by UID."""
         return {uid: pod for uid, pod in self.there(namespace).items() if pod.counts}
 
     def count(self, namespace: str) -> int:
-        """How many live ones there are, without the jobs' etcds."""
+        """Return the number of live worker pods of a namespace."""
         return self._workers[namespace]
 
     def has_others(self, namespace: str, known: Collection[str]) -> bool:
-        """Whether there is a pod whose UID is none of these."""
+        """Return whether there is a pod with another UID."""
         return any(uid not in known for uid in self.there(namespace))
 
     async def until(self, true: Callable[[], bool], limit: float = _LIMIT) -> float:
-        """Return when something is so; it is looked at with each change.
-
-        Returns:
-            When that was, by the monotonic clock.
+        """Wait until a condition holds, which is checked at each event, and return the time of the monotonic clock.
 
         Raises:
-            TimeoutError: it was not so within so many seconds.
+            TimeoutError: it did not hold within the limit.
         """
         async with asyncio.timeout(limit):
             while not true():
@@ -137,9 +133,9 @@ class PodWatch:
         return time.monotonic()
 
     async def until_running(self, namespace: str, count: int, limit: float = _LIMIT) -> None:
-        """Return when so many pods of a namespace run."""
+        """Wait until this number of pods of a namespace runs."""
         async with asyncio.timeout(limit):
-            while await self._running(namespace) < count:  # noqa: ASYNC110 - the watch has the metadata alone
+            while await self._running(namespace) < count:  # noqa: ASYNC110 - the watch has only metadata
                 await asyncio.sleep(_POLL)
 
     async def _running(self, namespace: str) -> int:
@@ -161,19 +157,19 @@ class PodWatch:
                 await self._follow(version)
 
     async def _list(self) -> str:
-        """See what is there; a watch that begins anew may have missed the end of some."""
+        """List all pods, also to find those that were deleted between two watches; return the resource version."""
         listed = await self._get("/api/v1/pods", {})
         there = {item["metadata"]["uid"]: item["metadata"] for item in listed["items"] or ()}
         for pods in self.pods.values():
             for uid, pod in list(pods.items()):
                 if uid not in there:
-                    self._take("DELETED", pod.about)
-        for about in there.values():
-            self._take("ADDED", about)
+                    self._take("DELETED", pod.metadata)
+        for metadata in there.values():
+            self._take("ADDED", metadata)
         return str(listed["metadata"]["resourceVersion"])
 
     async def _follow(self, version: str) -> None:
-        """Hear what changes, until the API server ends that."""
+        """Watch until the API server ends the watch."""
         assert self._session is not None
         query = {"watch": "true", "resourceVersion": version, "timeoutSeconds": "86400"}
         async with self._session.get("/api/v1/pods", params=query, headers={"Accept": _METADATA}) as response:
@@ -184,16 +180,16 @@ class PodWatch:
                     return
                 self._take(change["type"], change["object"]["metadata"])
 
-    def _take(self, kind: str, about: dict[str, Any]) -> None:
-        namespace = about["namespace"]
+    def _take(self, kind: str, metadata: dict[str, Any]) -> None:
+        namespace = metadata["namespace"]
         pods = self.there(namespace)
-        known = pods.get(about["uid"])
+        known = pods.get(metadata["uid"])
         if known is not None and known.counts:
             self._workers[namespace] -= 1
         if kind == "DELETED":
-            pods.pop(about["uid"], None)
+            pods.pop(metadata["uid"], None)
         else:
-            pod = pods[about["uid"]] = SeenPod(about, known.came if known is not None else time.monotonic())
+            pod = pods[metadata["uid"]] = SeenPod(metadata, known.seen_at if known is not None else time.monotonic())
             self._workers[namespace] += pod.counts
         self._news.set()
 

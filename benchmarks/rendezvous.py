@@ -1,24 +1,9 @@
-"""How long nodes take to meet: ours against a real etcd, and torchrun's c10d rendezvous beside it.
+"""How long nodes take to form a round: ours with a real etcd, and torchrun's c10d rendezvous.
 
-N nodes, in a few processes, run the agent's own protocol code: each has a store, connections, a lease, a watch and a
-link of its own, and decodes every record itself. The size is known (min 1, max 2 N, N wanted). Measured are:
-
-- *first*: all N come at once, with nothing connected, until the last of them knows the round with all of them;
-- *a worker fails*: a member reports it, until all N know the next round;
-- *one leaves, one comes*: both at once, until all N that are there then know a round with the newcomer;
-- *the leader leaves, one comes*: the same, with the node that led.
-
-The processes are up and have everything imported before the clock starts; what lies between is all that the nodes do,
-beginning with their connections to etcd. Every repeat has fresh processes, and an etcd of its own that has served
-others before.
-
-The peer is torchrun's dynamic rendezvous with its c10d backend, with the same N in the same run
-(:mod:`benchmarks.rendezvous_torch`); its last_call_timeout is 1 s, though torchrun's default is 30 s. It is measured
-twice: with room for more nodes (N:2N), as ours, and with none (N:N), where it closes as soon as it is full.
-
-Then the requests to etcd, and the bytes on the wire, are counted in a run of their own (:mod:`benchmarks.metering`),
-and the processor time of a first meeting is divided between the nodes, their leader and etcd: on one machine N nodes
-share what in a cluster each of them has for itself.
+N nodes in a few processes run the agent's own protocol code, without workers. Each node has its own store, connections,
+lease, watch and peer connection. Every sample uses new processes and a new etcd. Requests and bytes are counted in a
+separate run, and the processor time of a first round is divided between the nodes, their leader and etcd. See
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -35,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.command_line import at_least, parser, run_to_end
 from benchmarks.etcd import choose_etcd, cpu_seconds, etcd_serving
 from benchmarks.metering import Meter
-from benchmarks.rendezvous_crew import Change, Crew
-from benchmarks.report import Measurement, Report
+from benchmarks.rendezvous_processes import Change, NodeProcesses
+from benchmarks.report import Measurement, Report, note
 from elastic_operator.local.pdeathsig import with_pdeathsig
 
 if TYPE_CHECKING:
@@ -54,85 +39,85 @@ COMPARED: Final = (FIRST, FAILED)
 """The kinds for which torchrun is measured too."""
 
 INCLUDES: Final = {
-    FIRST: "connecting to etcd, lease, key, watch, link to the leader and the round's commit, until the last has it",
+    FIRST: "connecting to etcd, lease, key, watch, connection to the leader, and the commit, until all know the round",
     FAILED: "from the member's report until all nodes know the next round",
-    SWAPPED: "from both at once, the newcomer's connecting included, until all nodes know the round with it",
-    LED: "from both at once, the succession and the newcomer's connecting included, until all know the round with it",
+    SWAPPED: "from both at once, with the connecting of the new node, until all nodes know the round with it",
+    LED: "from both at once, with the election and the connecting of the new node, until all know the round with it",
 }
 
 AT_MOST: Final = {2: 0.02, 64: 0.1, 1000: 2.0}
-"""Seconds that a rendezvous of so many nodes should take at most."""
+"""The wanted seconds, by the number of nodes."""
 
 RATIO_AT_LEAST: Final = {64: 15.0}
-"""So many times as long should torchrun take with so many nodes."""
+"""The wanted ratio of torchrun's time to ours, by the number of nodes."""
 
 TORCHRUN_LIMIT: Final = 120.0
-"""Seconds after which torchrun's two meetings are given up."""
+"""Seconds that torchrun's two rounds may take."""
 
 LAST_CALL: Final = 1.0
-"""torchrun's last_call_timeout here; its default is 30 s."""
+"""torchrun's last_call_timeout in seconds. Its default is 30."""
 
-NO_WAIT_FOR_NAMES: Final = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""torchrun's connections ask for the names of hosts; where nobody answers, that is not to take long."""
+SHORT_NAME_LOOKUPS: Final = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""torchrun's connections look up host names, which should be quick without a name server."""
 
 MANY: Final = 64
-"""More nodes than this share the processors too much to renew their leases in time."""
+"""More nodes than this are too slow on one machine to renew a default lease in time."""
 
-GIVE_UP: Final = 2
-"""So often may nodes not meet before they are not tried again, which would take the time limit each time."""
+MAX_FAILURES: Final = 2
+"""After this many failed attempts, nodes are not tried again, because each attempt takes the whole limit."""
 
 DEFAULT_LEASE: Final = 5.0
-"""The agent's own."""
+"""The default of the agent in seconds."""
 
-CALM: Final = 60.0
-"""The lease of many nodes, and of those whose requests are counted, in seconds: none is sent because time goes by."""
+LONG_LEASE: Final = 60.0
+"""The lease in seconds of many nodes, and of nodes whose requests are counted, so that none is a renewal."""
 
 
 async def timed(etcd: Path, nodes: int, processes: int) -> dict[str, float]:
-    """The seconds of one first meeting of so many nodes and of each kind of change after it."""
+    """Return the seconds of a first round, and of each kind of change after it."""
     layout = shares(nodes, processes)
     taken = {}
     async with (
         etcd_serving(etcd) as server,
-        Crew(server.endpoint, direct=server.endpoint, shares=layout, patience=patience(nodes)) as crew,
+        NodeProcesses(server.endpoint, direct=server.endpoint, shares=layout, patience=patience(nodes)) as group,
     ):
         for kind in KINDS:
-            change = await carry_out(kind, crew)
+            change = await carry_out(kind, group)
             taken[kind] = change.seconds
-            await crew.settle()
+            await group.settle()
     if change.warnings:
-        _note(f"{nodes} nodes: {change.warnings} warnings, the first: {change.warning}")
+        note(f"{nodes} nodes: {change.warnings} warnings, the first: {change.warning}")
     return taken
 
 
 async def counted(etcd: Path, nodes: int, processes: int) -> list[dict[str, Any]]:
-    """The requests and bytes of a first meeting and of the changes after it, each to the last write that it causes."""
+    """Return the requests and bytes of a first round and of the changes after it, until the last resulting write."""
     rows = []
     async with etcd_serving(etcd) as server, Meter(server.endpoint) as meter:
         layout = shares(nodes, processes)
-        async with Crew(meter.endpoint, direct=server.endpoint, shares=layout, patience=CALM) as crew:
+        async with NodeProcesses(meter.endpoint, direct=server.endpoint, shares=layout, patience=LONG_LEASE) as group:
             for kind in KINDS:
-                before, round = meter.copy(), crew.round
-                await carry_out(kind, crew)
-                await crew.settle()
-                facts = {"rounds": crew.round - round, "round_bytes": await crew.round_bytes()}
+                before, round = meter.copy(), group.round
+                await carry_out(kind, group)
+                await group.settle()
+                facts = {"rounds": group.round - round, "round_bytes": await group.round_bytes()}
                 rows.append({"kind": kind, "nodes": nodes, **facts, **_count(nodes, before, meter)})
     return rows
 
 
 async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
-    """Who had the processor while N - 1 nodes came to one that leads already, alone in a process of its own."""
+    """Return the processor time while N - 1 nodes join a leader, which has its own process."""
     layout = [1, *shares(nodes - 1, processes)]
     async with (
         etcd_serving(etcd) as server,
-        Crew(server.endpoint, direct=server.endpoint, shares=layout, patience=patience(nodes)) as crew,
+        NodeProcesses(server.endpoint, direct=server.endpoint, shares=layout, patience=patience(nodes)) as group,
     ):
-        await crew.lead()
+        await group.lead()
         before = cpu_seconds(server.pid or 0)
-        change = await crew.come()
+        change = await group.come()
         of_etcd = cpu_seconds(server.pid or 0) - before
     of_leader, *of_nodes = change.cpu
-    whole = of_leader + sum(of_nodes) + of_etcd
+    total = of_leader + sum(of_nodes) + of_etcd
     return {
         "nodes": nodes,
         "seconds": change.seconds,
@@ -140,67 +125,66 @@ async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
         "cpu_of_nodes": sum(of_nodes),
         "cpu_of_etcd": of_etcd,
         "cpu_per_node": sum(of_nodes) / (nodes - 1),
-        "share_of_leader": of_leader / whole,
-        "share_of_nodes": sum(of_nodes) / whole,
-        "share_of_etcd": of_etcd / whole,
+        "share_of_leader": of_leader / total,
+        "share_of_nodes": sum(of_nodes) / total,
+        "share_of_etcd": of_etcd / total,
     }
 
 
 async def torchrun(nodes: int, most: int) -> dict[str, float]:
-    """The seconds of torchrun's first and second meeting of so many nodes, and room for so many."""
+    """Return the seconds of torchrun's first and second round of these nodes, with a maximum number of nodes."""
     process = await asyncio.create_subprocess_exec(
         *with_pdeathsig((sys.executable, "-m", "benchmarks.rendezvous_torch", str(nodes), str(most), str(LAST_CALL))),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | NO_WAIT_FOR_NAMES,
+        env=os.environ | SHORT_NAME_LOOKUPS,
     )
     try:
         async with asyncio.timeout(TORCHRUN_LIMIT):
-            told, complaints = await process.communicate()
+            printed, errors = await process.communicate()
     except TimeoutError as error:
         process.kill()
         await process.wait()
-        raise RuntimeError(f"{nodes} nodes of torchrun have not met within {TORCHRUN_LIMIT:g} seconds") from error
+        raise RuntimeError(f"{nodes} nodes of torchrun formed no round within {TORCHRUN_LIMIT:g} seconds") from error
     if process.returncode != 0:
-        raise RuntimeError(f"torchrun's rendezvous of {nodes} nodes failed: {complaints.decode()[-2000:]}")
-    first, again = json.loads(told)
+        raise RuntimeError(f"torchrun's rendezvous of {nodes} nodes failed: {errors.decode()[-2000:]}")
+    first, again = json.loads(printed)
     return {FIRST: first, FAILED: again}
 
 
-async def carry_out(kind: str, crew: Crew) -> Change:
-    """Make one change of this kind."""
+async def carry_out(kind: str, group: NodeProcesses) -> Change:
+    """Make one change of a kind."""
     if kind == FIRST:
-        return await crew.come()
-    leader = await crew.leader()
+        return await group.come()
+    leader = await group.leader()
     if kind == FAILED:
-        return await crew.fail(crew.others(leader)[-1])
+        return await group.fail(group.others(leader)[-1])
     if kind == SWAPPED:
-        return await crew.swap(leave=crew.others(leader)[-1], come="late-1")
-    return await crew.swap(leave=leader, come="late-2")
+        return await group.swap(leave=group.others(leader)[-1], come="late-1")
+    return await group.swap(leave=leader, come="late-2")
 
 
 def shares(nodes: int, processes: int) -> list[int]:
-    """How many nodes each process gets."""
+    """Return the number of nodes of each process."""
     count = max(min(nodes, processes), 1)
     return [nodes // count + (index < nodes % count) for index in range(count)]
 
 
 def patience(nodes: int) -> float:
-    """The lease of the nodes, and what they wait for etcd: the agent's own defaults, but for many a minute.
+    """Return the lease of the nodes and their timeout for etcd: the agent's default, or a minute for many nodes.
 
-    Of many that share a few cores some would not get to renew theirs in time, and be lost. No time that is measured
-    depends on it: nobody falls silent.
+    Many nodes on a few cores could not all renew a short lease in time. No measured time depends on the lease.
     """
-    return DEFAULT_LEASE if nodes <= MANY else CALM
+    return DEFAULT_LEASE if nodes <= MANY else LONG_LEASE
 
 
-class Takings:
-    """The samples of one system with so many nodes, by the kind of change, and what came of the others.
+class Samples:
+    """The samples of one launcher with a number of nodes.
 
     Attributes:
-        samples: the seconds of each time.
-        never: why there was no end to it, for each time that there was none.
+        samples: the seconds, by the kind of change.
+        never: the reasons of the failed attempts.
     """
 
     def __init__(self) -> None:
@@ -208,23 +192,23 @@ class Takings:
         self.never: list[str] = []
 
     async def take(self, what: str, work: Coroutine[Any, Any, dict[str, float]]) -> None:
-        """Measure once; after two failures not at all."""
-        if len(self.never) >= GIVE_UP:
+        """Measure once, unless there were too many failures."""
+        if len(self.never) >= MAX_FAILURES:
             work.close()
             return
-        _note(what)
+        note(what)
         try:
             taken = await work
         except RuntimeError as why:
             self.never.append(f"{why}")
-            _note(f"{what}: never: {why}")
+            note(f"{what}: never: {why}")
         else:
             for kind, value in taken.items():
                 self.samples.setdefault(kind, []).append(value)
 
 
 async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    """Measure everything that was asked for; gives back the report, and whether ours came to an end every time."""
+    """Take all measurements; return the report, and whether all attempts of ours succeeded."""
     etcd = await choose_etcd(arguments.etcd)
     settings = {
         "nodes": arguments.nodes,
@@ -232,28 +216,28 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
         "repeat": arguments.repeat,
         "processes": arguments.processes,
         "etcd": [str(etcd), "--unsafe-no-fsync"],
-        "size": "min 1, max 2 N, N wanted",
+        "size": "min 1, max 2 N, N desired",
         "lease": {nodes: patience(nodes) for nodes in arguments.nodes},
         "torchrun": {
             "nnodes": "N:2N, and N:N in torchrun_full",
             "last_call_timeout": LAST_CALL,
             "default_last_call_timeout": 30,
-            "includes": "next_rendezvous of all, called at once; their connections stand before",
+            "includes": "next_rendezvous of all nodes, called at once with open connections",
         },
     }
     report = Report("rendezvous", settings=settings, etcd=etcd)
     full: list[dict[str, Any]] = []
     operations: list[dict[str, Any]] = []
     processor: list[dict[str, Any]] = []
-    whole = True
+    complete = True
     for nodes in arguments.nodes:
-        ours, peers, fulls = Takings(), Takings(), Takings()
+        ours, peers, fulls = Samples(), Samples(), Samples()
         for _ in range(arguments.repeat):
             await ours.take(f"{nodes} nodes", timed(etcd, nodes, arguments.processes))
             if nodes in arguments.peer_nodes:
                 await peers.take(f"{nodes} nodes of torchrun", torchrun(nodes, 2 * nodes))
-                await fulls.take(f"{nodes} nodes of torchrun, which are all", torchrun(nodes, nodes))
-        whole = whole and not ours.never
+                await fulls.take(f"{nodes} nodes of torchrun, N:N", torchrun(nodes, nodes))
+        complete = complete and not ours.never
         for kind in KINDS:
             compared = kind in COMPARED
             report.add(
@@ -275,54 +259,55 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
             for kind in fulls.samples
             if ours.samples
         ]
-        _note(f"{nodes} nodes, counting")
+        note(f"{nodes} nodes, counting")
         try:
             operations += await counted(etcd, nodes, arguments.processes)
             processor.append(await shared_out(etcd, nodes, arguments.processes))
         except RuntimeError as why:
-            whole = False
-            _note(f"{nodes} nodes, counting: never: {why}")
+            complete = False
+            note(f"{nodes} nodes, counting: never: {why}")
     report.tell("torchrun_full", full)
-    report.tell("requests_and_bytes", [_flat(row) for row in operations])
-    report.tell("requests_by_kind", [{name: row[name] for name in ("kind", "nodes", "by_kind")} for row in operations])
+    report.tell("requests_and_bytes", operations)
     report.tell("processor_seconds", processor)
-    return report, whole
+    return report, complete
 
 
 def main() -> int:
-    """Read the command line, measure, print; fails where nodes of ours did not meet."""
-    flags = parser("rendezvous", __doc__)
+    """Measure and print; fail if nodes of ours formed no round."""
+    flags = parser("rendezvous", __doc__, repeat=5)
     flags.add_argument(
         "--nodes",
         type=_numbers,
         default=[2, 8, 64, 256, 1000],
         metavar="N,…",
-        help="how many nodes (default: 2,8,64,256,1000)",
+        help="numbers of nodes (default: 2,8,64,256,1000)",
     )
     flags.add_argument(
         "--peer-nodes",
         type=_numbers,
         default=[2, 8, 64],
         metavar="N,…",
-        help="for which of these torchrun is measured too (default: 2,8,64)",
+        help="numbers of nodes for which torchrun is also measured (default: 2,8,64)",
     )
-    flags.add_argument("--repeat", type=at_least(1), default=5, metavar="N", help="measure each so often (default: 5)")
     cores = len(os.sched_getaffinity(0))
     flags.add_argument(
-        "--processes", type=at_least(1), default=cores, metavar="N", help="that share the nodes (default: one a core)"
+        "--processes",
+        type=at_least(1),
+        default=cores,
+        metavar="N",
+        help="number of processes with nodes (default: one for each core)",
     )
     arguments = flags.parse_args()
-    # A thousand nodes have some ten thousand connections; whatever is started here may have as many.
+    # A thousand nodes have about ten thousand connections. Child processes inherit this limit.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    report, whole = run_to_end("rendezvous", measure(arguments))
+    report, complete = run_to_end("rendezvous", measure(arguments))
     report.show(as_json=arguments.json)
-    return 0 if whole else 1
+    return 0 if complete else 1
 
 
 def _count(nodes: int, before: Meter, after: Meter) -> dict[str, Any]:
-    kinds = {path: after.requests[path] - before.requests[path] for path in sorted(after.requests)}
-    requests = sum(kinds.values())
+    requests = after.requests.total() - before.requests.total()
     sent = after.sent.total() - before.sent.total()
     received = after.received.total() - before.received.total()
     return {
@@ -331,12 +316,7 @@ def _count(nodes: int, before: Meter, after: Meter) -> dict[str, Any]:
         "sent_bytes": sent,
         "received_bytes": received,
         "bytes_per_node": (sent + received) / nodes,
-        "by_kind": {path: count for path, count in kinds.items() if count},
     }
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "by_kind"}
 
 
 def _against_full(nodes: int, kind: str, ours: Sequence[float], full: Sequence[float]) -> dict[str, Any]:
@@ -350,14 +330,8 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = [0]
     if any(number < 2 for number in numbers):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} should be numbers of nodes with commas between them, each 2 or more"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} should be numbers of nodes, each 2 or more, separated by commas")
     return numbers
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
-"""A process with some of the nodes that :mod:`benchmarks.rendezvous` measures.
+"""A process with some of the nodes of :mod:`benchmarks.rendezvous`.
 
-The nodes are :class:`~torchelastic.rendezvous.node.RendezvousNode`, each with a store, connections, a lease and a link
-of its own, exactly as in the agent of a pod (its run has an id that is never used again); what an agent does beside it,
-its workers above all, is not there.
+Each node is a :class:`~torchelastic.rendezvous.node.RendezvousNode` with its own store, connections and lease, as in
+the agent of a pod, but without workers.
 
-The process is told what to do by lines of JSON on its standard input, and answers each with a line on its standard
-output. ``{"at": T, "come": […], "fail": …, "leave": …, "until": {"above": E, "size": N, "with": …}}`` means: at the
-time T of the monotonic clock have nodes come, fail and leave, then wait until all others of this process know a round
-with a number above E that has N members, the node of this name among them. The answer says when it began, when the last
-of them knew, and the processor time that this process had in between. Without "until" nothing is waited for. At the end
-of the input the process is gone, as if it were killed: nobody takes leave.
+The process reads orders from standard input, one line of JSON each, and writes one line of JSON as the answer.
+``{"at": T, "come": […], "fail": …, "leave": …, "until": {"above": R, "size": N, "with": …}}`` means: at the time T of
+the monotonic clock, let these nodes join, fail and leave. Then wait until all other nodes of this process know a round
+with a number above R and N members, one of which has the name "with". The answer has the time of the begin, the time
+at which the last node knew the round, and the processor time in between. Without "until", there is no wait. At the end
+of the input, the process exits at once, and no node leaves properly.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import encodings.idna  # noqa: F401 - else the socket module imports it when it is first given a host
+import encodings.idna  # noqa: F401 - else the socket module imports it at its first connection
 import gc
 import hashlib
 import json
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class Expectation:
-    """Waits until all of some nodes know a round.
+    """Waits until nodes know a round.
 
     Args:
-        above: its number is larger.
-        size: it has so many members.
-        member: the id of one of them; None for any.
-        waiting: the names of the nodes that have to know it.
+        above: a number that is smaller than the round's.
+        size: the number of its members.
+        member: the id of a member; None for any.
+        waiting: the names of the nodes that must know it.
     """
 
     def __init__(self, *, above: int, size: int, member: str | None, waiting: set[str]) -> None:
@@ -54,17 +53,17 @@ class Expectation:
         self._waiting = waiting
         self._met = asyncio.Event()
         self.last = 0.0
-        """When the last of them knew."""
+        """When the last of them knew the round."""
         self.round = 0
-        """The round that they know."""
+        """The number of the round."""
         if not waiting:
             self._met.set()
 
     def told(self, name: str, round: RoundRecord) -> None:
-        """A node was told of a round."""
+        """Note that a node knows a round."""
         if round.number <= self._above or len(round.members) != self._size or name not in self._waiting:
             return
-        # A newcomer is the last in rank, so it is found at once.
+        # A new node has the last rank, so it is found at once.
         if self._member is not None and not any(each.node == self._member for each in reversed(round.members)):
             return
         self.last = time.monotonic()
@@ -74,16 +73,16 @@ class Expectation:
             self._met.set()
 
     async def met(self) -> None:
-        """Wait until all of them know it."""
+        """Wait until all of them know the round."""
         await self._met.wait()
 
 
-class Complaints(logging.Handler):
-    """Keeps count of warnings, of which a thousand nodes may have a thousand, and the first of them.
+class WarningCounter(logging.Handler):
+    """Counts warnings, of which a thousand nodes may log a thousand.
 
     Attributes:
-        count: how many there were.
-        first: what the first one said.
+        count: the number of warnings.
+        first: the first one.
     """
 
     def __init__(self) -> None:
@@ -92,7 +91,7 @@ class Complaints(logging.Handler):
         self.first = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count one."""
+        """Count a warning."""
         self.count += 1
         self.first = self.first or record.getMessage()
 
@@ -101,8 +100,8 @@ class Nodes:
     """The nodes of this process.
 
     Args:
-        store: where they meet.
-        rules: the run's.
+        store: the settings of their store.
+        rules: the settings of their rendezvous.
     """
 
     def __init__(self, store: StoreSettings, rules: RendezvousSettings) -> None:
@@ -113,11 +112,11 @@ class Nodes:
         self._rounds: dict[str, RoundRecord] = {}
         self._expectation: Expectation | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._complaints = Complaints()
-        logging.getLogger().addHandler(self._complaints)
+        self._warnings = WarningCounter()
+        logging.getLogger().addHandler(self._warnings)
 
     async def change(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one order; see the module."""
+        """Carry out an order, and return the answer."""
         come, fail, leave = order["come"], order["fail"], order["leave"]
         until = order["until"] or {"above": 0, "size": 0, "with": None}
         expectation = self._expectation = Expectation(
@@ -140,8 +139,8 @@ class Nodes:
             "last": expectation.last,
             "round": expectation.round,
             "cpu": time.process_time() - had,
-            "warnings": self._complaints.count,
-            "warning": self._complaints.first,
+            "warnings": self._warnings.count,
+            "warning": self._warnings.first,
         }
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -154,7 +153,7 @@ class Nodes:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             print(f"a node failed: {error!r}", file=sys.stderr, flush=True)
-            os._exit(1)  # the measurement is void, and whoever waits for an answer learns so
+            os._exit(1)  # the benchmark waits for an answer, and notices
 
     async def _come(self, name: str) -> None:
         store = await connect(self._store)
@@ -177,12 +176,12 @@ class Nodes:
             self._expectation.told(name, event.record)
 
     async def _leave(self, name: str) -> None:
-        """Go as an agent without workers does: say so, and then be gone."""
+        """Leave like an agent without workers."""
         await self._nodes.pop(name).leave()
         self._present.pop(name).cancel()
 
     def _fail(self, name: str) -> None:
-        """Report a worker that failed long after its start, so that it counts as one of its own."""
+        """Report a worker that failed long after its start, so that it does not count towards a crash loop."""
         round = self._rounds[name]
         rank = round.nodes.index(node_id(name))
         failure = FailureRecord(
@@ -192,12 +191,12 @@ class Nodes:
 
 
 def node_id(name: str) -> str:
-    """The id of a node: as in an agent, its name and 8 digits that nobody could guess, except that here one can."""
+    """Return the id of a node: its name and 8 digits, which are not random here."""
     return f"{name}.{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
 async def serve(store: StoreSettings, rules: RendezvousSettings) -> NoReturn:
-    """Carry out orders until there are none; then end the process."""
+    """Carry out orders until the end of the input; then exit."""
     loop = asyncio.get_running_loop()
     orders = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin.buffer)
@@ -209,12 +208,12 @@ async def serve(store: StoreSettings, rules: RendezvousSettings) -> NoReturn:
 
 
 def main() -> None:
-    """Read how to reach the store and the rules from the command line, and serve."""
+    """Read the settings from the command line, and serve."""
     endpoint, run_id, wanted, patience = sys.argv[1:]
     size = SizeRecord(min=1, max=2 * int(wanted), desired=int(wanted))
     rules = RendezvousSettings(run_id=run_id, size=size, unique_run=True, lease=float(patience))
     store = StoreSettings(endpoints=(endpoint,), silence_limit=float(patience), request_timeout=float(patience))
-    # A full collection goes through all that all nodes of this process have; an agent is alone in its process.
+    # A full collection would visit the objects of all nodes; an agent has a process of its own.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)

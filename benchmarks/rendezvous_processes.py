@@ -1,4 +1,4 @@
-"""The processes with nodes that :mod:`benchmarks.rendezvous` steers, and what it learns from them."""
+"""The processes with nodes (:mod:`benchmarks.rendezvous_nodes`), as the benchmark controls them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 RUN_ID: Final = "benchmark"
 
 _HEAD_START: Final = 0.05
-"""Seconds between an order and the moment at which it is carried out, so that all processes begin together."""
+"""Seconds between an order and its execution, so that all processes begin at the same time."""
 
 _LIMIT: Final = 300.0
-"""Seconds after which a change that does not come to its end is given up."""
+"""Seconds that a change may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What one change of membership took.
+    """A measured change of the members.
 
     Attributes:
-        seconds: from its beginning until the last node knew the round that followed.
+        seconds: from its beginning until the last node knew the next round.
         round: the number of that round.
-        cpu: seconds of processor time that each process had meanwhile, in their order.
-        warnings: how many the nodes have logged since they came.
+        cpu: the seconds of processor time of each process.
+        warnings: the number of warnings that the nodes have logged so far.
         warning: the first of them.
     """
 
@@ -53,14 +53,14 @@ class Change:
     warning: str
 
 
-class Crew:
-    """N nodes in a few processes; within ``async with`` the processes are up, and no node has come yet.
+class NodeProcesses:
+    """N nodes in a few processes; an async context manager that starts the processes, but no node.
 
     Args:
-        endpoint: host:port of the etcd that the nodes use.
-        direct: host:port of the same etcd, for looking at it without being counted.
-        shares: how many nodes each process gets.
-        patience: the nodes' lease, and what they wait for etcd, in seconds.
+        endpoint: host:port of the etcd for the nodes.
+        direct: host:port of the same etcd, for requests that are not counted.
+        shares: the number of nodes of each process.
+        patience: the nodes' lease and timeout for etcd, in seconds.
     """
 
     def __init__(self, endpoint: str, *, direct: str, shares: Sequence[int], patience: float) -> None:
@@ -70,7 +70,7 @@ class Crew:
         self._size = sum(shares)
         numbers = iter(range(self._size))
         self.names = [[f"node-{next(numbers):04}" for _ in range(share)] for share in shares]
-        """The names of the nodes that come, by process."""
+        """The names of the nodes to start, by process."""
         self._processes: list[Process] = []
         self._present: list[set[str]] = [set() for _ in shares]
         self.round = 0
@@ -98,7 +98,7 @@ class Crew:
             await process.wait()
 
     async def lead(self) -> None:
-        """Have the first node of the first process come before all others, and wait until it leads."""
+        """Start the first node of the first process alone, and wait until it leads."""
         leader = self.names[0].pop(0)
         self._present[0].add(leader)
         order = {"at": 0.0, "come": [leader], "fail": None, "leave": None, "until": None}
@@ -110,15 +110,15 @@ class Crew:
                     return
 
     async def come(self) -> Change:
-        """Have all nodes come that have not come yet, all at once."""
+        """Start all other nodes at once."""
         return await self._change(self.names, None, None, None)
 
     async def fail(self, name: str) -> Change:
-        """Have a worker of a node fail."""
+        """Let a worker of a node fail."""
         return await self._change([[] for _ in self.names], name, None, None)
 
     async def swap(self, *, leave: str, come: str) -> Change:
-        """Have one node leave and another one come, both at once; in different processes where there are two."""
+        """Let one node leave and start another one at once, in another process if there is one."""
         home = next(index for index, present in enumerate(self._present) if leave in present)
         newcomers: list[list[str]] = [[] for _ in self.names]
         newcomers[(home + 1) % len(newcomers)].append(come)
@@ -143,7 +143,7 @@ class Crew:
             async with asyncio.timeout(_LIMIT):
                 answers = await asyncio.gather(*map(_ordered, self._processes, orders))
         except TimeoutError as error:
-            raise RuntimeError(f"{self._size} nodes have not met within {_LIMIT:g} seconds") from error
+            raise RuntimeError(f"{self._size} nodes formed no round within {_LIMIT:g} seconds") from error
         for present, names in zip(self._present, newcomers, strict=True):
             present.update(names)
             present.discard(leave or "")
@@ -157,30 +157,30 @@ class Crew:
         )
 
     async def leader(self) -> str:
-        """The name of the node that leads."""
+        """Return the name of the leader."""
         async with self._looking() as store:
             entry = await store.get(self._keys.leader)
         if entry is None:
-            raise RuntimeError("nobody leads")
+            raise RuntimeError("there is no leader")
         return decode(entry.value, LeaderRecord).node.rpartition(".")[0]
 
     async def round_bytes(self) -> int:
-        """How long the record of the standing round is."""
+        """Return the size of the record of the current round."""
         async with self._looking() as store:
             entry = await store.get(self._keys.state)
         return len(entry.value) if entry is not None else 0
 
     def others(self, leader: str) -> list[str]:
-        """The names of the nodes that are there and do not lead."""
+        """Return the names of the running nodes that do not lead."""
         return [name for present in self._present for name in sorted(present) if name != leader]
 
     async def settle(self) -> None:
-        """Wait until every node has said in the store that it knows the last round: the last write of a change."""
+        """Wait until every node has written to the store that it knows the last round: the last write of a change."""
         try:
             async with asyncio.timeout(_LIMIT):
                 await self._settled()
         except TimeoutError as error:
-            raise RuntimeError(f"{self._size} nodes have not come to rest within {_LIMIT:g} seconds") from error
+            raise RuntimeError(f"{self._size} nodes have not confirmed the round within {_LIMIT:g} seconds") from error
 
     async def _settled(self) -> None:
         wanted = {name for present in self._present for name in present}
@@ -208,7 +208,7 @@ class Crew:
 
 async def _ordered(process: Process, order: dict[str, Any]) -> dict[str, Any]:
     if process.stdin is None:
-        raise RuntimeError("the process with nodes takes no orders")
+        raise RuntimeError("the process with nodes has no standard input")
     process.stdin.write(msgspec.json.encode(order) + b"\n")
     return await _answer(process)
 
@@ -216,6 +216,6 @@ async def _ordered(process: Process, order: dict[str, Any]) -> dict[str, Any]:
 async def _answer(process: Process) -> dict[str, Any]:
     line = await process.stdout.readline() if process.stdout is not None else b""
     if not line:
-        raise RuntimeError("a process with nodes has ended; what it said stands above")
+        raise RuntimeError("a process with nodes has ended; see its output above")
     answer: dict[str, Any] = json.loads(line)
     return answer

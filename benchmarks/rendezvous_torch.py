@@ -1,17 +1,12 @@
-"""The peer of :mod:`benchmarks.rendezvous`: torchrun's own rendezvous, its c10d backend, in a process of its own.
+"""The peer of :mod:`benchmarks.rendezvous`: torchrun's rendezvous with its c10d backend.
 
-N handlers in N threads of one process meet over one TCPStore, which the first of them serves: what N agents of torchrun
-do, without starting N interpreters that import torch. What is timed is ``next_rendezvous`` of all of them, called at
-once, until the last has returned. Left out is what would count against the peer and says little about it: their
-connections stand before the clock starts (each asks for a host's name, which takes long where there is no name server),
-and the second meeting, which is what follows when a worker has failed, begins when all agents have noticed, though they
-look for it at the monitor interval only.
+N handlers in N threads of one process use one TCPStore, like N agents of torchrun, but without N interpreters that
+import torch. The clock starts when ``next_rendezvous`` is called in all threads at once, and stops when the last call
+returns. In the peer's favour, the connections are open before, and the second round, which follows a failed worker,
+begins at once, although torchrun's agents notice a failure only at the next monitor interval. The minimum is N nodes,
+because with fewer, torchrun closes the rendezvous after one last call, and later nodes wait for another.
 
-At least N nodes are asked for: with fewer, torchrun's rendezvous closes one last call after those have come, and
-whoever comes later waits for another.
-
-Run by the benchmark as ``python -m benchmarks.rendezvous_torch NODES MAX LAST_CALL``; prints one line of JSON, the
-seconds of the first and of the second meeting.
+``python -m benchmarks.rendezvous_torch NODES MAX LAST_CALL`` prints the seconds of the first and second round as JSON.
 """
 
 from __future__ import annotations
@@ -30,15 +25,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 
 def measure(nodes: int, most: int, last_call: float) -> tuple[float, float]:
-    """Have so many handlers meet twice.
+    """Return the seconds of the first and of the second round.
 
     Args:
-        nodes: how many.
-        most: the largest number that the rendezvous would take.
+        nodes: the number of handlers.
+        most: the maximum number of nodes.
         last_call: torchrun's last_call_timeout in seconds.
-
-    Returns:
-        The seconds of the first and of the second meeting.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -64,7 +56,7 @@ def measure(nodes: int, most: int, last_call: float) -> tuple[float, float]:
         began = time.monotonic()
         world = handler.next_rendezvous().world_size
         if world != nodes:
-            raise RuntimeError(f"{world} of {nodes} nodes have met")
+            raise RuntimeError(f"{world} of {nodes} nodes are in the round")
         return began, time.monotonic()
 
     def meeting() -> float:
@@ -79,10 +71,10 @@ def measure(nodes: int, most: int, last_call: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure once and print it."""
+    """Measure and print."""
     nodes, most, last_call = sys.argv[1:]
     print(json.dumps(measure(int(nodes), int(most), float(last_call))), flush=True)
-    os._exit(0)  # handlers go on sending signs of life from threads of their own
+    os._exit(0)  # the handlers' threads keep sending heartbeats
 
 
 if __name__ == "__main__":
