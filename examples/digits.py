@@ -1,15 +1,15 @@
 """Elastic data-parallel training in one file to copy from: a small convolutional network learns to read digits.
 
-It may be killed, grown and shrunk at any moment, and still comes to the same result. Three habits make it so:
+It may be killed and scaled at any time, and still gets the same result, for three reasons:
 
-1. One number says how far training is: the step. Which samples come next, how they are distorted and the learning rate
-   follow from it alone, and the global batch is the same for any number of workers.
-2. One worker of each node saves a checkpoint every few seconds, in a folder of its own: no shared disk is needed.
-3. Workers start again whenever their number changes. They compare what they have found, and whoever has the newest
-   checkpoint broadcasts it.
+1. The step is the only state of the progress. The next samples, their distortion and the learning rate depend only on
+   it, and the global batch is the same for any number of workers.
+2. One worker of each node saves a checkpoint every few seconds, in its own folder. No shared disk is needed.
+3. Workers restart whenever their number changes. They compare their checkpoints, and the worker with the newest one
+   broadcasts it.
 
-It also tells the agent how far it is, so that one sees what a failure costs: two calls of torchelastic, which is in the
-image and comes with pip install. Where no agent is, they tell nobody.
+Two calls of torchelastic report the progress to the agent, so that the cost of failures is visible. Without an agent
+they do nothing.
 
 The data comes with scikit-learn: 1,797 images of 8 x 8 pixels. To run it:
 
@@ -48,11 +48,11 @@ PEAK_LEARNING_RATE = 0.05
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Deals global batches out to the ranks, from any step on and to any number of ranks.
+    """Distributes global batches to any number of ranks, beginning at any step.
 
-    The samples stand in one endless order, shuffled anew for each epoch. A step takes the next ``batch`` of them, and
-    rank r of R every R-th of those, from the r-th on. So no sample is lost or repeated when training goes on, in the
-    middle of an epoch, with another number of ranks.
+    The samples have one endless order, with a new shuffle for each epoch. A step takes the next ``batch`` samples, and
+    rank r of R takes every R-th of them, beginning at the r-th. So no sample is lost or repeated if training continues
+    in the middle of an epoch with another number of ranks.
     """
 
     def __init__(self, samples: int, batch: int, steps: range, rank: int, world_size: int) -> None:
@@ -73,14 +73,14 @@ class ElasticSampler(Sampler[list[int]]):
 
 
 def join() -> torch.device:
-    """Joins the process group that the launcher has described, and chooses a device."""
+    """Joins the process group of the launcher, and selects a device."""
     if "RANK" in os.environ:
-        # The cores are shared out by processes, so each is content with one thread, unless the launcher says otherwise.
+        # The processes share the cores, so each uses one thread, unless the launcher sets another number.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        distributed.init_process_group()  # gloo for what is on the CPU, nccl for what is on a GPU
+        distributed.init_process_group()  # gloo for CPU tensors, nccl for GPU tensors
     else:
         distributed.init_process_group(init_method="tcp://localhost:0", rank=0, world_size=1)
-    # A GPU is used where each worker has one of its own: nccl does not let two workers share one.
+    # GPUs are used only if each worker has its own, because nccl does not allow sharing.
     mine = -1
     if torch.cuda.device_count() > LOCAL_RANK:
         mine = zlib.crc32(str(torch.cuda.get_device_properties(LOCAL_RANK).uuid).encode())
@@ -91,14 +91,14 @@ def join() -> torch.device:
 
 
 def gather(number: int) -> list[int]:
-    """The number that each rank has, in the order of the ranks."""
+    """Returns the number of each rank, in the order of the ranks."""
     numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size())]
     distributed.all_gather(numbers, torch.tensor([number]))
     return [int(each) for each in numbers]
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Writes a checkpoint so that there is always a whole one, whenever this process is killed."""
+    """Writes a checkpoint atomically, so that a complete one always exists."""
     temporary = folder / f"{CHECKPOINT}.{distributed.get_rank()}.tmp"
     with temporary.open("wb") as file:
         torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -108,9 +108,9 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
-    """The newest checkpoint that can be seen from this node."""
+    """Returns the newest checkpoint on this node."""
     folders = {folder}
-    if folder.name.isdecimal():  # <job>/<index>: on a shared volume the folders of the job's other pods stand beside it
+    if folder.name.isdecimal():  # <job>/<index>: a shared volume also has the folders of the other pods
         folders |= set(folder.parent.glob("[0-9]*"))
     files = [each / CHECKPOINT for each in folders if (each / CHECKPOINT).is_file()]
     found = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
@@ -118,12 +118,12 @@ def newest(folder: Path) -> dict[str, Any] | None:
 
 
 def restore(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Brings all ranks to the newest state that any of them has found.
+    """Loads the newest checkpoint of all ranks on each rank.
 
     Returns:
-        The step with which training goes on; 0 where nobody has found anything.
+        The step at which training continues; 0 if there is no checkpoint.
     """
-    for parameter in model.parameters():  # so that there is something to receive into
+    for parameter in model.parameters():  # allocates the tensors that receive the broadcast
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     found = newest(folder) if folder and LOCAL_RANK == 0 else None
     steps = gather(found["step"] if found else 0)
@@ -140,7 +140,7 @@ def restore(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """The digits, for training and for the test: images between 0 and 1, and which digit each shows."""
+    """Returns the data sets for training and for the test: images with values from 0 to 1, and their digits."""
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -181,7 +181,7 @@ def make_model() -> nn.Module:
 
 
 def train(options: argparse.Namespace, data: TensorDataset, device: torch.device) -> nn.Module:
-    """Trains to the end, from wherever training stands."""
+    """Trains from the current step to the end."""
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     total = math.ceil(options.epochs * len(data) / BATCH)
     model = make_model().to(device)
@@ -197,7 +197,7 @@ def train(options: argparse.Namespace, data: TensorDataset, device: torch.device
     sampler = ElasticSampler(len(data), BATCH, range(first, total), rank, world_size)
     said_step, said, saved = first, time.monotonic(), time.monotonic()
     for step, (images, labels) in enumerate(DataLoader(data, sampler=sampler, batch_size=None), start=first + 1):
-        torchelastic.step()  # the first one says that restoring is over
+        torchelastic.step()  # the first call ends the restoring
         for group in optimizer.param_groups:  # warm up, then fall along half a cosine
             group["lr"] = PEAK_LEARNING_RATE * min(1, 10 * step / total) * (1 + math.cos(math.pi * step / total)) / 2
         scores = parallel(distort(images.to(device), step))
@@ -214,14 +214,14 @@ def train(options: argparse.Namespace, data: TensorDataset, device: torch.device
             print(f"{progress}  loss {loss.item():.3f}  {speed:.1f}k samples/s", flush=True)
             said_step, said = step, now
         if folder and (now - saved >= options.checkpoint_every or step == total):
-            with torchelastic.checkpoint():  # what was before it is not lost any more
+            with torchelastic.checkpoint():  # reports that the progress is saved
                 save(folder, step, model, optimizer)
             saved = time.monotonic()
     return model
 
 
 def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> float:
-    """The share of the images that the model reads right."""
+    """Returns the share of the images that the model classifies correctly."""
     images, labels = (tensor.to(device) for tensor in data.tensors)
     with torch.inference_mode():
         answers = model(look(images, torch.eye(2, 3, device=device).expand(len(images), 2, 3))).argmax(dim=1)
@@ -229,7 +229,7 @@ def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
 
 
 def main() -> None:
-    """Trains, tests, and says how good the model has become."""
+    """Trains, tests, and prints the accuracy of the model."""
     parser = argparse.ArgumentParser(description="Trains a small network on scikit-learn's digits, elastically.")
     parser.add_argument("--epochs", type=int, default=80, help="passes over the data (default: %(default)s)")
     parser.add_argument("--checkpoint-every", type=float, default=2.0, metavar="SECONDS")
@@ -243,7 +243,7 @@ def main() -> None:
     model = train(options, training, device)
     if distributed.get_rank() == 0:
         print(f"test accuracy {accuracy(model, test, device):.3f}", flush=True)
-    distributed.barrier()  # whoever is through early waits until all are
+    distributed.barrier()  # waits for all ranks
     distributed.destroy_process_group()
 
 

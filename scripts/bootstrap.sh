@@ -1,10 +1,10 @@
 #!/bin/sh
-# Makes the virtual environment and installs into it, unless all is there: `local` for `make run`, `dev` for the tests.
+# Creates the virtual environment and installs into it, unless it is up to date: `local` for `make run`, `dev` for the tests.
 #
 #   scripts/bootstrap.sh local|dev
 #
-# Here a Python that will do is found; scripts/install.py, run by it, does the rest. From the environment: VENV, where to
-# install (.venv), and PYTHON, on which Python, whose torch is then used if it has one.
+# This finds a suitable Python, which then runs scripts/install.py. Environment variables: VENV, the folder of the
+# installation (.venv), and PYTHON, the Python to use, including its torch if it has one.
 set -eu
 
 refuse() {
@@ -17,16 +17,16 @@ extra=${1:-local}
 VENV=${VENV:-.venv}
 cd "$(dirname "$0")/.."
 
-[ "$(uname -s)" = Linux ] || refuse "Linux is needed, since that is what the agent supervises processes with; this is" \
+[ "$(uname -s)" = Linux ] || refuse "Linux is required, because the agent uses it to supervise processes; this is" \
     "$(uname -s). Use a Linux machine, a virtual one, or a container."
 
-# The second time: at once.
+# If it is up to date, there is nothing to do.
 if [ -z "${PYTHON:-}" ] && [ -x "$VENV/bin/python" ] &&
     "$VENV/bin/python" -I scripts/install.py "$extra" --venv "$VENV" --check 2>/dev/null; then
     exit 0
 fi
 
-# The minor version of a Python 3, or nothing: what stands on the PATH may be a shim with no Python behind it.
+# The minor version of a Python 3, or nothing: a program on the PATH may be a shim without a Python.
 minor_of() {
     "$1" -c 'import sys; print(sys.version_info[1])' 2>/dev/null </dev/null || :
 }

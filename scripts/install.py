@@ -1,12 +1,12 @@
-"""Makes the virtual environment and installs the project into it; done in a moment when all is there already.
+"""Creates the virtual environment and installs the project into it, unless it is up to date.
 
-scripts/bootstrap.sh runs this with the Python on which the environment is to stand, so only the standard library is
-used. What has been installed is written down, in the environment, when it is complete: one that was interrupted is
-never taken for a whole one, and one that was made by somebody else is never touched.
+scripts/bootstrap.sh runs this with the Python of the environment, so only the standard library is used. A marker file
+in the environment is complete only after a complete installation. So an interrupted installation is repeated, and an
+environment without a marker is never changed.
 
-Where the Python was chosen by the user and has torch, the environment sees that Python's packages behind its own, and
-the pins of torch and of what torch needs are left out. `venv --system-site-packages` would not do: for a Python that is
-itself a virtual environment's it shows the packages of the Python below.
+If the user chose the Python and it has torch, the environment also sees that Python's packages, and the pins of torch
+and its requirements are left out. `venv --system-site-packages` is not sufficient: if that Python is itself of a
+virtual environment, it shows the packages of the base Python.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ DOWNLOAD_GB, DISK_GB = 3.1, 6.2
 WITHOUT_TORCH_DOWNLOAD_GB, WITHOUT_TORCH_DISK_GB = 0.14, 0.6
 
 
-class Refusal(Exception):  # noqa: N818 - what the user gave cannot be; the message says what to change
+class Refusal(Exception):  # noqa: N818 - the input is wrong
     """Nothing was installed; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What is known of an environment.
+    """The marker of an environment.
 
     Attributes:
-        python: the Python on which it stands.
-        torch: the version of that Python's torch, where it is used; else empty.
-        extra: what was installed completely, local or dev; empty while that is not so.
-        key: of what was installed: changes when the project's requirements do.
+        python: its Python.
+        torch: the version of that Python's torch, if it is used; else empty.
+        extra: the completely installed extra, local or dev; empty if there is none.
+        key: the :func:`requirements_key` of the installation.
     """
 
     python: str
@@ -56,36 +56,36 @@ class Marker:
 
     @classmethod
     def read(cls, environment: Path) -> Marker | None:
-        """What an environment says of itself; None where it is not one of ours."""
+        """Return the marker of an environment; None if it has none."""
         try:
             return cls(**json.loads((environment / MARKER).read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
     def write(self, environment: Path) -> None:
-        """Let the environment say this of itself."""
+        """Write the marker into an environment."""
         temporary = environment / f"{MARKER}.tmp"
         temporary.write_text(json.dumps(asdict(self)))
         temporary.replace(environment / MARKER)
 
     def covers(self, extra: str) -> bool:
-        """Whether nothing is left to be done."""
+        """Return whether the extra is installed and up to date."""
         return self.key == requirements_key() and extra in {self.extra, "local"}
 
 
 def requirements_key() -> str:
-    """Changes when what has to be installed changes, or the clone moves: the environment points to it by its path."""
+    """Return a hash of the requirements and of the path of the clone, to which the environment refers."""
     parts = [str(ROOT).encode(), *((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def normalized(name: str) -> str:
-    """A distribution's name as all its spellings have it in common."""
+    """Return the normalized name of a distribution."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def torch_here() -> str:
-    """The version of this Python's torch if it is there and new enough, else an empty text."""
+    """Return the version of this Python's torch if it is new enough, else an empty string."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -98,12 +98,12 @@ def torch_here() -> str:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, for comparison."""
+    """Return the first numbers of a version, for comparison."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+", maxsplit=1)[0])[:3])
 
 
 def needed_by(name: str) -> set[str]:
-    """A distribution and, of what it needs, directly or not, all that this Python has."""
+    """Return a distribution and its direct and indirect requirements that this Python has."""
     found: set[str] = set()
     seen: set[str] = set()
     waiting = [name]
@@ -126,36 +126,36 @@ def needed_by(name: str) -> set[str]:
 
 
 def pins_without(names: set[str]) -> str:
-    """The lines of constraints.txt that pin none of these."""
+    """Return the lines of constraints.txt that pin other distributions."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return "\n".join(line for line in lines if normalized(line.split("==")[0]) not in names)
 
 
 def check_room(environment: Path, download: float, disk: float) -> list[str]:
-    """Flags for pip with which there is room for everything.
+    """Return flags for pip with which the disk space is sufficient.
 
     Raises:
-        Refusal: there is none.
+        Refusal: the disk space is not sufficient.
     """
     cache = Path(os.environ.get("PIP_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pip")
     free = {place: shutil.disk_usage(nearest(place)).free / 1e9 for place in (environment, cache.expanduser())}
-    least = download + disk  # what is downloaded stands beside the environment until it is unpacked
+    least = download + disk  # downloads are kept until they are unpacked
     if free[environment] < least:
         raise Refusal(
-            f"{environment} needs {least:.1f} GB while it is being made ({disk:.1f} GB afterwards), and only "
-            f"{free[environment]:.1f} GB are free there; free some, or put it elsewhere: make run VENV=/other/folder"
+            f"{environment} needs {least:.1f} GB during the installation ({disk:.1f} GB afterwards), and only "
+            f"{free[environment]:.1f} GB are free there; free some, or use another folder: make run VENV=/other/folder"
         )
     same = nearest(environment).stat().st_dev == nearest(cache.expanduser()).stat().st_dev
     return ["--no-cache-dir"] if free[cache.expanduser()] < download + (least if same else 0) else []
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the closest folder above it that exists."""
+    """Return the path, or its closest existing parent."""
     return path if path.exists() else nearest(path.parent)
 
 
 def make(environment: Path, marker: Marker, *, with_pip: bool) -> None:
-    """Makes an empty environment, on this Python."""
+    """Create an empty environment with this Python."""
     if environment.exists():
         shutil.rmtree(environment)
     environment.mkdir(parents=True, exist_ok=True)
@@ -168,24 +168,20 @@ def make(environment: Path, marker: Marker, *, with_pip: bool) -> None:
 
 
 def install(environment: Path, marker: Marker, extra: str, flags: list[str]) -> int:
-    """Installs the project with an extra.
-
-    Returns:
-        The installer's exit code.
-    """
-    uv = None if marker.torch else shutil.which("uv")  # uv does not see what stands behind an environment
+    """Install the project with an extra, and return the installer's exit code."""
+    uv = None if marker.torch else shutil.which("uv")  # uv does not see the packages of the other Python
     python = environment / "bin" / "python"
     constraints = ROOT / "constraints.txt"
-    temporary = environment / "tmp"  # /tmp may be small, or in memory
+    temporary = environment / "tmp"  # /tmp may be small or in memory
     temporary.mkdir(exist_ok=True)
     if marker.torch:
         constraints = temporary / "constraints.txt"
         constraints.write_text(pins_without(needed_by("torch")))
-    if not uv and not any(environment.glob("lib/python3*/site-packages/pip")):  # uv was there when it was made
+    if not uv and not any(environment.glob("lib/python3*/site-packages/pip")):  # uv existed when it was created
         subprocess.run([python, "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
     installer = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install", *flags]
     if marker.torch:
-        installer.append("--quiet")  # it would name each package that is there already
+        installer.append("--quiet")  # it would list each existing package
     command = [*map(str, installer), "--constraint", str(constraints), "--editable", f"{ROOT}[{extra}]"]
     quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "TMPDIR": str(temporary)}
     try:
@@ -195,7 +191,7 @@ def install(environment: Path, marker: Marker, extra: str, flags: list[str]) -> 
 
 
 def announce(environment: Path, marker: Marker, download: float, disk: float) -> None:
-    """Says what will be installed, how large it is, and where."""
+    """Print what is installed, its size, and where."""
     version = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     with_torch = f" and its torch {marker.torch}" if marker.torch else ""
     print(f"Installing into {environment}, with {version} ({marker.python}){with_torch}.")
@@ -209,15 +205,15 @@ def announce(environment: Path, marker: Marker, download: float, disk: float) ->
 
 
 def size(gigabytes: float) -> str:
-    """Gigabytes for people."""
+    """Return gigabytes as text."""
     return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{gigabytes * 1000:.0f} MB"
 
 
 def bring_about(environment: Path, extra: str, *, chosen: bool) -> int:
-    """Sees to it that the environment has everything.
+    """Create or update the environment.
 
     Args:
-        environment: where it stands, or will.
+        environment: its path.
         extra: local or dev.
         chosen: whether the user chose this Python.
 
@@ -229,16 +225,16 @@ def bring_about(environment: Path, extra: str, *, chosen: bool) -> int:
         raise Refusal(f"{ROOT} cannot be written to; clone the project into a folder of your own.")
     if before is None and environment.is_dir() and any(environment.iterdir()):
         raise Refusal(
-            f"{environment} is there already and was not made by this; remove it, or choose another folder: "
+            f"{environment} already exists and was not created by this project; remove it, or choose another folder: "
             "make run VENV=/other/folder"
         )
     own = Path(sys.prefix).resolve() == environment.resolve()
     if before and chosen and not own and before.python != sys.executable:
-        before = None  # the user wants another Python
+        before = None  # the user chose another Python
     if before and before.covers(extra):
         return 0
     if own:
-        raise Refusal(f"PYTHON is {environment}'s own; name the Python on which it shall stand, or leave PYTHON out.")
+        raise Refusal(f"PYTHON is the Python of {environment} itself; name another Python, or omit PYTHON.")
     if before and before.torch and not chosen and Path(before.python).exists():
         os.execv(before.python, [before.python, __file__, extra, "--venv", str(environment), "--chosen"])
     if before and (not before.extra or not (environment / "bin" / "python").exists()):
@@ -263,18 +259,18 @@ def bring_about(environment: Path, extra: str, *, chosen: bool) -> int:
         replace(marker, extra=extra, key=requirements_key()).write(environment)
         print(f"Installed in {time.monotonic() - began:.0f} s.", flush=True)
         return 0
-    if before and code > 0:  # it gave up by itself, and has put back what it had changed
+    if before and code > 0:  # the installer failed, and has restored the old packages
         before.write(environment)
-    print("The installation failed; the reason stands above. Once it is removed, the same command tries again.")
+    print("The installation failed; see the reason above. Run the same command again after you have removed it.")
     return 1
 
 
 def main() -> int:
-    """Reads the command line and keeps others from installing at the same time."""
+    """Read the command line, and install while no other process does."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("extra", choices=("local", "dev"))
     parser.add_argument("--venv", type=Path, required=True)
-    parser.add_argument("--check", action="store_true", help="only tell, by the exit code, whether all is there")
+    parser.add_argument("--check", action="store_true", help="only check: exit with 0 if the environment is up to date")
     parser.add_argument("--chosen", action="store_true", help="the user chose this Python")
     options = parser.parse_args()
     environment = ROOT / options.venv.expanduser()
@@ -285,18 +281,18 @@ def main() -> int:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print("Another `make` is installing; this one waits for it.", flush=True)
+        print("Another `make` is installing; waiting for it.", flush=True)
         fcntl.flock(folder, fcntl.LOCK_EX)
     try:
         return bring_about(environment, options.extra, chosen=options.chosen)
     except subprocess.CalledProcessError as error:
-        print(f"{environment} could not be made: {error}", file=sys.stderr)
+        print(f"{environment} could not be created: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        return 141  # whoever read the output went away
+        return 141  # the reader of the output has closed it
     except OSError as error:
         print(
-            f"{error.filename or environment} cannot be written: {error.strerror}; put the environment elsewhere: "
+            f"{error.filename or environment} cannot be written: {error.strerror}; use another folder: "
             "make run VENV=/other/folder",
             file=sys.stderr,
         )
@@ -305,7 +301,7 @@ def main() -> int:
         print(refusal, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nInterrupted; the next `make` begins the installation anew.", file=sys.stderr)
+        print("\nInterrupted; the next `make` starts the installation again.", file=sys.stderr)
         return 130
 
 

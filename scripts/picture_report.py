@@ -1,10 +1,9 @@
-"""Takes the picture of a report for the README.
+"""Takes the screenshot of a report for the README.
 
     .venv/bin/python scripts/picture_report.py        (writes docs/report.png; takes as long as `make demo`)
 
-Nothing in it is made up: it plays ``elasticjob demo``, in which a job is scaled and hurt, asks ``elasticjob report``
-for the page, and opens that in a browser. It takes a `chromium` on the PATH. Take it on a machine that has nothing
-else to do: the times in it are what readers will expect.
+It runs ``elasticjob demo`` and ``elasticjob report``, and opens the page in a browser (`chromium` on the PATH). Run it
+on an idle machine, because readers will expect the times that it shows.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from typing import Final
 from playwright.sync_api import sync_playwright
 
 LARGEST: Final = 200_000
-"""Bytes: the README is to load at once."""
+"""The maximum size in bytes, so that the README loads quickly."""
 WIDTH: Final = 960
 SHARPNESS: Final = 1.4
-"""Pixels of the picture for each of the page."""
+"""Pixels of the image per pixel of the page."""
 UP_TO: Final = "Rounds"
-"""The heading before which the picture ends."""
+"""The heading before which the image ends."""
 
 
 def picture(page: Path, browser: str) -> bytes:
-    """The upper part of a report, as a PNG."""
+    """Return the upper part of a report as a PNG."""
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         window = running.new_page(viewport={"width": WIDTH, "height": 800}, device_scale_factor=SHARPNESS)
@@ -43,10 +42,10 @@ def picture(page: Path, browser: str) -> bytes:
 
 
 def played(folder: Path, manifest: Path) -> Path:
-    """Play the demo, and write its job's report.
+    """Run the demo, and return the report of its job.
 
     Raises:
-        subprocess.CalledProcessError: it did not go well; what it printed was seen.
+        subprocess.CalledProcessError: the demo or the report failed.
     """
     environ = {**os.environ, "ELASTICJOB_HOME": str(folder)}
     elasticjob = [sys.executable, "-m", "elastic_operator.cli.main"]
@@ -57,10 +56,10 @@ def played(folder: Path, manifest: Path) -> Path:
 
 
 def main() -> int:
-    """Play, look, write."""
+    """Run the demo and write the image."""
     parser = argparse.ArgumentParser(description="Takes the picture of a report.")
     parser.add_argument("--manifest", type=Path, default=Path("examples/digits.yaml"))
-    parser.add_argument("--page", type=Path, help="a report that is there already; without it the demo is played")
+    parser.add_argument("--page", type=Path, help="an existing report, instead of running the demo")
     parser.add_argument("--output", type=Path, default=Path("docs/report.png"))
     options = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("google-chrome")

@@ -1,11 +1,11 @@
-"""Records the demo, as it is played on this machine now, as an animated picture for the README.
+"""Records a run of the demo as an animated SVG for the README.
 
     .venv/bin/python scripts/record_demo.py        (writes docs/demo.svg; takes as long as `make demo`)
 
-Nothing in the recording is made up: it plays ``elasticjob demo`` and keeps each picture that the live view would have
-painted. Stretches in which there is nothing but progress are shortened, as the running clock in the picture shows. The
-result is one SVG without scripts: the frames stand one below the other and move past, each line is stored once, and
-text stays text. Record on a machine that has nothing else to do: the times in it are what readers will expect.
+It runs ``elasticjob demo`` and keeps each frame of the live view. Periods with nothing but progress are shortened, as
+the clock in the frames shows. The SVG has no scripts: the frames are stacked vertically and move past a window, each
+line is stored once, and text remains text. Run it on an idle machine, because readers will expect the times that it
+shows.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ COLUMNS: Final = 80
 ROWS: Final = 30
 PROMPT: Final = "$ make demo"
 LARGEST: Final = 400_000
-"""Bytes: the README is to load at once."""
+"""The maximum size in bytes, so that the README loads quickly."""
 CALM_FRAMES: Final = 6
-"""So many frames are kept of a stretch in which nothing happens but progress."""
+"""The number of frames that are kept of a period with nothing but progress."""
 SHORTEST, LONGEST, LAST = 0.15, 1.0, 10.0
-"""Seconds for which a frame is shown, and for which the last one is."""
+"""The minimum and maximum seconds of a frame, and the seconds of the last one."""
 
 CELL: Final = 8.4
 LINE: Final = 18
@@ -70,17 +70,17 @@ fill:#d6dbe3;white-space:pre}
 """
 
 Line = tuple[tuple[str, str, str], ...]
-"""Pieces of a line: the text, the classes of its style, the class of what is behind it."""
+"""Parts of a line: the text, the classes of its style, the class of its background."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A picture.
+    """A frame.
 
     Attributes:
-        at: when it was to be seen, in seconds.
-        lines: what it shows.
-        happening: the same for all pictures between which nothing happened but progress.
+        at: its time in seconds.
+        lines: its lines.
+        happening: equal for all frames between which there was nothing but progress.
     """
 
     at: float
@@ -89,7 +89,7 @@ class Frame:
 
 
 class RecordingView(LiveView):
-    """A live view that keeps its pictures and paints nothing."""
+    """A live view that keeps its frames and prints nothing."""
 
     def __init__(self) -> None:
         self.console = Console(
@@ -106,12 +106,12 @@ class RecordingView(LiveView):
         self.steps: Sequence[Step] = ()
 
     def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
-        """Keep the picture of it."""
+        """Keep the frame."""
         self.snapshot = snapshot
         self._keep(snapshot)
 
     def on_steps(self, steps: Sequence[Step]) -> None:
-        """Keep the picture with them, and say on this terminal how far the play is."""
+        """Keep the frame, and print the current step."""
         self.steps = tuple(steps)
         step = next((step for step in reversed(self.steps) if step.mark), None)
         if step is not None:
@@ -120,8 +120,8 @@ class RecordingView(LiveView):
             self._keep(self.snapshot)
 
     def keep_end(self, performance: Performance) -> None:
-        """Keep what stays on the terminal in the end."""
-        with self:  # a view that is over paints nothing any more
+        """Keep the final frame."""
+        with self:  # a closed view prints nothing
             pass
         super().on_snapshot(self.snapshot or {})
         super().on_steps(self.steps)
@@ -140,7 +140,7 @@ class RecordingView(LiveView):
 
 
 def lines_of(console: Console, picture: RenderableType) -> tuple[Line, ...]:
-    """The picture's lines, in the form in which they are compared and stored."""
+    """Return the lines of a frame."""
     rendered = console.render_lines(picture, pad=False)
     return tuple(tuple((text, *_look(style)) for text, style, _ in line if text) for line in rendered)
 
@@ -158,7 +158,7 @@ def _name(color: Color | None) -> str:
 
 
 def thinned(frames: Iterable[Frame]) -> list[tuple[Frame, float]]:
-    """The frames to show, each with the seconds for which it is shown."""
+    """Return the frames to show, with the seconds of each."""
     kept: list[Frame] = []
     for _, group in itertools.groupby(frames, key=lambda frame: frame.happening):
         stretch = list(group)
@@ -169,7 +169,7 @@ def thinned(frames: Iterable[Frame]) -> list[tuple[Frame, float]]:
 
 
 def animation(frames: Sequence[tuple[Frame, float]]) -> str:
-    """The frames as an SVG: one below the other on a film that moves past a window."""
+    """Return the SVG of the frames."""
     height, width = ROWS * LINE, COLUMNS * CELL
     seconds = sum(shown for _, shown in frames)
     numbers: dict[Line, int] = {}
@@ -219,7 +219,7 @@ def _line(line: Line) -> str:
 
 
 def main() -> int:
-    """Play, record, write."""
+    """Run the demo and write the SVG."""
     parser = argparse.ArgumentParser(description="Records the demo as an animated SVG.")
     parser.add_argument("--manifest", type=Path, default=Path("examples/digits.yaml"))
     parser.add_argument("--output", type=Path, default=Path("docs/demo.svg"))
@@ -231,7 +231,7 @@ def main() -> int:
     view.keep_end(performance)
     if performance.code != 0:
         print(*performance.lines(), sep="\n", file=sys.stderr)
-        print("The demo did not go well, so nothing was written.", file=sys.stderr)
+        print("The demo failed, so nothing was written.", file=sys.stderr)
         return performance.code
     prompt = Frame(begun - 1, (((PROMPT, "bold", ""),),), "the prompt")
     picture = animation(thinned([prompt, *view.frames]))

@@ -1,7 +1,7 @@
-"""Pins the newest versions of everything that any part of the project needs, in constraints.txt.
+"""Pins the newest versions of all requirements of the project in constraints.txt.
 
-They are resolved for the oldest Python that is supported, so that they fit all, and then tried for the others. Only
-names and versions are written: from where packages come is for each user's own pip to say.
+They are resolved for the oldest supported Python, and then checked for the others. The file contains only names and
+versions, so that each user's pip can use its own package index.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST, OTHERS = "3.11", ("3.12", "3.13", "3.14")
 SOURCE_ONLY = {"python-etcd": ("0.4.5", ("dnspython>=1.13", "urllib3>=1.7.1"))}
-"""What has no wheels, without which pip resolves for no other Python: its version, the last one, and what it needs."""
+"""Packages without wheels, which pip cannot resolve for another Python: the last version and the requirements."""
 HEADER = """\
 # The versions with which the project is tested; `make run` and `make test` install these. Renewed by `make upgrade`.
 """
 
 
 def requirements(project: dict[str, Any]) -> list[str]:
-    """What the project needs with all its extras, leaving out what it needs of itself."""
+    """Return the requirements of the project and of all its extras, without the project itself."""
     extras = project["optional-dependencies"].values()
     every = {*project["dependencies"], *(requirement for extra in extras for requirement in extra)}
     every |= {need for _, needs in SOURCE_ONLY.values() for need in needs}
@@ -35,7 +35,7 @@ def requirements(project: dict[str, Any]) -> list[str]:
 
 
 def resolve(pip: Path, python: str, wanted: list[str]) -> dict[str, str]:
-    """The versions that pip would install for a Python, by name. Packages without wheels do not count."""
+    """Return the versions that pip would install for a Python, by name, without packages that have no wheels."""
     command = [str(pip), "install", "--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
     command += ["--python-version", python, "--only-binary", ":all:", *wanted]
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -44,12 +44,12 @@ def resolve(pip: Path, python: str, wanted: list[str]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Resolves, tries and writes."""
+    """Resolve the versions and write the file."""
     wanted = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
     with tempfile.TemporaryDirectory() as folder:
         venv.EnvBuilder(symlinks=True, with_pip=True).create(folder)
         pip = Path(folder) / "bin" / "pip"
-        # An older pip downloads all that it resolves.
+        # An older pip would download all packages.
         subprocess.run([str(pip), "install", "--quiet", "--upgrade", "pip"], check=True)
         pins = resolve(pip, OLDEST, wanted)
         pinned = [f"{name}=={version}" for name, version in sorted(pins.items())]
@@ -59,7 +59,7 @@ def main() -> int:
     pins |= {name: version for name, (version, _) in SOURCE_ONLY.items()}
     lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
     CONSTRAINTS.write_text(HEADER + "".join(lines))
-    print(f"{CONSTRAINTS.name} is renewed; `make test` installs and tries it.")
+    print(f"{CONSTRAINTS.name} is updated; run `make test` to install and test the versions.")
     return 0
 
 

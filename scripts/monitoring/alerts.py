@@ -1,4 +1,4 @@
-"""What somebody is told of at once. Each alert has a page in docs/runbooks that says how to look and what to do."""
+"""The alerts. Each has a page in docs/runbooks that describes the diagnosis and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from scripts.monitoring.promql import JOB, TRAINING, WALL, grown, total
 
 RUNBOOKS: Final = "docs/runbooks"
-"""Where the pages are; the chart puts an address of yours in its place."""
+"""The folder of the pages. A value of the chart replaces it."""
 OPERATOR_JOB: Final = "elastic_operator_job"
 WORKER_FAILED: Final = 'restarts_total{cause="worker_failed"}'
 POD_FAILED: Final = 'restarts_total{cause="pod_failed"}'
@@ -17,7 +17,7 @@ WHICH: Final = "{{ $labels.job_namespace }}/{{ $labels.elasticjob }}"
 
 
 class Severity(enum.StrEnum):
-    """How soon somebody has to look."""
+    """The urgency of an alert."""
 
     CRITICAL = "critical"
     """Now."""
@@ -33,11 +33,11 @@ class Alert:
 
     Attributes:
         name: its name, and that of its page.
-        expr: answers with what it is about.
-        lasting: for so long it must have answered.
-        severity: how soon somebody has to look.
-        summary: what is wrong, in one line.
-        about: what it means, in sentences; labels and value are filled in by Prometheus.
+        expr: the query; each of its results is an alert.
+        lasting: how long a result must exist before the alert fires.
+        severity: its urgency.
+        summary: the problem in one line.
+        about: the meaning, in sentences; Prometheus inserts the labels and the value.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Alert:
 
 
 def _holds(*conditions: str) -> str:
-    """The jobs of which one of these conditions holds."""
+    """Return the jobs with one of these conditions."""
     return f'max by ({JOB}) ({OPERATOR_JOB}_condition{{condition=~"{"|".join(conditions)}"}}) == 1'
 
 
@@ -58,13 +58,13 @@ def _of_jobs(series: str) -> str:
 
 
 def _nearly(budget: str, spent: str, field: str) -> str:
-    """The jobs that have spent something of a budget and have a fifth of it left at most, or one."""
+    """Return the jobs that have used a budget and have at most a fifth of it left, or one."""
     left = f"{_of_jobs(budget)} - {_of_jobs(spent)} <= clamp_min(0.2 * {_of_jobs(budget)}, 1) and {_of_jobs(spent)} > 0"
     return f'label_replace({left}, "budget", "{field}", "", "")'
 
 
 def _restarted(which: str) -> str:
-    """How often each job was started anew in 15 minutes, for one of these causes."""
+    """Return the restarts of each job in 15 minutes, for one of these causes."""
     restarts = grown(f"{OPERATOR_JOB}_restarts_total", jobs=which, by=f"{JOB}, cause", window="15m", step="1m")
     return f"sum by ({JOB}) ({restarts})"
 
@@ -74,7 +74,7 @@ _FREE: Final = _restarted('cause="free"')
 _STEPS: Final = 'torchelastic_operation_duration_seconds_count{operation="train_step"}'
 _STEPPING: Final = 'torchelastic_operation_duration_seconds_sum{operation="train_step"}'
 _IDLE: Final = f"{total(WALL, TRAINING, over='10m')} - min by ({JOB}) (min_over_time({WALL}{{{TRAINING}}}[10m])) < 60"
-# In a run's first round the counter of training stands still for as long as restoring took.
+# In the first round of a run, the training counter does not increase while the program restores its state.
 _MAKES_STEPS: Final = f"max by ({JOB}) (increase({_STEPPING}[10m])) >= 60"
 
 _LOOKS: Final = "elastic_operator_reconciles_total"
@@ -98,18 +98,18 @@ JOBS: Final = (
         expr=f"{_FAILURES} >= 5 or {_FREE} >= 20",
         lasting="0m",
         severity=Severity.WARNING,
-        summary=f"ElasticJob {WHICH} is started anew again and again.",
-        about=f"The workers or pods of {WHICH} were started anew {{{{ $value | humanize }}}} times in 15 minutes. "
-        "Each time it loses what it trained since its last checkpoint.",
+        summary=f"ElasticJob {WHICH} restarts again and again.",
+        about=f"The workers or pods of {WHICH} restarted {{{{ $value | humanize }}}} times in 15 minutes. "
+        "Each restart loses the training since the last checkpoint.",
     ),
     Alert(
         name="ElasticJobNotTraining",
         expr=f"{_IDLE} unless on ({JOB}) ({_holds('Suspended', 'Finished')}) unless on ({JOB}) {_MAKES_STEPS}",
         lasting="20m",
         severity=Severity.WARNING,
-        summary=f"ElasticJob {WHICH} has its pods and hardly trains.",
-        about=f"In each stretch of 10 minutes of the last half hour, agents of {WHICH} were there, and it trained "
-        "for less than a minute ({{ $value | humanizeDuration }} in the last one).",
+        summary=f"ElasticJob {WHICH} has its pods but hardly trains.",
+        about=f"In each 10 minutes of the last half hour, {WHICH} had agents, but trained for less than a minute "
+        "({{ $value | humanizeDuration }} in the last 10 minutes).",
     ),
     Alert(
         name="ElasticJobNoSteps",
@@ -118,8 +118,8 @@ JOBS: Final = (
         lasting="25m",
         severity=Severity.WARNING,
         summary=f"No worker of ElasticJob {WHICH} has made a step for half an hour.",
-        about=f"The workers of {WHICH} run, and none of them has called torchelastic.step for half an hour: it "
-        "hangs, or does something between two steps that takes long.",
+        about=f"The workers of {WHICH} run, but none of them has called torchelastic.step for half an hour. The "
+        "program hangs, or it is busy between two steps.",
     ),
     Alert(
         name="ElasticJobBudgetNearlySpent",
@@ -127,9 +127,9 @@ JOBS: Final = (
         f" or {_nearly('backoff_limit', POD_FAILED, 'backoffLimit')}) unless on ({JOB}) ({_holds('Finished')})",
         lasting="0m",
         severity=Severity.WARNING,
-        summary=f"ElasticJob {WHICH} will fail for good after few more failures.",
-        about=f"Of spec.{{{{ $labels.budget }}}}, {WHICH} has {{{{ $value }}}} left; it fails for good when there is "
-        "nothing left and another one fails.",
+        summary=f"ElasticJob {WHICH} will fail after few more failures.",
+        about=f"{WHICH} has {{{{ $value }}}} failures of spec.{{{{ $labels.budget }}}} left. When none is left, the "
+        "next failure fails the job.",
     ),
     Alert(
         name="ElasticJobStoreUnreachable",
@@ -137,8 +137,8 @@ JOBS: Final = (
         lasting="10m",
         severity=Severity.WARNING,
         summary=f"The operator cannot use the etcd of ElasticJob {WHICH}.",
-        about=f"The operator has not reached the etcd of {WHICH} for 10 minutes. What trains goes on; a change of "
-        "size, and what the operator knows of the run, wait.",
+        about=f"The operator has not reached the etcd of {WHICH} for 10 minutes. Training continues, but changes of "
+        "the size and the status of the run are delayed.",
     ),
     Alert(
         name="ElasticJobNotScraped",
@@ -146,8 +146,8 @@ JOBS: Final = (
         lasting="15m",
         severity=Severity.INFO,
         summary=f"Prometheus sees no agent of ElasticJob {WHICH}.",
-        about=f"{WHICH} trains, and Prometheus has no metrics of its agents: its page is empty, and the alerts that "
-        "need them cannot fire.",
+        about=f"{WHICH} trains, but Prometheus has no metrics of its agents. Its dashboard is empty, and the alerts "
+        "that need these metrics cannot fire.",
     ),
 )
 
@@ -157,23 +157,23 @@ OPERATOR: Final = (
         expr="absent(elastic_operator_queue_depth) or max(elastic_operator_leader) == 0",
         lasting="5m",
         severity=Severity.CRITICAL,
-        summary="No operator looks after the ElasticJobs.",
-        about="For 5 minutes no copy of the operator was there, or none acted: it could not list what there is, or "
-        "not get the Lease. What trains goes on and recovers by itself; pods that end are not replaced, and new jobs "
-        "do not start.",
+        summary="No operator manages the ElasticJobs.",
+        about="For 5 minutes no copy of the operator was running, or none was active, because it could not list "
+        "objects or get the Lease. Training continues and recovers by itself, but pods that end are not replaced, and new "
+        "jobs do not start.",
     ),
     Alert(
         name="ElasticOperatorNotReconciling",
-        # What fails is looked at each minute, and an idle job each five: one bad job makes most looks of a few fail.
+        # Failed jobs are reconciled each minute, idle jobs every five: with few jobs, one bad job causes most results.
         expr=f"(sum(increase({_LOOKS}[15m])) == 0 and on () {_ELASTICJOBS} > 0)"
         f" or (sum(increase({_DONE}[15m])) == 0 and on () {_ELASTICJOBS} > 1)"
         f" or ({_FAILED} / sum(rate({_LOOKS}[15m])) > 0.5"
         f" and on () {_FAILED} * 60 > 0.7 * {_ELASTICJOBS} and on () {_ELASTICJOBS} > 1)",
         lasting="5m",
         severity=Severity.CRITICAL,
-        summary="The operator of the ElasticJobs is there and does not get its work done.",
-        about="In 15 minutes no look at a job was brought to its end, though each job is looked at every 5 minutes; "
-        "or most looks failed, and so many that it is not one job alone. Pods that end may not be replaced.",
+        summary="The operator of the ElasticJobs runs, but its reconciliations fail.",
+        about="In 15 minutes no reconciliation of a job succeeded, although each job is reconciled every 5 minutes; or "
+        "most of them failed, for more than one job. Pods that end may not be replaced.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The files that are made, and what stands in them."""
+"""The generated files and their contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULES: Final = ROOT / "charts" / "alerts" / "elasticjobs.yaml"
 
 
 def files() -> dict[Path, str]:
-    """What is to stand in which file."""
+    """Return the contents by path."""
     return {
         DASHBOARDS / "fleet.json": document(FLEET_PAGE, job_page=JOB_PAGE.uid),
         DASHBOARDS / "job.json": document(JOB_PAGE, job_page=JOB_PAGE.uid),

@@ -1,4 +1,4 @@
-"""The dashboard of all jobs, and of the operator that looks after them."""
+"""The dashboard of all jobs and of the operator."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Restarts",
-            about="Times that workers or pods were started anew in the time shown.",
+            about="Restarts of workers and pods in the time shown.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,
             width=3,
@@ -141,7 +141,7 @@ _JOBS: Final = Row(
         ),
         Panel(
             title="Jobs by condition",
-            about="How many jobs there are of which each condition holds; of one job several may.",
+            about="The number of jobs with each condition. A job may have several.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
             width=12,
@@ -171,21 +171,21 @@ _TIME: Final = Row(
     panels=(
         Panel(
             title="Time by state",
-            about="The time of the jobs that were there in the time shown, since each was made, by what they did.",
+            about="The time in each state since the creation of the jobs that existed in the time shown.",
             unit=Unit.SECONDS,
             look=Look.BARS,
             queries=(Query(expr=f"sum by (state) ({SPLIT})", legend="{{state}}"),),
         ),
         Panel(
             title="What jobs did",
-            about="How many jobs were in each state, moment by moment.",
+            about="The number of jobs in each state over time.",
             unit=Unit.NUMBER,
             look=Look.STACK,
             queries=(Query(expr=f"sum by (state) ({RATES})", legend="{{state}}"),),
         ),
         Panel(
             title="Lowest goodput",
-            about="The ten jobs that got the least out of their time, of those that were there in the time shown.",
+            about="The ten jobs with the lowest goodput, of those that existed in the time shown.",
             unit=Unit.SHARE,
             look=Look.BARS,
             queries=(
@@ -203,7 +203,7 @@ _TIME: Final = Row(
         ),
         Panel(
             title="Most restarts",
-            about="The ten jobs that were started anew most often in the time shown.",
+            about="The ten jobs with the most restarts in the time shown.",
             unit=Unit.NUMBER,
             look=Look.BARS,
             decimals=0,
@@ -259,7 +259,7 @@ _OPERATOR: Final = Row(
         ),
         Panel(
             title="Time for a look",
-            about="How long it takes to look at a job and to do what is to be done.",
+            about="The duration of a reconciliation of a job.",
             unit=Unit.SECONDS,
             width=6,
             queries=(
@@ -277,7 +277,7 @@ _OPERATOR: Final = Row(
         ),
         Panel(
             title="Queue",
-            about="Jobs that wait to be looked at. A queue that does not empty says that the operator is too slow.",
+            about="Jobs that wait for a reconciliation. If the queue does not empty, the operator is too slow.",
             unit=Unit.NUMBER,
             width=6,
             queries=(
@@ -290,7 +290,7 @@ _OPERATOR: Final = Row(
         ),
         Panel(
             title="Wait in the queue",
-            about="How long a job waits until it is looked at.",
+            about="How long a job waits for a reconciliation.",
             unit=Unit.SECONDS,
             width=6,
             queries=(
@@ -308,7 +308,7 @@ _OPERATOR: Final = Row(
         ),
         Panel(
             title="Requests to the API server",
-            about="By verb and answer; 0: it did not answer. 409 now and then is no harm.",
+            about="By verb and status code; 0 means no answer. An occasional 409 is harmless.",
             unit=Unit.PER_SECOND,
             width=6,
             queries=(
@@ -321,7 +321,7 @@ _OPERATOR: Final = Row(
         ),
         Panel(
             title="From apply to running",
-            about="How long it took until a job trained, of those that began to in the time shown.",
+            about="The time from creation to training, of jobs that started to train in the time shown.",
             unit=Unit.SECONDS,
             look=Look.BARS,
             width=6,
@@ -364,7 +364,7 @@ FLEET_PAGE: Final = Page(
         Variable(
             name="job_namespace",
             label="Namespace",
-            about="The namespaces whose jobs are shown.",
+            about="The namespaces of the jobs that are shown.",
             values='label_values({__name__=~"torchelastic_round|elastic_operator_job_min_pods"}, job_namespace)',
             many=True,
         ),

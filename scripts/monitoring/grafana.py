@@ -1,4 +1,4 @@
-"""Makes Grafana's JSON of a page: the looks, the places on the grid, the links between pages."""
+"""Generates Grafana's JSON of a page."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from scripts.monitoring.page import Mark, Page, Panel, Query, Variable
 
 TAG: Final = "elasticjob"
-"""By which the pages find each other."""
+"""The tag for the links between the pages."""
 SOURCE: Final = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHTS: Final = {Look.NUMBER: 4, Look.TABLE: 9}
 HEIGHT: Final = 8
 NAMESPACE, JOB = "Namespace", "Job"
 """Columns of a table of jobs."""
 HOLDS: Final = "Holds"
-"""The title of a column that only says that its condition holds; it is not shown."""
+"""The title of a column that only filters the rows; it is not shown."""
 _YES: Final = model.ValueMappingResult(text="yes", color="blue")
 TO_THE_JOB: Final = (
     "/d/{uid}?var-datasource=${{datasource}}&var-job_namespace=${{__data.fields.{namespace}}}"
@@ -41,11 +41,11 @@ AnyPanel = bargauge.Panel | stat.Panel | statetimeline.Panel | table.Panel | tim
 
 
 def document(page: Page, *, job_page: str) -> str:
-    """The page as a file that Grafana takes.
+    """Return the JSON document of a page.
 
     Args:
-        page: what is to be made.
-        job_page: the address of the page of one job, to which tables of jobs lead.
+        page: the page.
+        job_page: the uid of the page of one job, for links in tables of jobs.
     """
     board = (
         dashboard.Dashboard(page.title)
@@ -80,7 +80,7 @@ def document(page: Page, *, job_page: str) -> str:
             board.with_panel(_panel(panel, number, job_page))
     made = json.loads(JSONEncoder(sort_keys=True).encode(board.build()))
     for mark in made["annotations"].get("list", ()):
-        # Two fields of Prometheus' annotations that the library does not know.
+        # The library lacks two fields of Prometheus' annotations.
         mark |= {"titleFormat": mark["name"], "step": "15s"}
     return json.dumps(made, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
@@ -101,7 +101,7 @@ def _variable(variable: Variable, *, repeated: bool) -> dashboard.QueryVariable 
     if variable.many:
         made.multi(True).include_all(True)
         made.current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
-        if not repeated:  # else a panel would be there for each name of which something is known
+        if not repeated:  # else a repeated panel would exist for each known name
             made.all_value(".*")
     return made
 
@@ -157,7 +157,7 @@ def _target(query: Query, letter: str, look: Look) -> prometheus.Dataquery:
         return target.instant().format(PromQueryFormat.TABLE)
     if query.legend:
         target.legend_format(query.legend)
-    # A number is the last one in the time shown: a job that has ended has none now.
+    # A number is the last value in the time range, because a finished job has no current value.
     return target.instant() if look is Look.BARS else target.range()
 
 

@@ -32,19 +32,19 @@ RECOVERY: Final = "torchelastic_recovery_duration_seconds"
 STORE: Final = "torchelastic_store_request_duration_seconds"
 OPERATOR_JOB: Final = "elastic_operator_job"
 MOST: Final = 20
-"""So many ranks are shown at most: more lines than that nobody can tell from each other."""
+"""The maximum number of ranks in a panel, so that the lines can be distinguished."""
 
 _OWN_NAMES: Final = selector(THIS, 'rank!=""', '__name__=~"($group).*"', '__name__!~"(torchelastic|process|python)_.*"')
-"""What selects the series that a program itself measures."""
+"""The selector of the program's own series."""
 
 
 def _named(name: str) -> str:
-    """The series of this name that the program measures."""
+    """Return the program's own series with this name."""
     return selector(f'__name__="{name}"', THIS, 'rank!=""')
 
 
 def _went_up(series: str, found: str) -> Query:
-    """At the moments at which the highest of a series is higher than at the moment before."""
+    """Return a query that has a value whenever the maximum of a series increases."""
     return Query(expr=f"max({series}{found}) > max({series}{found} offset {MOMENT})")
 
 
@@ -76,7 +76,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Workers",
-            about="Workers that train together; 0 while too few nodes are there.",
+            about="Workers that train together; 0 while there are too few nodes.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,
             width=3,
@@ -84,7 +84,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Round",
-            about="How often it was agreed on who trains together.",
+            about="The number of the current round. Each change of the members begins a new round.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,
             width=3,
@@ -92,7 +92,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Age",
-            about="Time since the job was made, suspensions included.",
+            about="The time since the creation of the job, including suspensions.",
             unit=Unit.SECONDS,
             look=Look.NUMBER,
             width=3,
@@ -121,7 +121,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Remaining restarts",
-            about="Failures of workers that the run may still have. At the next one after 0 the job fails.",
+            about="The remaining worker failures of the run. At 0, the next failure fails the job.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,
             width=3,
@@ -149,7 +149,7 @@ _MEMBERS: Final = Row(
         ),
         Panel(
             title="Round",
-            about="Each step is a new agreement on who trains together. A staircase says that something does not stay.",
+            about="Each step is a new round. Many steps in a row mean that the members change again and again.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
             width=6,
@@ -212,7 +212,7 @@ _TIME: Final = Row(
         ),
         Panel(
             title="What it did",
-            about="The same for each moment: the share of time spent in each state.",
+            about="The same over time: the share of each state.",
             unit=Unit.SHARE,
             look=Look.STACK,
             queries=(
@@ -286,7 +286,7 @@ _STEPS: Final = Row(
         ),
         Panel(
             title="Steps per second",
-            about="Of the rank in the middle.",
+            about="The median of the ranks.",
             unit=Unit.PER_SECOND,
             queries=(
                 Query(
@@ -470,7 +470,7 @@ JOB_PAGE: Final = Page(
             label="Gauges",
             about="The program's own gauges.",
             values=_NAMES,
-            # What is a counter or part of a histogram ends in one of these.
+            # Counters and the parts of histograms end in one of these.
             regex="/^(?!.*_(?:total|created|bucket|sum|count)$)(.*)$/",
             many=True,
         ),

@@ -1,4 +1,4 @@
-"""What a dashboard is made of, as data: pages, rows, panels and queries; nothing of it knows Grafana's JSON."""
+"""The parts of a dashboard as data: pages, rows, panels and queries, independent of Grafana's JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Unit(enum.StrEnum):
-    """What a value is measured in, as Grafana calls it."""
+    """Units, by Grafana's names."""
 
     NUMBER = "none"
     SECONDS = "s"
@@ -22,7 +22,7 @@ class Unit(enum.StrEnum):
 
 
 class Needs(enum.StrEnum):
-    """What has to be there besides agents, or instead of them, so that a query has an answer."""
+    """What must exist so that a query has a result."""
 
     AGENTS = "agents"
     STEPS = "steps"
@@ -30,34 +30,34 @@ class Needs(enum.StrEnum):
     CHECKPOINTS = "checkpoints"
     """The program writes in ``torchelastic.checkpoint``."""
     OWN_METRICS = "own metrics"
-    """The program measures something of its own."""
+    """The program has its own metrics."""
     GPU = "gpu"
     OPERATOR = "operator"
 
 
 class Look(enum.Enum):
-    """How values are shown."""
+    """The kinds of panels."""
 
     NUMBER = enum.auto()
     LINES = enum.auto()
     STEPS = enum.auto()
-    """Lines of what jumps from one value to the next."""
+    """Lines with steps."""
     STACK = enum.auto()
     TIMELINE = enum.auto()
-    """When what is 1 held, and when it was 0."""
+    """The times at which a value was 1 and 0."""
     BARS = enum.auto()
-    """One bar for each series, of its last value."""
+    """One bar for the last value of each series."""
     TABLE = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """A question in PromQL.
+    """A PromQL query.
 
     Attributes:
-        expr: the question; Grafana fills in what begins with a $.
-        legend: the name of each series, of its labels; in a table, the title of the column.
-        needs: without what it has no answer.
+        expr: the query; Grafana replaces names that begin with a $.
+        legend: the name of each series, from its labels; in a table, the title of the column.
+        needs: what must exist so that it has a result.
     """
 
     expr: str
@@ -67,20 +67,20 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture.
+    """One panel.
 
     Attributes:
-        title: of the picture.
-        about: what it says, and what to look for; in sentences.
+        title: its title.
+        about: its description, in sentences.
         unit: of its values.
-        queries: what is shown.
-        look: how.
+        queries: the queries that it shows.
+        look: its kind.
         width: in columns, of which a page has 24.
-        decimals: after the point; None: as many as fit.
-        repeat: the variable for each value of which the panel is there once.
-        good: the value from which on a number is green, below which it is yellow; None for no colours.
-        bad: the value from which on it is red, where more is worse.
-        units: of columns of a table that have another one, by their titles.
+        decimals: the number of decimals; None for as many as fit.
+        repeat: the variable for each value of which the panel is repeated.
+        good: the value from which on a number is green; below it, the number is orange; None for no colours.
+        bad: the value from which on a number is orange, if more is worse.
+        units: different units of columns of a table, by their titles.
     """
 
     title: str
@@ -101,8 +101,8 @@ class Row:
     """Panels that belong together.
 
     Attributes:
-        title: what they are about.
-        panels: from left to right and on.
+        title: its title.
+        panels: in reading order.
     """
 
     title: str
@@ -111,15 +111,15 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """What can be chosen at the top of a page, beside the data source.
+    """A selection at the top of a page, in addition to the data source.
 
     Attributes:
-        name: as queries use it.
-        label: as people see it.
-        values: the query that gives what can be chosen; empty where it is typed.
-        regex: what of each answer counts: the first group.
-        many: whether several can be chosen, and all of them.
-        about: what it is for.
+        name: its name in queries.
+        label: its name for people.
+        values: the query for its values; empty for free text.
+        regex: its first group selects the value from each result.
+        many: whether several or all values can be selected.
+        about: its description.
     """
 
     name: str
@@ -132,11 +132,11 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened, as a line over all pictures.
+    """An event, as a vertical line in all panels.
 
     Attributes:
-        name: what happened.
-        query: answers at the moments at which it did.
+        name: the event.
+        query: has results at the times of the event.
         colour: of the line.
     """
 
@@ -152,11 +152,11 @@ class Page:
     Attributes:
         uid: its address.
         title: its name.
-        about: what it is for.
-        variables: what can be chosen.
-        marks: what happened.
+        about: its description.
+        variables: its selections.
+        marks: the events that it marks.
         rows: its panels.
-        since: how far back it looks at first.
+        since: the beginning of its default time range.
     """
 
     uid: str

@@ -183,7 +183,7 @@ def test_an_unrelated_folder_is_not_changed(tmp_path: Path) -> None:
     theirs.write_text("mine")
     run = bootstrap(VENV=tmp_path, PYTHON=sys.executable)
     assert run.returncode == 2
-    assert f"{tmp_path} is there already and was not made by this" in run.stderr
+    assert f"{tmp_path} already exists and was not created by this project" in run.stderr
     assert theirs.read_text() == "mine"
 
 
