@@ -17,7 +17,7 @@ extra=${1:-local}
 VENV=${VENV:-.venv}
 cd "$(dirname "$0")/.."
 
-[ "$(uname -s)" = Linux ] || refuse "Linux is required, because the agent uses it to supervise processes; this is" \
+[ "$(uname -s)" = Linux ] || refuse "Linux is needed, because the agent uses it to supervise processes; this is" \
     "$(uname -s). Use a Linux machine, a virtual one, or a container."
 
 # If it is up to date, there is nothing to do.

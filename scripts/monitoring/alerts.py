@@ -159,8 +159,8 @@ OPERATOR: Final = (
         severity=Severity.CRITICAL,
         summary="No operator manages the ElasticJobs.",
         about="For 5 minutes no copy of the operator was running, or none was active, because it could not list "
-        "objects or get the Lease. Training continues and recovers by itself, but pods that end are not replaced, and new "
-        "jobs do not start.",
+        "objects or get the Lease. Training continues and recovers by itself, but pods that end are not replaced, and "
+        "new jobs do not start.",
     ),
     Alert(
         name="ElasticOperatorNotReconciling",
