@@ -13,20 +13,20 @@
     └── RendezvousError
         └── RendezvousClosedError
 
-Each message is a sentence that says what is wrong, and what to do about it if something can be done.
+Each message is a sentence that says what is wrong and, if possible, what to do.
 """
 
 
 class TorchElasticError(Exception):
-    """The root of the errors that torchelastic raises by itself."""
+    """The base class of torchelastic's errors."""
 
 
 class SettingsError(TorchElasticError):
-    """What was asked for cannot be done; the message names the flag or field and what to change."""
+    """A setting is invalid or unsupported; the message names the flag or field and what to change."""
 
 
 class StoreError(TorchElasticError):
-    """The store did not do what was asked."""
+    """A request to the store failed."""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818 - named for the state, as in the documentation of etcd
@@ -34,7 +34,7 @@ class StoreUnavailable(StoreError):  # noqa: N818 - named for the state, as in t
 
 
 class StoreRefused(StoreError):  # noqa: N818
-    """The store refused a request, and would refuse it again: wrong credentials, for example."""
+    """The store refused a request permanently, for example because of wrong credentials."""
 
 
 class LeaseLost(StoreError):  # noqa: N818
@@ -50,11 +50,11 @@ class NoPortFree(TorchElasticError):  # noqa: N818
 
 
 class StartError(TorchElasticError):
-    """No process could be started: the machine's limits, or a broken installation; the message says which."""
+    """A process could not be started, for example because of the machine's limits; the message has the reason."""
 
 
 class MalformedRecord(TorchElasticError):  # noqa: N818
-    """A record in the store is not what the protocol says."""
+    """A record in the store does not match the protocol."""
 
 
 class RendezvousError(TorchElasticError):

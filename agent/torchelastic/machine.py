@@ -32,7 +32,7 @@ _HOST_ID_LENGTH: Final = 12
 
 
 def own_address(endpoints: Iterable[str]) -> str:
-    """The address of the interface that routes to the first endpoint whose name resolves; no packet is sent.
+    """Return the address of the interface that routes to the first endpoint whose name resolves; no packet is sent.
 
     If no name resolves, it is the address of the interface with the default route, else the loopback address.
 
@@ -62,7 +62,7 @@ def _source_address(family: int, peer: tuple[str | int, ...] | tuple[int, bytes]
 
 
 def interface_of(host: str) -> str:
-    """The name of the network interface with this address; empty for the loopback interface, or if there is none.
+    """Return the name of the network interface with this address; empty for the loopback interface or without one.
 
     Args:
         host: a host name or an IP address, without brackets.
@@ -77,7 +77,7 @@ def interface_of(host: str) -> str:
 
 
 def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which gloo and NCCL use an interface, except those that the user has set.
+    """Return the variables with which gloo and NCCL use an interface, except those that the user has set.
 
     Args:
         interface: its name; empty to let them choose.
@@ -89,7 +89,7 @@ def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str,
 
 
 def _interface_addresses() -> Iterator[tuple[str, bytes]]:
-    """The addresses of all interfaces with their names, in 4 bytes, or 16 for IPv6."""
+    """Yield the addresses of all interfaces with their names, in 4 bytes, or 16 for IPv6."""
     space = array.array("B", bytes(256 * _INTERFACE.size))
     request = struct.pack("iL", len(space), space.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -111,7 +111,7 @@ def host_id(root: Path = Path("/")) -> str:
 
 
 def cpu_count(root: Path = Path("/")) -> int:
-    """How many CPUs this process may use, by its affinity and the limit of its control groups, rounded down.
+    """Return how many CPUs this process may use, by its affinity and the limit of its control groups, rounded down.
 
     Args:
         root: the folder of /proc and /sys.
@@ -122,7 +122,7 @@ def cpu_count(root: Path = Path("/")) -> int:
 
 
 def _cgroup_cpu_limit(root: Path) -> float | None:
-    """The smallest CPU limit among the control groups (version 1 and 2) that this process is in, in CPUs."""
+    """Return the smallest CPU limit among the control groups (version 1 and 2) that this process is in, in CPUs."""
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -142,7 +142,7 @@ def _cgroup_cpu_limit(root: Path) -> float | None:
 
 
 def _limits_in(folder: Path) -> list[float]:
-    """The CPU limit set on one control group, if there is one."""
+    """Return the CPU limit set on one control group, if there is one."""
     fields = _read(folder / "cpu.max").split() or [
         _read(folder / "cpu.cfs_quota_us").strip(),
         _read(folder / "cpu.cfs_period_us").strip(),
@@ -162,7 +162,7 @@ def _read(path: Path) -> str:
 
 
 def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """How many NVIDIA GPUs a CUDA program finds here, given CUDA_VISIBLE_DEVICES.
+    """Return how many NVIDIA GPUs a CUDA program finds here, given CUDA_VISIBLE_DEVICES.
 
     Args:
         environ: the environment of the program.
@@ -177,7 +177,7 @@ def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def _visible(devices: str, present: int) -> int:
-    """How many of the devices CUDA uses: those before the first invalid one, and none if one is named twice."""
+    """Return how many of the devices CUDA uses: those before the first invalid one, and none if one is named twice."""
     names: list[str] = []
     for part in devices.split(","):
         name = part.strip()

@@ -33,16 +33,16 @@ ROUND_LINE: Final = re.compile(
 
 
 def worker_prefix(rank: int, role: str = DEFAULT_ROLE) -> str:
-    """The prefix of a worker's lines."""
+    """Return the prefix of a worker's lines."""
     return f"[rank {rank}] " if role == DEFAULT_ROLE else f"[{role} rank {rank}] "
 
 
 def log_format(node: str) -> str:
-    """The format of an agent's messages for :mod:`logging`."""
+    """Return the format of an agent's messages for :mod:`logging`."""
     return f"%(asctime)s [{node.replace('%', '%%')}] %(message)s"
 
 
 def started(round: int, ranks: Sequence[int], world_size: int) -> str:
-    """The message that the workers of a round have started."""
+    """Return the message that the workers of a round have started."""
     listed = ", ".join(str(rank) for rank in ranks)
     return f"round {round}: started rank{'' if len(ranks) == 1 else 's'} {listed} of a world of {world_size}"

@@ -465,7 +465,7 @@ def _cannot_go_on(error: BaseException | None) -> ExitStatus:
 
 
 async def _connect(settings: AgentSettings, metrics: AgentMetrics) -> Store:
-    """The store, connected and measured.
+    """Return the store, connected and measured.
 
     Raises:
         StoreError: it cannot be reached in time, or refuses.

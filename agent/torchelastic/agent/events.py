@@ -100,7 +100,7 @@ class EventQueue:
         self._run(wait())
 
     async def next(self, seconds: float | None = None) -> AgentEvent | None:
-        """The next event; None if there is none for a number of seconds."""
+        """Return the next event; None if there is none for a number of seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 return await self._queue.get()

@@ -26,7 +26,7 @@ class ExitStatus:
 
     @classmethod
     def by_error(cls, error: BaseException | None) -> ExitStatus:
-        """The end of an agent that cannot take part; None if its rendezvous just ended.
+        """Return the end of an agent that cannot take part; None if its rendezvous just ended.
 
         A store out of reach is told apart from one that refuses, because only the latter would refuse again.
         """
@@ -44,7 +44,7 @@ class ExitStatus:
 
     @classmethod
     def with_the_run(cls, outcome: OutcomeRecord) -> ExitStatus:
-        """The end of an agent at the end of its run."""
+        """Return the end of an agent at the end of its run."""
         if outcome.state is OutcomeState.SUCCEEDED:
             return cls.because(ExitCode.SUCCEEDED, "Succeeded", "", round=outcome.round)
         reason = "WorkerFailed" if outcome.failure is not None else "TooFewNodes"

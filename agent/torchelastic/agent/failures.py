@@ -1,7 +1,7 @@
-"""Why a worker ended, in words, and how far that explains the failure of a round.
+"""The message and the kind of a worker's failure.
 
-A worker writes its uncaught exception to its error file, as torch's ``@record`` does. That file and the worker's output
-are read within bounds.
+A worker writes its uncaught exception to its error file, as torch's ``@record`` does. The agent reads a limited part of
+that file and of the worker's output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 OUT_OF_MEMORY: Final = "killed by SIGKILL: out of memory"
 
 MESSAGE_LIMIT: Final = 4096
-"""Characters of a message."""
+"""Maximum length of a message in characters."""
 
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 """The environment variable with the path of a worker's error file."""
@@ -53,10 +53,10 @@ _COMMUNICATION: Final = re.compile(
     r"|watchdog (?:caught collective|got stuck)",
     re.IGNORECASE,
 )
-"""What a collective reports when another rank has failed: messages of gloo, NCCL and torch (2.8 and later)."""
+"""Errors of a collective after another rank has failed: messages of gloo, NCCL and torch (2.8 and later)."""
 
 _OF_THE_DEVICE: Final = re.compile(r"CUDA error: |out of memory|device-side assert", re.IGNORECASE)
-"""Errors of the program itself, also when a collective reports them."""
+"""Errors of the program, even if a collective reports them."""
 
 _FRAME: Final = re.compile(r'^ *File "(?P<path>[^"\n]+)", line (?P<line>\d+)', re.MULTILINE)
 _LIBRARY: Final = re.compile(
@@ -80,10 +80,7 @@ _NATIVE_FRAME: Final = re.compile(r"^\s*(?:\[\w+\]: ?)?frame #\d+: ")
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a worker ended, in words; `kind` says how far that explains the failure of a round.
-
-    If `final`, the program has said that a restart is of no use.
-    """
+    """The message and the kind of a failure. `final` means that the program has declared it non-retryable."""
 
     kind: FailureKind
     message: str
@@ -92,12 +89,12 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """The end of one worker that the agent did not end, or that hung.
+    """The exit of a worker that hung or that the agent did not stop.
 
     Attributes:
         exit_code: its exit code, or the negative number of the signal that ended it.
-        uptime: seconds from its start to its end.
-        ended: when it ended, by the loop's clock.
+        uptime: seconds from its start to its exit.
+        ended: the time of the exit, on the clock of the event loop.
         message: see :class:`Explanation`; empty if the exit code is 0.
     """
 
@@ -113,14 +110,14 @@ class WorkerExit:
 
 
 def explain(exit_code: int, *, error_file: Path, tail: str, memory: bool) -> Explanation:
-    """Why a worker failed, by its exit code, the end of its output, and whether a process was killed for memory."""
+    """Return why a worker failed, from its exit code, its error file, its last output and out-of-memory kills."""
     if exit_code == -signal.SIGKILL and memory:
         return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
     recorded, final = _recorded_exception(error_file)
     if exception := recorded or _printed_exception(tail):
         text = exception if exit_code > 0 else f"{exception} ({end_of(exit_code)})"
         return Explanation(FailureKind.PROGRAM if final else _kind(exception), shorten(text, MESSAGE_LIMIT), final)
-    if exit_code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}:  # sent by someone else
+    if exit_code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}:  # sent by another process
         return Explanation(FailureKind.PROGRAM, end_of(exit_code))
     if crash := _printed_crash(tail):
         return Explanation(_kind(crash), shorten(f"{end_of(exit_code)}: {crash}", MESSAGE_LIMIT))
@@ -136,7 +133,7 @@ def explain(exit_code: int, *, error_file: Path, tail: str, memory: bool) -> Exp
 
 
 def record_exception(error: BaseException) -> None:
-    """Write an uncaught exception, unless ``@record`` has written it."""
+    """Write an uncaught exception to the error file, unless ``@record`` has written it."""
     name, text = type(error).__qualname__, _text_of(error)
     trace = "".join(traceback.format_exception(error))
     record_message(f"{name}: {text}" if text else name, trace, final=_is_final(error))
@@ -145,23 +142,24 @@ def record_exception(error: BaseException) -> None:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - whatever the program's own class does
+    except Exception:  # noqa: BLE001 - the program's class may raise anything
         return ""
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether this exception says that a restart is of no use."""
+    """Return whether this exception declares the failure non-retryable."""
     module = sys.modules.get("torchelastic.training.non_retryable")
     return module is not None and isinstance(error, module.NonRetryableException)
 
 
 def record_message(message: str, trace: str = "", *, final: bool = False) -> None:
-    """Write why the process ends, whole or not at all, unless the file exists.
+    """Write the error file atomically, unless it exists.
 
     Args:
         message: the exception, or another reason.
         trace: its traceback.
-        final: a restart is of no use, which ``@record`` does not know: an existing file is replaced.
+        final: whether the failure is non-retryable; then an existing file is replaced, because ``@record`` does not
+            write this.
     """
     path = os.environ.get(ERROR_FILE)
     if not path or (Path(path).exists() and not final):
@@ -190,10 +188,7 @@ class _ErrorFile(msgspec.Struct):
 
 
 def _recorded_exception(path: Path) -> tuple[str, bool]:
-    """The exception in an error file as ``@record`` writes it, with its place; empty if there is none.
-
-    The second value says whether it is a non-retryable one.
-    """
+    """Return the exception in an error file with its line, and whether it is non-retryable; empty without a file."""
     try:
         with path.open("rb") as file:
             record = json.loads(file.read(_FILE_LIMIT))  # msgspec.json refuses lone surrogates
@@ -212,7 +207,7 @@ def _recorded_exception(path: Path) -> tuple[str, bool]:
 
 
 def _root(text: str, trace: str) -> str:
-    """The exception that explains a traceback, with its place in the program.
+    """Return the exception that explains a traceback, with its place in the program.
 
     If a collective fails while the program handles another exception, that first one explains more.
     """
@@ -225,7 +220,7 @@ def _root(text: str, trace: str) -> str:
 
 
 def _with_place(text: str, trace: str) -> str:
-    """The text with the innermost file and line that are not a library's."""
+    """Return the text with the innermost file and line that are not a library's."""
     frames = [(frame["path"], frame["line"]) for frame in _FRAME.finditer(trace)]
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     return _at(text, *(own or frames)[-1]) if frames else text
@@ -237,7 +232,7 @@ def _at(text: str, path: str, line: str) -> str:
 
 
 def _printed_exception(tail: str) -> str:
-    """The last exception that the interpreter has printed."""
+    """Return the last exception that the interpreter has printed."""
     plain = _RANK.sub("", tail)
     _, found, last = plain.rpartition(_TRACEBACK)
     exception = _EXCEPTION.search(last) if found else None
@@ -252,7 +247,7 @@ def _printed_exception(tail: str) -> str:
 
 
 def _printed_crash(tail: str) -> str:
-    """The message of the C++ library's or the interpreter's fault handler; empty if there is none."""
+    """Return the message of the C++ library's or the interpreter's fault handler; empty if there is none."""
     text, place = "", len(tail)
     for fatal in _FATAL.finditer(tail):
         text, place = fatal["text"], fatal.end()
@@ -291,7 +286,7 @@ def in_full(failure: FailureRecord) -> str:
 
 
 def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: AgentSettings) -> FailureRecord:
-    """The failure of a worker, as its node reports it."""
+    """Return the failure of a worker, as its node reports it."""
     code = worker.exit_code if worker.exit_code >= 0 else 128 - worker.exit_code  # as a shell shows it
     final = worker.final or code in settings.final_exit_codes
     return FailureRecord(
@@ -313,7 +308,7 @@ def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: Agent
 def failure_of_node(
     round: RoundRecord, node: str, settings: AgentSettings, *, message: str, kind: FailureKind, began: float
 ) -> FailureRecord:
-    """The failure of a node itself, for its first rank; `began` is the round's start by the monotonic clock."""
+    """Return the failure of a node itself, for its first rank; `began` is the round's start by the monotonic clock."""
     return FailureRecord(
         round=round.number,
         rank=round.first_rank(node),
@@ -340,7 +335,7 @@ class MemoryKills:
         self._files = [*_counters(root, membership), machine]
 
     def count(self) -> int:
-        """How many so far; 0 if nothing counts them."""
+        """Return how many so far; 0 if nothing counts them."""
         for path in self._files:
             for line in _lines(path):
                 name, _, value = line.partition(" ")
@@ -349,12 +344,12 @@ class MemoryKills:
         return 0
 
     def explains(self, exit_code: int, *, since: int) -> bool:
-        """Whether a process with this exit code was killed for memory, given the count before it started."""
+        """Return whether a process with this exit code was killed for memory, given the count before it started."""
         return exit_code == -signal.SIGKILL and self.count() > since
 
 
 def _counters(root: Path, membership: Path) -> Iterator[Path]:
-    """The files that may count for this process: a container often sees its own cgroup as the root."""
+    """Yield the files that may count for this process: a container often sees its own cgroup as the root."""
     for line in _lines(membership):
         _, controllers, group = line.split(":", 2)
         if not controllers:

@@ -72,7 +72,7 @@ def write_call(scratch: Path, call: bytes) -> None:
 
 
 def read_results(scratch: Path, round: int, ranks: Iterable[int]) -> dict[int, Any]:
-    """What the workers of a round returned, by global rank; None for one that ended in another way."""
+    """Return the results of a round's workers by global rank; None for a worker that did not return."""
     paths = {rank: scratch / _result_name(round, rank) for rank in ranks}
     return {
         rank: pickle.loads(path.read_bytes()) if path.exists() else None  # noqa: S301 - written by our own worker

@@ -294,7 +294,7 @@ class WorkerOutput:
         await asyncio.wait([self._out.ended, self._err.ended], timeout=seconds)
 
     def tail(self) -> str:
-        """The end of standard error, or of standard output if that is empty."""
+        """Return the end of standard error, or of standard output if that is empty."""
         return (self._err.tail or self._out.tail).decode(errors="replace")
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class WorkerMemoryCollector(Collector):
         self._running = running
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The current values; called at each scrape, in any thread."""
+        """Yield the current values; called at each scrape, in any thread."""
         workers = self._running()
         if not workers:
             return

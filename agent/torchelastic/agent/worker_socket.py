@@ -1,8 +1,8 @@
-"""The agent's end of the socket that its workers use: see :mod:`torchelastic.training`.
+"""The agent's end of the socket of its workers: see :mod:`torchelastic.training`.
 
-One connection is one process of a worker. It may ask for notices, is then sent each of them and answers it; it may
-report progress; or it asks once whether its round is still current. A process that sends anything else is disconnected.
-The socket is in a folder of this user alone, so the kernel keeps other users away.
+One connection belongs to one process of a worker. The process may ask for notices and answer them, report progress, or
+ask once whether its round is still current. A process that sends anything else is disconnected. The socket is in a
+private folder, so other users cannot connect.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from torchelastic.protocol import NoticeRecord, RoundRecord
 
 REPORT_INTERVAL: Final = 1.0
-"""Least seconds between two reports of progress."""
+"""Minimum number of seconds between two reports of progress."""
 
 _REGISTRATION_TIMEOUT: Final = 10.0
 _MAX_ROUND_CHECK: Final = 60.0
 _CAUSE_LIMIT: Final = 512
-"""Characters; encoded as JSON, the line stays within its limit."""
+"""Maximum number of characters; encoded as JSON, the line stays within its limit."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -53,7 +53,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _InvalidError(Exception):
-    """A process has sent something else than a message."""
+    """A process has sent an invalid message."""
 
 
 class Node(Protocol):
@@ -68,8 +68,8 @@ class Node(Protocol):
 class Progress:
     """The progress of the program in the current round, reported by its worker of rank 0.
 
-    It goes into the node's record at once, also while workers are being stopped: the leader needs it before the next
-    round. Frequent reports are written once a second.
+    It is written to the node's record at once, even while workers are stopped, because the leader needs it before the
+    next round. Frequent reports are written once per second.
     """
 
     def __init__(self, node: Node) -> None:
@@ -83,7 +83,7 @@ class Progress:
         self._later: asyncio.TimerHandle | None = None
 
     def begin(self, round: RoundRecord) -> None:
-        """A round begins."""
+        """Start a round."""
         first = next((member.node for member in round.members if member.workers), None)
         self._round = round.number
         self._reporter = 0 if first == self._node.node else None  # the local rank of the worker with rank 0
@@ -93,7 +93,7 @@ class Progress:
         self._cancel_later()
 
     def update(self, local_rank: int, *, stepped: float = 0.0, kept: float = 0.0) -> None:
-        """Take in when a worker began its first step and a checkpoint; impossible times are ignored."""
+        """Note the times of a worker's first step and last checkpoint; impossible times are ignored."""
         if local_rank != self._reporter:
             return
         now = time.time()
@@ -108,7 +108,7 @@ class Progress:
             self._later = loop.call_at(self._due, self.report)
 
     def report(self) -> None:
-        """Report now what is known: the round may be about to end."""
+        """Report the progress now, because the round may be about to end."""
         self._cancel_later()
         if self._reported != (self.stepped, self.kept):
             self._reported = self.stepped, self.kept
@@ -123,7 +123,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class _Asker:
-    """A process that may ask for notices, how many seconds it asks for, and the last notice that it has answered."""
+    """A process that may ask for notices, the seconds it asks for, and the last notice that it has answered."""
 
     local_rank: int
     writer: asyncio.StreamWriter
@@ -133,7 +133,7 @@ class _Asker:
 
 @dataclass(frozen=True, slots=True)
 class _Notice:
-    """The current notice; it ends at a time of the loop's clock."""
+    """The current notice; `until` is on the clock of the event loop."""
 
     number: int
     reason: str
@@ -144,10 +144,10 @@ class _Notice:
 class WorkerSocket:
     """Listens to the workers of the current round; an async context manager.
 
-    Entering it raises SettingsError if the socket cannot be made.
+    Entering it raises SettingsError if the socket cannot be created.
 
     Args:
-        folder: a folder of this user alone.
+        folder: a private folder.
         stands: returns whether a round is current, within a number of seconds.
         changed: called when the workers ask for something else, or have answered.
         progress: gets what the workers report.
@@ -194,11 +194,11 @@ class WorkerSocket:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The environment with which workers find the socket."""
+        """The environment variables with which workers find the socket."""
         return {CHANNEL: self._path}
 
     def expect(self, round: int) -> None:
-        """A round begins: disconnect the workers of the one before."""
+        """Start a round: disconnect the workers of the previous round."""
         self._round = round
         self._notice = None
         for asker in self._askers:
@@ -206,7 +206,7 @@ class WorkerSocket:
         self._askers.clear()
 
     def forget(self, local_rank: int) -> None:
-        """A worker has ended, so its answer is not awaited."""
+        """Remove an exited worker, so that its answer is not awaited."""
         for asker in [asker for asker in self._askers if asker.local_rank == local_rank]:
             asker.writer.close()
             self._askers.discard(asker)
@@ -220,7 +220,7 @@ class WorkerSocket:
             self._send_notice(asker, self._notice)
 
     def withdraw(self) -> None:
-        """Withdraw the current notice: the round goes on."""
+        """Withdraw the current notice: the round continues."""
         if self._notice is not None:
             for asker in self._askers:
                 if asker.seconds > 0:
@@ -229,7 +229,7 @@ class WorkerSocket:
 
     @property
     def asked(self) -> float:
-        """The most seconds that any worker asks for; 0 if none does."""
+        """The maximum number of seconds that a worker asks for; 0 without requests."""
         return max((asker.seconds for asker in self._askers), default=0.0)
 
     @property
@@ -294,7 +294,7 @@ class WorkerSocket:
 
 
 async def _receive(reader: asyncio.StreamReader, kind: type[Any]) -> Any:  # noqa: ANN401 - of that kind
-    """The next message; None at the end. Raises _InvalidError if it is of another kind, or too long."""
+    """Return the next message, or None at the end; raise _InvalidError if it is invalid or too long."""
     try:
         line = await reader.readline()
         return msgspec.json.decode(line, type=kind) if line.endswith(b"\n") else None
@@ -308,10 +308,10 @@ def _send(writer: asyncio.StreamWriter, message: Mapping[str, object]) -> None:
 
 
 class Notices:
-    """The notices of the current round: workers' requests go to the leader, and its notices to the workers.
+    """The notices of the current round: passes workers' requests to the leader, and its notices to the workers.
 
-    A node that leaves gives its workers notice itself; the leader's notice of the same change is not a new one.
-    Workers get `limit` seconds at most.
+    A leaving node gives notice to its own workers; the leader's notice of the same change is not a new one. Workers
+    get at most `limit` seconds.
     """
 
     def __init__(self, workers: WorkerSocket, node: Node, *, limit: float) -> None:
@@ -323,7 +323,7 @@ class Notices:
         self._leaving = False
 
     def begin(self, round: int) -> None:
-        """A round begins."""
+        """Start a round."""
         self._round = round
         self._serial = 0
         self._workers.expect(round)

@@ -1,10 +1,10 @@
-"""The flags of ``torchelastic-run``: one table, from which values, help and environment variables come.
+"""The flags of ``torchelastic-run``: a table that defines values, help and environment variables.
 
-Every flag is torchrun's unless it is marked as ours, and has torchrun's environment variable, ``PET_`` and the name.
-The operator's own variables (:class:`~torchelastic.protocol.Env`) are in the table as well.
+Flags are torchrun's unless the help says otherwise, and have torchrun's environment variable ``PET_<NAME>``. The table
+also has the operator's variables (:class:`~torchelastic.protocol.Env`).
 
-Only the help is argparse's: argparse reads flags of the program that look like ours, and drops a ``--`` that is meant
-for the program.
+argparse only prints the help: its parser would take flags of the program that look like ours, and drop a ``--`` that
+belongs to the program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROGRAM_NAME: Final = "torchelastic-run"
 _MAX_RESTARTS: Final = 1_000_000
 _MAX_NOTICE: Final = 86_400.0
 _NODE_NAME_LIMIT: Final = 240
-"""A node's id is its name and a suffix, and is no longer than a name may be."""
+"""Leaves space for the suffix of a node's id within the limit of names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Flag:
     """One flag.
 
     Attributes:
-        usage: its name, without the leading dashes, and what stands for its value in the help; a switch has no value.
-        help: for ``--help``.
-        read: returns its value.
-        setting: the field of AgentSettings or RendezvousSettings that it sets, if it is not called like the flag.
-        short: a single letter that does the same.
-        operators: the operator's variable for it, which the flag and its PET_ variable override.
+        usage: the name without the leading dashes, and the placeholder of the value; a switch has no value.
+        help: the text of ``--help``.
+        read: parses the value.
+        setting: the field of AgentSettings or RendezvousSettings, if its name differs from the flag's.
+        short: the one-letter form.
+        operators: the operator's variable, which the flag and its PET_ variable override.
     """
 
     usage: str
@@ -51,12 +51,12 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """Its name without dashes in front."""
+        """The name without the leading dashes."""
         return self.usage.partition(" ")[0]
 
     @property
     def metavar(self) -> str:
-        """What stands for its value; empty for a switch."""
+        """The placeholder of the value; empty for a switch."""
         return self.usage.partition(" ")[2]
 
     @property
@@ -244,17 +244,17 @@ NOT_HERE: Final = dict.fromkeys(_NOTHING_LIKE_IT.split(), "there is nothing like
 
 
 class CommandLine:
-    """What was asked for.
+    """The given flags and variables.
 
     Args:
-        given: by flag name; what was not given is absent.
-        program: the program and its arguments, untouched.
+        given: the given texts by flag name.
+        program: the program and its arguments.
 
     Attributes:
-        values: the values that were read, by the same names.
+        values: the parsed values by flag name.
 
     Raises:
-        SettingsError: a value cannot be honoured.
+        SettingsError: a value is invalid.
     """
 
     def __init__(self, given: Mapping[str, Given], program: tuple[str, ...] = ()) -> None:
@@ -263,23 +263,23 @@ class CommandLine:
         self.values: Mapping[str, Any] = {name: _ALL[name].read(value) for name, value in given.items()}
 
     def settings(self, kind: type) -> dict[str, Any]:
-        """The values that set a field of this dataclass as they are, by field."""
+        """Return the values that are fields of this dataclass, by field."""
         fields = {each.name for each in dataclasses.fields(kind)}
         found = ((_ALL[name].setting or name.replace("-", "_"), value) for name, value in self.values.items())
         return {name: value for name, value in found if name in fields}
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
-    """Read the command line; what it does not give is taken from the environment.
+    """Read the command line, and the environment for flags that are not given.
 
     Raises:
-        SettingsError: there is no such flag, or its value is missing or cannot be honoured.
+        SettingsError: a flag does not exist, or its value is missing or invalid.
         SystemExit: after ``--help`` or ``--version``.
     """
     given: dict[str, Given] = {}
     for name, flag in _ALL.items():
         variables = flag.variables if name in _BY_NAME else (flag.operators,)
-        # A variable that is "", as a manifest may have it, is not given.
+        # An empty variable, as a manifest may have it, counts as not given.
         if (variable := next(filter(environ.get, variables), None)) is not None:
             given[name] = Given(variable, environ[variable])
     position = 0
@@ -307,7 +307,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
 
 
 def _flag_of(word: str) -> tuple[Flag, str, str | None]:
-    """The flag that a word names, how it is written there, and its value if the word has it too."""
+    """Return the flag of a word, its spelling there, and its value if the word has one."""
     if word.startswith("--"):
         written, equals, value = word.partition("=")
         name = written[2:].replace("_", "-")
@@ -332,7 +332,7 @@ def _unknown(written: str, name: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser that writes ``--help`` and ``--version``; imported only for them, to start an agent faster."""
+    """Return the parser that prints ``--help`` and ``--version``; argparse is imported only for them."""
     import argparse
     import importlib.metadata
 

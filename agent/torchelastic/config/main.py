@@ -1,12 +1,12 @@
-"""From a command line and an environment to :class:`~torchelastic.config.settings.AgentSettings`.
+"""Parses a command line and an environment to :class:`~torchelastic.config.settings.AgentSettings`.
 
-Everything that can be known to be wrong before anything starts is refused here, in one sentence that names the flag or
-variable. What ``torchrun`` leaves to chance is decided:
+All errors that can be detected before the start are reported here, in a sentence that names the flag or variable.
+Differences from ``torchrun``:
 
-* A run of one node needs neither an etcd nor an id. A run of several needs both: with torchrun's common default id,
-  runs of strangers meet.
-* ``--node-rank``, ``--master-addr`` and ``--master-port`` are ignored with a warning: scripts written for one machine
-  pass them out of habit, and work without them.
+* A run of one node needs neither an etcd nor an id. A run of several nodes needs both, because unrelated runs would
+  meet under torchrun's default id.
+* ``--node-rank``, ``--master-addr`` and ``--master-port`` are ignored with a warning: many scripts pass them and work
+  without them.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _STATIC: Final = ("node-rank", "master-addr", "master-port")
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
-    """Return what the agent is asked to do.
+    """Return the settings of the agent.
 
     Args:
         argv: the command line without the name of the command.
-        environ: torchrun's PET_* variables and the operator's (:class:`~torchelastic.protocol.Env`) are read from here.
+        environ: has torchrun's PET_* variables and the operator's variables (:class:`~torchelastic.protocol.Env`).
 
     Raises:
-        SettingsError: it cannot be honoured; the message says what to change.
+        SettingsError: a setting is invalid; the message says what to change.
         SystemExit: after ``--help`` or ``--version``.
     """
-    spoken = environ.get(Env.PROTOCOL)  # before the flags, some of which only the other version may know
+    spoken = environ.get(Env.PROTOCOL)  # checked first, because another version may have other flags
     if spoken and spoken.strip() != str(PROTOCOL_VERSION):
         raise SettingsError(
             f"The operator speaks version {spoken} of the protocol between operator and agents, this agent version "
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         program=_program(line),
         workers=workers,
         logs=_logs(line, workers),
-        # An address that was not chosen by the user chooses no interface.
+        # Only an address that the user chose selects an interface.
         interface="" if local is None or local.source == Env.NODE_ADDRESS else machine.interface_of(values["address"]),
     )
     _warn_of_ignored(line, size)
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
 
 
 def _store(line: CommandLine, size: SizeRecord) -> StoreSettings | None:
-    """Where the nodes meet; None for a run of this node alone."""
+    """Return the settings of the store; None for a run of one node without a store."""
     if line.values.get("standalone"):
         if size.max > 1:
             raise SettingsError(
@@ -105,7 +105,7 @@ def _store(line: CommandLine, size: SizeRecord) -> StoreSettings | None:
 
 
 def _warn_of_ignored(line: CommandLine, size: SizeRecord) -> None:
-    """Warn of what was given and has no effect, after everything else has been checked."""
+    """Warn about flags without effect, after all other checks."""
     ignored = [line.given[name].source for name in _STATIC if name in line.given]
     if ignored:
         _log.warning("%s ignored: the nodes agree on ranks and addresses by themselves.", " and ".join(ignored))
@@ -131,7 +131,7 @@ def _check_exit_codes(line: CommandLine) -> None:
 
 
 def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
-    """How many workers this node runs."""
+    """Return the number of workers of this node."""
     if (given := line.given.get("nproc-per-node")) is None:
         return 1
     match given.text.strip().lower():
@@ -150,7 +150,7 @@ def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
 
 
 def _program(line: CommandLine) -> Program:
-    """What the workers run."""
+    """Return the program of the workers."""
     argv = line.program
     if not argv or not argv[0]:
         raise SettingsError(f"The program is missing: {flags.PROGRAM_NAME} [FLAG …] PROGRAM [ARGUMENT …].")
@@ -159,7 +159,7 @@ def _program(line: CommandLine) -> Program:
     if is_command and is_module:
         raise SettingsError("--no-python and --module can't be given together: a module is always Python.")
     if is_command:
-        # Only this form needs it, and it belongs to the part of the agent that starts workers.
+        # Imported here, because only this form needs it.
         from torchelastic.config.program import program_of_command
 
         program = dataclasses.replace(program_of_command(argv), start_method=method)
@@ -184,19 +184,19 @@ def _check_preload(given: Given, names: Sequence[str], program: Program) -> None
 
 
 def _has_module(name: str, first: str) -> bool:
-    """Whether a module's package is in this folder or where the interpreter looks; nothing of it is run."""
+    """Return whether a module's package is in this folder or on the interpreter's path, without importing it."""
     package = name.partition(".")[0]
     return package in sys.builtin_module_names or PathFinder.find_spec(package, [first, *sys.path]) is not None
 
 
 def _check_exists(program: Program, *, is_command: bool) -> None:
-    """Refuse a program that cannot be found before anything is started."""
+    """Raise SettingsError if the program does not exist."""
     name = program.argv[0]
     if program.kind is ProgramKind.MODULE:
-        if not _has_module(name, str(Path.cwd())):  # where `python -m` looks first
+        if not _has_module(name, str(Path.cwd())):  # the first folder of `python -m`
             raise SettingsError(f"There is no module {name} (looked up from {Path.cwd()} and by {sys.executable}).")
     elif program.kind is ProgramKind.SCRIPT:
-        # Not by pathlib, which raises if a path is too long or leads through a folder that cannot be entered.
+        # pathlib would raise if the path is too long or a folder is not accessible.
         if os.path.isfile(name):  # noqa: PTH113
             if not os.access(name, os.R_OK):
                 raise SettingsError(f"The script {name} cannot be read by the user that runs this.")
@@ -215,14 +215,14 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
 
 
 def _logs(line: CommandLine, workers: int) -> LogSettings:
-    """Where the workers' output goes."""
+    """Return the destinations of the workers' output."""
     redirects, tee = (_streams(line.given.get(name), workers) for name in ("redirects", "tee"))
     if (folder := line.given.get("log-dir")) is None:
         if redirects:
             raise line.given["redirects"].refused("there is no folder for the files; name one with --log-dir")
-        # Without files, tee asks for what happens anyway: each line on the console, with its rank.
+        # Without files, tee has no effect: the console shows each line with its rank anyway.
         return LogSettings()
-    # The part of the path that exists must be a folder in which new ones can be made.
+    # The existing part of the path must be a writable folder.
     directory = Path(folder.text).absolute()
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110 - as above
     if not there.is_dir():
@@ -233,7 +233,7 @@ def _logs(line: CommandLine, workers: int) -> LogSettings:
 
 
 def _streams(given: Given | None, workers: int) -> dict[int, Streams]:
-    """``3`` for all local ranks, or ``0:1,1:3``; ranks without a stream are left out."""
+    """Parse ``3`` for all local ranks, or ``0:1,1:3``; ranks without a stream are left out."""
     if given is None:
         return {}
     if re.fullmatch(r"[0-3]", given.text.strip()):

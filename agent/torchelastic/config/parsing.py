@@ -1,6 +1,6 @@
-"""Values of flags and environment variables: text with the name of its source, and what is read from it.
+"""Parsers for the values of flags and environment variables.
 
-Each reader takes a :class:`Given` and returns the value, or raises a SettingsError that names the flag or variable.
+Each parser takes a :class:`Given` and returns the value, or raises a SettingsError that names the flag or variable.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ NAME_LIMIT: Final = 253
 MAX_NODES: Final = 1_000_000
 LEAST_PORT: Final = 1024
 FEWEST_PORTS: Final = 16
-"""A node uses one for its peers and two or three for stores; the others rest before they are used again, or belong to
+"""A node uses one port for its peers and two or three for stores. The other ports delay the reuse of a port, or serve
 other nodes on the same host."""
 
 _JOB_NAME: Final = rf"[A-Za-z0-9._-]{{1,{NAME_LIMIT}}}"
 _LATEST: Final = 1e11
-"""In seconds since 1970, some 3,000 years from now; in milliseconds it was 1973."""
+"""In seconds since 1970, about the year 5138; larger values are probably milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value as it was given.
+    """The text of a value and its source.
 
     Attributes:
-        source: the flag or environment variable, as the user writes it.
-        text: the value.
-        between: the separator between the two in messages.
+        source: the flag or environment variable, as the user wrote it.
+        text: the text of the value.
+        between: the separator between source and text in messages.
     """
 
     source: str
@@ -49,26 +49,26 @@ class Given:
     between: str = "="
 
     def refused(self, why: str, *, secret: bool = False) -> SettingsError:
-        """The error that says what is wrong with it; with ``secret``, without the value."""
+        """Return the error for this value; with ``secret``, the message does not contain the value."""
         shown = "" if secret else f"{self.between}{self.text}"
         return SettingsError(f"{self.source}{shown}: {why}{'' if why.endswith('?') else '.'}")
 
 
 def text(given: Given) -> str:
-    """The value as it is."""
+    """Return the text unchanged."""
     return given.text
 
 
 def path(given: Given) -> Path:
-    """A file."""
+    """Parse the path of a file."""
     return Path(given.text)
 
 
 def integer(least: int, most: int) -> Callable[[Given], int]:
-    """A whole number within bounds (both included)."""
+    """Return a parser for a whole number between two bounds, inclusive."""
 
     def read(given: Given) -> int:
-        # Longer texts are out of every bound, and int() refuses very long ones with an error of its own.
+        # Longer texts exceed every bound, and int() raises another error for very long texts.
         if not given.text.strip().isdecimal() or len(given.text) > 20 or not least <= int(given.text) <= most:
             raise given.refused(f"this is a whole number from {least} to {most}")
         return int(given.text)
@@ -77,7 +77,7 @@ def integer(least: int, most: int) -> Callable[[Given], int]:
 
 
 def seconds(*, zero: bool = False, most: float = math.inf) -> Callable[[Given], float]:
-    """A time in seconds, at most ``most``; 0 only if ``zero`` allows it."""
+    """Return a parser for a time in seconds, at most ``most``; 0 is allowed with ``zero``."""
 
     def read(given: Given) -> float:
         try:
@@ -94,7 +94,7 @@ def seconds(*, zero: bool = False, most: float = math.inf) -> Callable[[Given], 
 
 
 def switch(given: Given) -> bool:
-    """On or off."""
+    """Parse an on/off value."""
     match given.text.strip().lower():
         case "1" | "true" | "yes":
             return True
@@ -105,7 +105,7 @@ def switch(given: Given) -> bool:
 
 
 def name(limit: int = NAME_LIMIT) -> Callable[[Given], str]:
-    """A name of printable characters."""
+    """Return a parser for a name of printable characters."""
 
     def read(given: Given) -> str:
         found = given.text.strip()
@@ -117,7 +117,7 @@ def name(limit: int = NAME_LIMIT) -> Callable[[Given], str]:
 
 
 def address(given: Given) -> str:
-    """A host name or an IP address; an IPv6 address may be in brackets."""
+    """Parse a host name or an IP address; an IPv6 address may be in brackets."""
     found = given.text.strip().removeprefix("[").removesuffix("]")
     pattern = r"[\w.-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?"
     if len(found) > NAME_LIMIT or not re.fullmatch(pattern, found):
@@ -126,7 +126,7 @@ def address(given: Given) -> str:
 
 
 def nodes(given: Given) -> SizeRecord:
-    """A number of nodes, which is then the desired one, or MIN:MAX."""
+    """Parse a fixed number of nodes, or MIN:MAX."""
     match = re.fullmatch(r"\s*([0-9]{1,7})(?::([0-9]{1,7}))?\s*", given.text)
     if match is None:
         raise given.refused("this is the number of nodes, or MIN:MAX, for example 2 or 1:4")
@@ -139,7 +139,7 @@ def nodes(given: Given) -> SizeRecord:
 
 
 def exit_codes(given: Given) -> frozenset[int]:
-    """Exit codes and ranges of them, with commas between them."""
+    """Parse comma-separated exit codes and ranges of exit codes."""
     found: set[int] = set()
     for part in given.text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,3})(?:\s*-\s*([0-9]{1,3}))?\s*", part)
@@ -154,7 +154,7 @@ def exit_codes(given: Given) -> frozenset[int]:
 
 
 def ports(given: Given) -> PortRange:
-    """A range of ports to listen on."""
+    """Parse a range of ports to listen on."""
     match = re.fullmatch(r"\s*([0-9]{1,5})\s*-\s*([0-9]{1,5})\s*", given.text)
     if match is None:
         raise given.refused("these are the first and the last port, for example 29400-29499")
@@ -169,7 +169,7 @@ def ports(given: Given) -> PortRange:
 
 
 def start_method(given: Given) -> StartMethod:
-    """How workers are started, by our names or torch's."""
+    """Parse a start method, by our names or torch's names."""
     method = StartMethod.named(given.text)
     if method is None:
         raise given.refused("this is fork-server or exec (or torchrun's forkserver, fork or spawn)")
@@ -177,7 +177,7 @@ def start_method(given: Given) -> StartMethod:
 
 
 def modules(given: Given) -> tuple[str, ...]:
-    """Names of modules, each once."""
+    """Parse comma-separated names of modules, and remove duplicates."""
     found = tuple(dict.fromkeys(filter(None, (part.strip() for part in given.text.split(",")))))
     if not all(part.isidentifier() for module in found for part in module.split(".")):
         raise given.refused("these are names of modules with commas between them, for example numpy,PIL.Image")
@@ -185,7 +185,7 @@ def modules(given: Given) -> tuple[str, ...]:
 
 
 def record(kind: type[Record]) -> Callable[[Given], Record]:
-    """A record of the protocol, as JSON."""
+    """Return a parser for a record of the protocol in JSON."""
 
     def read(given: Given) -> Record:
         try:
@@ -200,7 +200,7 @@ def record(kind: type[Record]) -> Callable[[Given], Record]:
 
 
 def job(given: Given) -> tuple[str, str]:
-    """The namespace and the name of a job."""
+    """Parse the namespace and name of a job."""
     namespace, slash, own = given.text.partition("/")
     if not slash or not re.fullmatch(_JOB_NAME, own) or not re.fullmatch(_JOB_NAME, namespace or own):
         raise given.refused("this is a job's namespace and name, as in default/digits; the namespace may be empty")
@@ -208,7 +208,7 @@ def job(given: Given) -> tuple[str, str]:
 
 
 def created(given: Given) -> float | None:
-    """A time in seconds since 1970; None for 0."""
+    """Parse a time in seconds since 1970; return None for 0."""
     found = seconds(zero=True)(given)
     if found > _LATEST:
         raise given.refused("this is a time in seconds since 1970, for example 1767225600; is it in milliseconds?")

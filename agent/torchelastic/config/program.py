@@ -51,7 +51,7 @@ _IMPORTS_TORCH: Final = re.compile(r"^\s*(?:import|from)\s+torch\b", re.MULTILIN
 
 
 def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMethod.FORK_SERVER) -> Program:
-    """The program that a command line starts.
+    """Return the program that a command line starts.
 
     ``python x.py …`` and ``python -m x …`` are Python programs. Anything else is a command, also an interpreter with
     flags, or another interpreter than this one.
@@ -73,13 +73,13 @@ def _is_this_python(command: str) -> bool:
 def python_command(
     kind: str, argv: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], Mapping[str, str]]:
-    """The command that runs a script or module in a new interpreter, and its environment: output is not buffered."""
+    """Return the command and environment of a script or module in a new interpreter, with unbuffered output."""
     module = ["-m"] if kind == "module" else []
     return [sys.executable, *module, *argv], {"PYTHONUNBUFFERED": "1", **environment}
 
 
 def search_path(kind: str, name: str) -> str:
-    """The folder or archive in which a program looks for modules first; empty if there is none.
+    """Return the folder or archive in which a program looks for modules first; empty if there is none.
 
     Args:
         kind: script or module.
@@ -93,29 +93,29 @@ def search_path(kind: str, name: str) -> str:
 
 
 def is_container(name: str) -> bool:
-    """Whether this is a folder or an archive, which Python runs by its ``__main__``."""
+    """Return whether this is a folder or an archive, which Python runs by its ``__main__``."""
     return pkgutil.get_importer(name) is not None
 
 
 def absolute(name: str) -> str:
-    """The absolute path as the interpreter makes it: dots in it are kept."""
+    """Return the absolute path as the interpreter computes it, with its dots."""
     return str(Path.cwd()) if name == "." else os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118
 
 
 def changed_imports(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """The variables that make a new interpreter with the second environment differ from a fork in the first one."""
+    """Return the variables for which a new interpreter with the second environment differs from a fork in the first."""
     names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
     changed = [name for name in names if name.startswith(_READ_AT_START) or is_read_at_import(name)]
     return sorted({*changed, *(name for name in _STARTED_WITH_INTERPRETER if name in after)})
 
 
 def is_read_at_import(name: str) -> bool:
-    """Whether torch or one of its libraries reads this variable only when it is imported."""
+    """Return whether torch or one of its libraries reads this variable only when it is imported."""
     return name.startswith(READ_AT_IMPORT) and not name.startswith(_READ_AT_USE)
 
 
 def reason_to_execute(program: Program) -> str:
-    """Why each worker of a Python program needs a new interpreter, for the log; empty if it can be forked."""
+    """Return why the workers of a Python program need a new interpreter; empty if they can be forked."""
     name = program.argv[0]
     if program.kind is ProgramKind.SCRIPT and name.endswith(".pyc"):
         return f"{name} is compiled"

@@ -1,6 +1,6 @@
-"""How the nodes meet, from ``--nnodes`` and the ``--rdzv-*`` flags: settings of the rendezvous and of the store.
+"""The settings of the rendezvous and of the store, from ``--nnodes`` and the ``--rdzv-*`` flags.
 
-The keys of ``--rdzv-conf`` are ours and those that torch's own etcd handlers know by the same meaning.
+``--rdzv-conf`` also accepts the keys of torch's etcd handlers that have the same meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchelastic.config.flags import CommandLine
 
 BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
-"""The names of our rendezvous, with the version of etcd's API if the name says one."""
+"""The names of our rendezvous, and the version of etcd's API that a name selects."""
 
 _NAME_AN_ETCD: Final = "leave the flag out, and name an etcd with --rdzv-endpoint or, for one node, nothing at all"
 _INSTEAD: Final = {
@@ -42,19 +42,19 @@ SETTINGS_KEYS: Final[Mapping[str, Callable[[Given], float]]] = {
 
 STORE_KEYS: Final = ("protocol", "cacert", "cert", "key", "tls", "username", "password")
 _TLS_FILES: Final = {"cacert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
-"""Their names in a Secret for TLS."""
+"""The keys of the files in a TLS Secret."""
 
 Conf = Mapping[str, Given]
 
 
 def read_size(line: CommandLine) -> SizeRecord:
-    """Return how many nodes there may and should be, from the operator or else ``--nnodes``."""
+    """Return the number of nodes, from the operator or from ``--nnodes``."""
     size: SizeRecord = line.values.get("size") or line.values.get("nnodes") or SizeRecord(min=1, max=1, desired=1)
     return size
 
 
 def read_conf(line: CommandLine) -> Conf:
-    """Return the pairs of ``--rdzv-conf``, by our names for the keys.
+    """Return the values of ``--rdzv-conf`` by our names of the keys.
 
     Raises:
         SettingsError: a key is unknown, given twice, or without a value.
@@ -65,7 +65,7 @@ def read_conf(line: CommandLine) -> Conf:
     for pair in filter(None, (part.strip() for part in given.text.split(","))):
         written, equals, value = (part.strip() for part in pair.partition("="))
         key = KEY_ALIASES.get(written.replace("-", "_"), written.replace("-", "_"))
-        # Any part may be a password: only what is known to be a key is shown.
+        # Any part may be a password, so the message shows only known keys.
         if not equals or not value:
             raise given.refused(
                 "it takes KEY=VALUE pairs with commas between them, and no value has a comma", secret=True
@@ -91,10 +91,10 @@ def _unknown_key(written: str) -> str:
 
 
 def read_rendezvous(line: CommandLine, size: SizeRecord, conf: Conf) -> RendezvousSettings:
-    """Return how the nodes meet.
+    """Return the settings of the rendezvous.
 
     Raises:
-        SettingsError: a value cannot be honoured, or the run needs an id and has none.
+        SettingsError: a value is invalid, or the id of a run of several nodes is missing.
     """
     settings = line.settings(RendezvousSettings)
     if "run_id" not in settings and size.max > 1:
@@ -107,10 +107,10 @@ def read_rendezvous(line: CommandLine, size: SizeRecord, conf: Conf) -> Rendezvo
 
 
 def read_store(line: CommandLine, conf: Conf) -> StoreSettings | None:
-    """Return where the store is and how to reach it; None if no endpoint is given.
+    """Return the settings of the store; None if no endpoint is given.
 
     Raises:
-        SettingsError: the rendezvous is not ours, or an address, a file or the credentials cannot be used.
+        SettingsError: the backend is unknown, or an address, a file or the credentials are invalid.
     """
     backend = line.given.get("rdzv-backend", Given("", "torchelastic"))
     if (name := backend.text.strip().lower().replace("_", "-")) not in BACKENDS:
@@ -121,7 +121,7 @@ def read_store(line: CommandLine, conf: Conf) -> StoreSettings | None:
     try:
         written, endpoints = parse_endpoints(endpoint.text)
     except SettingsError as error:
-        # The message shows what is wrong; the whole may hold a password that does not belong there.
+        # The message shows the invalid part only, because the text may contain a password.
         raise endpoint.refused(str(error), secret=True) from None
     files = {key: _file(conf[key]) for key in _TLS_FILES if key in conf}
     if "tls" in conf:
@@ -158,7 +158,7 @@ def _protocol(endpoint: Given, written: str | None, conf: Conf, files: Mapping[s
 
 
 def _files_in(folder: Given) -> dict[str, str]:
-    """The files of a folder for TLS; etcd does not always ask for a client's certificate."""
+    """Return the TLS files of a folder; a client certificate is optional."""
     found = {key: os.path.join(folder.text, name) for key, name in _TLS_FILES.items()}  # noqa: PTH118 - as in _file
     there = {key: path for key, path in found.items() if os.path.isfile(path)}  # noqa: PTH113
     if "cacert" not in there:

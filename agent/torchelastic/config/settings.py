@@ -1,4 +1,4 @@
-"""What an agent is asked to do; :mod:`torchelastic.config.main` makes it from the command line and the environment."""
+"""The settings of an agent. :mod:`torchelastic.config.main` parses them from the command line and the environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ProgramKind(enum.StrEnum):
-    """What a worker is: a Python file, a Python module, or any other command."""
+    """The kind of a worker's program: a Python file, a Python module, or any other command."""
 
     SCRIPT = "script"
     MODULE = "module"
@@ -26,14 +26,14 @@ class ProgramKind(enum.StrEnum):
 
 
 class StartMethod(enum.StrEnum):
-    """How a Python program becomes a worker: forked from a process that has torch imported, or a new interpreter."""
+    """How a Python worker is started: forked from a process that has imported torch, or as a new interpreter."""
 
     FORK_SERVER = "fork-server"
     EXEC = "exec"
 
     @classmethod
     def named(cls, text: str) -> StartMethod | None:
-        """The method of this name, which may be torch's name; None if there is none."""
+        """Return the method of this name, which may be torch's name; None if the name is unknown."""
         name = text.strip().lower().replace("_", "-")
         name = {"forkserver": "fork-server", "fork": "fork-server", "spawn": "exec"}.get(name, name)
         return cls(name) if name in set(cls) else None
@@ -50,13 +50,13 @@ class Streams(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every worker runs.
+    """The program of the workers.
 
     Attributes:
         kind: script, module or command.
         argv: the script, module or command, and its arguments.
         start_method: how it is started; a command is always executed.
-        preload: modules that the fork server imports beside torch.
+        preload: modules that the fork server imports in addition to torch.
     """
 
     kind: ProgramKind
@@ -67,13 +67,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Where the workers' output goes.
+    """The destinations of the workers' output.
 
     Attributes:
-        directory: files are made in ``round_E/rank_R/`` below it; None for no files.
-        redirects: by local rank, streams that go to ``stdout.log`` and ``stderr.log`` only. If neither this nor
-            ``tee`` names a rank, both go into one file ``output.log``.
-        tee: by local rank, streams that go to files and to the agent's own streams, each line with its rank.
+        directory: the folder for files in ``round_E/rank_R/``; None for no files.
+        redirects: by local rank, streams that go only to ``stdout.log`` and ``stderr.log``. If neither this nor
+            ``tee`` names a rank, both streams go to one file ``output.log``.
+        tee: by local rank, streams that go to files and to the agent's own streams, with the rank before each line.
     """
 
     directory: Path | None = None
@@ -83,13 +83,13 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True)
 class PortRange:
-    """Ports to listen on, the first and the last one included."""
+    """Ports to listen on, including the first and the last port."""
 
     first: int
     last: int
 
     def after(self, port: int) -> Iterator[int]:
-        """All other ports, each once, beginning after this one."""
+        """Return all other ports once, starting after this port."""
         start = port + 1 if self.first <= port <= self.last else self.first
         around = (*range(start, self.last + 1), *range(self.first, start))
         return (each for each in around if each != port)
@@ -100,23 +100,24 @@ class PortRange:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSettings:
-    """How the nodes of a run meet.
+    """The rules of the rendezvous.
 
     Attributes:
         run_id: nodes with the same id in the same store train together.
-        size: how many nodes there may and should be.
-        unique_run: the id is never used again: an outcome found in the store is this run's.
-        max_restarts: how many failures of workers the whole run may have.
-        last_call_timeout: seconds for which the first round waits for nodes above the minimum.
-        join_debounce: seconds for which joins are collected into one change.
-        join_timeout: seconds for which too few nodes wait for more before the run fails.
+        size: the minimum, maximum and desired number of nodes.
+        unique_run: whether the id is never reused: an outcome in the store then belongs to this run.
+        max_restarts: maximum number of charged restarts of the whole run.
+        last_call_timeout: seconds that the first round waits for nodes above the minimum.
+        join_debounce: seconds during which joins are collected into one change.
+        join_timeout: seconds that a run below the minimum waits for nodes before it fails.
         lease: seconds after which a silent node counts as lost.
-        run_lease: seconds after which the store forgets a run without nodes.
-        crash_loop_limit: failures in a row, each within ``crash_loop_seconds`` of its start, after which the run fails.
+        run_lease: seconds after which the store removes a run without nodes.
+        crash_loop_limit: the run fails after this number of consecutive failures, each within ``crash_loop_seconds``
+            of a start.
         crash_loop_seconds: see ``crash_loop_limit``.
-        notice: seconds that workers get at most to save before a planned change.
+        notice: maximum number of seconds that workers get to save before a planned change.
         ports: the ports on which this node listens for other nodes and serves the stores of rounds; None for any.
-        resume: what this node knows of the run from the start.
+        resume: the state of the run before it was suspended.
     """
 
     run_id: str
@@ -137,28 +138,28 @@ class RendezvousSettings:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """All that an agent is asked to do.
+    """The settings of an agent.
 
     Attributes:
-        rendezvous: how it meets its peers.
-        store: where they meet; None for a run of one node that needs no etcd.
+        rendezvous: the rules of the rendezvous.
+        store: the store; None for a run of one node, which needs no etcd.
         node_name: the name of this node for users and the operator.
-        address: where its peers reach it; also MASTER_ADDR if it serves the store.
-        program: what its workers run.
-        workers: how many of them.
-        role: their role, as torchrun's --role.
-        logs: where their output goes.
-        stop_grace: seconds between SIGTERM and SIGKILL when workers are ended because this node leaves.
-        stop_timeout: seconds between SIGTERM and SIGKILL when workers are ended because the round is.
-        heartbeat_timeout: seconds without a sign of life after which a worker counts as hung; None for no such limit.
+        address: the address at which peers reach this node; also MASTER_ADDR if it serves the store.
+        program: the program of the workers.
+        workers: the number of workers.
+        role: the role of the workers, as torchrun's --role.
+        logs: the destinations of the workers' output.
+        stop_grace: seconds between SIGTERM and SIGKILL when this node leaves.
+        stop_timeout: seconds between SIGTERM and SIGKILL when the round ends.
+        heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
         final_exit_codes: exit codes of workers after which the run fails at once; 128 + n for signal n.
-        free_exit_codes: exit codes of workers, likewise, that are not charged to the budget of restarts.
-        place: nodes with the same one get neighbouring ranks; empty for none.
-        interface: the network interface that gloo and NCCL are told to use; empty if they find it themselves.
-        metrics_port: of /metrics; 0 for any free one; None for no /metrics.
-        termination_log: the file that gets the termination message.
-        job: namespace and name of the job; without a job, empty and the run's id.
-        job_created: when it was created, in seconds since 1970; None if that is unknown.
+        free_exit_codes: exit codes of workers after which a restart is not charged; 128 + n for signal n.
+        place: the topology key; nodes with the same key get neighbouring ranks; empty for none.
+        interface: the network interface for gloo and NCCL; empty if they choose it themselves.
+        metrics_port: the port of /metrics; 0 for any free port; None for no /metrics.
+        termination_log: the file for the termination message.
+        job: namespace and name of the job; without a job, an empty namespace and the run's id.
+        job_created: the creation time of the job, in seconds since 1970; None if it is unknown.
     """
 
     rendezvous: RendezvousSettings

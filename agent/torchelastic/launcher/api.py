@@ -1,6 +1,6 @@
-"""Launching a function, or a command, with one call: ``elastic_launch(LaunchConfig(…), fn)(*args)``.
+"""Launches a function or a command: ``elastic_launch(LaunchConfig(…), fn)(*args)``.
 
-The names and their meaning are torch's; what runs is our agent, and by default our rendezvous.
+The names have the same meaning as in torch; the agent and the default rendezvous are ours.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class elastic_launch:  # noqa: N801 - torch's name
         self._config = config
         self._entrypoint = entrypoint
 
-    def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - whatever the function takes
+    def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - the arguments of the function
         """Launch it with these arguments."""
         return launch_agent(self._config, self._entrypoint, args)
 
@@ -145,7 +145,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     except Exception:
         _shut_down(handler)
         raise
-    # Not after Ctrl-C: this node leaves a run that goes on, and a handler of torch's would close it for all nodes.
+    # Not after Ctrl-C: the run continues without this node, but torch's handlers would close it for all nodes.
     _shut_down(handler)
     if result.is_failed():
         raise _child_failed(spec.get_entrypoint_name(), result.failures)
@@ -154,7 +154,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
 
 def _parameters(config: LaunchConfig) -> RendezvousParameters:
     options = config.rdzv_configs | ({} if config.rdzv_timeout == -1 else {"timeout": config.rdzv_timeout})
-    # torch's handlers need an id in any case; ours asks for one if there can be a second node.
+    # torch's handlers always need an id; ours needs one if the run may have several nodes.
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,

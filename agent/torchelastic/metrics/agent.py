@@ -1,4 +1,4 @@
-"""What the agent measures of itself, as values of the group ``torchelastic``, under torchelastic's documented names."""
+"""The agent's own metrics: values of the group ``torchelastic`` under torchelastic's documented names."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.node import RendezvousNode
 
 WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
-"""The states that the workers of a node can be in, as torchelastic names them."""
+"""The states of a node's workers, as torchelastic names them."""
 
 
 class AgentMetrics:
-    """Measures what happens in an agent.
+    """Records the metrics of an agent.
 
-    Values go to whatever the program configured for the group, and to :attr:`handler` after that was asked for.
+    Values go to the configured handlers of the group, and to :attr:`handler` after its first use.
 
     Args:
-        registry: where values go.
-        job: namespace and name of the job, labels of all that :meth:`registry` shows; None for no such labels.
+        registry: receives the values.
+        job: namespace and name of the job, added as labels to all series of :meth:`registry`; None for no labels.
     """
 
     def __init__(self, registry: MetricRegistry = REGISTRY, *, job: tuple[str, str] | None = None) -> None:
@@ -42,7 +42,7 @@ class AgentMetrics:
 
     @property
     def handler(self) -> PrometheusMetricHandler:
-        """What the agent's /metrics shows; attached to the registry when it is asked for the first time."""
+        """The handler behind the agent's /metrics; attached to the registry at its first use."""
         if self._handler is None:
             from torchelastic.metrics.prometheus import PrometheusMetricHandler
 
@@ -51,11 +51,11 @@ class AgentMetrics:
         return self._handler
 
     def registry(self, *beside: Collector) -> CollectorRegistry:
-        """The series of an agent's /metrics: those of :attr:`handler`, of the run, and of other collectors.
+        """Return the series of the agent's /metrics: those of :attr:`handler`, of the run, and of other collectors.
 
         Args:
-            beside: the others; if they have a family of the same name, its series are in one. One that raises is
-                left out, and that is logged.
+            beside: the other collectors; families of the same name are merged. A collector that raises is left out
+                and logged.
         """
         from prometheus_client import CollectorRegistry
 
@@ -73,35 +73,35 @@ class AgentMetrics:
         self._run = run
 
     def round(self, number: int, world_size: int) -> None:
-        """A new round began; a world size of 0 says that too few nodes are there to train."""
+        """Record a new round; a world size of 0 means that too few nodes are present to train."""
         self._registry.add(PLATFORM_GROUP, "round", number)
         self._registry.add(PLATFORM_GROUP, "world_size", world_size)
 
     def worker_state(self, role: str, state: WorkerStateName) -> None:
-        """The workers of this node went into a state."""
+        """Record the state of this node's workers."""
         self._put(f"workers.{role}.{state}", 1, series.WORKER_STATE, role=role, state=state)
 
     def remaining_restarts(self, role: str, remaining: int) -> None:
-        """The number of failures of workers that the run may still have."""
+        """Record how many failures of workers the run may still have."""
         self._put(f"workers.{role}.remaining_restarts", remaining, series.REMAINING_RESTARTS, role=role)
 
     def recovered(self, seconds: float, reason: RoundReason) -> None:
-        """The workers of this node were started again.
+        """Record a restart of this node's workers.
 
         Args:
-            seconds: since the failure or change was seen.
-            reason: what had happened.
+            seconds: the time since the failure or change was noticed.
+            reason: the reason of the restart.
         """
         self._put(f"recovery.{reason}.duration.ms", seconds * 1000, series.RECOVERY, cause=str(reason))
 
     def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int | None = None) -> None:
-        """The run has ended.
+        """Record the end of the run.
 
         Args:
-            role: of the workers.
-            succeeded: how.
-            restarts: failures of workers charged to the run.
-            max_restarts: how many it may have had; if given, the flakiness is measured, too.
+            role: the role of the workers.
+            succeeded: whether the run succeeded.
+            restarts: failures of workers that were charged to the run.
+            max_restarts: the restart budget; if given, the flakiness is recorded too.
         """
         self._put(f"workers.{role}.run_total", 1, series.RUNS, role=role)
         for name, outcome, happened in (("success", "success", succeeded), ("failed", "failure", not succeeded)):
@@ -124,26 +124,26 @@ class AgentMetrics:
         return measured(operation, PLATFORM_GROUP, self._registry)
 
     def took(self, operation: str, seconds: float, *, succeeded: bool) -> None:
-        """An operation has ended that is no block of its own.
+        """Record an operation that is not measured as a block.
 
         Args:
             operation: one of :data:`~torchelastic.metrics.series.OPERATIONS`.
-            seconds: how long it took.
-            succeeded: how it ended.
+            seconds: its duration.
+            succeeded: whether it succeeded.
         """
         self._registry.add(PLATFORM_GROUP, f"{operation}.{'success' if succeeded else 'failure'}", 1)
         self._registry.add(PLATFORM_GROUP, f"{operation}.duration.ms", seconds * 1000)
 
     def store_answered(self, request: str, seconds: float, *, succeeded: bool) -> None:
-        """A request to the store has ended."""
-        if self._handler is not None:  # the only one that gets these: they are too many for a program's handler
+        """Record a request to the store."""
+        if self._handler is not None:  # other handlers do not receive these values, because there are too many
             outcome = "success" if succeeded else "failure"
             name = f"store.{request}.{outcome}"
             self._declare(name, series.STORE_REQUEST, request=request, outcome=outcome)
             self._handler.emit(MetricData(0.0, PLATFORM_GROUP, name, seconds))
 
     def _put(self, name: str, value: float, family: Series, **labels: str) -> None:
-        """Measure a value under torchelastic's name, which becomes this series."""
+        """Record a value under torchelastic's name, for this series."""
         self._declare(name, family, **labels)
         self._registry.add(PLATFORM_GROUP, name, value)
 

@@ -1,10 +1,10 @@
-"""The metrics API that programs written for torchelastic know, on a registry that is free of torch.
+"""torchelastic's metrics API, on a registry that does not import torch.
 
-A program measures under a *group* and a *name*; :func:`configure` says where the values go. Values of a group without a
-handler are dropped, at the cost of a look-up in a dictionary.
+A program puts values under a *group* and a *name*; :func:`configure` sets the handler of a group. Values of a group
+without a handler are dropped, at the cost of a dictionary look-up.
 
-*Configured* handlers are the program's: one for each group, and one for all groups that have none of their own.
-*Attached* handlers are the platform's: they get every value, whatever is configured.
+*Configured* handlers belong to the program: one per group, and a default for all groups without their own handler.
+*Attached* handlers belong to the platform: they receive every value, in addition to the configured handlers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _MAX_REMEMBERED: Final = 10_000
-"""Names for which a late declaration is noticed."""
+"""Maximum number of names for which a late declaration is detected."""
 
 
 class MetricData(NamedTuple):
-    """One value, as a handler gets it.
+    """One value, as passed to a handler.
 
     Attributes:
         timestamp: seconds since 1970.
@@ -52,22 +52,22 @@ class MetricData(NamedTuple):
 
 
 class MetricHandler(abc.ABC):
-    """Takes values. Subclasses write :meth:`emit`; it is called in the thread that measures."""
+    """Receives values. Subclasses implement :meth:`emit`, which is called in the measuring thread."""
 
     @abc.abstractmethod
     def emit(self, metric_data: MetricData) -> None:
-        """Take one value; what this raises does not reach the program, and is logged once for each handler."""
+        """Handle one value. An exception does not reach the program, and is logged once per handler."""
 
 
 class NullMetricHandler(MetricHandler):
-    """Drops what it gets: configured for a group, it keeps that group from the default handler."""
+    """Drops values. Configured for a group, it keeps the values of that group from the default handler."""
 
     def emit(self, metric_data: MetricData) -> None:
         """Do nothing."""
 
 
 NullMetricsHandler = NullMetricHandler
-"""The same under the other name in torchelastic's documentation."""
+"""An alias that torchelastic's documentation uses."""
 
 
 class ConsoleMetricHandler(MetricHandler):
@@ -76,19 +76,19 @@ class ConsoleMetricHandler(MetricHandler):
     def emit(self, metric_data: MetricData) -> None:
         """Print one line to the standard output."""
         timestamp, group, name, value = metric_data
-        # In one piece, so that lines of several threads do not mix.
+        # One write per line, so that lines of several threads do not mix.
         sys.stdout.write(f"[{timestamp}][{group}]: {name}={value}\n")
 
 
 ConsoleMetricsHandler = ConsoleMetricHandler
-"""The same under the other name in torchelastic's documentation."""
+"""An alias that torchelastic's documentation uses."""
 
 
 class MetricsConfig:
-    """Parameters for :func:`initialize_metrics`, for programs that pass them.
+    """The parameters of :func:`initialize_metrics`.
 
     Attributes:
-        params: by name.
+        params: values by name.
     """
 
     __slots__ = ("params",)
@@ -98,13 +98,13 @@ class MetricsConfig:
 
 
 class MetricRegistry:
-    """Which handlers get the values of which group; may be used from several threads."""
+    """The handlers of each group. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._configured: dict[str | None, MetricHandler] = {}
         self._attached: tuple[MetricHandler, ...] = ()
-        # Replaced at each change and never changed in place, so that they are read without the lock.
+        # Replaced at each change and never modified, so that they can be read without the lock.
         self._by_group: Mapping[str | None, tuple[MetricHandler, ...]] = {}
         self._default: tuple[MetricHandler, ...] = ()
         self._failed: list[MetricHandler] = []
@@ -114,10 +114,10 @@ class MetricRegistry:
         self._used: dict[tuple[str, str], Form | Series] = {}
 
     def configure(self, handler: MetricHandler, group: str | None = None) -> None:
-        """Send the values of a group, or of all groups that have no handler of their own, to this handler alone.
+        """Set the handler of a group, or of all groups without their own handler.
 
         Raises:
-            TypeError: it is no handler.
+            TypeError: the object is not a handler.
         """
         if isinstance(handler, type) or not callable(getattr(handler, "emit", None)):
             what = f"the class {handler.__name__}; make an object of it" if isinstance(handler, type) else repr(handler)
@@ -127,7 +127,7 @@ class MetricRegistry:
             self._route()
 
     def attach(self, handler: MetricHandler) -> None:
-        """Send every value of every group to this handler too, whatever is configured."""
+        """Send every value also to this handler, in addition to the configured ones."""
         with self._lock:
             self._attached = (*self._attached, handler)
             self._route()
@@ -140,16 +140,16 @@ class MetricRegistry:
 
     @property
     def attached(self) -> tuple[MetricHandler, ...]:
-        """The handlers that get every value."""
+        """The handlers that receive every value."""
         return self._attached
 
     def after_fork(self, handler: MetricHandler) -> None:
-        """In a forked process: detach a handler that only its parent may use."""
+        """Detach a handler that only the parent may use, in a forked process."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self.detach(handler)
 
     def declare(self, group: str, forms: Mapping[str, Form | Series]) -> None:
-        """Say what names of a group become; this holds for names without a value. A late one is logged."""
+        """Set the forms of names of a group. A declaration after the first value has no effect, and is logged."""
         self._forms |= {(group, name): form for name, form in forms.items()}
         for name, form in forms.items():
             used = self._used.get((group, name), form)
@@ -164,21 +164,21 @@ class MetricRegistry:
                 )
 
     def form(self, group: str, name: str) -> Form | Series:
-        """What a name becomes, asked for its first value; a gauge if it was not declared."""
+        """Return the form of a name at its first value; a gauge if it was not declared."""
         form = self._forms.get((group, name), _GAUGE)
         if len(self._used) < _MAX_REMEMBERED:
             self._used.setdefault((group, name), form)
         return form
 
     def add(self, group: str, name: str, value: float) -> None:
-        """Hand a value, stamped with the current time, to the handlers of its group."""
+        """Pass a value with the current time to the handlers of its group."""
         handlers = self._by_group.get(group, self._default)
         if handlers:
             data = MetricData(time.time(), group, name, value)
             for handler in handlers:
                 try:
                     handler.emit(data)
-                except Exception:  # noqa: BLE001 - whatever is wrong with a handler, the program goes on
+                except Exception:  # noqa: BLE001 - a failing handler must not stop the program
                     self._report(handler, data)
 
     def _route(self) -> None:
@@ -190,7 +190,7 @@ class MetricRegistry:
         self._default = routes.get(None, self._attached)
 
     def _report(self, handler: MetricHandler, data: MetricData) -> None:
-        """Log the error that is being handled, if it is the first one of this handler."""
+        """Log the current exception, if it is the first one of this handler."""
         if not any(failed is handler for failed in self._failed):
             self._failed.append(handler)
             _log.exception(
@@ -210,11 +210,11 @@ def _described(form: Form | Series) -> str:
 
 
 REGISTRY: Final = MetricRegistry()
-"""The registry of the functions below, which have no argument that could carry another one."""
+"""The process-wide registry, which the functions below use."""
 
 
 class MetricStream:
-    """Values of one group. A handler that is configured later gets the values of earlier streams, too.
+    """A stream of values of one group. A handler that is configured later also receives its values.
 
     Attributes:
         group_name: the group.
@@ -227,19 +227,19 @@ class MetricStream:
         self._registry = registry
 
     def add_value(self, metric_name: str, metric_value: float) -> None:
-        """Measure one value now."""
+        """Record one value."""
         self._registry.add(self.group_name, metric_name, metric_value)
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Say where values go.
+    """Set the handler of a group.
 
     Args:
-        handler: gets the values.
-        group: only those of this group; None for those of every group that has no handler of its own.
+        handler: receives the values.
+        group: the group; None for all groups without their own handler.
 
     Raises:
-        TypeError: it is no handler.
+        TypeError: the object is not a handler.
     """
     REGISTRY.configure(handler, None if group is None else str(group))
 
@@ -247,40 +247,40 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 def declare(
     group: str, *, counters: Collection[str] = (), histograms: Mapping[str, Sequence[float]] | None = None
 ) -> None:
-    """Say what names of a group become for Prometheus; whatever is not declared becomes a gauge.
+    """Declare the Prometheus types of names of a group. Undeclared names become gauges.
 
-    This holds for the page of an agent and for every :class:`PrometheusMetricHandler`, for names of which no value
-    was measured before; for other names, a warning says that it came too late.
+    The declaration applies to an agent's ``/metrics`` and to every :class:`PrometheusMetricHandler`. It must precede
+    the first value of a name; a late declaration has no effect and logs a warning.
 
     Args:
         group: the group.
         counters: names whose values are added up, such as a number of samples.
-        histograms: names whose values are counted in buckets, and the buckets' upper bounds; in seconds if the name
-            ends in ``.ms`` or ``_ms``.
+        histograms: names whose values are counted in buckets, with the upper bounds of the buckets; in seconds if the
+            name ends in ``.ms`` or ``_ms``.
 
     Raises:
-        ValueError: that is no collection of names or no mapping of names to buckets, the buckets are not ascending
-            numbers, or a name is both a counter and a histogram.
+        ValueError: an argument has another type, the buckets are not ascending numbers, or a name is both a counter
+            and a histogram.
     """
     REGISTRY.declare(str(group), forms_of(counters, {} if histograms is None else histograms))
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Do nothing; launchers written to torchelastic's guide call it before they run."""
+    """Do nothing. Launchers that follow torchelastic's guide call this first."""
 
 
 def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelastic's documentation
-    """The stream of a group."""
+    """Return the stream of a group."""
     return MetricStream(str(group))
 
 
 def put_metric(metric_name: str, metric_value: float, metric_group: str = PLATFORM_GROUP) -> None:
-    """Measure one value now, in one line."""
+    """Record one value."""
     REGISTRY.add(str(metric_group), metric_name, metric_value)
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
-    """Whole milliseconds since a time that ``time.time()`` gave."""
+    """Return the whole milliseconds since a ``time.time()``."""
     return int((time.time() - start_time_in_seconds) * 1000)
 
 
@@ -295,11 +295,12 @@ def prof(
 
 
 def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> Callable[..., Any]:
-    """Measure how often a function succeeds and fails and how long it takes; a decorator.
+    """Decorate a function to measure its successes, failures and durations.
 
-    Each call puts ``<name>.success`` or ``<name>.failure`` (1), counters for Prometheus, and ``<name>.duration.ms``, a
-    histogram. The name is ``Class.function`` for a method and ``module.function`` for a plain function. A coroutine
-    function is measured until its coroutine ends. Used as ``@prof`` or as ``@prof(group="my_app")``.
+    Each call records ``<name>.success`` or ``<name>.failure`` (1), counters for Prometheus, and
+    ``<name>.duration.ms``, a histogram. The name is ``Class.function`` for a method and ``module.function`` for a plain
+    function. A coroutine function is measured until its coroutine ends. Use it as ``@prof`` or as
+    ``@prof(group="my_app")``.
     """
     if fn is None:
         return functools.partial(prof, group=group)
@@ -325,7 +326,7 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
 
 @contextlib.contextmanager
 def measured(name: str, group: str, registry: MetricRegistry = REGISTRY) -> Iterator[None]:
-    """Put the outcome and the duration of a block, under the names that :func:`prof` describes."""
+    """Record the outcome and the duration of a block, under the names of :func:`prof`."""
     began = time.perf_counter()
     try:
         yield
@@ -335,5 +336,5 @@ def measured(name: str, group: str, registry: MetricRegistry = REGISTRY) -> Iter
     else:
         registry.add(group, f"{name}.success", 1)
     finally:
-        # A cancelled coroutine, an interrupt and an exit are neither success nor failure: only their duration counts.
+        # Cancellation, interrupts and exits are neither success nor failure: only their duration is recorded.
         registry.add(group, f"{name}.duration.ms", (time.perf_counter() - began) * 1000)

@@ -43,7 +43,7 @@ class MetricsPage(Collector):
         self._failed: set[Collector] = set()
 
     def collect(self) -> Iterable[Metric]:
-        """The families with their current values; called by a registry at each scrape, from any thread."""
+        """Return the families with their current values; called by a registry at each scrape, from any thread."""
         families: dict[str, Metric] = {}
         for collector in self._collectors:
             for family in self._collected(collector):
@@ -84,7 +84,7 @@ class RunCollector(Collector):
         self._shown: dict[RunState, float] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """The families with their current values; called by a registry at each scrape, from any thread."""
+        """Yield the families with their current values; called by a registry at each scrape, from any thread."""
         run = self._run()
         if run is None or not run.is_leader:
             self._shown = {}

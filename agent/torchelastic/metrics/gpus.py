@@ -1,7 +1,7 @@
-"""What the GPUs of this node do, read from NVIDIA's driver at a scrape, by ``pynvml`` if that is installed.
+"""The GPU metrics of this node, read from NVIDIA's driver at each scrape if ``pynvml`` is installed.
 
-A driver may fail or not answer. It is asked in a thread of its own, for which a scrape waits a moment; without an
-answer the page has no such series.
+A driver may fail or hang. A separate thread reads it, for which a scrape waits a limited time; without an answer,
+``/metrics`` has no GPU series.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Gpus(Collector):
-    """The GPUs that this machine or container shows, under the numbers that ``nvidia-smi`` gives them.
+    """The visible GPUs of this machine or container, numbered as by ``nvidia-smi``.
 
     Args:
-        patience: seconds for which a scrape waits for the driver.
+        patience: seconds that a scrape waits for the driver.
     """
 
     def __init__(self, patience: float = 1.0) -> None:
@@ -41,11 +41,11 @@ class Gpus(Collector):
         self._told = False
 
     def collect(self) -> Iterator[Metric]:
-        """The families with their current values; called by a registry at each scrape, from any thread."""
+        """Return the families with their current values; a registry calls this at each scrape, from any thread."""
         with self._lock:
             if self._absent:
                 return
-            if self._thread is None or not self._thread.is_alive():  # else it still waits for the driver
+            if self._thread is None or not self._thread.is_alive():  # otherwise it still waits for the driver
                 self._thread = threading.Thread(target=self._read, name="gpus", daemon=True)
                 self._thread.start()
             thread = self._thread
@@ -62,7 +62,7 @@ class Gpus(Collector):
                 self._nvml = self._opened()
             if self._nvml is not None:
                 self._families = self._readings(self._nvml)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with a driver, the page is shown
+        except Exception as error:  # noqa: BLE001 - a failing driver must not break /metrics
             self._tell(str(error))
             if self._nvml is not None:
                 with suppress(self._nvml.NVMLError):
@@ -99,7 +99,7 @@ class Gpus(Collector):
             utilization.add_metric([gpu], nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
 
         for index in range(nvml.nvmlDeviceGetCount()):
-            for read in (memory, computing):  # a GPU may know one and not the other, or be lost
+            for read in (memory, computing):  # a GPU may support only one of them, or be lost
                 try:
                     read(str(index), nvml.nvmlDeviceGetHandleByIndex(index))
                 except nvml.NVMLError as error:

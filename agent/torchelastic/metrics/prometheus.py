@@ -1,10 +1,10 @@
-"""A metric handler whose values Prometheus can scrape.
+"""A metric handler for Prometheus.
 
-Usable in any program::
+Any program can use it::
 
     metrics.configure(PrometheusMetricHandler(port=9100), group="my_app")
 
-and, attached to the registry, for the values that an agent serves under ``/metrics``.
+The agent attaches it to the registry for its ``/metrics``.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 
 
 class PrometheusMetricHandler(ValidatingHandler, Collector):
-    """Turns values into Prometheus' series.
+    """Converts values to Prometheus series.
 
     Args:
-        port: where to serve them, in a thread; 0 for any free port, None for not at all.
-        address: on which of the machine's addresses; the default is all (of IPv4).
-        counters: names whose values are added up, such as a number of samples; in addition to those that were declared
-            with :func:`torchelastic.metrics.declare`.
-        histograms: names whose values are counted in buckets, and the buckets' upper bounds. If the name ends in
-            ``.ms`` or ``_ms`` the series, and so the bounds, are in seconds.
-        max_series: how many different names are taken.
-        declared: has the declarations that hold.
+        port: the port on which a thread serves the series; 0 for any free port, None to serve nothing.
+        address: the address to listen on; all IPv4 addresses by default.
+        counters: names whose values are added up, such as a number of samples; in addition to the names that
+            :func:`torchelastic.metrics.declare` declares.
+        histograms: names whose values are counted in buckets, with the upper bounds of the buckets. If a name ends in
+            ``.ms`` or ``_ms``, the series and the bounds are in seconds.
+        max_series: maximum number of names.
+        declared: the registry with the declarations.
 
     Attributes:
-        registry: holds this handler's series and nothing else. ``registry.register(handler)`` puts them into another.
+        registry: has only this handler's series. ``registry.register(handler)`` adds them to another registry.
 
     Raises:
         SettingsError: the port or the address cannot be used.
-        ValueError: the counters or histograms are not as :func:`torchelastic.metrics.declare` takes them.
+        ValueError: :func:`torchelastic.metrics.declare` would refuse the counters or histograms.
     """
 
     def __init__(
         self,
         port: int | None = None,
         *,
-        address: str = "0.0.0.0",  # noqa: S104 - to be scraped from elsewhere is what it is for
+        address: str = "0.0.0.0",  # noqa: S104 - Prometheus scrapes from another machine
         counters: Collection[str] = (),
         histograms: Mapping[str, Sequence[float]] | None = None,
         max_series: int = 1000,
@@ -78,11 +78,11 @@ class PrometheusMetricHandler(ValidatingHandler, Collector):
 
     @property
     def port(self) -> int | None:
-        """The port on which it serves; None if it does not."""
+        """The port of the server; None without one."""
         return None if self._server is None else self._server[0].server_port
 
     def close(self) -> None:
-        """Stop serving; the series stay."""
+        """Stop the server; the series stay."""
         if self._server is not None:
             server, thread = self._server
             self._server = None
@@ -91,12 +91,12 @@ class PrometheusMetricHandler(ValidatingHandler, Collector):
             thread.join()
 
     def collect(self) -> Iterator[Metric]:
-        """The families with their current values; called by the registry at each scrape."""
+        """Return the families with their current values; the registry calls this at each scrape."""
         with self._lock:
             families = [*self._families.values(), self._dropped]
         for family in families:
             for metric in family.collect():
-                # The time at which a series began would be one more series for each.
+                # Without the creation times, which would be an additional series for each.
                 began = f"{metric.name}_created"
                 metric.samples = [sample for sample in metric.samples if sample.name != began]
                 if metric.samples:

@@ -1,4 +1,4 @@
-"""Serving ``/metrics`` from an event loop, as the agent does."""
+"""The HTTP server of the agent's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 async def serve_metrics(registry: CollectorRegistry, port: int, *, host: str | None = None) -> AsyncIterator[int]:
     """Serve series under ``/metrics`` until the block ends, and yield the port.
 
-    A client gets OpenMetrics or Prometheus' text format, as it asks. The text is made in a thread, so that a scrape of
-    many series does not hold up the event loop.
+    The response is OpenMetrics or Prometheus' text format, as requested. A thread generates it, so that a scrape of
+    many series does not block the event loop.
 
     Args:
         registry: has the series.
         port: the port; 0 for any free port.
-        host: on which of the machine's addresses; None for all of them.
+        host: the address to listen on; None for all addresses.
 
     Raises:
         SettingsError: the port or the host cannot be used.
@@ -58,9 +58,9 @@ async def serve_metrics(registry: CollectorRegistry, port: int, *, host: str | N
 
 
 def _listen(host: str | None, port: int) -> socket.socket:
-    """A listening socket on one address, or on all of both families, with one port for both."""
+    """Return a listening socket on one address, or on all IPv4 and IPv6 addresses."""
     if not 0 <= port <= 65535:
-        raise OverflowError  # the system would take the number modulo 65536
+        raise OverflowError  # the system would use the number modulo 65536
     if host is None:
         if socket.has_dualstack_ipv6():
             try:
@@ -74,7 +74,7 @@ def _listen(host: str | None, port: int) -> socket.socket:
 
 
 def unusable_port(port: int, error: Exception, *, host: str | None = None) -> SettingsError:
-    """The error to raise if /metrics cannot be served."""
+    """Return the error to raise if /metrics cannot be served."""
     where = f"port {port}" if host is None else f"port {port} of {host}"
     if isinstance(error, OverflowError):
         why = "a port is a number from 0 to 65535"

@@ -1,15 +1,15 @@
-"""The memory in which a worker leaves its values for its agent, so that they survive however the worker ends.
+"""The shared memory of a worker's metrics. The values survive any exit of the worker.
 
-A file of fixed size. One process maps it and writes; the agent only reads, without a lock. A value is a double at an
-aligned place. In words of 8 bytes::
+The memory is a file of fixed size. One process maps and writes it; the agent only reads it, without a lock. A value is
+an aligned double. Layout, in words of 8 bytes::
 
-    0        bytes of names that are complete
-    1 …      values that were dropped, by reason
-    16 …     values: one word for a gauge or a counter; for a histogram one for each bucket (each value is counted in
-             one of them), one for values above the last bound, and one for the sum
+    0        number of complete bytes of names
+    1 …      dropped values, by reason
+    16 …     values: one word for a gauge or a counter; for a histogram one word per bucket (each value is counted in
+             one bucket), one for values above the last bound, and one for the sum
     16384 …  names, one line of JSON each
 
-The next program of the same worker (as in a shell script) continues where the one before ended.
+The next program of the same worker (for example in a shell script) continues with the values of its predecessor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMES: Final = 16384
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of one series: what a worker measures under a name of a group."""
+    """The source of one series: a name of a group in a worker."""
 
     group: str
     name: str
@@ -45,18 +45,18 @@ class Source:
 
     @property
     def words(self) -> int:
-        """How many words its values take up."""
+        """The number of words of its values."""
         return len(self.form.buckets) + 2 if self.form.kind is Kind.HISTOGRAM else 1
 
 
 class MemoryReader:
-    """The agent's view of a worker's memory. The file is made with all its room, so that no later write to it fails.
+    """The agent's view of a worker's memory. The file is allocated completely, so that no later write fails.
 
     Args:
-        path: of the file, which may be removed meanwhile.
+        path: the path of the file, which may be removed later.
 
     Raises:
-        OSError: there is no room, no such folder, or a file of that name.
+        OSError: there is no space, the folder does not exist, or the file exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,8 +71,8 @@ class MemoryReader:
         self._names_end = 0
 
     def values(self) -> dict[Source, tuple[float, ...]]:
-        """Return each source with its words, in the order in which they came; called by one thread at a time."""
-        # Read and not mapped: a worker may truncate its file, and then its words are zeros.
+        """Return the words of each source, in the order of their creation. Not thread-safe."""
+        # Read and not mapped: if a worker truncates its file, the missing words are zeros.
         words = os.pread(self._descriptor, 8 * _NAMES, 0).ljust(8 * _NAMES, b"\0")
         missing = int.from_bytes(words[:8], "little") - self._names_end
         if 0 < missing <= _SIZE:
@@ -90,20 +90,20 @@ class MemoryReader:
 
 
 class MemoryWriter:
-    """The view of the one process that writes.
+    """The view of the writing process.
 
     Args:
-        path: the file.
+        path: the path of the file.
 
     Attributes:
-        values: all words, to be written to at the places that :meth:`place` returns.
+        values: all words; write to the indices that :meth:`place` returns.
 
     Raises:
-        OSError: it cannot be opened, or another process writes to it.
+        OSError: the file cannot be opened, or another process writes to it.
     """
 
     def __init__(self, path: str) -> None:
-        # Kept open for its lock, which belongs to this process and not to its children.
+        # Stays open for its lock, which children do not inherit.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +118,7 @@ class MemoryWriter:
         self._free = max((first + source.words for source, first in self._places.items()), default=_VALUES)
 
     def place(self, source: Source) -> int | None:
-        """Return the first word of a source; None if there is no room for it."""
+        """Return the index of the first word of a source; None if there is no space for it."""
         if (place := self._places.get(source)) is not None:
             return place
         place, form = self._free, source.form
@@ -133,19 +133,19 @@ class MemoryWriter:
         return place
 
     def count_dropped(self, reason: str) -> None:
-        """Count a value that was dropped."""
+        """Count a dropped value."""
         self.values[_DROPPED + REASONS.index(reason)] += 1
 
 
 def _places(names: bytes) -> tuple[dict[Source, int], int]:
-    """Return the sources that are named there with their places, and how many bytes of names are complete."""
+    """Return the indices by source, and the number of complete bytes of names."""
     found: dict[Source, int] = {}
     read = 0
     for line in names.splitlines(keepends=True):
         try:
             group, name, kind, buckets, first = json.loads(line)
             source = Source(group, name, Form(Kind(kind), tuple(buckets)))
-        except (ValueError, TypeError):  # not all of it is visible yet
+        except (ValueError, TypeError):  # the line is not complete yet
             break
         if _VALUES <= first <= _NAMES - source.words:
             found[source] = first

@@ -46,7 +46,7 @@ class _Finder:
     """Is first among the finders of modules until torch's module is imported, and finds it as the others do."""
 
     def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
-        """The module's specification, with a call at its end; None for any other module."""
+        """Return the module's specification, with a call at its end; None for any other module."""
         if name != _MODULE:
             return None
         with suppress(ValueError):  # the program has removed it, or imports in two threads

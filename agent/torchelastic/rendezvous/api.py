@@ -1,6 +1,7 @@
-"""Rendezvous handlers, their parameters, what they return and what they raise.
+"""Rendezvous handlers, their parameters, results and exceptions.
 
-The names and their meaning are torch's, but a user's handler needs one method only. Nothing here imports torch.
+The names have the same meaning as in torch, but a custom handler needs only one method. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ __all__ = [
 
 
 class RendezvousConnectionError(RendezvousError):
-    """The store in which the nodes meet cannot be reached, or refuses this node."""
+    """The store of the rendezvous cannot be reached, or refuses this node."""
 
 
 class RendezvousStateError(RendezvousError):
-    """The state of the rendezvous cannot be understood."""
+    """The state of the rendezvous is invalid."""
 
 
 class RendezvousTimeoutError(RendezvousError):
@@ -43,7 +44,7 @@ class RendezvousTimeoutError(RendezvousError):
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """This node is not needed, and leaves without a failure."""
+    """This node is not needed and exits without a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ class RendezvousInfo:
     """The result of a rendezvous; unpacks like the tuple of its first three fields.
 
     Attributes:
-        store: in which the agents meet.
-        rank: of this node, from 0.
-        world_size: how many nodes there are.
+        store: the store that the agents share.
+        rank: the rank of this node, from 0.
+        world_size: the number of nodes.
         bootstrap_store_info: where workers meet; None if the agents agree on that.
     """
 
@@ -75,31 +76,31 @@ class RendezvousInfo:
 
 
 class RendezvousHandler(abc.ABC):
-    """Brings the nodes together; a subclass has to write :meth:`next_rendezvous` only.
+    """The base class of rendezvous handlers; a subclass has to implement only :meth:`next_rendezvous`.
 
     An agent makes all calls in one thread.
     """
 
     @abc.abstractmethod
     def next_rendezvous(self) -> RendezvousInfo | tuple[Store, int, int]:
-        """Wait until the nodes have met; return a store, this node's rank, and how many nodes there are.
+        """Wait for the rendezvous; return a store, this node's rank and the number of nodes.
 
-        Called again when workers have failed, or :meth:`num_nodes_waiting` is above 0.
+        The agent calls this again after a failure of workers, or if :meth:`num_nodes_waiting` is above 0.
 
         Raises:
-            RendezvousError: they do not meet.
+            RendezvousError: the rendezvous failed.
         """
 
     def get_backend(self) -> str:
-        """Return the name under which it is chosen."""
+        """Return the name of the backend."""
         return type(self).__name__
 
     def get_run_id(self) -> str:
-        """Return the id that the nodes of a run have in common."""
+        """Return the id of the run."""
         return "none"
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait for the next rendezvous; called again and again while the workers run."""
+        """Return how many nodes wait for the next rendezvous; polled while the workers run."""
         return 0
 
     def is_closed(self) -> bool:
@@ -110,7 +111,7 @@ class RendezvousHandler(abc.ABC):
         """Close the run."""
 
     def shutdown(self) -> bool:
-        """Release everything at the end; return whether that worked."""
+        """Release all resources at the end; return whether that succeeded."""
         return True
 
     @property
@@ -124,8 +125,8 @@ class RendezvousParameters:
 
     Args:
         backend: the handler's name.
-        endpoint: where the nodes meet.
-        run_id: the id that they have in common.
+        endpoint: the address of the store.
+        run_id: the id of the run.
         min_nodes: the smallest number of nodes.
         max_nodes: the largest number of nodes.
         local_addr: where the other nodes reach this one; None to find it out.
@@ -164,7 +165,7 @@ class RendezvousParameters:
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return the further parameter of this name as a bool; raise ValueError if it is none."""
+        """Return the further parameter of this name as a bool; raise ValueError if it is not a bool."""
         match self.get(key, default):
             case None | bool() as value:
                 return value
@@ -178,7 +179,7 @@ class RendezvousParameters:
                 raise ValueError(f"The rendezvous' {key}={other!r} is neither true nor false.")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """Return the further parameter of this name as an int; raise ValueError if it is none."""
+        """Return the further parameter of this name as an int; raise ValueError if it is not an int."""
         value = self.get(key, default)
         try:
             return None if value is None else int(value)

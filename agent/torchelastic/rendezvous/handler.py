@@ -1,8 +1,8 @@
-"""Our rendezvous for callers that block: torchrun's own agent, or a launcher of a user's own.
+"""The rendezvous handler for blocking callers: torchrun's own agent, or a custom launcher.
 
-An agent that is not ours stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new
-ones, so a round may be over before all its nodes have called. Therefore the nodes of a round meet once more in its
-TCPStore, in which one verdict is written by compare-and-swap: all have come, or one of them has seen a later round.
+Such an agent stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new workers, so a
+round may be over before all its nodes have called. Therefore the nodes of a round also meet in its TCPStore, in which
+a compare-and-swap writes one verdict: all nodes have arrived, or a node has received a later round.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     from torchelastic.rendezvous.handler_settings import HandlerSettings, Parameters
-    from torchelastic.rendezvous.node_thread import Told
+    from torchelastic.rendezvous.node_thread import NodeStatus
 
 NO_LIMIT: Final = 1_000_000
-"""More failures than a run can have."""
+"""A limit that no run reaches."""
 
 OUTCOME_TIMEOUT: Final = 10.0
-"""Seconds for which a node whose workers have succeeded waits for those of the others."""
+"""Seconds that a node whose workers have succeeded waits for the workers of the other nodes."""
 
 _LEFT: Final = "This node has left the run."
 _STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
@@ -57,17 +57,17 @@ _ALL, _LATER = "all have come", "a later round has come"
 
 
 class ElasticRendezvousHandler(RendezvousHandler):
-    """A node of a run, for callers that block. A node that leaves never closes the run for the others.
+    """A node of a run, for blocking callers. A node that leaves never closes the run for other nodes.
 
     Args:
-        parameters: torch's or ours.
+        parameters: the rendezvous parameters, of torch's type or ours.
 
     Attributes:
-        settings: what is read from them.
-        bounds_crash_loops: whether they set ``crash_loop_limit``.
+        settings: the settings from the parameters.
+        bounds_crash_loops: whether the parameters set ``crash_loop_limit``.
 
     Raises:
-        SettingsError: they cannot be honoured; the message says what to change.
+        SettingsError: a parameter is invalid; the message says what to change.
     """
 
     def __init__(self, parameters: Parameters) -> None:
@@ -75,20 +75,20 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self.bounds_crash_loops = any(key.replace("-", "_") == "crash_loop_limit" for key in parameters.config)
         self._backend = parameters.backend
         self._node: NodeThread | None = None
-        self._given: Told | None = None
+        self._given: NodeStatus | None = None
         self._since = 0.0
-        # The store before the last one serves workers of nodes that do not know yet that their round is over.
+        # The previous store serves workers of nodes that have not received the new round yet.
         self._stores: deque[TCPStore] = deque(maxlen=2)
         self._closed = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a round that this node is in and that all its nodes have come to.
+        """Wait for a round that has this node as a member and at which all its nodes have arrived.
 
-        A call while the last round stands reports that its workers have failed here.
+        A call while the last round is current reports a failure of its workers on this node.
 
         Raises:
             RendezvousClosedError: the run has ended.
-            RendezvousTimeoutError: too few nodes have come.
+            RendezvousTimeoutError: too few nodes have arrived.
             RendezvousConnectionError: the store cannot be reached, or refuses this node.
         """
         if self._closed:
@@ -100,53 +100,53 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 seen = self._given.serial
                 self._report_failure(node, self._given, "its workers have failed or were stopped", FailureKind.PROGRAM)
             while True:
-                told = node.next(seen)
-                seen = told.serial
-                if (store := self._meet(node, told)) is not None:
-                    return self._info(node, told, store)
+                status = node.next(seen)
+                seen = status.serial
+                if (store := self._meet(node, status)) is not None:
+                    return self._info(node, status, store)
         except Ended as end:
             raise self._explained(end) from None
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait, or 1 if the round is about to change otherwise: it may also become smaller.
+        """Return the number of waiting nodes, or 1 if the round is about to change for another reason.
 
         Raises:
-            RendezvousConnectionError: the store refuses this node for good.
+            RendezvousConnectionError: the store refuses this node permanently.
         """
         if self._node is None or self._given is None:
             return 0
-        told = self._node.told
-        if told.outcome is not None or told.partitioned:
+        status = self._node.status
+        if status.outcome is not None or status.partitioned:
             return 1
         try:
             if not self._node.is_over(self._given.serial):
                 return 0
         except Ended as end:
             raise self._explained(end) from None
-        return max(1, len(set(told.record.nodes).difference(self._given.record.nodes)))
+        return max(1, len(set(status.record.nodes).difference(self._given.record.nodes)))
 
     def is_closed(self) -> bool:
-        """Whether the run has ended, or this node has left it."""
-        return self._closed or (self._node is not None and self._node.told.outcome is not None)
+        """Return whether the run has ended, or this node has left it."""
+        return self._closed or (self._node is not None and self._node.status.outcome is not None)
 
     def set_closed(self) -> None:
-        """Leave the run; it goes on for the others."""
+        """Leave the run; the other nodes continue."""
         self._end(succeeded=False)
 
     def shutdown(self) -> bool:
-        """Leave the run; if the workers have succeeded, after those of all nodes.
+        """Leave the run; if the workers have succeeded, first wait for the workers of all nodes.
 
-        They have unless this is called because of an exception: a launcher calls it at the end of its agent.
+        The workers have succeeded unless an exception is being handled: a launcher calls this when its agent ends.
         """
         self._end(succeeded=sys.exception() is None)
         return True
 
     def get_backend(self) -> str:
-        """The name under which it was chosen."""
+        """Return the name of the backend."""
         return self._backend
 
     def get_run_id(self) -> str:
-        """The id that the nodes of the run have in common."""
+        """Return the id of the run."""
         return self.settings.rendezvous.run_id
 
     @property
@@ -162,44 +162,44 @@ class ElasticRendezvousHandler(RendezvousHandler):
     # -- joining
 
     def _started(self) -> NodeThread:
-        # The caller counts restarts itself: whatever it restarts, the run goes on.
+        # The caller counts restarts itself, so the run has no limit.
         rules = dataclasses.replace(self.settings.rendezvous, max_restarts=NO_LIMIT, crash_loop_limit=NO_LIMIT)
         node = NodeThread(dataclasses.replace(self.settings, rendezvous=rules), _serve)
         node.start()
-        atexit.register(self.set_closed)  # nothing else is called if an agent is ended by a signal
+        atexit.register(self.set_closed)  # the only call if a signal ends the agent
         return node
 
-    def _meet(self, node: NodeThread, told: Told) -> TCPStore | None:
-        """The round's store, once all its nodes have come; None if a later round came first."""
+    def _meet(self, node: NodeThread, status: NodeStatus) -> TCPStore | None:
+        """Return the round's store after all its nodes have arrived; None if a later round starts first."""
         from torch.distributed import DistError
 
         try:
-            store: TCPStore | None = told.server or self._connected(node, told)
+            store: TCPStore | None = status.server or self._connected(node, status)
             if store is None:
                 return None
             self._stores.append(store)
-            if _all_come(store, node, told):
+            if _all_arrived(store, node, status):
                 return store
             why = "not all nodes have come to the round"
         except (OSError, DistError) as error:
             why = f"the round's store is gone: {error}".partition("\n")[0]
-        if not node.is_over(told.serial, timeout=_LOST_AFTER):
-            self._report_failure(node, told, why, FailureKind.COMMUNICATION)
+        if not node.is_over(status.serial, timeout=_LOST_AFTER):
+            self._report_failure(node, status, why, FailureKind.COMMUNICATION)
         return None
 
-    def _connected(self, node: NodeThread, told: Told) -> TCPStore | None:
-        """The round's store on another node; None if a later round came first."""
+    def _connected(self, node: NodeThread, status: NodeStatus) -> TCPStore | None:
+        """Return the round's store on another node; None if a later round starts first."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # not in its __all__
 
-        host, port = split_endpoint(told.record.store)
+        host, port = split_endpoint(status.record.store)
         deadline = time.monotonic() + _LOST_AFTER
         while True:
-            # torch retries for long without learning that the round is over, so it connects only if the port is open.
+            # torch would retry for a long time without noticing a later round, so connect only if the port is open.
             try:
                 socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT.total_seconds()).close()
                 store = TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
             except (OSError, DistError):
-                if node.is_over(told.serial, timeout=_POLL_INTERVAL):
+                if node.is_over(status.serial, timeout=_POLL_INTERVAL):
                     return None
                 if time.monotonic() > deadline:
                     raise
@@ -207,25 +207,25 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 store.set_timeout(_STORE_TIMEOUT)
                 return store
 
-    def _info(self, node: NodeThread, told: Told, store: TCPStore) -> RendezvousInfo:
-        self._given = told
+    def _info(self, node: NodeThread, status: NodeStatus, store: TCPStore) -> RendezvousInfo:
+        self._given = status
         self._since = time.monotonic()
-        os.environ["TORCHELASTIC_ROUND"] = str(told.record.number)  # the agent passes its environment on to its workers
+        os.environ["TORCHELASTIC_ROUND"] = str(status.record.number)  # workers inherit it from the agent
         return RendezvousInfo(
             store=store,
-            rank=told.record.nodes.index(node.node),
-            world_size=len(told.record.members),
+            rank=status.record.nodes.index(node.node),
+            world_size=len(status.record.members),
             bootstrap_store_info=RendezvousStoreInfo(*self.meeting_point),
         )
 
     # -- leaving
 
-    def _report_failure(self, node: NodeThread, told: Told, message: str, kind: FailureKind) -> None:
-        if node.told.serial != told.serial or node.told.partitioned:
+    def _report_failure(self, node: NodeThread, status: NodeStatus, message: str, kind: FailureKind) -> None:
+        if node.status.serial != status.serial or node.status.partitioned:
             return
         failure = FailureRecord(
-            round=told.record.number,
-            rank=told.record.nodes.index(node.node),
+            round=status.record.number,
+            rank=status.record.nodes.index(node.node),
             local_rank=0,
             node=node.node,
             exit_code=1,
@@ -234,7 +234,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             message=message,
             uptime=round(time.monotonic() - self._since, 3),
         )
-        node.report(told.record.number, failure=failure)
+        node.report(status.record.number, failure=failure)
 
     def _explained(self, end: Ended) -> Exception:
         outcome = end.outcome
@@ -258,12 +258,12 @@ class ElasticRendezvousHandler(RendezvousHandler):
             node.report(self._given.record.number, phase=NodePhase.DONE)
             with contextlib.suppress(Ended):
                 node.is_over(self._given.serial, timeout=OUTCOME_TIMEOUT)
-        node.stop(leave=node.told.outcome is None)
+        node.stop(leave=node.status.outcome is None)
         self._stores.clear()
 
 
 def _serve(listener: socket.socket) -> TCPStore:
-    """A round's store, in this process."""
+    """Serve a round's store in this process."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     host, port = listener.getsockname()[:2]
@@ -278,26 +278,26 @@ def _serve(listener: socket.socket) -> TCPStore:
     )
 
 
-def _all_come(store: TCPStore, node: NodeThread, told: Told) -> bool:
-    """Wait until all nodes of a round have come; False if one of them leaves, or has seen a later round first.
+def _all_arrived(store: TCPStore, node: NodeThread, status: NodeStatus) -> bool:
+    """Wait until all nodes of a round have arrived; return False if a node leaves or receives a later round first.
 
-    They come in two steps: a node that dies while it waits for the last one does not take the second.
+    Nodes arrive in two steps: a node that dies while it waits for the last node does not take the second step.
     """
 
     def veto() -> bytes:
         verdict: bytes = store.compare_set(_VERDICT, "", _LATER)
         return verdict
 
-    nodes = len(told.record.members)
+    nodes = len(status.record.members)
     try:
         for step, over in ((_ARRIVED, _ARRIVED_ALL), (_CONFIRMED, _VERDICT)):
             if store.add(step, 1) == nodes:
                 store.compare_set(over, "", _ALL)
             while not (store.check([over]) or store.check([_VERDICT])):
-                if node.is_over(told.serial, timeout=_POLL_INTERVAL):
+                if node.is_over(status.serial, timeout=_POLL_INTERVAL):
                     veto()
         verdict: bytes = store.get(_VERDICT)
-    except Ended:  # this node leaves, so the others must not wait for it; but if all have met, it has met them too
+    except Ended:  # this node leaves, so the others must not wait for it, unless all have arrived already
         verdict = veto()
         if verdict.decode() != _ALL:
             raise

@@ -1,4 +1,4 @@
-"""The settings of our handler, from its parameters; values are read as those of ``torchelastic-run``'s flags."""
+"""The settings of the rendezvous handler, parsed from its parameters like the flags of ``torchelastic-run``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Parameters(Protocol):
-    """What torch's RendezvousParameters and ours have in common."""
+    """The common attributes of torch's RendezvousParameters and ours."""
 
     backend: str
     endpoint: str
@@ -34,15 +34,15 @@ class Parameters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HandlerSettings:
-    """How and where a node meets its peers.
+    """The settings of a node in the rendezvous.
 
     Attributes:
-        rendezvous: the rules.
-        store: where they meet; None for a run of one node that needs no etcd.
+        rendezvous: the rules of the rendezvous.
+        store: the store; None for a run of one node, which needs no etcd.
         node_name: the name of this node.
-        address: where its peers reach it.
-        interface: the network interface of an address that was given, for gloo and NCCL; else empty.
-        place: nodes with the same one are neighbours.
+        address: the address at which peers reach this node.
+        interface: the network interface of a given address, for gloo and NCCL; otherwise empty.
+        place: the topology key; nodes with the same key get neighbouring ranks.
     """
 
     rendezvous: RendezvousSettings
@@ -57,11 +57,11 @@ def read_settings(parameters: Parameters, environ: Mapping[str, str]) -> Handler
     """Return the settings of a node.
 
     Args:
-        parameters: the handler's.
-        environ: the operator's variables are read from here.
+        parameters: the parameters of the handler.
+        environ: has the operator's variables.
 
     Raises:
-        SettingsError: they cannot be honoured; the message says what to change.
+        SettingsError: a parameter is invalid; the message says what to change.
     """
     least, most = parameters.min_nodes, parameters.max_nodes
     flags = {
@@ -95,7 +95,7 @@ def read_settings(parameters: Parameters, environ: Mapping[str, str]) -> Handler
 
 
 def _conf(config: Mapping[str, Any]) -> str:
-    """The pairs as ``--rdzv-conf`` has them, without what torchrun adds for its own handlers."""
+    """Return the pairs in the format of ``--rdzv-conf``, without those that torchrun adds for its own handlers."""
     pairs = {key.replace("-", "_"): value for key, value in config.items() if key != "rank"}
     if "join_timeout" in pairs:
         pairs.pop("timeout", None)

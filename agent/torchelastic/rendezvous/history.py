@@ -1,4 +1,4 @@
-"""What a run did when, as one node knows it: its time breakdown and its rounds.
+"""The history of a run as one node knows it: its time breakdown and its rounds.
 
 Every node keeps a history of what it is told and does; the leader's is the run's. A new leader adopts what its
 predecessor has written, and continues from there with what it has seen itself. So each second since the creation of
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CAUSE: Final = 300
-"""Characters of a round's cause that the history keeps."""
+"""Maximum length of a round's cause in characters."""
 
 MAX_MESSAGE: Final = 1000
-"""Characters of a failure's message that the history keeps."""
+"""Maximum length of a failure's message in characters."""
 
 MAX_CLOCK_SKEW: Final = 3600.0
-"""Seconds by which another node's clock may be ahead; a breakdown from later is ignored."""
+"""Seconds by which another node's clock may be ahead; a later breakdown is ignored."""
 
 WRITE_INTERVAL: Final = 10.0
-"""Seconds between writes without news: the uncertainty if all nodes die."""
+"""Seconds between writes without changes: the error of the breakdown if all nodes die."""
 
 MIN_INTERVAL: Final = 1.0
-"""The shortest time between two writes, in seconds."""
+"""Minimum number of seconds between two writes."""
 
 READ_ATTEMPTS: Final = 5
 """Read attempts on a store that answers other requests, before leading without history."""
@@ -88,7 +88,7 @@ class _RoundTimes:
     """Whether the program reports steps: without a first step it restores."""
 
     def trains_from(self) -> float:
-        """When its workers began to train; infinite if they have only restored so far."""
+        """Return when its workers began to train; infinite if they have only restored so far."""
         if self.first_step:
             return max(self.first_step, self.started)
         return float("inf") if self.reports_steps else self.started
@@ -120,7 +120,7 @@ class History:
         self._round = _RoundTimes(now)
         self._rounds: dict[int, PastRound] = {}
 
-    # -- what this node sees
+    # -- observations of this node
 
     @property
     def state(self) -> RunState:
@@ -130,7 +130,7 @@ class History:
         return RunState.RESTORING if restores else state
 
     def enter(self, state: RunState) -> None:
-        """Note that the run is in another state from now on."""
+        """Note a change of the run's state."""
         before, now = self._transitions[-1].state, self._now()
         if state is not before:
             if before is RunState.TRAINING:
@@ -138,7 +138,7 @@ class History:
             self._transitions.append(_Transition(now, state))
 
     def round_broke(self) -> None:
-        """Note that the current round has ended, and the next one is to be agreed on."""
+        """Note that the current round has ended and the next rendezvous starts."""
         if self.state in _AT_WORK:
             self.enter(RunState.RENDEZVOUS)
 
@@ -149,7 +149,7 @@ class History:
         self._round.started, self._round.ended = self._transitions[-1].at, 0.0
 
     def note_round(self, record: RoundRecord) -> None:
-        """Note a round that this node was told of."""
+        """Note a round that this node has received."""
         present = record.time_breakdown.there if record.time_breakdown is not None else ()
         nodes = frozenset(record.nodes or present)
         before, base = self._round, self._base
@@ -184,10 +184,10 @@ class History:
         times.last_checkpoint = max(times.last_checkpoint, checkpoint)
         return True
 
-    # -- what other nodes have written
+    # -- records of other nodes
 
     def adopt(self, breakdown: TimeBreakdown) -> None:
-        """Continue from the breakdown of the node that led until then; what this node saw counts from there.
+        """Continue from the previous leader's breakdown; this node's observations count from there.
 
         A breakdown of an earlier round is ignored, even if it is more recent: the leader may have written it while it
         committed the next round, and it lacks the loss and the departures that the round's own breakdown has.
@@ -202,7 +202,7 @@ class History:
         self.note_progress(breakdown)
 
     def adopt_rounds(self, history: HistoryRecord) -> None:
-        """Add the rounds of which this node was not told."""
+        """Add the rounds that this node has not received."""
         for past in history.rounds:
             known = self._rounds.get(past.number)
             ended = past.ended or (0.0 if known is None else known.ended)
@@ -210,7 +210,7 @@ class History:
         self._rounds = dict(sorted(self._rounds.items()))
         self._limit_rounds()
 
-    # -- what the leader writes
+    # -- records of the leader
 
     def with_breakdown(self, record: RoundRecord, end_of: Callable[[str], NodeEnd | None]) -> RoundRecord:
         """Return a round to be committed with the time before it; the history does not change.
@@ -221,7 +221,7 @@ class History:
         """
         before, nodes = self._round, frozenset(record.nodes)
         if record.number <= before.number:
-            return record  # restored to a store that had lost it
+            return record  # restored to a store that lost it
         away = before.nodes - nodes
         ends = {node: end for node in away if (end := end_of(node)) is not None}
         present = () if nodes else tuple(sorted(before.nodes - ends.keys()))
@@ -249,7 +249,7 @@ class History:
         return msgspec.structs.replace(breakdown, state=RunState.STOPPING, lost=lost, last_checkpoint_at=checkpoint)
 
     def breakdown(self) -> TimeBreakdown:
-        """Return where the time went until now."""
+        """Return the time breakdown up to now."""
         # Read before the base, because a scrape runs in another thread: adopt() replaces the base first.
         transitions = tuple(self._transitions)
         base, times = self._base, self._round
@@ -288,14 +288,14 @@ class History:
         return round((base.lost or 0.0) + max(ended - max(began, checkpoint), 0.0), 3)
 
     def _ended_at(self) -> float:
-        """When the workers of the current round stopped, as seen here or written by others; 0 if unknown."""
+        """Return when the workers of the current round stopped, as seen here or written by others; 0 if unknown."""
         base, times, past = self._base, self._round, self._rounds.get(self._round.number)
         written = base.until if base.round == times.number and base.state in _AT_WORK else 0.0
         if past is None or written <= past.began:  # of the time before the round
             written = 0.0
         if not times.started:
             return written
-        # A node that came later has only heard of the round.
+        # A node that joined later has received only the round.
         return written if 0 < written < times.started else times.ended or self._now()
 
     def _limit_rounds(self) -> None:
@@ -348,7 +348,7 @@ def _past_round(record: RoundRecord, *, began: float) -> PastRound:
 
 
 def _with_all_gone(past: PastRound, died: int, nodes: int) -> PastRound:
-    """The first round after one of which no node is left: its cause is that, and not who joined."""
+    """Return the first round after the loss of all nodes, with the loss as its cause."""
     if past.reason is not RoundReason.NODE_JOINED:
         return past
     gone = "the only node died" if nodes == 1 else f"all {nodes} nodes died"
@@ -398,13 +398,13 @@ class HistoryWriter:
         self._final: TimeBreakdown | None = None
 
     def notify(self, *, rewrite: bool = False) -> None:
-        """Announce news; with ``rewrite``, write the rounds even if unchanged: the store may have lost them."""
+        """Request a write; with ``rewrite``, also of unchanged rounds, which the store may have lost."""
         if rewrite:
             self._written = None
         self._news.send()
 
     async def run(self, has_read: Callable[[], None]) -> None:
-        """Read the history, call ``has_read``, then write news until cancelled."""
+        """Read the history, call ``has_read``, then write changes until cancelled."""
         backoff = Backoff()
         refused = 0
         while not self.has_read:
@@ -468,7 +468,7 @@ class HistoryWriter:
         await self.write()
 
     def resume(self) -> None:
-        """Go on after all: the outcome could not be committed."""
+        """Continue, because the outcome could not be committed."""
         self._final = None
         self._news.send()
 

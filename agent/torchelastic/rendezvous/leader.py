@@ -162,7 +162,7 @@ class Leader:
             self._start(self._after_loss(peer))
 
     async def reaches_a_peer(self, within: float) -> bool:
-        """Whether one of the connected nodes answers a probe within so many seconds."""
+        """Return whether one of the connected nodes answers a probe within so many seconds."""
         known = {**self.membership.silent, **self.membership.peers}
         connected = [peer for peer in known.values() if self._server.is_connected(peer.id)]
         probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
@@ -286,7 +286,7 @@ class Leader:
                 await backoff.wait()
 
     def _is_ready(self) -> bool:
-        """Whether this node leads and has read everything: deciding on half of it would lose nodes."""
+        """Return whether this node leads and has read everything: deciding on half of it would lose nodes."""
         leader = self._run.leader.record
         read = self._listed and self.history_writer.has_read
         return read and self._run.away_since is None and leader is not None and leader.node == self._run.node

@@ -139,7 +139,7 @@ class LeaderElection:
         return leader is None or leader.node in ("", self.dead_leader)
 
     def _is_expired(self) -> bool:
-        """Whether the leader's lease expired, or no node ever led."""
+        """Return whether the leader's lease expired, or no node ever led."""
         return self._run.leader.record is None
 
     def _delay(self) -> float:
@@ -254,7 +254,7 @@ class LeaderElection:
             logger.warning("%s leads, and this node cannot take part: %s", leader.node, other_version(leader.protocol))
 
     async def reaches_leader(self, within: float) -> bool:
-        """Whether the leader to which this node is connected answers a probe within so many seconds."""
+        """Return whether the leader to which this node is connected answers a probe within so many seconds."""
         leader = self._last_leader
         if leader is None or not self.connected:
             return False

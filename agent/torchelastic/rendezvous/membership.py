@@ -52,20 +52,20 @@ class Membership:
 
     @property
     def silent(self) -> Mapping[str, Peer]:
-        """The nodes without a key that are taken to be alive."""
+        """The nodes without a key that count as alive."""
         return self._silent
 
     def is_member(self, node: str, *, now: float) -> bool:
-        """Whether a node is in the current round."""
+        """Return whether a node is in the current round."""
         self._update_round(now)
         return node in self._members
 
     def is_present(self, node: str) -> bool:
-        """Whether a node has a key and is not known to be dead."""
+        """Return whether a node has a key and is not known to be dead."""
         return node in self._peers and node not in self._dead
 
     def is_departure_expected(self, node: str) -> bool:
-        """Whether a node announced that it leaves, is done, or the run is over."""
+        """Return whether a node announced that it leaves, is done, or the run is over."""
         peer = self._peers.get(node)
         leaves = node in self._left or (peer is not None and peer.record.phase is NodePhase.LEAVING)
         return leaves or node in self._done or self._run.outcome is not None
@@ -112,7 +112,7 @@ class Membership:
         return peer if before is None else None
 
     def gone(self, node: str) -> Peer | None:
-        """Note that a node's key is gone; return the node if it may live nevertheless."""
+        """Note that a node's key is gone; return the node if it may still be alive."""
         peer = self._peers.pop(node, None)
         if peer is not None and peer.record.phase is NodePhase.LEAVING:
             self._left.add(node)
@@ -120,7 +120,7 @@ class Membership:
         return None if node in self._dead else peer
 
     def keep_silent(self, peer: Peer) -> None:
-        """Take a node without a key to be alive until more is known."""
+        """Count a node without a key as alive until more is known."""
         self._silent[peer.id] = peer
 
     def end_silence(self, node: str) -> None:
@@ -140,17 +140,17 @@ class Membership:
         """Note that a node is certainly dead."""
         self._dead.add(node)
 
-    # -- the result
+    # -- the snapshot
 
     def snapshot(
         self, *, now: float, patient_until: float, remembered: RoundRecord | None, gave_way: bool = False
     ) -> Snapshot:
-        """Return all that the leader knows; see :class:`Snapshot` for the arguments."""
+        """Return a snapshot; see :class:`Snapshot` for the arguments."""
         self._update_round(now)
         members = self._members
         silent = frozenset(self._silent)
         if now < patient_until and (self._run.node in members or not members.isdisjoint(self._peers)):
-            # Members without a key may be on their way back to a store that was away. A newcomer that leads has
+            # Members without a key may be reconnecting to a store that was unavailable. A new node that leads has
             # already waited for them.
             silent = silent | (members - self._peers.keys() - self._left - self._dead)
         return Snapshot(
@@ -196,7 +196,7 @@ class Membership:
             self._note(peer, now)
 
     def _note(self, peer: Peer, now: float) -> None:
-        """Remember what a node reports of the current round: its key may be gone the next moment."""
+        """Remember a node's report about the current round, because its key may disappear."""
         record = peer.record
         self._highest_round_seen = max(self._highest_round_seen, record.round)
         number = 0 if self._round is None else self._round.number
@@ -206,7 +206,7 @@ class Membership:
             self._failed_since = now
 
     def _wanted_size(self) -> SizeRecord:
-        """The size of the highest generation: in the store, or in a node's record."""
+        """Return the size of the highest generation: in the store, or in a node's record."""
         best = self._run.size
         for peer in self._peers.values():
             size = peer.record.size

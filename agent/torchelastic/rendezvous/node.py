@@ -296,7 +296,7 @@ class RendezvousNode:
         await self._registration.flush()
 
     async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
-        """Whether a round of which this node is a member is still the run's, read from the store now.
+        """Return whether a round of which this node is a member is still the run's, read from the store now.
 
         If the store is away, the answer is what this node and a connected peer can know.
         """
@@ -494,7 +494,7 @@ async def watch_for_partition(
 
 
 async def _reaches_any(run: RunStateWatch, reaches_a_peer: Callable[[float], Awaitable[bool]], within: float) -> bool:
-    """Whether a peer or the store answers within so many seconds; a connection that was cut may need a second try."""
+    """Return whether a peer or the store answers in time; a broken connection may need a second attempt."""
 
     async def find_a_peer() -> None:
         while not await reaches_a_peer(within):  # noqa: ASYNC110 - each turn is a probe

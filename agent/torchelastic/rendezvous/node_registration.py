@@ -178,7 +178,7 @@ def _is_over(entry: Entry | None) -> bool:
 
 
 def _took_part(entry: Entry, state: Entry, keys: RunKeys) -> bool:
-    """Whether this is the key of a node that was present when the run ended; later nodes only learn of its end."""
+    """Return whether this key belongs to a node that was present when the run ended."""
     if not entry.key.startswith(keys.nodes):
         return False
     try:

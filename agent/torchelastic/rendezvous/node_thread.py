@@ -1,6 +1,6 @@
-"""A node in a thread of its own, for callers that block: torch's agent, or a program without an event loop.
+"""A node in its own thread, for blocking callers: torch's agent, or a program without an event loop.
 
-The thread follows the run all the time. Questions are answered from what it was told last.
+The thread follows the run continuously. Callers read the status that it has published last.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT: Final = 5.0
-"""Seconds to wait for the end of the thread."""
+"""Seconds to wait for the thread to end."""
 
 
 class Ended(TorchElasticError):  # noqa: N818 - a state
-    """Nothing new will come: the run has an outcome, or this node cannot take part any more.
+    """The status is final: the run has an outcome, or this node cannot continue.
 
     Attributes:
-        outcome: the run's, if it has one.
+        outcome: the outcome of the run, if it has one.
     """
 
     def __init__(self, message: str, outcome: OutcomeRecord | None = None) -> None:
@@ -46,16 +46,16 @@ class Ended(TorchElasticError):  # noqa: N818 - a state
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a node was told last.
+class NodeStatus:
+    """The status of a node.
 
     Attributes:
-        serial: counts the rounds that the node was told of: the same number can come again with other members.
+        serial: counts the rounds that the node received: a round number can be repeated with other members.
         record: the last round.
-        server: what serves the round's store, if this node does.
+        server: the server of the round's store, if this node serves it.
         partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
-        outcome: the run's outcome.
-        error: why the node cannot take part any more.
+        outcome: the outcome of the run.
+        error: why the node cannot continue.
     """
 
     serial: int = 0
@@ -67,20 +67,20 @@ class Told:
 
 
 class NodeThread:
-    """One node of a run, from :meth:`start` to :meth:`stop`. Its methods may be called from any thread.
+    """One node of a run, from :meth:`start` to :meth:`stop`. Thread-safe.
 
     Args:
-        settings: how and where it meets its peers.
-        serve: serves a store on a listening socket, which it owns from then on; called in a thread.
+        settings: the settings of the node.
+        serve: serves a store on a listening socket, and takes ownership of the socket; called in a thread.
 
     Attributes:
-        node: its id.
-        told: what it was told last.
+        node: the node's id.
+        status: the last status.
     """
 
     def __init__(self, settings: HandlerSettings, serve: Callable[[socket.socket], object]) -> None:
         self.node = f"{settings.node_name}.{secrets.token_hex(4)}"
-        self.told = Told()
+        self.status = NodeStatus()
         self._settings = settings
         self._serve = serve
         self._changed = threading.Condition()
@@ -95,49 +95,49 @@ class NodeThread:
         """Join the run."""
         self._thread.start()
 
-    def wait_for(self, wanted: Callable[[Told], bool], *, timeout: float | None = None) -> Told:
-        """Wait until what the node was told is as wanted, or the time is over; return what it was told.
+    def wait_for(self, wanted: Callable[[NodeStatus], bool], *, timeout: float | None = None) -> NodeStatus:
+        """Wait for a status that satisfies a condition, or for the timeout; return the last status.
 
         Raises:
-            Ended: nothing new will come.
+            Ended: the status is final.
         """
 
         def ready() -> bool:
-            if self.told.outcome is not None:
-                raise Ended(self.told.outcome.message or "the run has ended", self.told.outcome)
-            if self.told.error is not None:
-                raise Ended(f"{self.told.error}") from self.told.error
-            return wanted(self.told)
+            if self.status.outcome is not None:
+                raise Ended(self.status.outcome.message or "the run has ended", self.status.outcome)
+            if self.status.error is not None:
+                raise Ended(f"{self.status.error}") from self.status.error
+            return wanted(self.status)
 
         with self._changed:
             self._changed.wait_for(ready, timeout)
-            return self.told
+            return self.status
 
-    def next(self, after: int) -> Told:
-        """Wait for a round that this node is in, later than the one of this serial.
+    def next(self, after: int) -> NodeStatus:
+        """Wait for a round after this serial that has this node as a member.
 
         Raises:
-            Ended: nothing new will come.
+            Ended: the status is final.
         """
-        return self.wait_for(lambda told: told.serial > after and self.node in told.record.nodes)
+        return self.wait_for(lambda status: status.serial > after and self.node in status.record.nodes)
 
     def is_over(self, serial: int, *, timeout: float = 0.0) -> bool:
-        """Whether a round later than this one has started, or starts within the time.
+        """Return whether a later round has started, or starts within the timeout.
 
         Raises:
-            Ended: nothing new will come.
+            Ended: the status is final.
         """
-        return self.wait_for(lambda told: told.serial > serial, timeout=timeout).serial > serial
+        return self.wait_for(lambda status: status.serial > serial, timeout=timeout).serial > serial
 
     def report(self, round: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
-        """Report how this node fares in a round, as :meth:`RendezvousNode.report`."""
+        """Change this node's record, as :meth:`RendezvousNode.report` does."""
         self._call(lambda: None if self._inner is None else self._inner.report(round, **changes))
 
     def stop(self, *, leave: bool) -> None:
-        """Stop; returns when the other nodes can know, or after some seconds.
+        """Stop the node; return when its key is updated, or after a timeout.
 
         Args:
-            leave: tell the other nodes first. Not if the run is over.
+            leave: announce the departure to the other nodes; False if the run is over.
         """
         with self._changed:
             self._leaves = leave
@@ -164,11 +164,11 @@ class NodeThread:
             error = raised
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
-        self._tell(error=error)
+        self._update(error=error)
 
-    def _tell(self, **changes: Any) -> None:  # noqa: ANN401 - any field of Told
+    def _update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of NodeStatus
         with self._changed:
-            self.told = dataclasses.replace(self.told, **changes)
+            self.status = dataclasses.replace(self.status, **changes)
             self._changed.notify_all()
 
     async def _live(self) -> None:
@@ -188,7 +188,7 @@ class NodeThread:
                 record=NodeRecord(
                     name=settings.node_name,
                     address=settings.address,
-                    workers=1,  # an agent that is not ours does not tell how many there are
+                    workers=1,  # torch's agent does not report how many workers it has
                     size=settings.rendezvous.size,
                     topology_key=settings.place,
                 ),
@@ -220,13 +220,13 @@ class NodeThread:
                 case RoundStarted(record, listener):
                     logger.info("round %d: %s", record.number, record.cause)
                     server = None if listener is None else await self._served(listener)
-                    self._tell(serial=self.told.serial + 1, record=record, server=server, partitioned=False)
+                    self._update(serial=self.status.serial + 1, record=record, server=server, partitioned=False)
                     if record.members:
-                        node.history.workers_started()  # about now
+                        node.history.workers_started()  # approximately now
                 case Partitioned():
-                    self._tell(partitioned=True)
+                    self._update(partitioned=True)
                 case RunEnded(outcome):
-                    self._tell(outcome=outcome)
+                    self._update(outcome=outcome)
 
     async def _served(self, listener: socket.socket) -> object:
         serving = asyncio.ensure_future(asyncio.to_thread(self._serve, listener))

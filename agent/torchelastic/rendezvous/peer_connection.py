@@ -1,4 +1,4 @@
-"""Connections between nodes: how a death is told from a silence.
+"""Connections between nodes, which distinguish a dead node from a silent one.
 
 Every node holds one TCP connection to the leader. The kernel of a live host closes the connections of a process that
 died, so a lost connection is known at once; but a network can also cut one between two healthy nodes. So the node that
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchelastic.config.settings import PortRange
 
 LINE_LIMIT: Final = 2048
-"""Bytes of a line; the connection is closed after a longer one."""
+"""Maximum length of a line in bytes; a longer line closes the connection."""
 
 BACKLOG: Final = 4096
 """Connections that may wait to be accepted, when a thousand nodes connect at once."""
@@ -68,17 +68,17 @@ class Verdict(enum.Enum):
 
 
 class ConnectionObserver(Protocol):
-    """Is told about the connections that other nodes hold to this one."""
+    """Observes the connections of other nodes to this node."""
 
     def peer_connected(self, node: str) -> None:
-        """The node is connected now."""
+        """Note that a node has connected."""
 
     def peer_lost(self, node: str) -> None:
-        """The node's last connection is gone."""
+        """Note that the last connection of a node is lost."""
 
 
 class PeerServer:
-    """Answers greetings, and tells an observer which nodes are connected.
+    """Answers greetings, and notifies an observer of connections.
 
     Args:
         run: the run's id; connections of other runs are refused.
@@ -110,11 +110,11 @@ class PeerServer:
         return port
 
     def is_connected(self, node: str) -> bool:
-        """Whether the node holds a connection to this one."""
+        """Return whether the node holds a connection to this one."""
         return node in self._connections
 
     async def start(self) -> None:
-        """Begin to accept connections."""
+        """Start to accept connections."""
         self._server = await asyncio.start_server(
             self._accepted, sock=self._listener, limit=LINE_LIMIT, backlog=BACKLOG, start_serving=False
         )
@@ -206,7 +206,7 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
 
 
 async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = PROBE_TIMEOUT) -> Verdict:  # noqa: ASYNC109
-    """Connect to a peer's server and return whether the peer is alive; no answer in time is a silence."""
+    """Connect to a peer's server and return whether the peer is alive; without an answer in time it is silent."""
     verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node), peer, timeout)
     if streams is not None:
         await _close(streams[1])
@@ -251,7 +251,7 @@ async def _read_greeting(reader: asyncio.StreamReader) -> _Greeting | None:
 
 def _limit_silence(writer: asyncio.StreamWriter) -> None:
     connection = writer.get_extra_info("socket")
-    with suppress(OSError):  # it is lost already; the reader will notice
+    with suppress(OSError):  # the connection is lost, which the reader notices
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_TIMEOUT - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)

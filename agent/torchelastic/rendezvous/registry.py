@@ -30,7 +30,7 @@ class RendezvousHandlerRegistry:
 
         Raises:
             ValueError: there is no handler of that name.
-            SettingsError: our handler cannot honour the parameters.
+            SettingsError: our handler does not support the parameters.
         """
         if (creator := self._creators.get(params.backend)) is not None:
             return creator(params)
@@ -40,7 +40,7 @@ class RendezvousHandlerRegistry:
             from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
             return ElasticRendezvousHandler(params)
-        # What torch has (c10d, static), what is registered there, and what other packages bring for torchrun.
+        # torch's own handlers (c10d, static), those registered there, and those of other packages for torchrun.
         from torch.distributed.elastic.rendezvous import RendezvousParameters as TorchParameters
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -53,7 +53,7 @@ class RendezvousHandlerRegistry:
             params.local_addr,
             **params.config,
         )
-        # It has all the methods, and is no subclass.
+        # It has all methods, but is not a subclass.
         return cast("RendezvousHandler", get_rendezvous_handler(given))
 
 

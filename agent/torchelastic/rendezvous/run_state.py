@@ -127,7 +127,7 @@ class RunStateWatch:
 
     @property
     def leader(self) -> Versioned[LeaderRecord]:
-        """Who leads."""
+        """The leader."""
         return self._known[self.keys.leader]
 
     @property
@@ -158,7 +158,7 @@ class RunStateWatch:
 
     @property
     def latest_round(self) -> RoundRecord | None:
-        """The later one of the round in the store and the last one that this node was told of."""
+        """The later one of the round in the store and the last round that this node has received."""
         stored, accepted = self.round, self.accepted_round
         return accepted if stored is None or (accepted is not None and accepted.number > stored.number) else stored
 
@@ -178,14 +178,14 @@ class RunStateWatch:
                     self.changed.send()
 
     async def is_current(self, round: RoundRecord) -> bool:
-        """Whether the run is not over and has no later round than this one, read from the store now.
+        """Return whether the run is not over and has no later round than this one, read from the store now.
 
         Raises:
             StoreError: it could not be read.
         """
         entry = await self.store.get(self.keys.state)
         if entry is None:
-            return True  # the store has lost its data, and the leader is about to restore them
+            return True  # the store has lost its data, and the leader is about to restore it
         try:
             stored = decode_state(entry.value)
         except MalformedRecord:
@@ -195,7 +195,7 @@ class RunStateWatch:
         return stored.round.number < round.number or stored.round == round
 
     def replace(self, listing: Listing) -> None:
-        """Take over a listing of all keys."""
+        """Apply a listing of all keys."""
         is_other = bool(self._cluster_id) and listing.cluster_id not in ("", self._cluster_id)
         if is_other or listing.revision < self._revision:
             self.restored += 1
@@ -211,13 +211,13 @@ class RunStateWatch:
         self.changed.send()
 
     def apply(self, change: Change) -> None:
-        """Take over one change, unless this node has noted it already."""
+        """Apply a change, unless this node has noted it already."""
         self._revision = max(self._revision, change.revision)
         if change.key in self._known and change.revision > self._known[change.key].modified:
             self._set(change.key, self._versioned(change.key, change.entry))
 
     def note(self, key: str, record: msgspec.Struct, revision: int) -> None:
-        """Note what this node has just written, ahead of the watch."""
+        """Note a record that this node has just written, before the watch returns it."""
         if revision > self._known[key].modified:
             self._set(key, Versioned(record, revision))
             self.changed.send()

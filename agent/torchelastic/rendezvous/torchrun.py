@@ -1,7 +1,7 @@
-"""Our rendezvous as torch finds it: ``torchrun --rdzv-backend=torchelastic``.
+"""The entry point of ``torchrun --rdzv-backend=torchelastic``.
 
-torch loads this entry point while it imports its own rendezvous, so this module imports nothing of torch's, and nothing
-that takes time.
+torch loads this entry point while it imports its own rendezvous, so this module does not import torch or other slow
+modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def get_handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what torch registers under the entry point's name."""
+    """Return the function that torch registers under the entry point's name."""
     return create_handler
 
 
@@ -26,14 +26,14 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Create a handler of torch's type.
 
     Raises:
-        SettingsError: the parameters cannot be honoured; the message says what to change.
+        SettingsError: a parameter is invalid; the message says what to change.
     """
     return _handler_type()(parameters)
 
 
 @functools.cache
 def _handler_type() -> Callable[[Parameters], RendezvousHandler]:
-    """Our handler with torch's types, which torch's agent calls, gets back and catches."""
+    """Return the handler class with torch's base class, return types and exceptions."""
     from torch.distributed.elastic import rendezvous as torchs
 
     from torchelastic.rendezvous import api

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def worker_environments(
     round: RoundRecord, node: str, *, role: str, run_id: str, max_restarts: int
 ) -> list[dict[str, str]]:
-    """The documented environment of each worker of one node, by local rank.
+    """Return the documented environment of each worker of one node, by local rank.
 
     All but LOCAL_RANK, RANK and ROLE_RANK is equal on all workers of a node, and what comes from the round alone is
     equal on all workers of the run.

@@ -1,4 +1,4 @@
-"""The agent for launchers in Python, and what goes into it and comes out."""
+"""The agent for Python launchers, with its specs and results."""
 
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent

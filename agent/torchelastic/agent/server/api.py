@@ -1,4 +1,4 @@
-"""What a launcher in Python gives to an agent and gets back, by torch's names."""
+"""The specs and results of an agent for Python launchers, under torch's names."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NOT_AVAILABLE = "<N/A>"
 
 @dataclass(frozen=True, kw_only=False)
 class WorkerSpec:
-    """What each worker of a node runs, and how.
+    """The workers of a node.
 
     Attributes:
-        role: of the workers; shown before the lines of their output unless it is the default one.
+        role: the role of the workers; the prefix of their output contains it unless it is the default role.
         local_world_size: the number of workers on this node.
-        rdzv_handler: how this node meets its peers; None for a run of this node alone.
+        rdzv_handler: the rendezvous handler; None for a run of one node.
         fn: the function that each worker calls; the older name of ``entrypoint``.
         entrypoint: that function, or a command. A function and its arguments are carried over by cloudpickle, so it may
             be a lambda or stand in ``__main__``.
@@ -82,7 +82,7 @@ class WorkerSpec:
         """The function or the command."""
         program = self.entrypoint or self.fn
         if program is None:
-            raise AssertionError("__post_init__ has seen to it")
+            raise AssertionError("__post_init__ checks this")
         return program
 
     def get_entrypoint_name(self) -> str:
@@ -94,7 +94,7 @@ class WorkerSpec:
 
 
 class WorkerState(enum.StrEnum):
-    """The state of a node's workers, taken together."""
+    """The combined state of a node's workers."""
 
     UNKNOWN = "UNKNOWN"
     INIT = "INIT"
@@ -106,7 +106,7 @@ class WorkerState(enum.StrEnum):
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Return whether there are workers that run."""
+        """Return whether workers run in this state."""
         return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
@@ -117,7 +117,7 @@ class ProcessFailure:
     Attributes:
         local_rank: its rank on its node.
         pid: its process id.
-        exitcode: what it returned, or the negative number of the signal that ended it.
+        exitcode: its exit code, or the negative number of the signal that ended it.
         message: why, in words.
         host: the address of its node.
         timestamp: when this node knew of it, in seconds since 1970.
@@ -133,7 +133,7 @@ class ProcessFailure:
     error_file: str = NOT_AVAILABLE
 
     def signal_name(self) -> str:
-        """The signal that ended it; "<N/A>" if none did, as torch has it."""
+        """Return the signal that ended it, or "<N/A>" as torch does."""
         if self.exitcode >= 0:
             return NOT_AVAILABLE
         try:
@@ -142,7 +142,7 @@ class ProcessFailure:
             return f"signal {-self.exitcode}"
 
     def timestamp_isoformat(self) -> str:
-        """The timestamp, for people."""
+        """Return the timestamp, for people."""
         return dt.datetime.fromtimestamp(self.timestamp, dt.UTC).astimezone().isoformat(sep="_")
 
 

@@ -99,7 +99,7 @@ class LibraryAgent(Agent):
                 raise RendezvousConnectionError(message.message)
 
     def _failures_after(self, cause: FailureRecord) -> dict[int, ProcessFailure]:
-        """The failures of this node, after the one that has ended the run, to which torch gives the earliest time."""
+        """Return this node's failures after the one that ended the run, to which torch gives the earliest time."""
         others = {rank: failure for rank, failure in self._failures_here.items() if rank != cause.rank}
         first = _process_failure(cause)
         earliest = min([first.timestamp, *(failure.timestamp for failure in others.values())])

@@ -95,7 +95,7 @@ def _serve(control: socket.socket) -> socket.socket | None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors; raises EOFError at the end."""
+    """Return the next message and its descriptors; raises EOFError at the end."""
     data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
     if not data:
         raise EOFError
@@ -188,7 +188,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-    """The threads that remain when this process forks: some libraries end theirs before a fork, such as OpenBLAS."""
+    """Return the threads that remain when this process forks; OpenBLAS, for example, ends its threads before a fork."""
     if len(_tasks()) > 1:
         pid = _fork()
         if pid == 0:
@@ -202,7 +202,7 @@ def _tasks() -> set[int]:
 
 
 def _problem(threads: set[int], devices: set[str]) -> str:
-    """Why forked workers cannot do without what a module has left behind; empty if they can."""
+    """Return why workers cannot be forked after the import of a module; empty if they can."""
     if threads:
         names = {thread.native_id: thread.name for thread in threading.enumerate()}
         known = sorted(f"{names[thread]!r}" for thread in threads if thread in names)
@@ -321,7 +321,7 @@ def _run_worker(
 
 
 def _shadows_imported_module(folder: str) -> bool:
-    """Whether this folder has a module that the program would import in place of one that is imported already."""
+    """Return whether this folder has a module that would replace an already imported module in the program."""
     with contextlib.suppress(OSError):
         names = {name.partition(".")[0] for name in os.listdir(folder)} if folder else set()  # noqa: PTH208
         for name in (names & sys.modules.keys()) - {*sys.builtin_module_names, "__main__"}:

@@ -95,7 +95,7 @@ class WorkerGroup:
         return frozenset(worker.start.local_rank for worker in self._workers if worker.child.running)
 
     async def next_exit(self) -> WorkerExit:
-        """The next exit, in the order of the ends; cancelling this loses none.
+        """Return the next exit, in the order of the ends; cancelling this loses none.
 
         Raises:
             GroupEnded: there are no more, or the group is being stopped.

@@ -128,7 +128,7 @@ async def end(child: Child, hang: Hang) -> None:
 
 
 def explain(hang: Hang, tail: str) -> Explanation:
-    """Why the worker was ended, given the end of its output.
+    """Return why a hung worker was ended, from the end of its output.
 
     A worker that waits for others in a collective explains less than one that they wait for.
     """
@@ -145,7 +145,7 @@ def explain(hang: Hang, tail: str) -> Explanation:
 
 
 def _frames(tail: str) -> list[re.Match[str]]:
-    """The innermost frames of the thread that got the signal: the main thread, unless it blocks the signal."""
+    """Return the innermost frames of the thread that got the signal: the main thread, unless it blocks the signal."""
     _, found, dump = tail.rpartition(_FATAL)
     start = (_CURRENT.search(dump) or next(iter(reversed([*_THREAD.finditer(dump)])), None)) if found else None
     if start is None:

@@ -57,7 +57,7 @@ Table = dict[int, ProcessEntry]
 
 
 def read_process(pid: int) -> ProcessEntry | None:
-    """The process with this id, or None."""
+    """Return the process with this id, or None."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123 - faster, for hundreds of processes
             text = file.read(4096) or b""
@@ -69,7 +69,7 @@ def read_process(pid: int) -> ProcessEntry | None:
 
 
 def read_table() -> Table:
-    """All visible processes by id."""
+    """Return all visible processes by id."""
     table = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - only names are needed
         if name.isdigit() and (entry := read_process(int(name))) is not None:
@@ -78,7 +78,7 @@ def read_table() -> Table:
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """Whether a process was started with this mark."""
+    """Return whether a process was started with this mark."""
     try:
         return f"{TREE_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -86,7 +86,7 @@ def has_mark(pid: int, mark: str) -> bool:
 
 
 def with_descendants(table: Mapping[int, ProcessEntry], roots: Iterable[int]) -> set[int]:
-    """The roots that are in the table, and all their descendants."""
+    """Return the roots that are in the table, and all their descendants."""
     children = defaultdict(list)
     for entry in table.values():
         children[entry.parent].append(entry.pid)
@@ -114,7 +114,7 @@ def set_subreaper(*, on: bool) -> None:
 
 
 def is_subreaper() -> bool:
-    """Whether orphaned descendants become children of the calling process."""
+    """Return whether orphaned descendants become children of the calling process."""
     value = ctypes.c_int()
     _prctl(_GET_CHILD_SUBREAPER, ctypes.byref(value))
     return bool(value.value)

@@ -312,7 +312,7 @@ class Workers:
         )
 
     def _base_environment(self) -> dict[str, str]:
-        """The environment that all workers have."""
+        """Return the environment that all workers have."""
         base = {**os.environ, **self._environment}
         base.pop(METRICS_FILE, None)  # of a worker that this agent runs in
         if self._local_world_size > 1:
@@ -335,7 +335,7 @@ class Workers:
         return [process.child for process in processes]
 
     def _role_of(self, environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
-        """The role of a worker with this environment, and its content."""
+        """Return the role of a worker with this environment, and its content."""
         kind, argv = self._program.kind, self._program.argv
         if kind is ProgramKind.COMMAND:
             return "command", {"argv": argv, "environment": environment}
@@ -346,7 +346,7 @@ class Workers:
         return "worker", {"kind": kind.value, "argv": argv, "environment": environment, "report": report}
 
     def _differs(self, environment: Mapping[str, str]) -> bool:
-        """Whether a new interpreter with this environment differs from a fork."""
+        """Return whether a new interpreter with this environment differs from a fork."""
         changed = changed_imports(self._imported_with, environment)
         if new := [name for name in changed if name not in self._reported_changes]:
             self._reported_changes.update(new)
@@ -355,7 +355,7 @@ class Workers:
 
 
 def workers_of(settings: AgentSettings, *, owns_process: bool = True) -> Workers:
-    """The workers of an agent, not entered yet."""
+    """Return the workers of an agent, not entered yet."""
     return Workers(
         settings.program,
         settings.logs,

@@ -266,7 +266,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
 
 
 def python_code(module: str, *, minimal: bool = False) -> list[str]:
-    """The command that runs ``main()`` of one of our modules in this interpreter.
+    """Return the command that runs ``main()`` of one of our modules in this interpreter.
 
     If `minimal`, it starts in a few milliseconds, without site-packages and PYTHON* variables.
     """

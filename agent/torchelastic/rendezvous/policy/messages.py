@@ -22,7 +22,7 @@ def name_of(node: str) -> str:
 
 
 def departures(nodes: Iterable[str], snapshot: Snapshot) -> str:
-    """Return what became of members: "a and b left and c died"."""
+    """Return how members left: "a and b left and c died"."""
     by_fate: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
         by_fate.setdefault(_fate(node, snapshot), []).append(node)

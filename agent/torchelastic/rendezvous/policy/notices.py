@@ -35,7 +35,7 @@ def requested_seconds(snapshot: Snapshot, settings: RendezvousSettings) -> float
 
 
 def after_notice(snapshot: Snapshot, change: Decision, settings: RendezvousSettings) -> Decision:
-    """Return a planned change once those who asked for notice have had it; until then, what to do instead."""
+    """Return a planned change after the requested notice; until then, the decision that gives the notice or waits."""
     if not isinstance(change, FormRound) or snapshot.round is None:
         return change
     notice = current_notice(snapshot)
@@ -48,7 +48,7 @@ def after_notice(snapshot: Snapshot, change: Decision, settings: RendezvousSetti
             NoticeRecord(snapshot.number, serial, seconds, reason=change.record.reason, cause=change.record.cause)
         )
     until = snapshot.noticed_at + notice.seconds
-    # A member whose key is on its way back may have yet to answer.
+    # A member without a key may still have to answer.
     awaits = snapshot.incomplete or any(peer.record.saved < notice.serial for peer in _asking(snapshot))
     if snapshot.now >= until or not awaits:
         return change
@@ -62,7 +62,7 @@ def withdraw_notice(snapshot: Snapshot, otherwise: Hold) -> Decision:
 
 
 def _asking(snapshot: Snapshot) -> Iterator[Peer]:
-    """The members whose workers have asked for notice in this round and have not ended."""
+    """Yield the members whose workers have asked for notice in this round and have not ended."""
     for node in snapshot.ranks:
         peer = snapshot.peers.get(node)
         if peer is None or peer.record.round != snapshot.number:
@@ -72,6 +72,6 @@ def _asking(snapshot: Snapshot) -> Iterator[Peer]:
 
 
 def _last_serial(snapshot: Snapshot) -> int:
-    """The highest serial that any node knows, also if the store lost the last notice."""
+    """Return the highest serial that any node knows, also if the store lost the last notice."""
     answered = max((peer.record.saved for peer in snapshot.peers.values()), default=0)
     return max(answered, snapshot.notice.serial if snapshot.notice is not None else 0)

@@ -89,7 +89,7 @@ def plan(snapshot: Snapshot, settings: RendezvousSettings) -> Decision:
     if snapshot.round is None:
         return _form_first(snapshot, round, settings)
     if round.number > snapshot.number:
-        # No node has restored the lost round: a later one brings all nodes together again.
+        # No node has restored the lost round, so form a later one with all nodes.
         return _form_or_pause(snapshot, round, candidates(snapshot), RoundReason.NODE_LOST, STORE_LOST_ROUND)
     if snapshot.now - snapshot.changed_at >= settings.crash_loop_seconds:
         round = msgspec.structs.replace(round, early_failures=0)
@@ -126,7 +126,7 @@ def _recover(snapshot: Snapshot, settings: RendezvousSettings) -> Decision | Rou
 
 
 def _continue(snapshot: Snapshot, round: RoundRecord, settings: RendezvousSettings) -> Decision:
-    """The round trains, or trained until a moment ago."""
+    """Decide about a round that trains, or trained until just now."""
     failures = _failures(snapshot, snapshot.ranks)
     if any(failure.non_retryable and failure.kind is FailureKind.PROGRAM for _, failure in failures):
         return _after_failure(snapshot, round, failures, settings)
@@ -134,14 +134,14 @@ def _continue(snapshot: Snapshot, round: RoundRecord, settings: RendezvousSettin
     lost = [node for node in needed if _is_lost(node, snapshot)]
     leaving = [node for node in needed if snapshot.is_present(node) and snapshot.is_leaving(node)]
     if (lost or leaving or failures) and snapshot.incomplete and snapshot.now < snapshot.patient_until:
-        # Without them the round would lose members that live, and that may know of a later round than the store.
+        # Without them the round would lose live members that may know a later round than the store.
         return Hold(snapshot.patient_until, "the store was away; waiting for the members to come back to it")
     if lost:
         return _continue_without(snapshot, round, [*lost, *leaving], settings)
     if leaving:
         staying = _failures(snapshot, set(snapshot.ranks).difference(leaving))
         if staying and current_notice(snapshot) is not None and root_cause(staying).kind is FailureKind.PROGRAM:
-            return _after_failure(snapshot, round, staying, settings)  # those who leave had not stopped yet
+            return _after_failure(snapshot, round, staying, settings)  # the leaving members had not stopped yet
         if failures:
             return _continue_without(snapshot, round, leaving, settings)
         return _after_departure(snapshot, round, leaving, settings)
@@ -161,20 +161,20 @@ def root_cause(failures: Iterable[tuple[int, FailureRecord]]) -> FailureRecord:
 
 
 def _is_dispensable(node: str, snapshot: Snapshot, round: RoundRecord) -> bool:
-    """Whether a member can go without a loss: its workers have ended, and it does not serve the round's TCPStore."""
+    """Return whether a member may leave without a loss: its workers have exited and it does not serve the TCPStore."""
     host = round.store.rpartition(":")[0]
     return node in snapshot.done and host != bracketed(round.members[snapshot.ranks[node]].address)
 
 
 def _is_lost(node: str, snapshot: Snapshot) -> bool:
-    """Whether a member cannot go on. A lease that expired while its node answers is not a loss."""
+    """Return whether a member cannot go on. A lease that expired while its node answers is not a loss."""
     if node in snapshot.dead or snapshot.is_partitioned(node):
         return True
     return node not in snapshot.peers and node not in snapshot.silent
 
 
 def _failures(snapshot: Snapshot, members: Iterable[str]) -> list[tuple[int, FailureRecord]]:
-    """The failures that these members report of this round, each with its place in the store's order."""
+    """Return these members' failures in this round, each with its position in the store's order."""
     peers = (snapshot.peers[node] for node in members if node in snapshot.peers)
     return [
         (peer.failed_at, peer.record.failure)
@@ -212,7 +212,7 @@ def _form_first(snapshot: Snapshot, before: RoundRecord, settings: RendezvousSet
 
 
 def _start_over(snapshot: Snapshot, round: RoundRecord, settings: RendezvousSettings) -> Decision:
-    """No member is left, so nothing is held up: form a round as at the beginning.
+    """Form a round as at the start of the run, because no member is left.
 
     If the run id may be reused, this is another run with its whole budget; the round numbers continue.
     """
@@ -226,10 +226,10 @@ def _start_over(snapshot: Snapshot, round: RoundRecord, settings: RendezvousSett
 
 
 def _leave_pause(snapshot: Snapshot, round: RoundRecord, settings: RendezvousSettings) -> Decision:
-    """The current round has no members: form one as soon as there are enough nodes again."""
+    """Form a round with members as soon as enough nodes are present."""
     them = candidates(snapshot)
     if all(peer.joined > snapshot.since for peer in them.ordered):
-        return _start_over(snapshot, round, settings)  # the nodes that waited for more have gone
+        return _start_over(snapshot, round, settings)  # the waiting nodes are gone
     if len(them.ordered) < snapshot.size.min:
         return _too_few(snapshot, round, them, snapshot.changed_at, settings)
     return _debounced(snapshot, round, them, them.ordered, settings)
@@ -241,7 +241,7 @@ def _leave_pause(snapshot: Snapshot, round: RoundRecord, settings: RendezvousSet
 def _continue_without(
     snapshot: Snapshot, round: RoundRecord, going: Sequence[str], settings: RendezvousSettings
 ) -> Decision:
-    """Members are gone or leave: continue with the nodes that are present; never wait for a replacement."""
+    """Continue with the present nodes after members are lost or leave, without waiting for a replacement."""
     them = candidates(snapshot)
     if _nobody_stays(snapshot):
         return _start_over(snapshot, round, settings)
@@ -252,7 +252,7 @@ def _continue_without(
 
 
 def _wait_for_spares(snapshot: Snapshot, round: RoundRecord, them: Candidates, settings: RendezvousSettings) -> float:
-    """Until when to wait for spares that have not connected to a new leader yet: it saves a second change."""
+    """Return how long to wait for spares that have not connected to a new leader yet, which avoids a second change."""
     if len(them.ordered) >= them.target:
         return 0.0
     mute = (peer for peer in snapshot.peers.values() if not peer.answers and peer.id not in snapshot.ranks)
@@ -261,7 +261,7 @@ def _wait_for_spares(snapshot: Snapshot, round: RoundRecord, them: Candidates, s
 
 
 def _nobody_stays(snapshot: Snapshot) -> bool:
-    """Whether no member of the round is present any more, except those that leave."""
+    """Return whether no member of the round is present any more, except those that leave."""
     return not any(
         node in snapshot.silent or (snapshot.is_present(node) and not snapshot.is_leaving(node))
         for node in snapshot.ranks
@@ -271,7 +271,7 @@ def _nobody_stays(snapshot: Snapshot) -> bool:
 def _after_failure(
     snapshot: Snapshot, round: RoundRecord, failures: Sequence[tuple[int, FailureRecord]], settings: RendezvousSettings
 ) -> Decision:
-    """A worker failed: charge it, unless it is uncharged, and restart or end the run."""
+    """Charge a worker's failure unless it is uncharged, and restart the workers or end the run."""
     failure = root_cause(failures)
     since = snapshot.now if snapshot.failed_since is None else snapshot.failed_since
     all_reported = len(failures) == len(round.members)
@@ -296,7 +296,7 @@ def _after_failure(
 
 
 def _why_run_ends(failure: FailureRecord, round: RoundRecord, early: int, settings: RendezvousSettings) -> str:
-    """Why the run ends with this failure; empty if it restarts."""
+    """Return why the run ends with this failure; empty if it restarts."""
     if failure.non_retryable:
         return "this failure is declared final, so the run is not tried again, whatever is left of its restarts"
     spent = round.restarts >= settings.max_restarts and not failure.uncharged
@@ -313,20 +313,20 @@ def _why_run_ends(failure: FailureRecord, round: RoundRecord, early: int, settin
 def _after_departure(
     snapshot: Snapshot, round: RoundRecord, leaving: Sequence[str], settings: RendezvousSettings
 ) -> Decision:
-    """Members leave in order, and are still present: all who asked for notice get it first."""
+    """Continue without the leaving members, after all members that asked for notice had it."""
     change = _continue_without(snapshot, round, leaving, settings)
     noticed = current_notice(snapshot) is not None or requested_seconds(snapshot, settings) > 0
     if not isinstance(change, FormRound) and noticed and _nobody_stays(snapshot):
-        # No node needs a next round, but those who leave wait for the end of this one.
+        # No node needs another round, but the leaving nodes wait for the end of this one.
         change = _pause(snapshot, round, candidates(snapshot), RoundReason.NODE_LEFT, departures(leaving, snapshot))
     return after_notice(snapshot, change, settings)
 
 
 def _change_membership(snapshot: Snapshot, round: RoundRecord, settings: RendezvousSettings) -> Decision:
-    """The round is healthy: does it have the right members?"""
+    """Change the members of a healthy round if the size or the present nodes have changed."""
     them = candidates(snapshot)
     chosen = {peer.id for peer in them.chosen}
-    # A member whose key is on its way back stays, and so does one that is done and gone; a smaller size removes them.
+    # A member without a key stays, and so does a finished member that has left; a smaller size removes them.
     staying = [node for node in snapshot.ranks if node in chosen or node in snapshot.silent or node in snapshot.done]
     joining = [peer for peer in them.chosen if peer.id not in snapshot.ranks]
     finishing = any(map(snapshot.is_finishing, snapshot.ranks))
@@ -351,7 +351,7 @@ def _change_membership(snapshot: Snapshot, round: RoundRecord, settings: Rendezv
 def _debounced(
     snapshot: Snapshot, round: RoundRecord, them: Candidates, joining: Sequence[Peer], settings: RendezvousSettings
 ) -> Decision:
-    """Take newcomers in: at once if all desired nodes are present, else when no more came for ``join_debounce``."""
+    """Add new nodes: at once if all desired nodes are present, otherwise after ``join_debounce`` without new ones."""
     if len(them.ordered) < them.target:
         until = _debounce_until(snapshot, joining, settings.join_debounce)
         if snapshot.now < until:
@@ -361,9 +361,9 @@ def _debounced(
 
 
 def _debounce_until(snapshot: Snapshot, joining: Sequence[Peer], debounce: float) -> float:
-    """Until when newcomers that arrive one soon after the other wait for the next one."""
+    """Return the time until which new nodes wait for more new nodes."""
     limit = MAX_DEBOUNCE_FACTOR * debounce
-    # A node that has just come may not have connected yet; a dead one never will.
+    # A new node may not have connected yet; a dead node never will.
     mute = [peer.arrived for peer in snapshot.peers.values() if not peer.answers and may_join(peer, snapshot)]
     arrivals = sorted([peer.arrived for peer in joining] + mute)
     first = last = arrivals[-1]
@@ -391,24 +391,25 @@ def _too_few(
 def _form_or_pause(
     snapshot: Snapshot, before: RoundRecord, them: Candidates, reason: RoundReason, cause: str
 ) -> Decision:
-    """The next round with the nodes that are present, or one without members if they are too few."""
+    """Return the next round with the present nodes, or without members if there are too few nodes."""
     return (_pause if len(them.ordered) < snapshot.size.min else _form)(snapshot, before, them, reason, cause)
 
 
 def _pause(snapshot: Snapshot, before: RoundRecord, them: Candidates, reason: RoundReason, cause: str) -> Decision:
-    """A round without members: the nodes that are left stop their workers and wait."""
+    """Form a round without members: the remaining nodes stop their workers and wait."""
     cause = f"{cause}; {waiting_for(snapshot, them)}"
     return FormRound(_next_round(snapshot, before, reason, cause, before.uncharged_restarts))
 
 
 def _form(snapshot: Snapshot, before: RoundRecord, them: Candidates, reason: RoundReason, cause: str) -> Decision:
-    """The next round with the chosen nodes, its TCPStore on one of them whose port no round has used."""
-    # A node that says that it knows the current round has renewed its offer since.
+    """Return the next round with these nodes; its TCPStore is on a node with an unused port."""
+    # A node that knows the current round has offered another port since.
     host = next((peer for peer in them.chosen if peer.record.store and peer.record.round >= snapshot.number), None)
     if host is None:
         return Hold(why="waiting for a node that can serve the next round's TCPStore")
     failed = reason is RoundReason.WORKER_FAILED or (
-        before.reason is RoundReason.WORKER_FAILED and not before.members  # too few were left to restart at once
+        before.reason is RoundReason.WORKER_FAILED
+        and not before.members  # too few nodes were left for an immediate restart
     )
     uncharged = before.uncharged_restarts + (before.number > 0 and not failed)
     return FormRound(

@@ -1,4 +1,4 @@
-"""What the leader knows at one moment, which nodes the next round could take, and what the leader can decide."""
+"""The leader's view of the run, the candidates of the next round, and the possible decisions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that the leader knows at one moment.
+    """The leader's view of the run at one moment.
 
     Attributes:
         now: the leader's clock, in seconds.
@@ -99,21 +99,21 @@ class Snapshot:
         return not self.silent.isdisjoint(self.ranks)
 
     def is_present(self, node: str) -> bool:
-        """Whether the node has a key and is not known to be dead."""
+        """Return whether the node has a key and is not known to be dead."""
         return node in self.peers and node not in self.dead
 
     def is_leaving(self, node: str) -> bool:
-        """Whether the node is leaving, or is gone after it announced that."""
+        """Return whether the node is leaving, or is gone after it announced that."""
         peer = self.peers.get(node)
         return node in self.left if peer is None else peer.record.phase is NodePhase.LEAVING
 
     def is_partitioned(self, node: str) -> bool:
-        """Whether the node has stopped its workers because it reached neither the store nor a peer."""
+        """Return whether the node has stopped its workers because it reached neither the store nor a peer."""
         peer = self.peers.get(node)
         return peer is not None and peer.record.phase is NodePhase.PARTITIONED and peer.record.round >= self.number
 
     def is_finishing(self, node: str) -> bool:
-        """Whether workers of the node have exited with 0."""
+        """Return whether workers of the node have exited with 0."""
         peer = self.peers.get(node)
         return node in self.done or (peer is not None and peer.record.phase in (NodePhase.FINISHING, NodePhase.DONE))
 
@@ -144,7 +144,7 @@ def candidates(snapshot: Snapshot) -> Candidates:
 
 
 def may_join(peer: Peer, snapshot: Snapshot) -> bool:
-    """Whether nothing that is known of a node excludes it from the next round."""
+    """Return whether nothing that is known of a node excludes it from the next round."""
     record = peer.record
     return (
         peer.id not in snapshot.dead
@@ -186,14 +186,14 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class FormRound:
-    """Commit this round in the place of the current one."""
+    """Commit this round as the current one."""
 
     record: RoundRecord
 
 
 @dataclass(frozen=True, slots=True)
 class GiveNotice:
-    """Announce that the current round is about to change, or (with 0 seconds) withdraw that."""
+    """Give notice that the current round is about to change, or (with 0 seconds) withdraw the notice."""
 
     record: NoticeRecord
 
@@ -207,7 +207,7 @@ class EndRun:
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Yield the lead for one lease to nodes that know more.
+    """Give up the lead for one lease, in favour of nodes that know a later round.
 
     Attributes:
         why: the reason, for the log.
