@@ -102,8 +102,9 @@ def _application(run: LocalRun) -> web.Application:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         async with contextlib.aclosing(run.snapshots.watch(_WATCH_INTERVAL)) as snapshots:
-            async for snapshot in snapshots:
-                await response.write(json.dumps(snapshot).encode() + b"\n")
+            with contextlib.suppress(ConnectionResetError):  # the client has left
+                async for snapshot in snapshots:
+                    await response.write(json.dumps(snapshot).encode() + b"\n")
         return response
 
     async def patch(request: web.Request) -> web.Response:
