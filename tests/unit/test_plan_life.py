@@ -72,7 +72,6 @@ def test_suspension_is_reported_step_by_step() -> None:
     first = condition(stopping.status, ConditionType.SUSPENDED)
     assert (first.status, first.reason, first.message) == (False, Reason.STOPPING, "the pods are on their way out")
     assert told(stopping) == {EventReason.SUSPENDED: "suspended: its pods are asked to leave"}
-    assert stopping.status is not None
     assert (stopping.status.replicas, stopping.status.ready_replicas, stopping.status.active) == (0, 0, None)
     assert stopping.status.desired == 0
     assert stopping.status.applied_spec == job.status.applied_spec
@@ -81,7 +80,6 @@ def test_suspension_is_reported_step_by_step() -> None:
     last = condition(rests.status, ConditionType.SUSPENDED)
     assert (last.status, last.reason, last.since) == (True, Reason.SUSPENDED, NOW + 5)
     assert rests.events == ()
-    assert rests.status is not None
     assert rests.status.applied_spec is None
     for kind in (ConditionType.RUNNING, ConditionType.WAITING, ConditionType.DEGRADED):
         assert (condition(rests.status, kind).status, condition(rests.status, kind).reason) == (False, Reason.SUSPENDED)
@@ -102,7 +100,6 @@ def test_counts_outlive_a_suspension() -> None:
     assert told(resumed) == {EventReason.RESUMED: "resumed after round 7"}
     suspended = condition(resumed.status, ConditionType.SUSPENDED)
     assert (suspended.status, suspended.reason) == (False, Reason.RESUMED)
-    assert resumed.status is not None
     assert resumed.status.active == NOW + 60
 
 
@@ -133,7 +130,6 @@ def test_restarted_operator_reads_the_store_before_it_creates_pods() -> None:
         "be read"
     )
     ended = plan(job, a_world(outcome=success()), NOW).status
-    assert ended is not None
     assert ended.state is JobState.SUCCEEDED
     assert [pod.index for pod in plan(job, a_world(), NOW).create] == [0, 1]
 
@@ -166,9 +162,7 @@ def test_round_before_a_suspension_does_not_count_as_training() -> None:
     waits = plan(job, a_world(*pods, round=outlived), NOW).status
     trains = plan(job, a_world(*pods, round=a_round(*pods, number=6)), NOW).status
 
-    assert waits is not None
     assert (waits.state, waits.world_size) == (JobState.WAITING, 0)
-    assert trains is not None
     assert (trains.state, trains.world_size) == (JobState.RUNNING, 2)
 
 
@@ -191,7 +185,6 @@ def test_spec_is_applied_before_the_first_pod() -> None:
     job = a_job(args=("train.py",), image="digits:1")
     made = plan(job, a_world(), NOW)
 
-    assert made.status is not None
     assert made.status.applied_spec == AppliedSpec(args=("train.py",), image="digits:1")
     assert with_applied_spec(job, made).spec == job.spec
 
@@ -260,7 +253,6 @@ def test_sizes_limits_and_times_change_at_any_time() -> None:
 
     assert [pod.index for pod in made.create] == [2]
     assert (made.min_available, made.wake_at) == (1, NOW + 3540)
-    assert made.status is not None
     assert not any(each.type == ConditionType.RESTART_REQUIRED for each in made.status.conditions)
 
 
@@ -269,7 +261,6 @@ def test_applied_failure_policy_is_in_effect() -> None:
     after = replace(before, spec=a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),)).spec)
     status = plan(after, a_world(running(0), out_of_memory(1)), NOW).status
 
-    assert status is not None
     assert (status.state.finished, status.pod_failures) == (False, 0)
 
 
@@ -294,7 +285,6 @@ def test_events_name_the_termination_cause() -> None:
             f"{pods[4].name} was turned away by its node node-7: the resource cpu is short; a new pod takes its place",
         ),
     }
-    assert made.status is not None
     assert made.status.pod_failures == 1
     assert made.status.last_failure == LastFailure(
         f"{pods[0].name} ran out of memory", pod=pods[0].name, signal="SIGKILL", time=NOW
@@ -308,7 +298,6 @@ def test_failure_policy_is_named_in_messages() -> None:
         EventReason.POD_DIED: f"{out_of_memory(1).name} ran out of memory, which the failure policy ignores; a new pod "
         "takes its place"
     }
-    assert made.status is not None
     assert made.status.last_failure is None
 
     fails = (on_disruption(FailureAction.IGNORE), on_reasons(FailureAction.FAIL_JOB, "OOMKilled"))
@@ -324,7 +313,6 @@ def test_rule_excludes_nodes() -> None:
     world = a_world(running(0), out_of_memory(1, node="node-2"))
     made = plan(job, world, NOW)
 
-    assert made.status is not None
     assert made.status.excluded_nodes == ("node-1", "node-2")
     assert [pod.excluded for pod in made.create] == [("node-1", "node-2")]
     assert told(made)[EventReason.NODE_EXCLUDED] == (
@@ -354,8 +342,6 @@ def test_run_failure_message(message: str, exit_code: int, told: str) -> None:
     )
     status = plan(that_trained(a_job()), a_world(running(0), outcome=failure(record=record)), NOW).status
 
-    assert status is not None
-    assert status.last_failure is not None
     assert status.last_failure.message == told
 
 
@@ -367,10 +353,8 @@ def test_round_first_seen_at_completion_is_counted(ended: str) -> None:
     world = seen if ended == "outcome" else replace(seen, pods=(succeeded(0), running(1)))
     status = plan(that_had_pods(a_job()), world, NOW).status
 
-    assert status is not None
     assert (status.state, status.started, status.world_size) == (JobState.SUCCEEDED, NOW, 2)
     assert (status.round, status.restarts, status.uncharged_restarts) == (3, 1, 2)
-    assert status.last_failure is not None
     assert status.last_failure.rank == 3
 
 
@@ -383,7 +367,6 @@ def test_exceeded_deadline_is_the_failure_message() -> None:
 
     why = "the job has not come to its end within the 60 seconds that activeDeadlineSeconds allows"
     assert condition(made.status, ConditionType.FAILED).message == why
-    assert made.status is not None
     assert made.status.last_failure == LastFailure(why, time=NOW)
 
 
@@ -422,7 +405,6 @@ def test_forbidden_store_and_enough_pods_count_as_running() -> None:
     world = a_world(running(0), running(1), store_read=False, store_error="no right to read", store_forbidden=True)
     status = plan(that_had_pods(a_job(minimum=2)), world, NOW).status
 
-    assert status is not None
     assert (status.state, status.started, status.world_size) == (JobState.RUNNING, NOW, 0)
     known = condition(status, ConditionType.RUNNING)
     assert (known.status, known.message) == (True, "enough pods are there; the rest only they know")

@@ -161,7 +161,6 @@ def test_each_second_is_counted_once(
     life.plan(outcome=success())
     life.split_is_right()
     assert life.status.state is JobState.SUCCEEDED
-    assert life.last.report is not None
     assert life.last.report.time_breakdown == life.status.time_breakdown
 
 
@@ -229,7 +228,6 @@ def test_counts_of_the_leader_are_kept_over_a_suspension() -> None:
     )
     job = with_spec_applied(a_job(suspend=True))
     status = plan(job, a_world(time_breakdown=told), NOW + 30).status
-    assert status is not None
     assert status.time_breakdown == TimeBreakdown(
         until=NOW + 30,
         seconds={RunState.TRAINING: 30.0},
@@ -242,10 +240,8 @@ def test_counts_of_the_leader_are_kept_over_a_suspension() -> None:
 def test_time_without_a_record_is_unknown() -> None:
     trained = with_spec_applied(a_job(suspend=True))
     status = plan(trained, a_world(), NOW + 30).status
-    assert status is not None
     assert status.time_breakdown is None
     resumed = plan(replace(that_rests(a_job()), spec=a_job().spec), NO_STORE, NOW + 60)
-    assert resumed.status is not None
     assert resumed.status.time_breakdown is None
     assert [new.resume and new.resume.time_breakdown for new in resumed.create] == [None, None]
 
@@ -254,7 +250,6 @@ def test_forbidden_store_makes_the_time_breakdown_unknown() -> None:
     known = TimeBreakdown(until=NOW, seconds={RunState.SUSPENDED: 10.0})
     job = with_status(with_spec_applied(a_job(etcd=EtcdSpec(endpoint="etcd:2379"))), time_breakdown=known)
     status = plan(job, a_world(store_read=False, store_forbidden=True, outcome=success()), NOW + 30).status
-    assert status is not None
     assert status.time_breakdown is None
 
 
@@ -294,8 +289,6 @@ def test_time_of_a_resumed_job_with_an_unreadable_store_is_unknown(trains: bool,
 def test_long_time_after_the_last_record_counts_as_waiting(after: float, state: RunState) -> None:
     told = TimeBreakdown(until=NOW + 30, seconds={RunState.TRAINING: 30.0})
     status = plan(with_spec_applied(a_job()), a_world(time_breakdown=told, outcome=success()), NOW + 30 + after).status
-    assert status is not None
-    assert status.time_breakdown is not None
     assert status.time_breakdown.seconds == {RunState.TRAINING: 30.0, state: after}
 
 
@@ -311,7 +304,6 @@ def test_implausible_time_record_is_ignored(told: TimeBreakdown) -> None:
     known = TimeBreakdown(until=NOW, seconds={})
     job = with_status(with_spec_applied(a_job()), time_breakdown=known, state=JobState.WAITING, world_size=0)
     status = plan(job, a_world(time_breakdown=told, outcome=success()), NOW + 30).status
-    assert status is not None
     assert status.time_breakdown == TimeBreakdown(until=NOW + 30, seconds={RunState.WAITING: 30.0})
 
 
@@ -332,7 +324,6 @@ def test_report_is_written_at_completion_until_the_store_is_gone() -> None:
     ends = plan(job, world, NOW + 0.7)
     assert ends.etcd is True, "the agents may still read there how it ended"
     report = ends.report
-    assert report is not None
     assert (report.name, report.uid, report.state, report.created) == (job.name, job.uid, JobState.SUCCEEDED, NOW)
     assert report.history == HistoryRecord(created=NOW, rounds=HISTORY.rounds)
     assert report.outcome == success()
@@ -348,7 +339,6 @@ def test_report_of_a_job_that_never_trained() -> None:
     job = a_job(active_deadline=60)
     job = with_status(job, active=NOW)
     ends = plan(job, NO_STORE, NOW + 61)
-    assert ends.report is not None
     assert (ends.report.state, ends.report.history.rounds) == (JobState.FAILED, ())
     assert ends.report.message.startswith("the job has not come to its end")
     assert ends.report.time_breakdown == TimeBreakdown(until=NOW + 61, seconds={RunState.WAITING: 61.0})
@@ -367,11 +357,9 @@ def test_report_is_written_once_the_job_is_suspended() -> None:
         gone={NodeEnd.DIED: 2, NodeEnd.LEFT: 1},
     )
     rests = plan(finished(job, stopping.status), a_world(history=HISTORY, time_breakdown=told), NOW + 5.0004)
-    assert rests.report is not None
     assert (rests.report.state, rests.report.completed) == (JobState.SUSPENDED, None)
     assert rests.report.history.rounds == HISTORY.rounds
     assert rests.report.rested == (NOW + 5,)
-    assert rests.report.time_breakdown is not None
     assert rests.report.time_breakdown.gone == {NodeEnd.DIED: 2, NodeEnd.LEFT: 5}, (
         "those that were still there have left"
     )
