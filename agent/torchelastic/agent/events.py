@@ -204,6 +204,9 @@ class Signals:
 
     async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something, but not after a second signal."""
+        if self.hurry.is_set():
+            work.close()
+            return
         task = asyncio.ensure_future(work)
         hurry = asyncio.ensure_future(self.hurry.wait())
         try:
