@@ -61,7 +61,7 @@ def words(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
 async def test_training_continues_without_etcd_with_few_retries_and_messages(
     tmp_path: Path, own_etcd: EtcdServer
 ) -> None:
-    flags = ("--nnodes=1:3", f"--rdzv-conf=last_call_timeout=1,lease={LEASE:g}")
+    flags = ("--nnodes=2:3", f"--rdzv-conf=last_call_timeout=1,lease={LEASE:g}")
     port = int(own_etcd.endpoint.rpartition(":")[2])
     async with (
         Stage(tmp_path, own_etcd) as stage,
