@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client
-from elastic_operator.views.formatting import activity, columns, count, duration, printed, rank_list, since
+from elastic_operator.controller.messages import count
+from elastic_operator.views.formatting import activity, columns, duration, printed, rank_list, since
 from elastic_operator.views.job_view import JobView, seconds
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from watchfiles import awatch
 
+from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.client import LocalRuns
 from elastic_operator.local.log_files import log_files
@@ -249,7 +250,7 @@ class _Demo:
                 return None
             return Resumed(status.round, status.world_size, begun - since)
 
-        count = "" if pods is None else f" with {formatting.count(pods, 'pod')}"
+        count = "" if pods is None else f" with {messages.count(pods, 'pod')}"
         return await self._until(look, limit=limit, what=f"training{count} in a round after {after}")
 
     async def _settled(self) -> None:
@@ -292,7 +293,7 @@ def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
 
 def _summary(resumed: Sequence[Resumed]) -> str:
     parts = [f"{each.seconds:.1f} s" for each in resumed[:1]]
-    parts += [f"{formatting.count(each.workers, 'worker')} after {each.seconds:.1f} s" for each in resumed[1:]]
+    parts += [f"{messages.count(each.workers, 'worker')} after {each.seconds:.1f} s" for each in resumed[1:]]
     return ", ".join(parts)
 
 

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from elastic_operator.controller import messages
 from elastic_operator.local.view import DONE, FAILED, NOW, View, event_text, outcome, paths, suggestions
 from elastic_operator.views import formatting
 from elastic_operator.views.job_view import JobView
@@ -173,7 +174,7 @@ def _pods(job: JobView, now: float) -> RenderableType:
     titles = ("POD", "PID", "STATE", "RANKS", "AGE", "MESSAGE" if any(map(_message, rows)) else "")
     table = [tuple(Text(title, "dim") for title in titles), *(_pod(pod, now) for pod in rows)]
     if len(living) > _MAX_PODS:
-        table.append((Text(f"and {formatting.count(len(living) - _MAX_PODS, 'more pod')}", "dim"), *[Text()] * 5))
+        table.append((Text(f"and {messages.count(len(living) - _MAX_PODS, 'more pod')}", "dim"), *[Text()] * 5))
     return _grid(table if rows else (), shrink=5)
 
 

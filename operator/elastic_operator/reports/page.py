@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import jinja2
 from markupsafe import Markup
 
+from elastic_operator.controller import messages
 from elastic_operator.reports.facts import facts
 from elastic_operator.views import formatting
 from torchelastic.protocol import RunState
@@ -123,7 +124,7 @@ def _template() -> jinja2.Template:
         finalize=_printable,
     )
     environment.filters |= {
-        "count": formatting.count,
+        "count": messages.count,
         "duration": formatting.duration,
         "moment": lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S} UTC",
         "percent": formatting.percent,

@@ -84,11 +84,6 @@ def number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
-def count(number: int, thing: str) -> str:
-    """Format a number of things: 1 worker, 3 workers."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
 def printed(line: str) -> str:
     """Return what a terminal shows of a line: no escape sequences, and only what follows the last carriage return."""
     visible = _ESCAPES.sub("", line).rstrip("\r\n").rpartition("\r")[2]

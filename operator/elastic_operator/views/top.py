@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.controller.messages import count
 from elastic_operator.views import formatting
-from elastic_operator.views.formatting import count, percent, short_duration
+from elastic_operator.views.formatting import percent, short_duration
 from elastic_operator.views.job_metrics import JobMetrics, Tally, goodput
 from elastic_operator.views.job_view import JobView, seconds
 from torchelastic.protocol import RunState
