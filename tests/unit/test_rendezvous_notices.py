@@ -46,6 +46,12 @@ def test_a_departure_gives_notice_to_workers_that_asked() -> None:
     assert notice == NoticeRecord(round=1, serial=1, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
 
 
+def test_a_notice_is_no_longer_than_the_run_allows() -> None:
+    here = (trains("a", notice=500.0), leaves("b", notice=0.0))
+    notice = given(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
+    assert notice.seconds == SETTINGS.notice
+
+
 def test_a_resize_gives_notice_to_workers_that_asked() -> None:
     here = (trains("a"), trains("b"))
     notice = given(plan(snapshot(*here, wanted=1, going=("b",), round=round(1, "a", "b")), SETTINGS))

@@ -282,6 +282,26 @@ def test_a_crash_loop_ends_the_run_early() -> None:
     )
 
 
+def test_a_failure_after_a_healthy_time_resets_the_count_of_early_failures() -> None:
+    here = (peer("a", round=3, failure=failure("a", number=3, uptime=11.0)),)
+    decision = next_round(
+        snapshot(*here, wanted=1, round=round(3, "a", restarts=2, early_failures=2), failed_since=0.0)
+    )
+    assert (decision.early_failures, decision.restarts) == (0, 3)
+
+
+def test_uncharged_early_failures_end_the_run_too() -> None:
+    early = failure("a", number=3, uptime=0.4, message="exit code 75", free=True)
+    standing = round(3, "a", uncharged_restarts=2, early_failures=1)
+    situation = snapshot(peer("a", round=3, failure=early), wanted=1, round=standing, failed_since=0.0)
+    decision = next_round(situation)
+    assert (decision.early_failures, decision.uncharged_restarts) == (2, 3)
+    again = round(3, "a", uncharged_restarts=2, early_failures=2)
+    assert outcome_of(dataclasses.replace(situation, round=again)).message == (
+        "rank 0 on a: exit code 75; its workers failed 3 times in a row within 10 s of their start"
+    )
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_non_retryable_failure_ends_the_run_despite_other_failures(lost: bool) -> None:
     final = failure("b", rank=1, message="NonRetryableException: no such data", final=True)
