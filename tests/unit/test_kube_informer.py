@@ -217,17 +217,20 @@ async def test_a_forbidden_namespace_does_not_delay_others_and_is_listed_once_it
         ((), 403, "is not for you; grant the operator its rights there"),
         (("a", "b"), 404, "this cluster does not know the ElasticJob: install the definition"),
         (("a", "b"), 500, "what exists cannot be listed: the API server refused (500"),
+        (("a", "b"), 429, "what exists cannot be listed: the API server refused (429"),
     ],
 )
 async def test_if_nothing_can_be_listed_the_reason_is_logged_once(
     server: Server, caplog: pytest.LogCaptureFixture, namespaces: tuple[str, ...], status: int, words: str
 ) -> None:
+    caplog.set_level("INFO")
     server.failing["/"] = status
     async with informed(server, *namespaces) as (informer, _):
         await until(lambda: words in informer.problem)
         await asyncio.sleep(0.1)
         assert not informer.synced.is_set()
-        assert len([each for each in caplog.messages if words in each]) == 1
+        [level] = [record.levelname for record in caplog.records if words in record.getMessage()]
+        assert level == ("INFO" if status == 429 else "WARNING"), "429 only asks to try again"
         server.failing.clear()
         await informer.synced.wait()
         assert informer.problem == ""

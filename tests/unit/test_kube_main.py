@@ -183,4 +183,5 @@ def test_messages_of_kopf_are_filtered_shortened_and_not_repeated() -> None:
     third = a_record(f"Request attempt #3/9 failed; will retry: GET /pods -> {starting}", logging.ERROR)
     assert calm.filter(third)
     assert third.getMessage() == "watching: a request failed and is made again: storage is (re)initializing"
+    assert third.levelname == "INFO"
     assert calm.filter(a_record("Something else is odd."))

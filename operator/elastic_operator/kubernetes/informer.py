@@ -143,7 +143,7 @@ class Informer:
                 if status == 403 and isinstance(error, ApiError):
                     self._is_forbidden(namespace, error)
                 else:
-                    self._report(_explained(error))
+                    self._report(_explained(error), logging.INFO if status == 429 else logging.WARNING)
                 await asyncio.sleep(self._forbidden_retry if status == 403 else delay)
             else:
                 self._has_listed(resource, namespace)
@@ -208,10 +208,13 @@ class Informer:
             self._problem = ""
             self.synced.set()
 
-    def _report(self, problem: str) -> None:
-        """Log a problem once, not with every try."""
+    def _report(self, problem: str, level: int = logging.WARNING) -> None:
+        """Log a problem once, not with every try.
+
+        An API server answers 429 for about a second after a definition was installed: that is no warning.
+        """
         if problem.partition(":")[0] != self._problem.partition(":")[0] or self.synced.is_set():
-            _log.warning("%s; trying again until it can be done", problem)
+            _log.log(level, "%s; trying again until it can be done", problem)
         self._problem = problem
 
     async def _resync(self) -> NoReturn:
@@ -247,10 +250,10 @@ class Informer:
                 try:
                     await self._api.list(ELASTIC_JOBS, namespace, name="none")
                 except ClusterError as error:
-                    problem = _explained(error)
+                    problem, status = _explained(error), error.status if isinstance(error, ApiError) else 0
                 else:
                     return
-            self._report(problem)
+            self._report(problem, logging.INFO if status == 429 else logging.WARNING)
             await asyncio.sleep(delay)
 
     async def _run_kopf(self, home: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

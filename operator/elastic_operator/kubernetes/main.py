@@ -285,8 +285,10 @@ class KopfFilter(logging.Filter):
         if record.levelno < logging.WARNING or _IGNORED.match(message):
             return False
         if (failed := _FAILED_REQUEST.match(message)) is not None:
+            busy = "status=429" in message  # as for about a second after a definition was installed
             message = f"a request failed and is made again: {_words(failed)}"
-            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.levelno = logging.INFO if busy else logging.WARNING
+            record.levelname = logging.getLevelName(record.levelno)
         now = time.monotonic()
         if now - self._said.get(message, float("-inf")) < _REPEAT_INTERVAL:
             return False
