@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.client.user_api import UserApi
 from elastic_operator.kubernetes.client import PODS
 from elastic_operator.kubernetes.pod_status import seconds
 from tests.support.operator_place import Place, conditions, holds, index_of, live
 from tests.support.operator_process import OperatorProcess
+from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -32,13 +32,13 @@ GATED = {"spec": {"schedulerName": "nobody", "schedulingGates": [{"name": GATE}]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
-    async with await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
+    async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
         yield api
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def place(api: UserApi, cluster_with_crd: Cluster, tmp_path: Path) -> AsyncIterator[Place]:
+async def place(api: WatchingApi, cluster_with_crd: Cluster, tmp_path: Path) -> AsyncIterator[Place]:
     """A namespace for the test, with an operator."""
     async with cluster_with_crd.namespace() as namespace:
         only_here = (f"--namespace={namespace}", f"--lease-namespace={namespace}")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.client.user_api import UserApi
 from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
@@ -24,6 +23,7 @@ from elastic_operator.kubernetes.client import (
 from tests.support.operator_place import Json, Place, conditions, holds, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.pod_groups import installed
+from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,13 +41,13 @@ ASKS_FOR_GPUS = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
-    async with await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
+    async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
         yield api
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
+async def place(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
     """A namespace for the test."""
     async with cluster_with_crd.namespace() as namespace:
         yield Place(api, cluster_with_crd, namespace)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from elastic_operator.client.user_api import UserApi
 from scripts.monitoring.alerts import GROUPS
 from scripts.monitoring.fleet import FLEET_PAGE
 from scripts.monitoring.job import JOB_PAGE
@@ -20,6 +19,7 @@ from tests.support.monitored import complaints, filled_in, queries, unit_of
 from tests.support.operator_place import Place, holds
 from tests.support.operator_process import OperatorProcess
 from tests.support.prometheus import Prometheus, promtool
+from tests.support.watching_api import WatchingApi
 from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, encode
 from torchelastic.store import connect
 
@@ -64,7 +64,7 @@ async def watched(
     store = await connect(etcd.settings)
     found = Watched()
     async with (
-        await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api,
+        await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api,
         cluster_with_crd.namespace() as namespace,
         Prometheus(folder / "prometheus") as prometheus,
     ):

@@ -17,7 +17,6 @@ import pytest_asyncio
 import yaml
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.client.user_api import UserApi
 from elastic_operator.kubernetes.client import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -29,6 +28,7 @@ from elastic_operator.kubernetes.client import (
 )
 from tests.support.operator_place import Json, Objects, Place, conditions, holds, index_of, live, uids
 from tests.support.operator_process import PATIENCE, OperatorProcess
+from tests.support.watching_api import WatchingApi
 from torchelastic.protocol import (
     Env,
     HistoryRecord,
@@ -138,13 +138,13 @@ def policy_against_pods(namespace: str) -> list[Json]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
-    async with await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
+    async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
         yield api
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
+async def place(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
     """A namespace for the test, without an operator yet."""
     async with cluster_with_crd.namespace() as namespace:
         yield Place(api, cluster_with_crd, namespace)

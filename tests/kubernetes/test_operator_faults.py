@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.client.user_api import UserApi
 from tests.support.api_proxy import ApiProxy, BadDays
 from tests.support.operator_place import Json, Place
 from tests.support.operator_process import OperatorProcess
 from tests.support.operator_story import Story
 from tests.support.testbed.availability import EXHAUSTIVE
+from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -42,19 +42,19 @@ SPARED = 8
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def api(cluster_with_crd: Cluster) -> AsyncIterator[UserApi]:
-    async with await UserApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
+    async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
         yield api
 
 
 @contextlib.asynccontextmanager
-async def a_place(api: UserApi, cluster: Cluster) -> AsyncIterator[Place]:
+async def a_place(api: WatchingApi, cluster: Cluster) -> AsyncIterator[Place]:
     async with cluster.namespace() as namespace:
         yield Place(api, cluster, namespace)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def place(api: UserApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
+async def place(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
     """A namespace for the test."""
     async with a_place(api, cluster_with_crd) as place:
         yield place
@@ -83,7 +83,7 @@ class GoodDay:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def good_day(
-    api: UserApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+    api: WatchingApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
 ) -> GoodDay:
     folder = tmp_path_factory.mktemp("good-day")
     async with (
@@ -122,7 +122,7 @@ async def test_the_operator_reaches_the_expected_end_without_faults(good_day: Go
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_faulty_requests_and_watches_lead_to_the_same_end(
-    good_day: GoodDay, api: UserApi, place: Place, etcd: EtcdServer, tmp_path: Path, seed: int
+    good_day: GoodDay, api: WatchingApi, place: Place, etcd: EtcdServer, tmp_path: Path, seed: int
 ) -> None:
     days = BadDays(seed, share=0.15)
     async with (
@@ -140,7 +140,7 @@ async def test_faulty_requests_and_watches_lead_to_the_same_end(
 
 @pytest.mark.parametrize("part", range(PARTS))
 async def test_an_operator_killed_after_any_write_reaches_the_same_end(
-    good_day: GoodDay, api: UserApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path: Path, part: int
+    good_day: GoodDay, api: WatchingApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path: Path, part: int
 ) -> None:
     first, behind = (1 + good_day.writes * each // PARTS for each in (part, part + 1))
     sure = min(behind, good_day.writes + 1 - SPARED)
@@ -155,7 +155,7 @@ async def test_an_operator_killed_after_any_write_reaches_the_same_end(
 
 
 async def killed_after(
-    number: int, good_day: GoodDay, api: UserApi, cluster: Cluster, etcd: EtcdServer, folder: Path
+    number: int, good_day: GoodDay, api: WatchingApi, cluster: Cluster, etcd: EtcdServer, folder: Path
 ) -> None:
     """Kill the operator once, between a write and its answer, and check the end of the scenario."""
     killed: list[int] = []
@@ -181,7 +181,7 @@ async def killed_after(
 
 
 async def test_two_operators_that_both_believe_they_lead_do_no_harm(
-    good_day: GoodDay, api: UserApi, place: Place, etcd: EtcdServer, tmp_path: Path
+    good_day: GoodDay, api: WatchingApi, place: Place, etcd: EtcdServer, tmp_path: Path
 ) -> None:
     async with (
         ApiProxy(await api.access()) as proxy,

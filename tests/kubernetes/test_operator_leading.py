@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from elastic_operator.client.user_api import UserApi
 from elastic_operator.kubernetes.client import LEASES
 from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
 from tests.support.operator_process import PATIENCE
 from tests.support.testbed.control_plane import ControlPlane
+from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session
 class Candidate:
     """A candidate for the lease, and the state of its work."""
 
-    def __init__(self, api: UserApi, namespace: str, identity: str, *, duration: int = 60) -> None:
+    def __init__(self, api: WatchingApi, namespace: str, identity: str, *, duration: int = 60) -> None:
         self.elector = LeaderElector(
             api,
             LeaseSettings(
@@ -64,7 +64,7 @@ class Candidate:
 class Candidates:
     """Creates candidates for one lease, and ends them."""
 
-    def __init__(self, api: UserApi, namespace: str) -> None:
+    def __init__(self, api: WatchingApi, namespace: str) -> None:
         self.api = api
         self.namespace = namespace
         self.all: list[Candidate] = []
@@ -86,7 +86,7 @@ class Candidates:
 @pytest_asyncio.fixture(loop_scope="session")
 async def candidates(control_plane: Cluster) -> AsyncIterator[Candidates]:
     async with (
-        await UserApi.from_kubeconfig(str(control_plane.kubeconfig)) as api,
+        await WatchingApi.from_kubeconfig(str(control_plane.kubeconfig)) as api,
         control_plane.namespace() as namespace,
     ):
         made = Candidates(api, namespace)
@@ -150,7 +150,7 @@ async def test_the_holders_name_identifies_the_holder(candidates: Candidates) ->
 
 
 async def test_work_stops_during_a_long_api_server_outage(tmp_path: Path) -> None:
-    async with ControlPlane(tmp_path) as plane, await UserApi.from_kubeconfig(str(plane.kubeconfig)) as api:
+    async with ControlPlane(tmp_path) as plane, await WatchingApi.from_kubeconfig(str(plane.kubeconfig)) as api:
         leader = Candidate(api, "default", "leader")
         await soon(leader.working)
         plane.daemons["kube-apiserver"].pause()

@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.client.user_api import UserApi
 from elastic_operator.kubernetes.client import DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS, PODS, SERVICES
 from elastic_operator.kubernetes.informer import Informer
 from elastic_operator.kubernetes.store import Store
 from tests.support.operator_place import Json, Place, conditions, holds, live, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.control_plane import ControlPlane
+from tests.support.watching_api import WatchingApi
 from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def own_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[C
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(own_plane: ControlPlane) -> AsyncIterator[Place]:
     async with (
-        await UserApi.from_kubeconfig(str(own_plane.kubeconfig)) as api,
+        await WatchingApi.from_kubeconfig(str(own_plane.kubeconfig)) as api,
         own_plane.namespace() as namespace,
     ):
         yield Place(api, own_plane, namespace)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from elastic_operator.client.user_api import UserApi
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Resource
 from tests.support.cluster_user import job
 from tests.support.definitions import defined
 from tests.support.operator_place import Json, Place, index_of, uids
 from tests.support.operator_process import OperatorProcess
+from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -102,7 +102,7 @@ async def metrics(cluster_with_crd: Cluster) -> AsyncIterator[Cluster]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(metrics: Cluster) -> AsyncIterator[Place]:
     """A namespace for the test."""
-    async with await UserApi.from_kubeconfig(str(metrics.kubeconfig)) as api, metrics.namespace() as namespace:
+    async with await WatchingApi.from_kubeconfig(str(metrics.kubeconfig)) as api, metrics.namespace() as namespace:
         yield Place(api, metrics, namespace)
 
 

@@ -1,7 +1,7 @@
 """A stand-in for an API server with kubelets: it has the objects that a test puts there, and logs of pods.
 
-Some faults of logs and watches cannot be caused at will on a real one: a stream that breaks in the middle of a
-line, a pod that prints a line at the moment when its successor starts.
+Some faults of logs cannot be caused at will on a real one: a stream that breaks in the middle of a line, a pod that
+prints a line at the moment when its successor starts.
 """
 
 from __future__ import annotations
@@ -56,9 +56,6 @@ class ApiStandIn:
 
     def __init__(self) -> None:
         self._objects: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in _COLLECTIONS.values()}
-        self._changes: list[tuple[int, str, str, dict[str, Any]]] = []
-        self._changed = asyncio.Condition()
-        self._version = itertools.count(1)
         self._now = itertools.count(START * 2)
         self._outputs: dict[str, _Output] = {}
         self._stopped = False
@@ -81,9 +78,9 @@ class ApiStandIn:
 
     async def __aexit__(self, *_: object) -> None:
         self._stopped = True
-        for condition in (self._changed, *(output.grown for output in self._outputs.values())):
-            async with condition:
-                condition.notify_all()
+        for output in self._outputs.values():
+            async with output.grown:
+                output.grown.notify_all()
         await self._runner.cleanup()
 
     def kubeconfig(self, folder: Path) -> Path:
@@ -102,14 +99,11 @@ class ApiStandIn:
 
     async def put(self, kind: str, obj: dict[str, Any]) -> None:
         """Create or change an object."""
-        uid = obj["metadata"]["uid"]
-        change = "MODIFIED" if uid in self._objects[kind] else "ADDED"
-        await self._record(change, kind, obj)
-        self._objects[kind][uid] = obj
+        self._objects[kind][obj["metadata"]["uid"]] = obj
 
     async def remove(self, kind: str, uid: str) -> None:
         """Delete an object."""
-        await self._record("DELETED", kind, self._objects[kind].pop(uid))
+        del self._objects[kind][uid]
 
     async def print(self, pod: str, text: str) -> None:
         """Have a pod print lines; text without a final newline is an unfinished line."""
@@ -153,13 +147,6 @@ class ApiStandIn:
     def _output(self, pod: str) -> _Output:
         return self._outputs.setdefault(pod, _Output())
 
-    async def _record(self, change: str, kind: str, obj: dict[str, Any]) -> None:
-        version = next(self._version)
-        obj["metadata"]["resourceVersion"] = str(version)
-        async with self._changed:
-            self._changes.append((version, change, kind, json.loads(json.dumps(obj))))
-            self._changed.notify_all()
-
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(f"{request.method} {request.path_qs}")
         self.asked.set()
@@ -171,8 +158,7 @@ class ApiStandIn:
             return await self._log(request)
         collection, _, name = request.path.rpartition("/")
         if request.path in _COLLECTIONS:
-            kind = _COLLECTIONS[request.path]
-            return await self._watch(request, kind) if "watch" in request.query else self._list(request, kind)
+            return self._list(request, _COLLECTIONS[request.path])
         kind = _COLLECTIONS.get(collection, "")
         for obj in self._objects.get(kind, {}).values():
             if obj["metadata"]["name"] == name:
@@ -183,24 +169,7 @@ class ApiStandIn:
 
     def _list(self, request: web.Request, kind: str) -> web.Response:
         found = [obj for obj in self._objects[kind].values() if _selected(request, obj)]
-        version = str(self._changes[-1][0] if self._changes else 0)
-        return web.json_response({"kind": f"{kind}List", "metadata": {"resourceVersion": version}, "items": found})
-
-    async def _watch(self, request: web.Request, kind: str) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        told = int(request.query["resourceVersion"])
-        while not self._stopped:
-            news = [change for change in self._changes if change[0] > told]
-            for version, change, of, obj in news:
-                told = version
-                if of == kind and _selected(request, obj):
-                    await response.write(json.dumps({"type": change, "object": obj}).encode() + b"\n")
-            async with self._changed:
-                known = len(self._changes)
-                if not news:
-                    await self._changed.wait_for(lambda known=known: self._stopped or len(self._changes) > known)
-        return response
+        return web.json_response({"kind": f"{kind}List", "metadata": {"resourceVersion": "1"}, "items": found})
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         assert request.query["container"] == "worker"

@@ -19,9 +19,9 @@ from tests.support.operator_process import PATIENCE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from elastic_operator.client.user_api import UserApi
     from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
+    from tests.support.watching_api import WatchingApi
 
 Json = dict[str, Any]
 Objects = dict[str, Json]
@@ -31,7 +31,7 @@ Objects = dict[str, Json]
 class Place:
     """A namespace with all permissions."""
 
-    def __init__(self, api: UserApi, cluster: Cluster, namespace: str) -> None:
+    def __init__(self, api: WatchingApi, cluster: Cluster, namespace: str) -> None:
         self.api = api
         self.cluster = cluster
         self.namespace = namespace

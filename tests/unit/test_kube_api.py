@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,24 +48,6 @@ async def server() -> AsyncGenerator[Server, None]:
 
 def api_of(server: Server) -> Api:
     return Api(server.configuration)
-
-
-async def test_a_watch_delivers_an_object_of_megabytes(server: Server) -> None:
-    job = {"metadata": {"name": "large", "annotations": {"note": "x" * 3_000_000}}}
-    line = json.dumps({"type": "ADDED", "object": job}).encode() + b"\n"
-    server.answers += [line[:100], line[100:] + line[:5], line[5:]]
-    async with UserApi(server.configuration) as api:
-        seen = [change async for change in api.watch(ELASTIC_JOBS, "default", start="1")]
-    assert seen == [("ADDED", job), ("ADDED", job)]
-
-
-async def test_a_watch_from_an_expired_version_fails_with_410(server: Server) -> None:
-    told = {"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old resource version"}}
-    server.answers.append(json.dumps(told).encode() + b"\n")
-    async with UserApi(server.configuration) as api:
-        with pytest.raises(ApiError, match="too old") as caught:
-            _ = [change async for change in api.watch(ELASTIC_JOBS, "default", start="1")]
-    assert caught.value.status == 410
 
 
 @pytest.mark.parametrize("answer", [b"<html>hello</html>", b'{"title": "Anmeldung f\xfcr alle"}'])

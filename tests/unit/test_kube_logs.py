@@ -10,6 +10,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_operator.client import cluster_logs
 from elastic_operator.client.cluster_logs import ClusterLogs
 from elastic_operator.client.pod_log import AGENT, PodLog
 from elastic_operator.client.user_api import connect
@@ -51,7 +52,8 @@ async def server() -> AsyncIterator[ApiStandIn]:
 
 
 @pytest_asyncio.fixture
-async def api(server: ApiStandIn, tmp_path: Path) -> AsyncIterator[UserApi]:
+async def api(server: ApiStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[UserApi]:
+    monkeypatch.setattr(cluster_logs, "POLL_INTERVAL", 0.05)
     async with connect({}, kubeconfig=str(server.kubeconfig(tmp_path))) as api:
         yield api
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import re
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -43,8 +44,10 @@ _Result = TypeVar("_Result")
 
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _SEE_LIST: Final = "`elasticjob get` with the same flags lists what there is"
-_SLOW_DELETION: Final = 10.0
-"""Seconds of waiting after which the user sees what is left."""
+_POLL_INTERVAL: Final = 1.0
+"""Seconds between two looks at what a deletion has left."""
+_SLOW_DELETION: Final = 10
+"""Looks after which the user sees what is left."""
 _MAX_NAMES: Final = 5
 
 
@@ -265,32 +268,27 @@ class ClusterJobs:
 
     async def _gone(self, kind: Resource, uid: str, *, labels: str = "", name: str = "") -> None:
         """Wait until the job with this UID, or what it owns of a kind, is gone."""
-        left: list[str] = []
-
-        def explain() -> None:
-            more = f" and {len(left) - _MAX_NAMES} more" if len(left) > _MAX_NAMES else ""
-            self._tell(f"waiting until these are gone: {kind.plural} {', '.join(left[:_MAX_NAMES])}{more}")
-
-        timer = asyncio.get_running_loop().call_later(_SLOW_DELETION, explain)
-        try:
-            states = self._api.states(kind, self._api.namespace, labels=labels, name=name)
-            async with contextlib.aclosing(states):
-                async for state in states:
-                    # A new job of the same name has pods of its own.
-                    left[:] = [
-                        each["metadata"]["name"]
-                        for each in state.values()
-                        if (_uid(each) == uid if kind is ELASTIC_JOBS else _belongs(each, uid))
-                    ]
-                    if not left:
-                        return
-        except ApiError as error:
-            if error.status != 403 or kind is ELASTIC_JOBS:
-                raise
-            if kind is PODS:
-                self._tell("you may not see the pods of this namespace, so it is unknown whether they are gone")
-        finally:
-            timer.cancel()
+        for look in itertools.count():
+            try:
+                found, _ = await self._api.list(kind, self._api.namespace, labels=labels, name=name)
+            except ApiError as error:
+                if error.status != 403 or kind is ELASTIC_JOBS:
+                    raise
+                if kind is PODS:
+                    self._tell("you may not see the pods of this namespace, so it is unknown whether they are gone")
+                return
+            # A new job of the same name has pods of its own.
+            left = [
+                each["metadata"]["name"]
+                for each in found
+                if (_uid(each) == uid if kind is ELASTIC_JOBS else _belongs(each, uid))
+            ]
+            if not left:
+                return
+            if look == _SLOW_DELETION:
+                more = f" and {len(left) - _MAX_NAMES} more" if len(left) > _MAX_NAMES else ""
+                self._tell(f"waiting until these are gone: {kind.plural} {', '.join(left[:_MAX_NAMES])}{more}")
+            await asyncio.sleep(_POLL_INTERVAL)
 
     def _readable_errors(self, name: str) -> contextlib.AbstractContextManager[None]:
         return readable_errors(f"there is no job {name} in the namespace {self._api.namespace}; {_SEE_LIST}")

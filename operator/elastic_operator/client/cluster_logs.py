@@ -24,53 +24,49 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, ApiError
 from elastic_operator.kubernetes.pod_status import ContainerState, container_states, is_over
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
+    from collections.abc import Callable, Iterable
 
     from elastic_operator.api.spec import Json
     from elastic_operator.client import Tell
     from elastic_operator.client.user_api import UserApi
     from elastic_operator.views.log_selector import LogSelector
 
+POLL_INTERVAL: Final = 2.0
+"""Seconds between two looks at the job and its pods while their logs are followed."""
 _CONCURRENCY: Final = 16
 _RETRY_DELAY: Final = 1.0
 """Seconds until a broken stream is resumed."""
 _DRAIN_TIMEOUT: Final = 5.0
-"""Seconds that a stream gets to end after its container has ended."""
+"""Seconds that the streams get to end after the job and its containers have ended."""
 _MAX_TRIES: Final = 3
 """Attempts to read the end of a log."""
+_MAX_FAILURES: Final = 6
+"""Looks in a row that may fail."""
 
 
 class _Log:
     """A pod's log.
 
     Attributes:
+        reader: splits it into lines.
         lines: lines that may have to be printed, by round (0 if unknown, and for the agent) and rank.
-        whole: whether it has been read to its end.
+        ended: whether its container has ended.
+        whole: whether it was read to its end before it was followed.
         printed_round: of the last line that was considered for printing.
-        ended: set when the container has ended.
-        stream: the task that follows the log.
-        limit: limits the time of the open stream.
+        stream: the task that follows it.
     """
 
     def __init__(self, pod: str) -> None:
         self.reader = PodLog(pod)
         self.lines: dict[tuple[int, int], deque[LogLine]] = {}
+        self.ended = False
         self.whole = False
         self.printed_round = 0
-        self.ended = asyncio.Event()
         self.stream: asyncio.Task[None] | None = None
-        self.limit: asyncio.Timeout | None = None
 
     def round_of(self, round: int, current: int) -> int:
         """Return a round; an unknown one is the one before the first that the log has."""
         return round or min(self.reader.ranks, default=current + 1) - 1
-
-    def end(self) -> None:
-        """Note that the container has ended."""
-        if not self.ended.is_set():
-            self.ended.set()
-            if self.limit is not None:
-                self.limit.reschedule(asyncio.get_running_loop().time() + _DRAIN_TIMEOUT)
 
 
 class ClusterLogs:
@@ -96,8 +92,8 @@ class ClusterLogs:
         self._logs: dict[str, _Log] = {}
         self._round = 0
         self._complete = True
-        self._job_over = self._pods_seen = False
-        self._changed = asyncio.Event()
+        self._job_over = False
+        self._stream_ended = asyncio.Event()
 
     async def print(self) -> bool:
         """Print the logs, and what is added to them if the selector says so; return whether all could be read.
@@ -127,11 +123,12 @@ class ClusterLogs:
         if only is not None and only not in names:
             raise NotFound(f"the job {self._name} has no pod {only}; it has {', '.join(names) or 'none'}")
         gate = asyncio.Semaphore(_CONCURRENCY)
-        async with _task_group() as group:
-            for pod in sorted(pods, key=_pod_name):
-                if _has_log(pod) and only in (None, _pod_name(pod)):
-                    log = self._logs[pod["metadata"]["uid"]] = _Log(_pod_name(pod))
-                    group.create_task(self._read(log, gate, ended=_has_ended(pod), following=following))
+        reads = []
+        for pod in sorted(pods, key=_pod_name):
+            if _has_log(pod) and only in (None, _pod_name(pod)):
+                log = self._logs[pod["metadata"]["uid"]] = _Log(_pod_name(pod))
+                reads.append(self._read(log, gate, ended=_has_ended(pod), following=following))
+        await asyncio.gather(*reads)
         started = (round for log in self._logs.values() for round in log.reader.ranks)
         self._round = max(started, default=integer(self._job, "status", "round") or 0)
 
@@ -156,9 +153,6 @@ class ClusterLogs:
                 round = 0 if line.rank == AGENT else line.round
                 if only is None or round in (0, only):
                     log.lines.setdefault((round, line.rank), deque(maxlen=self._selector.tail)).append(line)
-            elif line.rank == AGENT and only is None and line.round in log.reader.ranks:
-                # A later round has begun: the earlier ones are not printed.
-                log.lines = {key: lines for key, lines in log.lines.items() if key[0] >= line.round}
 
     def _selects(self, line: LogLine) -> bool:
         """Whether this line is to be printed if its round is."""
@@ -226,111 +220,92 @@ class ClusterLogs:
                     self._round = round
             chosen.append((line, log.reader.pod))
         self._print(chosen)
-        self._changed.set()
 
     # -- following
 
     async def _follow(self) -> None:
-        async with _task_group() as group:
-            watches = [group.create_task(self._watch_pods(group)), group.create_task(self._watch_job())]
-            while not self._is_over():
-                self._changed.clear()
-                await self._changed.wait()
-            for task in (*watches, *(log.stream for log in self._logs.values() if log.stream)):
-                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as streams:
+                failures = 0
+                while not self._is_over():
+                    try:
+                        await self._look(streams)
+                        failures = 0
+                    except ClusterError as error:
+                        failures += 1
+                        if failures > _MAX_FAILURES or (isinstance(error, ApiError) and not error.transient):
+                            raise
+                    self._stream_ended.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stream_ended.wait(), POLL_INTERVAL)
+                await self._end_streams()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _look(self, streams: asyncio.TaskGroup) -> None:
+        """Follow new pods, and note which containers have ended and whether the job is over."""
+        jobs, _ = await self._api.list(ELASTIC_JOBS, self._namespace, name=self._name)
+        found, _ = await self._api.list(PODS, self._namespace, labels=worker_selector(self._name))
+        pods = {pod["metadata"]["uid"]: pod for pod in found if self._selector.pod in (None, _pod_name(pod))}
+        for uid, pod in pods.items():
+            if not _has_log(pod):
+                continue
+            log = self._logs.setdefault(uid, _Log(_pod_name(pod)))
+            if log.stream is None and not log.whole:
+                log.printed_round = log.reader.round
+                log.stream = streams.create_task(self._stream(log))
+        for uid, log in self._logs.items():
+            log.ended = uid not in pods or _has_ended(pods[uid])
+        unfinished = [each for each in jobs if _uid(each) == _uid(self._job) and not is_finished(each)]
+        self._job_over = not unfinished
 
     def _is_over(self) -> bool:
-        followed = [log for log in self._logs.values() if log.stream]
-        if self._job_over and self._pods_seen and not followed:
-            return True
-        known = [log.printed_round for log in followed if log.printed_round]
+        logs = self._logs.values()
+        if self._job_over or (self._selector.pod is not None and logs):
+            return all(log.ended for log in logs)
+        return self._is_round_over()
+
+    def _is_round_over(self) -> bool:
+        known = [log.printed_round for log in self._logs.values() if log.printed_round and not log.ended]
         return self._selector.round is not None and bool(known) and min(known) > self._selector.round
 
-    async def _watch_pods(self, group: asyncio.TaskGroup) -> None:
-        states = self._api.states(PODS, self._namespace, labels=worker_selector(self._name))
-        async with contextlib.aclosing(states):
-            async for pods in states:
-                for uid, pod in pods.items():
-                    self._follow_pod(uid, pod, group)
-                for uid, log in self._logs.items():
-                    if uid not in pods:
-                        log.end()
-                self._pods_seen = True
-                self._changed.set()
-
-    def _follow_pod(self, uid: str, pod: Json, group: asyncio.TaskGroup) -> None:
-        name = _pod_name(pod)
-        if self._selector.pod not in (None, name) or not _has_log(pod):
-            return
-        log = self._logs.setdefault(uid, _Log(name))
-        if _has_ended(pod):
-            log.end()
-        if log.stream is None and not log.whole:
-            log.printed_round = log.reader.round
-            log.stream = group.create_task(self._stream(log))
-
-    async def _watch_job(self) -> None:
-        uid = self._job["metadata"]["uid"]
-        states = self._api.states(ELASTIC_JOBS, self._namespace, name=self._name)
-        async with contextlib.aclosing(states):
-            async for jobs in states:
-                if uid not in jobs or is_finished(jobs[uid]):
-                    self._job_over = True
-                    self._changed.set()
-                    return
+    async def _end_streams(self) -> None:
+        streams = {log.stream: log for log in self._logs.values() if log.stream is not None}
+        if streams and not self._is_round_over():
+            await asyncio.wait(streams, timeout=_DRAIN_TIMEOUT)
+            for log in (log for stream, log in streams.items() if not stream.done()):
+                self._report_unreadable(f"the end of the log of {log.reader.pod}", ClusterError("it does not come"))
+        for stream in streams:
+            stream.cancel()
 
     async def _stream(self, log: _Log) -> None:
         """Follow one log until its container has ended and all of it is read."""
-        failures = 0
+        tries = 0
         while True:
             # After the container's end, read once more what came after the stream's end, without waiting.
-            last = log.ended.is_set()
+            last = log.ended
             try:
                 await self._resume(log, follow=not last)
-                failures = 0
                 if last:
                     break
             except ClusterError as error:
                 if _is_gone(error):
                     break
-                failures += 1
-                if last and failures >= _MAX_TRIES:
+                tries += last
+                if tries == _MAX_TRIES:
                     self._report_unreadable(f"the end of the log of {log.reader.pod}", error)
                     break
-            if last:
-                await asyncio.sleep(_RETRY_DELAY)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(log.ended.wait(), _RETRY_DELAY)
+            self._stream_ended.set()
+            await asyncio.sleep(_RETRY_DELAY)
         self._print_new(log, log.reader.rest())
-        log.stream, log.whole = None, True
-        self._job_over = self._job_over or self._selector.pod is not None
 
     async def _resume(self, log: _Log, *, follow: bool) -> None:
-        """Read a log from where it was read last; when its container has ended, not for long."""
+        """Read a log from where it was read last."""
         log.reader.resume()
         pieces = self._api.log(self._namespace, log.reader.pod, WORKER, follow=follow, since=log.reader.since)
-        try:
-            async with asyncio.timeout(None) as log.limit, contextlib.aclosing(pieces):
-                async for piece in pieces:
-                    self._print_new(log, log.reader.feed(piece))
-        except TimeoutError:
-            pass  # its container has ended
-        finally:
-            log.limit = None
-
-
-@contextlib.asynccontextmanager
-async def _task_group() -> AsyncGenerator[asyncio.TaskGroup, None]:
-    """Open a task group that raises the first error itself, not a group of errors."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except BaseExceptionGroup as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                self._print_new(log, log.reader.feed(piece))
 
 
 def is_finished(job: Json) -> bool:
@@ -352,6 +327,10 @@ def _is_gone(error: ClusterError) -> bool:
 
 def _pod_name(pod: Json) -> str:
     return str(pod["metadata"]["name"])
+
+
+def _uid(obj: Json) -> str:
+    return str(obj["metadata"]["uid"])
 
 
 def _has_log(pod: Json) -> bool:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.spec import GROUP
 from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
 from elastic_operator.kubernetes import kubeconfig as kubeconfigs
-from elastic_operator.kubernetes.client import Api, ApiError, selectors
+from elastic_operator.kubernetes.client import Api, ApiError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping
 
     from kubernetes.aio.client import Configuration
-
-    from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.client import Resource
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _UNKNOWN_KIND: Final = "could not find the requested resource"
@@ -27,11 +23,6 @@ _READ_TIMEOUT: Final = 30.0
 """Seconds without a byte."""
 _MAX_THROTTLED: Final = 9
 """Retries, a second apart, of a request that the server answers with 429."""
-_WATCH_SECONDS: Final = 300
-"""The server ends a watch after this time."""
-_WATCH_DELAY: Final = 0.2
-_MAX_WATCH_FAILURES: Final = 6
-"""Failures of a watch in a row, seconds apart."""
 
 
 class UserApi(Api):
@@ -71,59 +62,6 @@ class UserApi(Api):
                 if len(data) > most:
                     raise ClusterError(f"what it serves under {path} is too large")
         return bytes(data)
-
-    async def states(
-        self, resource: Resource, namespace: str, *, labels: str = "", name: str = ""
-    ) -> AsyncGenerator[Mapping[str, Json], None]:
-        """Yield the objects by UID, now and after every change; never ends by itself.
-
-        Raises:
-            ClusterError: the API server refuses, or cannot be reached several times in a row.
-        """
-        failures = 0
-        while True:
-            try:
-                found, version = await self.list(resource, namespace, labels=labels, name=name)
-                state: dict[str, Json] = {each["metadata"]["uid"]: each for each in found}
-                yield dict(state)
-                failures = 0
-                changes = self.watch(resource, namespace, start=version, labels=labels, name=name)
-                async with contextlib.aclosing(changes):
-                    async for kind, changed in changes:
-                        state[changed["metadata"]["uid"]] = changed
-                        if kind == "DELETED":
-                            del state[changed["metadata"]["uid"]]
-                        yield dict(state)
-                await asyncio.sleep(_WATCH_DELAY)  # a watch that ends at once must not become a hot loop
-            except ClusterError as error:
-                status = error.status if isinstance(error, ApiError) else 0
-                failures += 1
-                if (400 <= status < 500 and status not in (410, 429)) or failures > _MAX_WATCH_FAILURES:
-                    raise
-                await asyncio.sleep(0 if status == 410 else failures)
-
-    async def watch(
-        self, resource: Resource, namespace: str, *, start: str, labels: str = "", name: str = ""
-    ) -> AsyncGenerator[tuple[str, Json], None]:
-        """Yield every change after a resource version, ADDED, MODIFIED or DELETED, for some minutes.
-
-        Raises:
-            ApiError: 410 if the resource version has expired: list again.
-        """
-        query = {**selectors(labels, name), "watch": "true", "resourceVersion": start}
-        query["timeoutSeconds"] = str(_WATCH_SECONDS)
-        # The server ends it by then. If not even that is heard, the connection is dead.
-        pieces = self._stream(resource.path(namespace), query, verb="WATCH", silence=_WATCH_SECONDS + _READ_TIMEOUT)
-        begun = b""  # aiohttp limits a line to less than a large object needs
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                *lines, begun = (begun + piece).split(b"\n")
-                for line in lines:
-                    change = json.loads(line)
-                    if change["type"] == "ERROR":
-                        told = change["object"]
-                        raise ApiError(int(told.get("code", 500)), str(told.get("reason")), str(told.get("message")))
-                    yield change["type"], change["object"]
 
     async def _send(self, *args: Any, **keywords: Any) -> bytes:  # noqa: ANN401 - the parent's arguments
         """Retry requests that the server throttles; it has not executed them."""

@@ -1,0 +1,82 @@
+"""A client of the API server for tests, which also watches: tests see each state, and need not poll."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Final
+
+from elastic_operator.client.user_api import UserApi
+from elastic_operator.errors import ClusterError
+from elastic_operator.kubernetes.client import ApiError, selectors
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+
+    from elastic_operator.api.spec import Json
+    from elastic_operator.kubernetes.client import Resource
+
+_WATCH_SECONDS: Final = 300
+"""The server ends a watch after this time."""
+_WATCH_DELAY: Final = 0.2
+_MAX_WATCH_FAILURES: Final = 6
+"""Failures of a watch in a row, seconds apart."""
+_READ_TIMEOUT: Final = 30.0
+
+
+class WatchingApi(UserApi):
+    """A connection that can watch; an async context manager."""
+
+    async def states(
+        self, resource: Resource, namespace: str, *, labels: str = "", name: str = ""
+    ) -> AsyncGenerator[Mapping[str, Json], None]:
+        """Yield the objects by UID, now and after every change; never ends by itself.
+
+        Raises:
+            ClusterError: the API server refuses, or cannot be reached several times in a row.
+        """
+        failures = 0
+        while True:
+            try:
+                found, version = await self.list(resource, namespace, labels=labels, name=name)
+                state: dict[str, Json] = {each["metadata"]["uid"]: each for each in found}
+                yield dict(state)
+                failures = 0
+                changes = self.watch(resource, namespace, start=version, labels=labels, name=name)
+                async with contextlib.aclosing(changes):
+                    async for kind, changed in changes:
+                        state[changed["metadata"]["uid"]] = changed
+                        if kind == "DELETED":
+                            del state[changed["metadata"]["uid"]]
+                        yield dict(state)
+                await asyncio.sleep(_WATCH_DELAY)  # a watch that ends at once must not become a hot loop
+            except ClusterError as error:
+                status = error.status if isinstance(error, ApiError) else 0
+                failures += 1
+                if (400 <= status < 500 and status not in (410, 429)) or failures > _MAX_WATCH_FAILURES:
+                    raise
+                await asyncio.sleep(0 if status == 410 else failures)
+
+    async def watch(
+        self, resource: Resource, namespace: str, *, start: str, labels: str = "", name: str = ""
+    ) -> AsyncGenerator[tuple[str, Json], None]:
+        """Yield every change after a resource version, ADDED, MODIFIED or DELETED, for some minutes.
+
+        Raises:
+            ApiError: 410 if the resource version has expired: list again.
+        """
+        query = {**selectors(labels, name), "watch": "true", "resourceVersion": start}
+        query["timeoutSeconds"] = str(_WATCH_SECONDS)
+        # The server ends it by then. If not even that is heard, the connection is dead.
+        pieces = self._stream(resource.path(namespace), query, verb="WATCH", silence=_WATCH_SECONDS + _READ_TIMEOUT)
+        begun = b""  # aiohttp limits a line to less than a large object needs
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                *lines, begun = (begun + piece).split(b"\n")
+                for line in lines:
+                    change = json.loads(line)
+                    if change["type"] == "ERROR":
+                        told = change["object"]
+                        raise ApiError(int(told.get("code", 500)), str(told.get("reason")), str(told.get("message")))
+                    yield change["type"], change["object"]
