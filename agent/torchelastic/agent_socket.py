@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from _thread import start_new_thread
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -51,19 +52,14 @@ class AgentConnection:
     """The connection of this process to its agent. May be used from any thread, and from signal handlers."""
 
     def __init__(self) -> None:
-        self._begin()
-        os.register_at_fork(after_in_child=self._after_fork)
-
-    def _begin(self) -> None:
         self._lock = threading.RLock()  # reentrant for a signal handler; never held while waiting
         self._socket: socket.socket | None = None
         self._read = False
 
-    def _after_fork(self) -> None:
-        connection = self._socket
-        self._begin()
-        if connection is not None:
-            os.close(connection.detach())  # the thread that reads from it is not in this process
+    def leave_to_parent(self) -> None:
+        """Close this process's copy of its parent's connection, after a fork."""
+        if self._socket is not None:
+            os.close(self._socket.detach())  # the thread that reads from it is not in this process
 
     def send(self, message: dict[str, Any]) -> bool:
         """Send a message without blocking, and connect first if necessary; return whether it was sent."""
@@ -91,7 +87,7 @@ class AgentConnection:
         with self._lock:
             if self._socket is not None and not self._read:
                 self._read = True
-                run_beside("torchelastic: notices", self._listen, self._socket, take, closed)
+                run_beside(self._listen, self._socket, take, closed)
 
     def close(self) -> None:
         """Close the connection; the next message opens another one."""
@@ -120,11 +116,15 @@ AGENT: Final = AgentConnection()
 """The connection of this process."""
 
 
-def run_beside(name: str, doing: Callable[..., object], *arguments: object) -> None:
-    """Run a function in a thread that blocks all signals."""
+def run_beside(doing: Callable[..., object], *arguments: object) -> None:
+    """Run a function in a thread that blocks all signals; a signal handler may call this.
+
+    Raises:
+        RuntimeError: no more threads are allowed, or the program exits.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        threading.Thread(target=doing, args=arguments, name=name, daemon=True).start()
+        start_new_thread(doing, arguments)  # the locks of threading could block a signal handler
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -187,6 +187,7 @@ def _after_fork() -> None:
     global _forked  # noqa: PLW0603 - it is the state of this process
     # The fork server may have imported this module, but has no channel: its children are workers.
     _forked = bool(os.environ.get(CHANNEL))
+    AGENT.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,156 +1,200 @@
-"""The socket between an agent and its workers; the test process is both."""
+"""The socket between an agent and its workers, for notices and progress; the test process is both."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import torchelastic as worker
-from torchelastic.agent.worker_socket import Progress, WorkerSocket
+import torchelastic
+from torchelastic import metrics
+from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.agent_socket import AGENT, CHANNEL, HEARTBEAT_FILE, LINE_LIMIT, short_path
-from torchelastic.training import notice as notice_module
+from torchelastic.metrics.api import REGISTRY
+from torchelastic.protocol import Member, NoticeRecord, RoundReason, RoundRecord
+from torchelastic.training import progress
+from torchelastic.training.notice import Notice, Notices
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
 PATIENCE = 20.0
 ROUND = 3
+LIMIT = 60.0
+RECORD = RoundRecord(number=ROUND, members=(Member("a.1", "10.0.0.1", 2), Member("b.1", "10.0.0.2", 2)))
+NEXT = RoundRecord(number=ROUND + 1, members=RECORD.members)
 
 
-class SilentNode:
-    """A node whose reports go nowhere."""
+class Node:
+    """A node with the last values that were reported to it."""
 
-    node = "a.1"
+    def __init__(self) -> None:
+        self.node = "a.1"
+        self.current = True
+        self.asked: list[tuple[int, float]] = []
+        self.reported: dict[str, Any] = {}
+        self.progress: list[tuple[float, float]] = []
+        self._more = asyncio.Event()
 
     def report(self, round: int, **changes: Any) -> None:
-        pass
+        assert round in {ROUND, ROUND + 1}
+        self.reported.update(changes)
+        if "first_step_at" in changes:
+            self.progress.append((changes["first_step_at"], changes["last_checkpoint_at"]))
+        self._more.set()
+
+    async def is_current(self, round: int, *, timeout: float) -> bool:  # noqa: ASYNC109 - as of a node
+        self.asked.append((round, timeout))
+        return self.current
+
+    async def until(self, **wanted: Any) -> None:
+        """Return when these values are reported; a function is a condition of a value."""
+        async with asyncio.timeout(PATIENCE):
+            while not all(
+                name in self.reported
+                and (value(self.reported[name]) if callable(value) else self.reported[name] == value)
+                for name, value in wanted.items()
+            ):
+                self._more.clear()
+                await self._more.wait()
 
 
-class Agent:
+class Agent(WorkerSocket):
     """An agent that has only the socket."""
 
     def __init__(self, folder: Path) -> None:
-        self.changed = asyncio.Event()
-        self.standing = True
-        self.asked: list[tuple[int, float]] = []
-        self.channel = WorkerSocket(
-            folder, stands=self._stands, changed=self.changed.set, progress=Progress(SilentNode())
-        )
+        self.node = Node()
+        super().__init__(folder, self.node, limit=LIMIT, changed=lambda: self.report())  # type: ignore[arg-type]
 
-    async def until(self, condition: Callable[[WorkerSocket], object]) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not condition(self.channel):
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def _stands(self, round: int, seconds: float) -> bool:
-        self.asked.append((round, seconds))
-        return self.standing
+    def give(self, serial: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
+        """Take a notice of the leader."""
+        self.take_notice(NoticeRecord(ROUND, serial, seconds, RoundReason.NODE_JOINED, cause))
 
 
 @pytest.fixture
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
-    agent = Agent(tmp_path)
-    async with agent.channel as channel:
-        notice_module._notices._begin()
-        for name, value in {**channel.variables, "TORCHELASTIC_ROUND": str(ROUND), "LOCAL_RANK": "1"}.items():
+    async with Agent(tmp_path) as agent:
+        ours = {**agent.variables, "TORCHELASTIC_ROUND": str(ROUND), "LOCAL_RANK": "0", "RANK": "0"}
+        for name, value in ours.items():
             monkeypatch.setenv(name, value)
-        channel.expect(ROUND)
+        agent.begin(RECORD)
         yield agent
         AGENT.close()
 
 
-async def ask(agent: Agent, seconds: float = 20.0, **more: Any) -> None:
-    await asyncio.to_thread(worker.ask_for_notice, seconds, **more)
-    await agent.until(lambda channel: channel.asked == seconds)
+@pytest.fixture
+def worker() -> Notices:
+    return Notices()
 
 
-async def noticed_by(agent: Agent, **more: Any) -> worker.Notice:
-    """Give notice, and wait until the worker receives it."""
-    agent.channel.give_notice(**{"seconds": 10.0, "reason": "node_joined", "cause": "b joined", **more})
-    return await noticed()
+@pytest.fixture(autouse=True)
+def _no_progress_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REPORTS", progress.Reports())
 
 
-async def noticed() -> worker.Notice:
+async def asks(worker: Notices, agent: Agent, seconds: float = 20.0) -> None:
+    await asyncio.to_thread(worker.ask_for_notice, seconds)
+    await agent.node.until(notice=min(seconds, LIMIT))
+
+
+async def noticed(worker: Notices) -> Notice:
     async with asyncio.timeout(PATIENCE):
         while (notice := worker.notice()) is None:  # noqa: ASYNC110 - programs poll it
             await asyncio.sleep(0.001)
     return notice
 
 
-async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent) -> None:
-    assert agent.channel.asked == 0
+async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent, worker: Notices) -> None:
     assert worker.notice() is None
-    await ask(agent)
-    assert agent.channel.answered
-    notice = await noticed_by(agent, cause="\N{SNOWMAN}\x01\\" * 5000)
+    await asks(worker, agent)
+    assert not agent.pending
+    agent.give(cause="\N{SNOWMAN}\x01\\" * 300)
+    notice = await noticed(worker)
     assert notice.reason == "node_joined"
     assert notice.cause.startswith("\N{SNOWMAN}\x01\\")
     assert 0 < notice.seconds_left <= 10
     assert notice.deadline <= time.monotonic() + 10
-    assert not agent.channel.answered
+    assert agent.pending
+    assert "saved" not in agent.node.reported
     worker.saved()
     assert worker.notice() is None
-    await agent.until(lambda channel: channel.answered)
+    await agent.node.until(saved=1)
+    agent.give()  # the same one
+    agent.give(2)
+    assert agent.node.reported["saved"] == 1
 
 
-async def test_a_withdrawn_notice_needs_no_answer(agent: Agent) -> None:
-    await ask(agent)
-    await noticed_by(agent)
-    agent.channel.withdraw()
+async def test_a_withdrawn_notice_needs_no_answer(agent: Agent, worker: Notices) -> None:
+    await asks(worker, agent)
+    agent.give()
+    await noticed(worker)
+    agent.give(seconds=0)
     async with asyncio.timeout(PATIENCE):
         while worker.notice() is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert agent.channel.answered
+    assert not agent.pending
 
 
-async def test_a_worker_that_asks_during_a_notice_receives_it(agent: Agent) -> None:
-    agent.channel.give_notice(10.0, reason="node_left", cause="b left")
-    assert agent.channel.answered
-    await ask(agent)
-    assert not agent.channel.answered
-    assert (await noticed()).reason == "node_left"
+async def test_a_worker_that_asks_during_a_notice_receives_it(agent: Agent, worker: Notices) -> None:
+    agent.give()
+    await asks(worker, agent)
+    assert (await noticed(worker)).reason == "node_joined"
+    assert "saved" not in agent.node.reported
 
 
-async def test_a_request_for_notice_can_be_changed_and_withdrawn(agent: Agent) -> None:
-    await ask(agent, 20.0)
-    await ask(agent, 60.0)
-    await noticed_by(agent)
-    await ask(agent, 0.0)
-    assert agent.channel.answered
-    await asyncio.to_thread(worker.ask_for_notice, 1e12)
-    await agent.until(lambda channel: channel.asked == 1e6)
+async def test_the_leaders_notice_of_the_same_change_is_not_a_new_one(agent: Agent, worker: Notices) -> None:
+    await asks(worker, agent)
+    agent.leave("a leaves (SIGTERM)")
+    notice = await noticed(worker)
+    assert (notice.reason, notice.cause) == ("node_left", "a leaves (SIGTERM)")
+    worker.saved()
+    agent.give()
+    await agent.node.until(saved=1)
+    assert worker.notice() is None
 
 
-@pytest.mark.parametrize("end", [lambda channel: channel.forget(1), lambda channel: channel.expect(ROUND + 1)])
-async def test_an_exited_worker_needs_no_notice(agent: Agent, end: Callable[[WorkerSocket], None]) -> None:
-    await ask(agent)
-    await noticed_by(agent)
-    end(agent.channel)
-    assert (agent.channel.asked, agent.channel.answered) == (0, True)
+async def test_a_request_for_notice_can_be_changed_and_withdrawn(agent: Agent, worker: Notices) -> None:
+    await asks(worker, agent, 20.0)
+    await asks(worker, agent, 1e12)
+    agent.give()
+    await noticed(worker)
+    await asks(worker, agent, 0.0)
+    assert "saved" not in agent.node.reported
+
+
+@pytest.mark.parametrize("end", [lambda agent: agent.forget(0), lambda agent: agent.begin(NEXT)])
+async def test_an_exited_worker_needs_no_notice(agent: Agent, worker: Notices, end: Callable[[Agent], None]) -> None:
+    await asks(worker, agent)
+    agent.leave("a leaves")
+    assert agent.pending
+    end(agent)
+    assert not agent.pending
+    agent.report()
+    assert agent.node.reported["notice"] == 0
 
 
 async def test_round_stands_asks_the_agent(agent: Agent) -> None:
-    assert await asyncio.to_thread(worker.round_stands, 3.0)
-    ((round, seconds),) = agent.asked
+    assert await asyncio.to_thread(torchelastic.round_stands, 3.0)
+    ((round, seconds),) = agent.node.asked
     assert round == ROUND
     assert 0 < seconds < 3
-    agent.standing = False
-    assert not await asyncio.to_thread(worker.round_stands)
-    agent.asked.clear()
-    agent.channel.expect(ROUND + 1)
-    assert not await asyncio.to_thread(worker.round_stands)
-    assert agent.asked == []
+    agent.node.current = False
+    assert not await asyncio.to_thread(torchelastic.round_stands)
+    agent.node.asked.clear()
+    agent.begin(NEXT)
+    assert not await asyncio.to_thread(torchelastic.round_stands)
+    assert agent.node.asked == []
 
 
-GOOD = json.dumps({"round": ROUND, "local_rank": 1}).encode() + b"\n"
+GOOD = json.dumps({"round": ROUND, "local_rank": 0}).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -166,37 +210,37 @@ GOOD = json.dumps({"round": ROUND, "local_rank": 1}).encode() + b"\n"
         GOOD + b'{"ask": 1e9}\n',
     ],
 )
-async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent, said: bytes) -> None:
-    path = agent.channel.variables[CHANNEL]
-    reader, writer = await asyncio.open_unix_connection(path)
+async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent, worker: Notices, said: bytes) -> None:
+    reader, writer = await asyncio.open_unix_connection(agent.variables[CHANNEL])
     writer.write(said)
     async with asyncio.timeout(PATIENCE):
         with contextlib.suppress(ConnectionResetError):  # the agent may close before it has read everything
             assert await reader.read() == b""
     writer.close()
-    assert agent.channel.asked == 0
-    await ask(agent)
+    assert not agent.node.reported.get("notice")
+    await asks(worker, agent)
 
 
-async def test_without_an_agent_the_functions_do_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    notice_module._notices._begin()
+async def test_without_an_agent_the_functions_do_nothing(
+    worker: Notices, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(CHANNEL, raising=False)
     monkeypatch.delenv(HEARTBEAT_FILE, raising=False)
-    worker.heartbeat()
+    torchelastic.heartbeat()
     worker.ask_for_notice(5)
     worker.saved()
     assert worker.notice() is None
-    assert worker.round_stands()
+    assert torchelastic.round_stands()
     monkeypatch.setenv(CHANNEL, str(tmp_path / "channel"))  # of an exited agent
     worker.ask_for_notice(5)
     assert worker.notice() is None
-    assert not worker.round_stands()
+    assert not torchelastic.round_stands()
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_an_invalid_time_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="seconds must be a time"):
-        worker.ask_for_notice(seconds)
+        torchelastic.ask_for_notice(seconds)
 
 
 def test_a_socket_with_a_long_path_is_reached(tmp_path: Path) -> None:
@@ -210,3 +254,172 @@ def test_a_socket_with_a_long_path_is_reached(tmp_path: Path) -> None:
         with short_path(path) as short:
             speaking.connect(short)
     assert len([*folder.iterdir()]) == 1
+
+
+# -- progress
+
+
+class Measured(metrics.MetricHandler):
+    """A handler that records the measured values."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, float]] = []
+
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        assert metric_data.group_name == "torchelastic"
+        self.values.append((metric_data.name, metric_data.value))
+
+
+@pytest.fixture
+def measured() -> Iterator[Measured]:
+    measured = Measured()
+    REGISTRY.attach(measured)
+    yield measured
+    REGISTRY.detach(measured)
+
+
+async def test_the_first_step_and_the_begin_of_the_last_checkpoint_are_reported(agent: Agent) -> None:
+    began = time.time()
+    torchelastic.step()
+    stepped = time.time()
+    await agent.node.until(first_step_at=bool)
+    for _ in range(100):
+        torchelastic.step()
+    before = time.time()
+    with torchelastic.checkpoint():
+        after = time.time()
+        await asyncio.sleep(0.01)
+    await agent.node.until(last_checkpoint_at=bool)
+    assert began - 0.001 <= agent.node.reported["first_step_at"] <= stepped + 0.001
+    assert before - 0.001 <= agent.node.reported["last_checkpoint_at"] <= after + 0.001
+    assert [bool(kept) for _, kept in agent.node.progress] == [False, True]
+
+
+async def test_a_failed_checkpoint_is_not_reported(agent: Agent, measured: Measured) -> None:
+    with pytest.raises(OSError, match="full"), torchelastic.checkpoint():
+        raise OSError("the disk is full")
+    torchelastic.step()
+    await agent.node.until(first_step_at=bool)
+    assert agent.node.reported["last_checkpoint_at"] == 0
+    assert measured.values == []
+
+
+async def test_of_checkpoints_within_a_second_the_first_and_last_are_reported(agent: Agent) -> None:
+    writing = [torchelastic.checkpoint() for _ in range(2000)]
+    await asyncio.sleep(0.002)  # times have milliseconds, and the last one must differ
+    before = time.time()
+    writing.append(torchelastic.checkpoint())
+    for each in writing:
+        each.done()
+    await agent.node.until(last_checkpoint_at=lambda kept: kept >= before - 0.001)
+    assert [kept >= before - 0.001 for _, kept in agent.node.progress] == [False, True]
+
+
+async def test_a_background_checkpoint_is_reported_when_its_future_succeeds(agent: Agent, measured: Measured) -> None:
+    failed, cancelled, written = Future[None](), Future[None](), Future[None]()
+    for future in (failed, cancelled, written):
+        future.add_done_callback(torchelastic.checkpoint().done)
+    failed.set_exception(OSError("the disk is full"))
+    assert cancelled.cancel()
+    assert measured.values == []
+    written.set_result(None)
+    await agent.node.until(last_checkpoint_at=bool)
+    assert [name for name, _ in measured.values] == ["checkpoint.write_latency_ms"]
+
+
+def test_step_and_checkpoint_durations_are_measured(measured: Measured) -> None:
+    for _ in range(3):
+        torchelastic.step()
+        time.sleep(0.002)
+    with torchelastic.checkpoint() as writing:
+        time.sleep(0.002)
+        writing.done()
+        writing.done()
+    assert [name for name, _ in measured.values] == [*["train_step.duration.ms"] * 2, "checkpoint.write_latency_ms"]
+    assert all(value > 1.5 for _, value in measured.values)
+
+
+async def test_other_ranks_only_measure(agent: Agent, monkeypatch: pytest.MonkeyPatch, measured: Measured) -> None:
+    monkeypatch.setenv("RANK", "1")
+    torchelastic.step()
+    torchelastic.step()
+    torchelastic.checkpoint().done()
+    assert len(measured.values) == 2
+    monkeypatch.setenv("RANK", "0")
+    torchelastic.checkpoint().done()
+    await agent.node.until(last_checkpoint_at=bool)
+    assert agent.node.reported["first_step_at"] == 0
+
+
+async def test_unsent_progress_is_sent_later(agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = os.environ[CHANNEL]
+    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    monkeypatch.setenv(CHANNEL, str(tmp_path / "away"))
+    torchelastic.step()
+    torchelastic.checkpoint().done()
+    monkeypatch.setenv(CHANNEL, path)
+    await agent.node.until(first_step_at=bool, last_checkpoint_at=bool)
+
+
+async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    torchelastic.step()
+    await agent.node.until(first_step_at=bool)
+    agent.forget(0)
+    async with asyncio.timeout(PATIENCE):
+        while agent.node.reported["last_checkpoint_at"] == 0:
+            with torchelastic.checkpoint():
+                await asyncio.sleep(0.05)
+    assert len({stepped for stepped, _ in agent.node.progress}) == 1
+
+
+async def test_an_agent_that_reads_nothing_does_not_block_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(tmp_path / "channel"))
+        listener.listen(1)
+        for name, value in {CHANNEL: str(tmp_path / "channel"), "TORCHELASTIC_ROUND": "1", "RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        began = time.monotonic()
+        for _ in range(20_000):
+            with torchelastic.checkpoint():
+                torchelastic.step()
+        assert time.monotonic() - began < PATIENCE
+        assert not AGENT.send({"kept": 1.0})  # the socket's buffer is full
+    AGENT.close()
+    monkeypatch.setattr(progress, "INTERVAL", 1.0)
+
+
+async def send(agent: Agent, **message: float) -> list[tuple[float, float]]:
+    """Send a message, and return what the agent has reported when it has handled it."""
+    AGENT.send(message)
+    AGENT.send({"ask": 1.0})
+    await agent.node.until(notice=1.0)
+    agent.node.reported.clear()
+    return agent.node.progress
+
+
+async def test_impossible_times_are_ignored(agent: Agent) -> None:
+    now = time.time()
+    assert {*await send(agent, stepped=now - 10, kept=now - 10)} == {(0, 0)}
+    stepped, kept = (await send(agent, stepped=now + 1e6, kept=now + 1e6))[-1]
+    assert now - 0.001 <= stepped <= time.time() + 0.001
+    assert now - 0.001 <= kept <= time.time() + 0.001
+    assert (await send(agent, stepped=now + 2e6, kept=now))[-1] == (stepped, kept)
+    agent.begin(NEXT)
+    AGENT.close()
+
+
+@pytest.mark.parametrize(
+    ("node", "local_rank", "workers", "reports"),
+    [("a.1", 0, 2, True), ("a.1", 1, 2, False), ("b.1", 0, 2, False), ("b.1", 0, 0, True)],
+)
+async def test_only_rank_0_reports_progress(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, node: str, local_rank: int, workers: int, *, reports: bool
+) -> None:
+    agent.node.node = node
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    agent.begin(RoundRecord(number=ROUND, members=(Member("a.1", "10.0.0.1", workers), Member("b.1", "10.0.0.2", 2))))
+    assert any(stepped for stepped, _ in await send(agent, stepped=time.time())) is reports

@@ -27,7 +27,7 @@ from torchelastic.agent.events import (
 )
 from torchelastic.agent.exit_status import ExitStatus
 from torchelastic.agent.failures import OUT_OF_MEMORY, failure_of_node, failure_of_worker, in_full
-from torchelastic.agent.worker_socket import Notices, Progress, WorkerSocket
+from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.agent.workers.group import WorkerStart
 from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
 from torchelastic.output import started
@@ -113,8 +113,6 @@ class Agent:
         self._events = EventQueue()
         self._signals = Signals(lambda number: self._events.put(Signalled(number)))
         self._socket: WorkerSocket
-        self._notices: Notices
-        self._progress: Progress
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
         self._round: RoundRecord | None = None
         self._group: WorkerGroup | None = None
@@ -144,16 +142,14 @@ class Agent:
             stack.enter_context(self._signals)
             try:
                 node = await self._make_node(stack, metrics_port)
-                self._progress = Progress(node)
                 self._socket = await stack.enter_async_context(
                     WorkerSocket(
                         workers.scratch,
-                        stands=lambda round, timeout: node.is_current(round, timeout=timeout),
+                        node,
+                        limit=self._settings.rendezvous.notice,
                         changed=lambda: self._events.put(RequestsChanged()),
-                        progress=self._progress,
                     )
                 )
-                self._notices = Notices(self._socket, node, limit=self._settings.rendezvous.notice)
                 # A node that joins before it can start workers would make the others wait.
                 await self._signals.unless_first(workers.ready())
                 self._times.waits()
@@ -205,9 +201,9 @@ class Agent:
                 case CauseOverdue(round):
                     await self._unless_signalled(self._blame(round, node))
                 case Noticed(record):
-                    self._notices.take(record)
+                    self._socket.take_notice(record)
                 case RequestsChanged():
-                    self._report_requests()
+                    self._socket.report()
                 case StoreServerEnded(round):
                     await self._unless_signalled(self._store_server_ended(round, node))
                 case Partitioned():
@@ -244,8 +240,7 @@ class Agent:
             self._times.waits()
         taken_away = round.members and not takes_part
         await self._stop_workers(self._settings.stop_grace if taken_away else self._settings.stop_timeout)
-        self._notices.begin(round.number)
-        self._progress.begin(round)
+        self._socket.begin(round)
         self._round = round
         self._failures = []
         self._began_at = time.monotonic()
@@ -340,15 +335,9 @@ class Agent:
             await self._report_failure(node, root_cause(enumerate(self._failures)))
 
     async def _report_failure(self, node: RendezvousNode, failure: FailureRecord) -> None:
-        self._progress.report()
         node.report(failure.round, failure=failure)
         self._times.waits()
         await self._stop_workers(self._settings.stop_timeout)
-
-    def _report_requests(self) -> None:
-        """Report the workers' requests and answers, after the progress, on which the next round builds."""
-        self._progress.report()
-        self._notices.report()
 
     def _is_past(self, round: int) -> bool:
         return self._group is None or self._round is None or round != self._round.number
@@ -390,16 +379,15 @@ class Agent:
         logger.info("%s: leaving the run", number.name)
         clock = asyncio.get_running_loop().time
         until = clock() + self._settings.rendezvous.notice
-        self._notices.leave(f"{self._settings.node_name} leaves ({number.name})")
+        self._socket.leave(f"{self._settings.node_name} leaves ({number.name})")
         await self._signals.unless_hurried(node.leave())
         alone = self._round is None or len(self._round.members) == 1
         no_leader = clock() + (0 if alone else LEAVE_TIMEOUT)
         while self._group is not None and not self._signals.hurry.is_set():
-            left = (until if self._notices.pending else min(no_leader, until)) - clock()
+            left = (until if self._socket.pending else min(no_leader, until)) - clock()
             if left <= 0 or await self._ends_leaving(left, node):
                 break
         await self._stop_workers(self._settings.stop_grace)
-        self._progress.report()  # checkpoints written meanwhile
         self._metrics.worker_state(self._settings.role, "stopped")
 
     async def _ends_leaving(self, seconds: float, node: RendezvousNode) -> bool:
@@ -408,9 +396,9 @@ class Agent:
             case None:
                 pass
             case Noticed(record):
-                self._notices.take(record)
+                self._socket.take_notice(record)
             case RequestsChanged():
-                self._report_requests()
+                self._socket.report()
             case WorkerEnded() as ended if self._is_past(ended.round):
                 pass
             case WorkerEnded() as ended if ended.exit.exit_code == 0:

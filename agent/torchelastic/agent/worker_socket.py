@@ -12,7 +12,7 @@ import contextlib
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import msgspec
 
@@ -21,15 +21,12 @@ from torchelastic.errors import SettingsError
 from torchelastic.protocol import RoundReason, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torchelastic.protocol import NoticeRecord, RoundRecord
+    from torchelastic.rendezvous.node import RendezvousNode
 
-REPORT_INTERVAL: Final = 1.0
-"""Minimum number of seconds between two reports of progress."""
-
-_REGISTRATION_TIMEOUT: Final = 10.0
 _MAX_ROUND_CHECK: Final = 60.0
 _CAUSE_LIMIT: Final = 512
 """Maximum number of characters; encoded as JSON, the line stays within its limit."""
@@ -52,83 +49,18 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept: _Time = 0.0
 
 
-class _InvalidError(Exception):
-    """A process has sent an invalid message."""
-
-
-class Node(Protocol):
-    """This node in the rendezvous."""
-
-    node: str
-
-    def report(self, round: int, **changes: Any) -> None:  # noqa: ANN401 - fields of its record
-        """Change this node's record."""
-
-
-class Progress:
-    """The progress of the program in the current round, reported by its worker of rank 0.
-
-    It is written to the node's record at once, even while workers are stopped, because the leader needs it before the
-    next round. Frequent reports are written once per second.
-    """
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._round = 0
-        self._reporter: int | None = None
-        self._began = 0.0
-        self.stepped = self.kept = 0.0  # the first step, and the last checkpoint, in seconds since the Unix epoch
-        self._reported = 0.0, 0.0
-        self._due = 0.0
-        self._later: asyncio.TimerHandle | None = None
-
-    def begin(self, round: RoundRecord) -> None:
-        """Start a round."""
-        first = next((member.node for member in round.members if member.workers), None)
-        self._round = round.number
-        self._reporter = 0 if first == self._node.node else None  # the local rank of the worker with rank 0
-        self._began = time.time()
-        self._reported = 0.0, 0.0
-        self.stepped = self.kept = 0.0
-        self._cancel_later()
-
-    def update(self, local_rank: int, *, stepped: float = 0.0, kept: float = 0.0) -> None:
-        """Note the times of a worker's first step and last checkpoint; impossible times are ignored."""
-        if local_rank != self._reporter:
-            return
-        now = time.time()
-        if not self.stepped and stepped >= self._began:
-            self.stepped = min(stepped, now)
-        if kept >= self._began:
-            self.kept = max(self.kept, min(kept, now))
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._due:
-            self.report()
-        elif self._later is None:
-            self._later = loop.call_at(self._due, self.report)
-
-    def report(self) -> None:
-        """Report the progress now, because the round may be about to end."""
-        self._cancel_later()
-        if self._reported != (self.stepped, self.kept):
-            self._reported = self.stepped, self.kept
-            self._due = asyncio.get_running_loop().time() + REPORT_INTERVAL
-            self._node.report(self._round, first_step_at=round(self.stepped, 3), last_checkpoint_at=round(self.kept, 3))
-
-    def _cancel_later(self) -> None:
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
-
-
 @dataclass(slots=True, eq=False)
-class _Asker:
-    """A process that may ask for notices, the seconds it asks for, and the last notice that it has answered."""
+class _Process:
+    """A connected process of a worker, the seconds of notice it asks for, and the last notice that it has answered."""
 
     local_rank: int
     writer: asyncio.StreamWriter
     seconds: float = 0.0
     answered: int = 0
+
+    def send(self, **message: object) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(msgspec.json.encode(message) + b"\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,31 +76,32 @@ class _Notice:
 class WorkerSocket:
     """Listens to the workers of the current round; an async context manager.
 
+    Progress is written to the node's record at once, because the leader needs it before the next round. A leaving node
+    gives notice to its own workers; the leader's notice of the same change is not a new one.
+
     Entering it raises SettingsError if the socket cannot be created.
 
     Args:
         folder: a private folder.
-        stands: returns whether a round is current, within a number of seconds.
-        changed: called when the workers ask for something else, or have answered.
-        progress: gets what the workers report.
+        node: this node; gets requests for notices, answers and progress.
+        limit: maximum number of seconds of a notice.
+        changed: called when the workers ask for something else, or have answered; :meth:`report` is to follow.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        stands: Callable[[int, float], Awaitable[bool]],
-        changed: Callable[[], None],
-        progress: Progress,
-    ) -> None:
+    def __init__(self, folder: Path, node: RendezvousNode, *, limit: float, changed: Callable[[], None]) -> None:
         self._path = str(folder / "channel")
-        self._stands = stands
+        self._node = node
+        self._limit = limit
         self._changed = changed
-        self._progress = progress
         self._round = 0
-        self._askers: set[_Asker] = set()
+        self._reporter: int | None = None
+        self._began = 0.0
+        self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
+        self._processes: set[_Process] = set()
         self._notice: _Notice | None = None
         self._count = 0
+        self._leaders_notice = 0
+        self._leaving = False
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
 
@@ -197,46 +130,89 @@ class WorkerSocket:
         """The environment variables with which workers find the socket."""
         return {CHANNEL: self._path}
 
-    def expect(self, round: int) -> None:
+    def begin(self, round: RoundRecord) -> None:
         """Start a round: disconnect the workers of the previous round."""
-        self._round = round
+        self._round = round.number
+        first = next((member.node for member in round.members if member.workers), None)
+        self._reporter = 0 if first == self._node.node else None  # the local rank of the worker with rank 0
+        self._began = time.time()
+        self._first_step = self._last_checkpoint = 0.0
+        self._leaders_notice = 0
         self._notice = None
-        for asker in self._askers:
-            asker.writer.close()
-        self._askers.clear()
+        for process in self._processes:
+            process.writer.close()
+        self._processes.clear()
 
     def forget(self, local_rank: int) -> None:
         """Remove an exited worker, so that its answer is not awaited."""
-        for asker in [asker for asker in self._askers if asker.local_rank == local_rank]:
-            asker.writer.close()
-            self._askers.discard(asker)
+        for process in [process for process in self._processes if process.local_rank == local_rank]:
+            process.writer.close()
+            self._processes.discard(process)
         self._changed()
 
-    def give_notice(self, seconds: float, *, reason: str, cause: str) -> None:
-        """Give notice to all workers that ask for it, until it ends or is withdrawn."""
-        self._count += 1
-        self._notice = _Notice(self._count, reason, cause, asyncio.get_running_loop().time() + seconds)
-        for asker in self._askers:
-            self._send_notice(asker, self._notice)
+    # -- notices
 
-    def withdraw(self) -> None:
-        """Withdraw the current notice: the round continues."""
+    @property
+    def pending(self) -> bool:
+        """Whether the leader has given notice of a change, or a worker has not answered one."""
+        return self._leaders_notice != 0 or not self._all_answered()
+
+    def take_notice(self, record: NoticeRecord) -> None:
+        """Pass on a notice of the leader, or its withdrawal."""
+        if record.round != self._round:
+            return
+        if record.seconds > 0:
+            if not self._leaving and record.serial != self._leaders_notice:
+                self._give_notice(record.seconds, record.reason, record.cause)
+            self._leaders_notice = record.serial
+        elif not self._leaving:
+            self._leaders_notice = 0
+            self._withdraw_notice()
+        self.report()
+
+    def leave(self, cause: str) -> None:
+        """Give the workers notice that this node leaves."""
+        self._leaving = True
+        if (seconds := self._asked()) > 0:
+            self._give_notice(seconds, RoundReason.NODE_LEFT, cause)
+
+    def report(self) -> None:
+        """Tell the leader what the workers ask for, and whether all have answered."""
+        seconds = self._asked()
+        self._node.report(self._round, notice=seconds)
+        if seconds > 0 and self._leaders_notice and self._all_answered():
+            self._node.report(self._round, saved=self._leaders_notice)
+
+    def _give_notice(self, seconds: float, reason: str, cause: str) -> None:
+        self._count += 1
+        until = asyncio.get_running_loop().time() + seconds
+        self._notice = _Notice(self._count, reason, shorten(cause, _CAUSE_LIMIT), until)
+        for process in self._asking():
+            self._send_notice(process, self._notice)
+
+    def _withdraw_notice(self) -> None:
         if self._notice is not None:
-            for asker in self._askers:
-                if asker.seconds > 0:
-                    _send(asker.writer, {"notice": self._notice.number, "seconds": 0})
+            for process in self._asking():
+                process.send(notice=self._notice.number, seconds=0)
             self._notice = None
 
-    @property
-    def asked(self) -> float:
-        """The maximum number of seconds that a worker asks for; 0 without requests."""
-        return max((asker.seconds for asker in self._askers), default=0.0)
+    def _send_notice(self, process: _Process, notice: _Notice) -> None:
+        left = notice.until - asyncio.get_running_loop().time()
+        if left > 0:
+            process.send(notice=notice.number, seconds=round(left, 3), reason=notice.reason, cause=notice.cause)
 
-    @property
-    def answered(self) -> bool:
-        """Whether every worker that asks for notices has answered the current one."""
+    def _asking(self) -> list[_Process]:
+        return [process for process in self._processes if process.seconds > 0]
+
+    def _asked(self) -> float:
+        """Return the longest time that a worker asks for; 0 without requests."""
+        return min(max((process.seconds for process in self._processes), default=0.0), self._limit)
+
+    def _all_answered(self) -> bool:
         notice = self._notice
-        return notice is None or all(asker.answered >= notice.number for asker in self._askers if asker.seconds > 0)
+        return notice is None or all(process.answered >= notice.number for process in self._asking())
+
+    # -- messages
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = asyncio.create_task(self._serve(reader, writer))
@@ -244,120 +220,51 @@ class WorkerSocket:
         connection.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        process: _Process | None = None
         try:
-            with contextlib.suppress(_InvalidError, OSError, TimeoutError):
-                async with asyncio.timeout(_REGISTRATION_TIMEOUT):
-                    sender = await _receive(reader, _Registration)
-                if sender is not None and sender.stands is not None:
-                    current = sender.round == self._round
-                    stands = current and await self._stands(sender.round, min(sender.stands, _MAX_ROUND_CHECK))
-                    _send(writer, {"stands": stands})
-                    await writer.drain()
-                elif sender is not None and sender.round == self._round:
-                    await self._listen(_Asker(sender.local_rank, writer), reader)
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # of an invalid message, too
+                sender = await _receive(reader, _Registration)
+                process = _Process(sender.local_rank, writer)
+                current = sender.round == self._round
+                if sender.stands is not None:
+                    timeout = min(sender.stands, _MAX_ROUND_CHECK)
+                    process.send(stands=current and await self._node.is_current(sender.round, timeout=timeout))
+                elif current:
+                    self._processes.add(process)
+                    while process in self._processes:
+                        self._take(await _receive(reader, _Message), process)
         finally:
             writer.close()
+            if process in self._processes:
+                self._processes.discard(process)
+                self._changed()
 
-    async def _listen(self, asker: _Asker, reader: asyncio.StreamReader) -> None:
-        self._askers.add(asker)
-        try:
-            while (message := await _receive(reader, _Message)) is not None and asker in self._askers:
-                await self._take(message, asker)
-        finally:
-            if asker in self._askers:
-                self._askers.discard(asker)
-                if asker.seconds > 0:
-                    self._changed()
-
-    async def _take(self, message: _Message, asker: _Asker) -> None:
+    def _take(self, message: _Message, process: _Process) -> None:
+        if process not in self._processes:  # its round has ended meanwhile
+            return
         if message.ask is not None:
-            first = asker.seconds == 0
-            asker.seconds = message.ask
-            _send(asker.writer, {"heard": message.ask})
-            await asker.writer.drain()  # a process that does not read is not read from
-            if asker not in self._askers:
-                return
-            if first and self._notice is not None:
-                self._send_notice(asker, self._notice)
+            first = process.seconds == 0
+            process.seconds = message.ask
+            process.send(heard=message.ask)
+            if first and message.ask > 0 and self._notice is not None:
+                self._send_notice(process, self._notice)
         if message.saved is not None:
-            asker.answered = message.saved
-        if message.stepped or message.kept:
-            self._progress.update(asker.local_rank, stepped=message.stepped, kept=message.kept)
+            process.answered = message.saved
         if message.ask is not None or message.saved is not None:
             self._changed()
+        if process.local_rank == self._reporter:
+            self._report_progress(message)
 
-    def _send_notice(self, asker: _Asker, notice: _Notice) -> None:
-        left = notice.until - asyncio.get_running_loop().time()
-        if asker.seconds > 0 and left > 0:
-            message = {"notice": notice.number, "seconds": round(left, 3), "reason": notice.reason}
-            _send(asker.writer, message | {"cause": shorten(notice.cause, _CAUSE_LIMIT)})
+    def _report_progress(self, message: _Message) -> None:
+        """Report the first step and the last checkpoint of the round; impossible times are ignored."""
+        now = time.time()
+        if not self._first_step and message.stepped >= self._began:
+            self._first_step = round(min(message.stepped, now), 3)
+        if message.kept >= self._began:
+            self._last_checkpoint = round(max(self._last_checkpoint, min(message.kept, now)), 3)
+        self._node.report(self._round, first_step_at=self._first_step, last_checkpoint_at=self._last_checkpoint)
 
 
 async def _receive(reader: asyncio.StreamReader, kind: type[Any]) -> Any:  # noqa: ANN401 - of that kind
-    """Return the next message, or None at the end; raise _InvalidError if it is invalid or too long."""
-    try:
-        line = await reader.readline()
-        return msgspec.json.decode(line, type=kind) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError) as error:
-        raise _InvalidError from error
-
-
-def _send(writer: asyncio.StreamWriter, message: Mapping[str, object]) -> None:
-    if not writer.is_closing():
-        writer.write(msgspec.json.encode(message) + b"\n")
-
-
-class Notices:
-    """The notices of the current round: passes workers' requests to the leader, and its notices to the workers.
-
-    A leaving node gives notice to its own workers; the leader's notice of the same change is not a new one. Workers
-    get at most `limit` seconds.
-    """
-
-    def __init__(self, workers: WorkerSocket, node: Node, *, limit: float) -> None:
-        self._workers = workers
-        self._node = node
-        self._limit = limit
-        self._round = 0
-        self._serial = 0
-        self._leaving = False
-
-    def begin(self, round: int) -> None:
-        """Start a round."""
-        self._round = round
-        self._serial = 0
-        self._workers.expect(round)
-
-    @property
-    def pending(self) -> bool:
-        """Whether the leader has given notice of a change, or a worker has not answered one."""
-        return self._serial != 0 or not self._workers.answered
-
-    def take(self, record: NoticeRecord) -> None:
-        """Take in a notice of the leader, or its withdrawal."""
-        if record.round != self._round:
-            return
-        if record.seconds > 0:
-            if not self._leaving and record.serial != self._serial:
-                self._workers.give_notice(record.seconds, reason=record.reason, cause=record.cause)
-            self._serial = record.serial
-        elif not self._leaving:
-            self._serial = 0
-            self._workers.withdraw()
-        self.report()
-
-    def leave(self, cause: str) -> None:
-        """Give the workers notice that this node leaves."""
-        self._leaving = True
-        if (seconds := self._asked()) > 0:
-            self._workers.give_notice(seconds, reason=RoundReason.NODE_LEFT, cause=cause)
-
-    def report(self) -> None:
-        """Tell the leader what the workers ask for, and whether all have answered."""
-        seconds = self._asked()
-        self._node.report(self._round, notice=seconds)
-        if seconds > 0 and self._serial and self._workers.answered:
-            self._node.report(self._round, saved=self._serial)
-
-    def _asked(self) -> float:
-        return min(self._workers.asked, self._limit)
+    """Return the next message; raise ValueError if it is invalid or too long, or at the end."""
+    return msgspec.json.decode(await reader.readline(), type=kind)

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,14 +83,10 @@ def round_stands(timeout: float = 5.0) -> bool:
         return False
 
 
-class _Notices:
-    """The requests of this process and its current notice."""
+class Notices:
+    """The requests of this process and its current notice. A child of a worker has none."""
 
     def __init__(self) -> None:
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)
-
-    def _begin(self) -> None:
         self._lock = threading.RLock()  # reentrant for a signal handler that answers
         self._callback: Callable[[Notice], object] | None = None
         self._heard = threading.Event()
@@ -130,14 +127,15 @@ class _Notices:
         A cancelled change also returns None.
         """
         standing = self._standing
-        if standing is None:
+        if standing is None or not is_worker():
             return None
         self._shown, told = standing
         return told
 
     def saved(self) -> None:
         """Answer the last notice that :func:`notice` returned: the round may change now."""
-        self._answer(self._shown)
+        if is_worker():
+            self._answer(self._shown)
 
     def _closed(self) -> None:
         self._standing = None
@@ -159,12 +157,14 @@ class _Notices:
             self._standing = number, told
             callback = self._callback
         if callback is not None and not known:
-            run_beside("torchelastic: notice", self._call, callback, number, told)
+            run_beside(self._call, callback, number, told)
 
     def _call(self, callback: Callable[[Notice], object], number: int, told: Notice) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)  # processes that it starts inherit the mask
         try:
             callback(told)
+        except Exception:  # noqa: BLE001 - anything that the program raises
+            traceback.print_exc()
         finally:
             self._answer(number)
 
@@ -176,7 +176,7 @@ class _Notices:
                 AGENT.send({"saved": number})
 
 
-_notices: Final = _Notices()
+_notices: Final = Notices()
 ask_for_notice: Final = _notices.ask_for_notice
 notice: Final = _notices.notice
 saved: Final = _notices.saved

@@ -12,13 +12,11 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import signal
 import threading
 import time
-from _thread import start_new_thread
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from torchelastic.agent_socket import AGENT, is_worker
+from torchelastic.agent_socket import AGENT, is_worker, run_beside
 from torchelastic.metrics import put_metric
 
 if TYPE_CHECKING:
@@ -36,17 +34,11 @@ class Checkpoint:
     any thread.
     """
 
-    __slots__ = ("_began", "_clock", "_written")
-
     def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._began, self._clock = time.time(), time.perf_counter()
-        self._written = False
+        self._began, self._clock, self._written = time.time(), time.perf_counter(), False
 
     def __enter__(self) -> Self:
-        self._begin()
+        self._began, self._clock, self._written = time.time(), time.perf_counter(), False
         return self
 
     def __exit__(
@@ -66,7 +58,7 @@ class Checkpoint:
             return
         self._written = True
         put_metric("checkpoint.write_latency_ms", (time.perf_counter() - self._clock) * 1000)
-        _reports.tell("kept", self._began)
+        REPORTS.tell("kept", self._began)
 
 
 def step() -> None:
@@ -76,11 +68,11 @@ def step() -> None:
     ``train_step.duration.ms``.
     """
     now = time.perf_counter()
-    before, _reports.step_began = _reports.step_began, now
+    before, REPORTS.step_began = REPORTS.step_began, now
     if before:
         put_metric("train_step.duration.ms", (now - before) * 1000)
     else:
-        _reports.tell("stepped", time.time())
+        REPORTS.tell("stepped", time.time())
 
 
 def checkpoint() -> Checkpoint:
@@ -100,19 +92,14 @@ def checkpoint() -> Checkpoint:
     return Checkpoint()
 
 
-class _Reports:
-    """The reports of this process to its agent.
+class Reports:
+    """The reports of this process to its agent; a child of a worker sends none.
 
     Attributes:
         step_began: when it last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
     """
 
     def __init__(self) -> None:
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)
-        atexit.register(self.send)
-
-    def _begin(self) -> None:
         self.step_began = 0.0
         self._lock = threading.RLock()  # reentrant for a signal handler that saves; never held while waiting
         self._unsent: dict[str, float] = {}
@@ -134,18 +121,15 @@ class _Reports:
             if self._sends_later or (not early and self.send()):
                 return
             self._sends_later = True
-        # Signals go to the program's own threads.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            # The locks of threading could block a signal handler that saves.
-            start_new_thread(self._send_later, ())
-        except RuntimeError:  # no more threads are allowed, or the program exits: a later report tries again
+            run_beside(self._send_later)
+        except RuntimeError:  # a later report tries again
             self._sends_later = False
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def send(self) -> bool:
         """Send the unsent reports; return whether all were sent."""
+        if not is_worker():
+            return True
         with self._lock:
             unsent, self._unsent = self._unsent, {}
             sent = not unsent or AGENT.send(unsent)
@@ -162,4 +146,7 @@ class _Reports:
                 self._sends_later = not self.send()
 
 
-_reports: Final = _Reports()
+REPORTS: Final = Reports()
+"""The reports of this process."""
+
+atexit.register(REPORTS.send)
