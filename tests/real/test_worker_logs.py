@@ -19,7 +19,7 @@ from torchelastic.config.settings import LogSettings, Streams
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
-    from torchelastic.agent.workers.pool import WorkerExit
+    from torchelastic.agent.failures import WorkerExit
 
 pytestmark = pytest.mark.real
 

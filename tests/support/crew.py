@@ -10,12 +10,14 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Self
 
 from torchelastic.agent.workers.linux import read_process
-from torchelastic.agent.workers.pool import StoreServer, WorkerExit, WorkerGroup, Workers, WorkerStart
+from torchelastic.agent.workers.pool import StoreServer, WorkerGroup, Workers, WorkerStart
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    from torchelastic.agent.failures import WorkerExit
 
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
 
@@ -123,7 +125,9 @@ async def told(path: Path) -> str:
 async def exit_of(group: WorkerGroup) -> WorkerExit:
     """The next exit, with a time limit."""
     async with asyncio.timeout(LIMIT):
-        return await group.next_exit()
+        exit_ = await group.next_exit()
+    assert exit_ is not None
+    return exit_
 
 
 def lives(pid: int) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from torchelastic.agent.workers.pool import WorkerExit
+    from torchelastic.agent.failures import WorkerExit
 
 
 def script(

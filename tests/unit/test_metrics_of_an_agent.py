@@ -188,10 +188,10 @@ def test_operations_of_a_round_have_the_documented_names(agent: AgentMetrics) ->
     registry = agent.registry()
     times = RoundTimes(agent)
     times.waits()
-    times.begun()
+    times.waited(succeeded=True)
     times.started(None, succeeded=True)
     assert operations(registry) == {("rendezvous", "success"): 1, ("initialize_workers", "success"): 1}
-    times.begun()  # the workers trained until this round was formed
+    times.waited(succeeded=True)  # the workers trained until this round was formed
     times.started(0.0, succeeded=False)
     assert operations(registry) == {
         ("rendezvous", "success"): 2,
@@ -241,12 +241,12 @@ async def test_a_failed_start_of_workers_is_counted(agent: AgentMetrics, tmp_pat
 def test_a_failed_rendezvous_is_counted_once(agent: AgentMetrics) -> None:
     registry = agent.registry()
     times = RoundTimes(agent)
-    times.failed()
+    times.waited(succeeded=False)
     assert operations(registry) == {}
     times.waits()
     times.waits()
     for _ in range(2):
-        times.failed()
+        times.waited(succeeded=False)
     assert operations(registry) == {("rendezvous", "failure"): 1}
 
 

@@ -1,7 +1,7 @@
 """The agent: join the rendezvous, run the workers of each round, and report how they end.
 
-All events (a new round, the end of a worker, a signal, the end of the run) go through one queue and are handled in
-order, so that the state is changed in one place only.
+All events (a new round, the end of a worker, a signal, the end of the run) go through the queue of the rendezvous and
+are handled in order, so that the state is changed in one place only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from torchelastic.agent.events import (
     LEAVING_SIGNALS,
     CauseOverdue,
-    EventQueue,
     RendezvousFailed,
     RequestsChanged,
     Signalled,
@@ -28,7 +27,7 @@ from torchelastic.agent.events import (
 from torchelastic.agent.exit_status import ExitStatus
 from torchelastic.agent.failures import OUT_OF_MEMORY, failure_of_node, failure_of_worker, in_full
 from torchelastic.agent.worker_socket import WorkerSocket
-from torchelastic.agent.workers.group import WorkerStart
+from torchelastic.agent.workers.pool import WorkerStart
 from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
 from torchelastic.output import started
 from torchelastic.protocol import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState, RunState
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Coroutine, Mapping, Sequence
 
+    from torchelastic.agent.events import AgentEvent
     from torchelastic.agent.failures import WorkerExit
-    from torchelastic.agent.workers.group import WorkerGroup
-    from torchelastic.agent.workers.pool import StoreServer, Workers
+    from torchelastic.agent.workers.pool import StoreServer, WorkerGroup, Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.protocol import OutcomeRecord, RoundRecord
@@ -70,19 +69,14 @@ class RoundTimes:
         """This node has no workers to run."""
         self._waits_since = self._waits_since or time.monotonic()
 
-    def begun(self) -> None:
-        """A round begins with this node as a member."""
-        self._without_workers_since = self._waits_since or time.monotonic()
-        self._end_wait(self._without_workers_since, succeeded=True)
-
-    def failed(self) -> None:
-        """No round will begin."""
+    def waited(self, *, succeeded: bool) -> None:
+        """A round begins with this node as a member, or no round will begin."""
+        now = time.monotonic()
+        if succeeded:
+            self._without_workers_since = self._waits_since = self._waits_since or now
         if self._waits_since is not None:
-            self._end_wait(self._waits_since, succeeded=False)
-
-    def _end_wait(self, since: float, *, succeeded: bool) -> None:
-        self._waits_since = None
-        self._metrics.took("SimpleElasticAgent._rendezvous", time.monotonic() - since, succeeded=succeeded)
+            self._metrics.took("SimpleElasticAgent._rendezvous", now - self._waits_since, succeeded=succeeded)
+            self._waits_since = None
 
     def started(self, broken_at: float | None, *, succeeded: bool) -> None:
         """The workers of the round have been started, or cannot be.
@@ -110,14 +104,15 @@ class Agent:
         self._settings = settings
         self._metrics = metrics
         self._times = RoundTimes(metrics)
-        self._events = EventQueue()
-        self._signals = Signals(lambda number: self._events.put(Signalled(number)))
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._signals = Signals(lambda number: self._events.put_nowait(Signalled(number)))
         self._socket: WorkerSocket
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
         self._round: RoundRecord | None = None
         self._group: WorkerGroup | None = None
         self._unfinished: set[int] = set()
         self._failures: list[FailureRecord] = []
+        self._exits: asyncio.Task[None] | None = None
         self._store_server: StoreServer | None = None
         self._broken_at: float | None = None
         self._began_at = 0.0
@@ -147,7 +142,7 @@ class Agent:
                         workers.scratch,
                         node,
                         limit=self._settings.rendezvous.notice,
-                        changed=lambda: self._events.put(RequestsChanged()),
+                        changed=lambda: self._events.put_nowait(RequestsChanged()),
                     )
                 )
                 # A node that joins before it can start workers would make the others wait.
@@ -155,15 +150,14 @@ class Agent:
                 self._times.waits()
                 await self._signals.unless_first(stack.enter_async_context(node))
             except (StoreError, NoPortFree) as error:
-                self._times.failed()
+                self._times.waited(succeeded=False)
                 return ExitStatus.by_error(error)
             except (StartError, SettingsError) as error:
                 return ExitStatus.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
-            except SignalledFirst as signalled:
-                return self._left(signalled.number)
+            except SignalledFirst:
+                return self._left(self._signals.number)
             stack.push_async_callback(self._stop_workers, 0.0)
-            await stack.enter_async_context(self._events)
-            self._events.follow_rendezvous(node)
+            node.failed.add_done_callback(self._rendezvous_ended)
             try:
                 return await self._live(workers, node)
             except SettingsError as error:
@@ -183,6 +177,7 @@ class Agent:
             topology_key=settings.place,
         )
         node = RendezvousNode(store, settings.rendezvous, node=self._node_id, record=record, history=self._history)
+        node.events = self._events
         self._metrics.follow(node)
         return node
 
@@ -190,7 +185,7 @@ class Agent:
 
     async def _live(self, workers: Workers, node: RendezvousNode) -> ExitStatus:
         while True:
-            match event := await self._events.next():
+            match event := await self._events.get():
                 case RoundStarted(store=listener):
                     with listener or nullcontext():
                         beginning = self._begin_round(event, workers, node)
@@ -218,9 +213,19 @@ class Agent:
                     await self._leave(number, node)
                     return self._left(number)
                 case RendezvousFailed(error):
-                    self._times.failed()
+                    self._times.waited(succeeded=False)
                     await self._stop_workers(0.0)
                     return _cannot_go_on(error)
+
+    def _rendezvous_ended(self, running: asyncio.Task[None]) -> None:
+        error = None if running.cancelled() else running.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        self._events.put_nowait(RendezvousFailed(error))
+
+    async def _follow_exits(self, group: WorkerGroup, round: int) -> None:
+        while (exit_ := await group.next_exit()) is not None:
+            self._events.put_nowait(WorkerEnded(round, exit_))
 
     async def _unless_signalled(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something, but stop when a signal asks this agent to leave: that is the next event."""
@@ -235,7 +240,7 @@ class Agent:
         # The workers of a node that is taken out of the round get the time that they get on a signal.
         takes_part = node.node in round.nodes
         if takes_part:
-            self._times.begun()
+            self._times.waited(succeeded=True)
         else:
             self._times.waits()
         taken_away = round.members and not takes_part
@@ -281,7 +286,7 @@ class Agent:
             self._metrics.recovered(time.monotonic() - self._broken_at, round.reason)
             self._broken_at = None
         logger.info("%s", started(round.number, [int(env["RANK"]) for env in environments], round.world_size))
-        self._events.follow_workers(self._group, round.number)
+        self._exits = asyncio.create_task(self._follow_exits(self._group, round.number))
 
     async def _start(
         self, began: RoundStarted, workers: Workers, environments: Sequence[Mapping[str, str]]
@@ -302,7 +307,7 @@ class Agent:
         finally:
             if serving is not None:
                 self._store_server = await serving
-                self._events.follow_store_server(self._store_server, round)
+                self._store_server.ended.add_done_callback(lambda _: self._events.put_nowait(StoreServerEnded(round)))
         return self._group
 
     async def _worker_ended(self, ended: WorkerEnded, node: RendezvousNode) -> None:
@@ -320,7 +325,8 @@ class Agent:
         if len(self._failures) == 1:
             self._broken_at = time.monotonic()
             self._history.enter(RunState.STOPPING)
-            self._events.put_later(self._patience(), CauseOverdue(ended.round))
+            overdue = CauseOverdue(ended.round)
+            asyncio.get_running_loop().call_later(self._patience(), self._events.put_nowait, overdue)
         if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
             await self._blame(ended.round, node)
 
@@ -385,16 +391,19 @@ class Agent:
         no_leader = clock() + (0 if alone else LEAVE_TIMEOUT)
         while self._group is not None and not self._signals.hurry.is_set():
             left = (until if self._socket.pending else min(no_leader, until)) - clock()
-            if left <= 0 or await self._ends_leaving(left, node):
+            if left <= 0:
                 break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    event = await self._events.get()
+                if self._ends_leaving(event, node):
+                    break
         await self._stop_workers(self._settings.stop_grace)
         self._metrics.worker_state(self._settings.role, "stopped")
 
-    async def _ends_leaving(self, seconds: float, node: RendezvousNode) -> bool:
-        """Handle the next event of a node that leaves; returns whether to stop its workers now."""
-        match await self._events.next(seconds):
-            case None:
-                pass
+    def _ends_leaving(self, event: AgentEvent, node: RendezvousNode) -> bool:
+        """Handle an event of a node that leaves; returns whether to stop its workers now."""
+        match event:
             case Noticed(record):
                 self._socket.take_notice(record)
             case RequestsChanged():
@@ -422,6 +431,9 @@ class Agent:
                     await self._group.stop(0.0)
             self._group = None
             self._history.enter(RunState.RENDEZVOUS)
+        if self._exits is not None:
+            self._exits.cancel()
+            self._exits = None
         server, self._store_server = self._store_server, None
         if server is not None:
             server.kill()
@@ -429,7 +441,7 @@ class Agent:
     def _report_outcome(self, outcome: OutcomeRecord) -> None:
         succeeded = outcome.state is OutcomeState.SUCCEEDED
         if not succeeded and outcome.failure is None:
-            self._times.failed()
+            self._times.waited(succeeded=False)
         self._metrics.run_ended(
             self._settings.role,
             succeeded=succeeded,

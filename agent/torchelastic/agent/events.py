@@ -1,4 +1,4 @@
-"""The events of an agent, the one queue that they all go through, and the signals among them."""
+"""The events of an agent, and the signals among them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from torchelastic.agent.workers.group import GroupEnded
 from torchelastic.protocol import ExitCode
-from torchelastic.rendezvous.node import Event, RendezvousNode, close_unclaimed
+from torchelastic.rendezvous.node import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from types import TracebackType
 
     from torchelastic.agent.failures import WorkerExit
-    from torchelastic.agent.workers.group import WorkerGroup
-    from torchelastic.agent.workers.pool import StoreServer
 
 Result = TypeVar("Result")
 
@@ -70,90 +67,8 @@ class RendezvousFailed:
 AgentEvent = Event | Signalled | WorkerEnded | CauseOverdue | StoreServerEnded | RequestsChanged | RendezvousFailed
 
 
-class EventQueue:
-    """The queue, and the tasks that feed it; an async context manager that ends them."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        close_unclaimed(self._queue)
-
-    def put(self, event: AgentEvent) -> None:
-        """Add an event."""
-        self._queue.put_nowait(event)
-
-    def put_later(self, seconds: float, event: AgentEvent) -> None:
-        """Add an event after a number of seconds."""
-
-        async def wait() -> None:
-            await asyncio.sleep(seconds)
-            self.put(event)
-
-        self._run(wait())
-
-    async def next(self, seconds: float | None = None) -> AgentEvent | None:
-        """Return the next event; None if there is none for a number of seconds."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self._queue.get()
-        return None
-
-    def follow_rendezvous(self, node: RendezvousNode) -> None:
-        """Add the node's events, and its failure."""
-
-        async def events() -> None:
-            while True:
-                self.put(await node.events.get())
-
-        async def failure() -> None:
-            await asyncio.wait((node.failed,))
-            error = node.failed.exception()
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            self.put(RendezvousFailed(error))
-
-        self._run(events())
-        self._run(failure())
-
-    def follow_workers(self, group: WorkerGroup, round: int) -> None:
-        """Add the exits of a round's workers."""
-
-        async def exits() -> None:
-            with suppress(GroupEnded):
-                while True:
-                    self.put(WorkerEnded(round, await group.next_exit()))
-
-        self._run(exits())
-
-    def follow_store_server(self, server: StoreServer, round: int) -> None:
-        """Add the end of the process that serves a round's TCPStore."""
-
-        async def end() -> None:
-            await asyncio.wait((server.ended,))
-            self.put(StoreServerEnded(round))
-
-        self._run(end())
-
-    def _run(self, feed: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(feed)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
 class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
     """A signal came before something was done."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
 
 
 class Signals:
@@ -163,17 +78,19 @@ class Signals:
         received: called for each of them.
 
     Attributes:
+        number: the first one, after it has come.
+        first: set by the first one.
         hurry: set by the second one: end at once.
     """
 
     def __init__(self, received: Callable[[signal.Signals], None]) -> None:
-        self.hurry = asyncio.Event()
         self._received = received
-        self._first: asyncio.Future[signal.Signals]
+        self.number = signal.SIGTERM
+        self.first = asyncio.Event()
+        self.hurry = asyncio.Event()
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        self._first = loop.create_future()
         for number in LEAVING_SIGNALS:
             loop.add_signal_handler(number, self._take, number)
         return self
@@ -192,35 +109,30 @@ class Signals:
         Raises:
             SignalledFirst: a signal came, and the work is cancelled.
         """
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait((task, self._first), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise SignalledFirst(self._first.result())
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        return await _unless(self.first, work)
 
     async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something, but not after a second signal."""
-        if self.hurry.is_set():
-            work.close()
-            return
-        task = asyncio.ensure_future(work)
-        hurry = asyncio.ensure_future(self.hurry.wait())
-        try:
-            await asyncio.wait((task, hurry), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-        finally:
-            task.cancel()
-            hurry.cancel()
-            await asyncio.gather(task, hurry, return_exceptions=True)
+        with suppress(SignalledFirst):
+            await _unless(self.hurry, work)
 
     def _take(self, number: signal.Signals) -> None:
-        if not self._first.done():
-            self._first.set_result(number)
-        else:
+        if self.first.is_set():
             self.hurry.set()
+        else:
+            self.number = number
+            self.first.set()
         self._received(number)
+
+
+async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
+    tasks = task, interrupt = asyncio.ensure_future(work), asyncio.ensure_future(signalled.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise SignalledFirst
+    finally:
+        task.cancel()
+        interrupt.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -162,8 +162,8 @@ class RendezvousNode:
         history: History | None = None,
     ) -> None:
         self.node = node
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        """What happened, in order."""
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        """What happened, in order; an agent puts its own events in between."""
         self.history = History(None, settings.resume.time_breakdown) if history is None else history
         """What this node knows of the run's past."""
         self._settings = settings

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchelastic.agent.exit_status import ExitStatus
-    from torchelastic.agent.workers.pool import WorkerExit, Workers
+    from torchelastic.agent.failures import WorkerExit
+    from torchelastic.agent.workers.pool import Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.protocol import FailureRecord
     from torchelastic.rendezvous.node import RendezvousNode
@@ -44,7 +45,7 @@ class LibraryAgent(Agent):
         self._failures_here: dict[int, ProcessFailure] = {}
         self._failed_in = 0
         self._results: dict[int, Any] = {}
-        self._requests = _Requests(lambda number: self._events.put(Signalled(number)))
+        self._requests = _Requests(lambda number: self._events.put_nowait(Signalled(number)))
         self._signals = self._requests
 
     def launch(self) -> RunResult:
@@ -129,7 +130,6 @@ class _Requests(Signals):
     def __enter__(self) -> Self:
         with self._lock:
             self._loop = asyncio.get_running_loop()
-            self._first = self._loop.create_future()
             for _ in range(self._asked):
                 self._take(signal.SIGTERM)
         return self

@@ -16,14 +16,14 @@ import shutil
 import signal
 import tempfile
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from torchelastic.agent.failures import ERROR_FILE, OUT_OF_MEMORY, MemoryKills, WorkerExit, end_of
+from torchelastic.agent.failures import ERROR_FILE, OUT_OF_MEMORY, Explanation, MemoryKills, WorkerExit, end_of, explain
 from torchelastic.agent.logs import Console, make_folder, open_output
 from torchelastic.agent.workers import hang
 from torchelastic.agent.workers.fork_server import READY, ForkServer
-from torchelastic.agent.workers.group import GroupEnded, Worker, WorkerGroup, WorkerStart
 from torchelastic.agent.workers.linux import TREE_MARK
 from torchelastic.agent.workers.processes import Reaper
 from torchelastic.agent.workers.watchdog import Watchdog
@@ -33,6 +33,7 @@ from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.machine import interface_variables
 from torchelastic.output import DEFAULT_ROLE, worker_prefix
+from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
     import socket
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from torchelastic.config.settings import AgentSettings, LogSettings, Program
     from torchelastic.metrics.worker_collector import WorkerMemory, WorkerMetrics
 
-__all__ = ["GroupEnded", "StoreServer", "WorkerExit", "WorkerGroup", "WorkerStart", "Workers", "workers_of"]
-
 logger = logging.getLogger(__name__)
+
+_DRAIN_TIMEOUT: Final = 0.5
+"""Seconds to wait for the rest of an ended worker's output."""
 
 _CONSOLE_PATIENCE: Final = 5.0
 """Seconds after which output is dropped at the end if its reader takes nothing."""
@@ -55,6 +57,150 @@ _CONSOLE_LIMIT: Final = 20.0
 
 _STORE_ATTEMPTS: Final = 2
 """A spare process may have been killed long before it is used for the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """A worker to start; `env` is added to the agent's own environment."""
+
+    local_rank: int
+    rank: int
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that was started, with the start time by the loop's clock and the memory kills before it."""
+
+    start: WorkerStart
+    child: Child
+    output: WorkerOutput
+    started: float
+    memory_kills: int
+
+
+class WorkerGroup:
+    """The workers of one round on this node; only one task may wait for the next exit.
+
+    `mark` is the tree mark of all workers of this agent. If heartbeats are expected, a worker without any is ended.
+    When the group is `stopped`, none of its processes is left.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        reaper: Reaper,
+        memory_kills: MemoryKills,
+        mark: str,
+        heartbeats: hang.Heartbeats | None = None,
+    ) -> None:
+        self._workers = tuple(workers)
+        self._reaper = reaper
+        self._memory_kills = memory_kills
+        self._mark = mark
+        self._reports: list[asyncio.Task[WorkerExit]] = []
+        self._exits: asyncio.Queue[asyncio.Task[WorkerExit] | None] = asyncio.Queue()
+        self._stopping = False
+        self.stopped = False
+        for worker in self._workers:
+            worker.child.ended.add_done_callback(lambda _, worker=worker: self._ended(worker))  # type: ignore[misc]
+        self._hangs: dict[int, hang.Hang] = {}
+        self._monitor = None if heartbeats is None else asyncio.create_task(self._end_hanging(heartbeats))
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Process ids by local rank, of ended workers too."""
+        return {worker.start.local_rank: worker.child.pid for worker in self._workers}
+
+    @property
+    def running_pids(self) -> Mapping[int, int]:
+        """Process ids of running workers by global rank."""
+        return {worker.start.rank: worker.child.pid for worker in self._workers if worker.child.running}
+
+    @property
+    def running(self) -> frozenset[int]:
+        """Local ranks of running workers."""
+        return frozenset(worker.start.local_rank for worker in self._workers if worker.child.running)
+
+    async def next_exit(self) -> WorkerExit | None:
+        """Return the next exit, in the order of the ends; None once, if there are no more or the group is stopped."""
+        exit_ = await self._exits.get()
+        return None if exit_ is None else await asyncio.shield(exit_)
+
+    async def stop(self, grace: float) -> None:
+        """End all workers and all processes that they have started, and wait for that.
+
+        Args:
+            grace: seconds between SIGTERM and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
+        """
+        self._stopping = True
+        self._exits.put_nowait(None)
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.wait([self._monitor])
+        children = [worker.child for worker in self._workers if worker.child.running]
+        if grace > 0 and children:
+            for child in children:
+                child.signal(signal.SIGTERM)
+            await asyncio.wait([child.ended for child in children], timeout=grace)
+        await self._reaper.kill_trees([worker.child for worker in self._workers], self._mark)
+        await asyncio.gather(*self._reports, return_exceptions=True)
+        for worker in self._workers:
+            await worker.output.drained(_DRAIN_TIMEOUT)
+            worker.output.close()
+        self.stopped = True
+
+    def _ended(self, worker: Worker) -> None:
+        if not self._stopping and worker.start.local_rank not in self._hangs:
+            self._report(worker)
+
+    def _report(self, worker: Worker) -> None:
+        self._reports.append(asyncio.create_task(self._exit_of(worker)))
+        self._exits.put_nowait(self._reports[-1])
+        if len(self._reports) == len(self._workers):
+            self._exits.put_nowait(None)
+
+    async def _exit_of(self, worker: Worker) -> WorkerExit:
+        exit_code = worker.child.ended.result()
+        if exit_code not in {0, -signal.SIGKILL}:
+            await worker.output.drained(_DRAIN_TIMEOUT)
+        tail = worker.output.tail()
+        hung = self._hangs.get(worker.start.local_rank)
+        if exit_code == 0:
+            explanation = Explanation(FailureKind.PROGRAM, "")
+        elif hung is not None and exit_code in hang.HANG_EXIT_CODES:
+            explanation = hang.explain(hung, tail)
+        else:
+            memory = self._memory_kills.explains(exit_code, since=worker.memory_kills)
+            explanation = explain(exit_code, error_file=worker.output.error_file, tail=tail, memory=memory)
+        return WorkerExit(
+            local_rank=worker.start.local_rank,
+            rank=worker.start.rank,
+            pid=worker.child.pid,
+            exit_code=exit_code,
+            uptime=worker.child.end_time - worker.started,
+            ended=worker.child.end_time,
+            kind=explanation.kind,
+            message=explanation.message,
+            final=explanation.final,
+        )
+
+    async def _end_hanging(self, heartbeats: hang.Heartbeats) -> None:
+        """End workers that hang, until none runs.
+
+        All workers that wait for one that hangs are silent too. So all silent ones are ended, and those that explain
+        most are reported first.
+        """
+        workers = {worker.start.local_rank: worker for worker in self._workers}
+        while silent := await heartbeats.silent(lambda: self.running):
+            hung = [workers[local_rank] for local_rank in silent]
+            for worker in hung:
+                self._hangs[worker.start.local_rank] = hang.hang_of(worker.child, heartbeats.timeout)
+            await asyncio.gather(*(hang.end(each.child, self._hangs[each.start.local_rank]) for each in hung))
+            exits = await asyncio.gather(*(self._exit_of(worker) for worker in hung))
+            for exit_ in sorted(exits, key=lambda exit_: exit_.kind is not FailureKind.PROGRAM):
+                self._report(workers[exit_.local_rank])
 
 
 class StoreServer:
