@@ -17,8 +17,8 @@ from torchelastic.protocol import (
     RoundRecord,
     SizeRecord,
 )
-from torchelastic.rendezvous.policy.plan import plan
-from torchelastic.rendezvous.policy.snapshot import EndRun, FormRound, Peer, Snapshot
+from torchelastic.rendezvous.policy.membership import Membership, Peer
+from torchelastic.rendezvous.policy.plan import EndRun, FormRound, plan
 
 SETTINGS = RendezvousSettings(run_id="run", size=SizeRecord(min=1, max=4))
 
@@ -46,10 +46,10 @@ def round(number: int, *names: str, **changes: Any) -> RoundRecord:
     return msgspec.structs.replace(RoundRecord(number=number, members=members, store=store), **changes)
 
 
-def snapshot(*peers: Peer, wanted: int | None = None, low: int = 1, high: int = 4, **changes: Any) -> Snapshot:
+def snapshot(*peers: Peer, wanted: int | None = None, low: int = 1, high: int = 4, **changes: Any) -> Membership:
     size = SizeRecord(min=low, max=high, desired=wanted, draining=changes.pop("going", ()))
-    known: dict[str, Any] = {"now": 0.0, **changes}
-    return Snapshot(peers={one.id: one for one in peers}, size=size, **known)
+    highest = max((one.record.round for one in peers), default=0)
+    return Membership(peers={one.id: one for one in peers}, size=size, **{"highest_round_seen": highest, **changes})
 
 
 def failure(
@@ -81,14 +81,14 @@ def done(name: str, number: int = 1) -> Peer:
     return peer(name, phase=NodePhase.DONE, round=number)
 
 
-def next_round(situation: Snapshot, settings: RendezvousSettings = SETTINGS) -> RoundRecord:
+def next_round(situation: Membership, settings: RendezvousSettings = SETTINGS) -> RoundRecord:
     """The round that the leader forms at once."""
     decision = plan(situation, settings)
     assert isinstance(decision, FormRound), decision
     return decision.record
 
 
-def outcome_of(situation: Snapshot, settings: RendezvousSettings = SETTINGS) -> OutcomeRecord:
+def outcome_of(situation: Membership, settings: RendezvousSettings = SETTINGS) -> OutcomeRecord:
     """The outcome that the leader commits at once."""
     decision = plan(situation, settings)
     assert isinstance(decision, EndRun), decision

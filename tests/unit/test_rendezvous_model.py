@@ -33,10 +33,17 @@ from torchelastic.protocol import (
     decode_state,
     encode,
 )
-from torchelastic.rendezvous.membership import Membership
-from torchelastic.rendezvous.policy.notices import current_notice
-from torchelastic.rendezvous.policy.plan import plan
-from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold, Snapshot
+from torchelastic.rendezvous.policy.membership import Membership
+from torchelastic.rendezvous.policy.plan import (
+    Decision,
+    EndRun,
+    FormRound,
+    GiveNotice,
+    GiveWay,
+    Hold,
+    current_notice,
+    plan,
+)
 from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
 from torchelastic.store import MemoryStore
 from torchelastic.store.api import Change, Entry, Listing
@@ -148,12 +155,20 @@ class Node:
         return self.record.phase is NodePhase.LEAVING
 
 
+def copied(membership: Membership) -> Membership:
+    """Return a copy that does not change when the leader learns more."""
+    values = {field.name: getattr(membership, field.name) for field in dataclasses.fields(membership) if field.init}
+    return Membership(
+        **{name: value.copy() if isinstance(value, dict | set) else value for name, value in values.items()}
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Pending:
     """A decision that is not committed yet."""
 
     name: str
-    snapshot: Snapshot
+    snapshot: Membership
     decision: Decision
     state: Versioned[StateRecord]
 
@@ -478,23 +493,24 @@ class Run(RuleBasedStateMachine):
         assert listener.membership is not None
         name = entry.key.removeprefix(KEYS.nodes)
         node = self.nodes[name]
-        listener.membership.saw(entry, now=self.now, answers=name == listener.node or (node.alive and node.linked))
+        listener.membership.note_run(listener.run, now=self.now)
+        listener.membership.saw(name, entry, answers=name == listener.node or (node.alive and node.linked))
 
     def node_gone(self, listener: Listener, name: str) -> None:
         assert listener.membership is not None
         node = self.nodes[name]
         peer = listener.membership.gone(name)
         if peer is not None and (name == listener.node or (node.alive and node.linked)):
-            listener.membership.keep_silent(peer)
+            listener.membership.silent[name] = peer
 
     def probe_nodes(self, listener: Listener) -> None:
         """Let a leader note what connections and probes show."""
         assert listener.membership is not None
         for name, node in self.nodes.items():
             if not node.alive:
-                listener.membership.died(name)
+                listener.membership.dead.add(name)
             if not (node.alive and node.linked):
-                listener.membership.end_silence(name)
+                listener.membership.silent.pop(name, None)
             elif name in listener.membership.peers:
                 listener.membership.answers(name)
 
@@ -509,7 +525,7 @@ class Run(RuleBasedStateMachine):
                 for node in self.nodes.values():
                     node.excused |= not node.key  # the new leader cannot know that the node is alive
             listener.run.note(KEYS.leader, taken, revision)
-            listener.membership = Membership(listener.run)
+            listener.membership = Membership(RULES.size, changed_at=self.now)
             listener.node_changes.clear()
             for entry in self.store.below(KEYS.nodes).entries:
                 self.node_seen(listener, entry)
@@ -520,15 +536,17 @@ class Run(RuleBasedStateMachine):
         resigned = LeaderRecord(node="", address="")
         return self.store.compare_and_swap(KEYS.leader, encode(resigned), listener.run.leader.modified) is not None
 
-    def snapshot(self, name: str) -> Snapshot:
+    def snapshot(self, name: str) -> Membership:
         node = self.nodes[name]
         assert node.listener.membership is not None
-        return node.listener.membership.snapshot(
+        node.listener.membership.update(
+            node.listener.run,
             now=self.now,
             patient_until=node.listener.reconnected_at + RULES.lease,
             remembered=node.known_round,
             gave_way=node.gave_way,
         )
+        return copied(node.listener.membership)
 
     def decide(self, name: str) -> bool:
         """Let a leader decide and commit; return whether that changed the store."""
@@ -581,7 +599,7 @@ class Run(RuleBasedStateMachine):
 
     # -- invariants
 
-    def check_round(self, new: RoundRecord, snapshot: Snapshot) -> None:
+    def check_round(self, new: RoundRecord, snapshot: Membership) -> None:
         if new == snapshot.remembered:
             return  # restored to a store that lost it
         rounds = [node.known_round for node in self.nodes.values() if node.alive] + [snapshot.round]
@@ -615,7 +633,7 @@ class Run(RuleBasedStateMachine):
         self.check_neighbours(new, snapshot)
         self.check_notice_given(snapshot)
 
-    def check_missing_members(self, new: RoundRecord, snapshot: Snapshot) -> None:
+    def check_missing_members(self, new: RoundRecord, snapshot: Membership) -> None:
         """New nodes wait for a member that restores its key; after an outage of the store, all nodes wait."""
         if (
             snapshot.round is None
@@ -627,7 +645,7 @@ class Run(RuleBasedStateMachine):
         assert new.reason is not RoundReason.NODE_JOINED
         assert snapshot.now >= snapshot.patient_until or new.reason is RoundReason.RESIZED
 
-    def check_restarts_charged(self, new: RoundRecord, snapshot: Snapshot) -> None:
+    def check_restarts_charged(self, new: RoundRecord, snapshot: Membership) -> None:
         """A failure is charged once, a membership change is not, and no node joins a run that is finishing."""
         if snapshot.round is None or not snapshot.round.members or snapshot.highest_round_seen > snapshot.round.number:
             return
@@ -652,14 +670,14 @@ class Run(RuleBasedStateMachine):
                 name
             )
 
-    def check_neighbours(self, new: RoundRecord, snapshot: Snapshot) -> None:
+    def check_neighbours(self, new: RoundRecord, snapshot: Membership) -> None:
         """A new node is next to a node with its topology key, if the round has one."""
         places = [snapshot.peers[node].record.topology_key for node in new.nodes]
         for rank, node in enumerate(new.nodes):
             if node not in snapshot.ranks and places[rank] and places.count(places[rank]) > 1:
                 assert places[rank] in (places[rank - 1 : rank] + places[rank + 1 : rank + 2])
 
-    def check_notice_given(self, snapshot: Snapshot) -> None:
+    def check_notice_given(self, snapshot: Membership) -> None:
         if snapshot.round is None or any(peer.record.failure is not None for peer in snapshot.peers.values()):
             return
         here = [snapshot.peers[node] for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead]
@@ -678,14 +696,14 @@ class Run(RuleBasedStateMachine):
             over = snapshot.now >= snapshot.noticed_at + notice.seconds
             assert over or all(said.saved >= notice.serial for said in asking)
 
-    def check_notice(self, notice: NoticeRecord, snapshot: Snapshot) -> None:
+    def check_notice(self, notice: NoticeRecord, snapshot: Membership) -> None:
         assert snapshot.round is not None
         assert notice.round == snapshot.round.number
         assert 0 <= notice.seconds <= RULES.notice
         last = 0 if snapshot.notice is None else snapshot.notice.serial
         assert notice.serial > last if notice.seconds else notice.serial == last
 
-    def check_outcome(self, outcome: OutcomeRecord, snapshot: Snapshot) -> None:
+    def check_outcome(self, outcome: OutcomeRecord, snapshot: Membership) -> None:
         round = snapshot.round
         assert round is not None
         assert outcome.round == round.number

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from tests.support.views import SETTINGS, failure, members, next_round, node_id, peer, round, snapshot
 from torchelastic.protocol import FailureKind, NodePhase, NoticeRecord, RoundReason, RoundRecord
-from torchelastic.rendezvous.policy.plan import plan
-from torchelastic.rendezvous.policy.snapshot import Decision, GiveNotice, Hold, Peer, Snapshot
+from torchelastic.rendezvous.policy.plan import Decision, GiveNotice, Hold, plan
+
+if TYPE_CHECKING:
+    from torchelastic.rendezvous.policy.membership import Membership, Peer
 
 NOTICE = NoticeRecord(round=1, serial=4, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
 
@@ -24,7 +26,7 @@ def leaves(name: str, **changes: Any) -> Peer:
     return trains(name, phase=NodePhase.LEAVING, **changes)
 
 
-def noticed(*peers: Peer, **changes: Any) -> Snapshot:
+def noticed(*peers: Peer, **changes: Any) -> Membership:
     """A snapshot at 101 s of a round of a and b, with NOTICE given at 100 s."""
     return snapshot(
         *peers, **{"now": 101.0, "round": round(1, "a", "b"), "notice": NOTICE, "noticed_at": 100.0, **changes}

@@ -20,11 +20,11 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, plan, root_cause
-from torchelastic.rendezvous.policy.snapshot import Decision, FormRound, GiveWay, Hold, Peer, Snapshot
+from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, FormRound, GiveWay, Hold, plan, root_cause
 
 if TYPE_CHECKING:
     from torchelastic.config.settings import RendezvousSettings
+    from torchelastic.rendezvous.policy.membership import Membership, Peer
 
 LATER = 1000.0
 
@@ -79,7 +79,7 @@ OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in en
         ),
     ],
 )
-def test_the_next_round_has_these_members_without_a_charge(situation: Snapshot, expected: str) -> None:
+def test_the_next_round_has_these_members_without_a_charge(situation: Membership, expected: str) -> None:
     record = next_round(situation)
     assert members(record) == tuple(expected)
     assert (record.number, record.restarts) == (1 if situation.round is None else situation.round.number + 1, 0)
@@ -137,7 +137,7 @@ def test_the_next_round_has_these_members_without_a_charge(situation: Snapshot, 
         ),
     ],
 )
-def test_no_round_forms_yet(situation: Snapshot, hold: Hold) -> None:
+def test_no_round_forms_yet(situation: Membership, hold: Hold) -> None:
     assert plan(situation, SETTINGS) == hold
 
 
@@ -222,7 +222,9 @@ def test_a_loss_below_the_minimum_pauses_the_run() -> None:
 
 
 def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> None:
-    waiting = snapshot(peer("a", round=2), low=2, wanted=2, round=round(2), changed_at=10.0, missing=(node_id("b"),))
+    waiting = snapshot(
+        peer("a", round=2), low=2, wanted=2, round=round(2), changed_at=10.0, last_members=(node_id("b"),)
+    )
     why = "1 node (a) of at least 2 is there; b is missing; waiting for more"
     assert held(plan(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
     decision = outcome_of(dataclasses.replace(waiting, now=610.0))
@@ -372,7 +374,7 @@ def test_every_round_keeps_the_failure_that_was_charged_last() -> None:
         assert decision.record.failure == kept
 
 
-def uncharged_after(situation: Snapshot, settings: RendezvousSettings = SETTINGS) -> int:
+def uncharged_after(situation: Membership, settings: RendezvousSettings = SETTINGS) -> int:
     """Uncharged restarts of the next round."""
     return next_round(situation, settings).uncharged_restarts
 

@@ -30,10 +30,9 @@ from torchelastic.protocol import (
 )
 from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
-from torchelastic.rendezvous.membership import Membership
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_TIMEOUT, Verdict, probe
-from torchelastic.rendezvous.policy.plan import plan
-from torchelastic.rendezvous.policy.snapshot import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold
+from torchelastic.rendezvous.policy.membership import Membership
+from torchelastic.rendezvous.policy.plan import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold, plan
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.api import Listing
 from torchelastic.store.backoff import Backoff
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.history import History
     from torchelastic.rendezvous.leader_election import LeaderElection
     from torchelastic.rendezvous.peer_connection import PeerServer
-    from torchelastic.rendezvous.policy.snapshot import Peer, Snapshot
+    from torchelastic.rendezvous.policy.membership import Peer
     from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
     from torchelastic.store.api import Entry
 
@@ -84,7 +83,9 @@ class Leader:
 
     def __init__(self, run: RunStateWatch, election: LeaderElection, server: PeerServer, history: History) -> None:
         self.history_writer = HistoryWriter(history, run)
-        self.membership = Membership(run, () if election.dead_leader is None else (election.dead_leader,))
+        self.membership = Membership(run.settings.size, changed_at=self._now())
+        if election.dead_leader is not None:
+            self.membership.dead.add(election.dead_leader)
         self._run = run
         self._election = election
         self._server = server
@@ -105,7 +106,6 @@ class Leader:
             tasks.create_task(self._watch_nodes())
             tasks.create_task(self.history_writer.run(self._run.changed.send))
             tasks.create_task(self._decide())
-            tasks.create_task(self._end_patience())
 
     # -- watching
 
@@ -133,7 +133,8 @@ class Leader:
     def _saw(self, entry: Entry) -> None:
         node = entry.key.removeprefix(self._run.keys.nodes)
         answers = node == self._run.node or self._server.is_connected(node)
-        newcomer = self.membership.saw(entry, now=self._now(), answers=answers)
+        self.membership.note_run(self._run, now=self._now())
+        newcomer = self.membership.saw(node, entry, answers=answers)
         peer = self.membership.peers.get(node)
         if peer is not None and self._history.note_progress(peer.record):
             self.history_writer.notify()
@@ -144,7 +145,7 @@ class Leader:
         peer = self.membership.gone(node)
         if peer is not None and (node == self._run.node or self._server.is_connected(node)):
             # Its lease expired. If it answers, only the store was away.
-            self.membership.keep_silent(peer)
+            self.membership.silent[node] = peer
             self._start(self._while_silent(peer))
 
     # -- probes: a refused connection means dead, an answer alive; after silence, the node's key decides
@@ -197,11 +198,10 @@ class Leader:
 
     def _timeouts(self, node: str) -> tuple[float, ...]:
         """Seconds to wait for a node's connection, before each probe of it."""
-        membership, now = self.membership, asyncio.get_running_loop().time()
-        if not membership.is_member(node, now=now):
+        if node not in self.membership.ranks:
             return (CONNECT_TIMEOUT, CONNECT_TIMEOUT)
-        first = MEMBER_CONNECT_TIMEOUT + len(membership.peers) / CONNECTIONS_PER_SECOND
-        if membership.is_member(self._run.node, now=now):
+        first = MEMBER_CONNECT_TIMEOUT + len(self.membership.peers) / CONNECTIONS_PER_SECOND
+        if self._run.node in self.membership.ranks:
             return (first, CONNECT_TIMEOUT)
         # A newcomer leads, so no member may be left; a dead member's key remains for one lease.
         return (first, *(CONNECT_TIMEOUT,) * math.ceil(self._run.settings.lease / CONNECT_TIMEOUT))
@@ -221,7 +221,7 @@ class Leader:
         within = min(FINAL_PROBE_TIMEOUT, self._run.settings.lease)
         while peer.id in self.membership.silent:
             if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
-                self.membership.end_silence(peer.id)
+                self.membership.silent.pop(peer.id, None)
                 self._run.changed.send()
                 return
             await asyncio.sleep(SILENT_RECHECK)
@@ -231,33 +231,13 @@ class Leader:
             self._run.changed.send()
 
     def _died(self, node: str) -> None:
-        self.membership.died(node)
+        self.membership.dead.add(node)
         self._run.changed.send()
 
     async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> Verdict:
         address = f"{bracketed(peer.record.address)}:{peer.record.link}"
         run = self._run
         return await probe(address, run=run.settings.run_id, node=run.node, peer=peer.id, timeout=within)
-
-    # -- patience with a store that was away
-
-    def _patient_until(self) -> float:
-        """One lease after the store came back, or after this node took an expired lead, whichever is later."""
-        times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
-        return max(times, default=-math.inf) + self._run.settings.lease
-
-    async def _end_patience(self) -> None:
-        """Decide again when the patience ends."""
-        ended = -math.inf
-        while True:
-            seen, until = self._run.changed.count, self._patient_until()
-            if until == ended:
-                await self._run.changed.after(seen)
-            elif self._now() < until:
-                await asyncio.sleep(until - self._now())
-            else:
-                ended = until
-                self._run.changed.send()
 
     # -- deciding
 
@@ -266,15 +246,14 @@ class Leader:
         while True:
             seen = self._run.changed.count
             began = self._now()
-            snapshot = self._snapshot() if self._is_ready() else None
-            decision = Hold() if snapshot is None else plan(snapshot, self._run.settings)
+            decision = self._plan() if self._is_ready() else Hold()
             took = self._now() - began
-            if snapshot is not None:
-                self._note_run_state(snapshot)
             if isinstance(decision, Hold):
-                until = min(self._log(decision.why), math.inf if decision.until is None else decision.until)
-                wait = None if until == math.inf else max(until - self._now(), 0.0)
-                if await self._run.changed.after(seen, timeout=wait) != seen and took > QUICK_DECISION:
+                # The end of the patience may allow another decision.
+                times = (decision.until, self._log(decision.why), self._patient_until())
+                wait = min((time - self._now() for time in times if time is not None and time > began), default=None)
+                changed = await self._run.changed.after(seen, timeout=None if wait is None else max(wait, 0.0)) != seen
+                if changed and took > QUICK_DECISION:
                     await asyncio.sleep(PAUSE_FACTOR * took)
                 continue
             try:
@@ -291,22 +270,31 @@ class Leader:
         read = self._listed and self.history_writer.has_read
         return read and self._run.away_since is None and leader is not None and leader.node == self._run.node
 
-    def _snapshot(self) -> Snapshot:
-        round = self._run.accepted_round
-        return self.membership.snapshot(
+    def _patient_until(self) -> float:
+        """One lease after the store came back, or after this node took an expired lead, whichever is later."""
+        times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
+        return max(times, default=-math.inf) + self._run.settings.lease
+
+    def _plan(self) -> Decision:
+        known = self._run.accepted_round
+        self.membership.update(
+            self._run,
             now=self._now(),
             patient_until=self._patient_until(),
-            remembered=round if round is not None and round.protocol == PROTOCOL_VERSION else None,
+            remembered=known if known is not None and known.protocol == PROTOCOL_VERSION else None,
             gave_way=self._election.candidacy is Candidacy.YIELDED,
         )
+        self._note_run_state()
+        return plan(self.membership, self._run.settings)
 
-    def _note_run_state(self, snapshot: Snapshot) -> None:
+    def _note_run_state(self) -> None:
         """Note in the history what the leader sees first: nodes are missing, or a round has ended."""
-        round = snapshot.round or snapshot.remembered  # a store that has lost the round does not end it
+        membership = self.membership
+        round = membership.round or membership.remembered  # a store that has lost the round does not end it
         if round is None or not round.members:
-            enough = sum(not snapshot.is_leaving(node) for node in snapshot.peers) >= snapshot.size.target
+            enough = sum(not membership.is_leaving(node) for node in membership.peers) >= membership.size.target
             self._history.enter(RunState.RENDEZVOUS if enough else RunState.WAITING)
-        elif snapshot.failed_since is not None:
+        elif membership.failed_since is not None:
             self._history.round_broke()
 
     def _end_of(self, node: str) -> NodeEnd | None:
@@ -315,22 +303,22 @@ class Leader:
             return NodeEnd.LEFT
         return None if self.membership.is_present(node) else NodeEnd.DIED
 
-    def _log(self, why: str) -> float:
+    def _log(self, why: str) -> float | None:
         """Log why nothing happens, once in a while; return when to log it, if that is later."""
         if why == self._said:
-            return math.inf
+            return None
         if why and self._now() < self._silent_until:
             return self._silent_until
         self._said = why
         if why:
             self._silent_until = self._now() + LOG_INTERVAL
             logger.info("%s", why)
-        return math.inf
+        return None
 
     # -- committing
 
     async def _carry_out(self, decision: Decision) -> bool:
-        """Carry out a decision on the snapshot just taken; return whether this node knows the result already."""
+        """Carry out a decision that was just made; return whether this node knows the result already."""
         match decision:
             case FormRound(record):
                 return await self._commit_round(record, self._run.state)

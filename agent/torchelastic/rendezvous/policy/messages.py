@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torchelastic.protocol import FailureRecord
-    from torchelastic.rendezvous.policy.snapshot import Candidates, Peer, Snapshot
+    from torchelastic.rendezvous.policy.membership import Candidates, Membership, Peer
 
 _MAX_NAMES: Final = 8
 """More nodes than these are counted, not named."""
@@ -21,20 +21,20 @@ def name_of(node: str) -> str:
     return node.rpartition(".")[0] or node
 
 
-def departures(nodes: Iterable[str], snapshot: Snapshot) -> str:
+def departures(nodes: Iterable[str], membership: Membership) -> str:
     """Return how members left: "a and b left and c died"."""
     by_fate: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
-        by_fate.setdefault(_fate(node, snapshot), []).append(node)
+        by_fate.setdefault(_fate(node, membership), []).append(node)
     return listed(f"{named(some)} {fate[len(some) > 1]}" for fate, some in by_fate.items())
 
 
-def _fate(node: str, snapshot: Snapshot) -> tuple[str, str]:
-    if snapshot.is_leaving(node):
+def _fate(node: str, membership: Membership) -> tuple[str, str]:
+    if membership.is_leaving(node):
         return "left", "left"
-    if snapshot.is_partitioned(node):
+    if membership.is_partitioned(node):
         return "was cut off", "were cut off"
-    return ("died", "died") if node in snapshot.dead else ("is gone", "are gone")
+    return ("died", "died") if node in membership.dead else ("is gone", "are gone")
 
 
 def joined(newcomers: Sequence[Peer]) -> str:
@@ -42,17 +42,17 @@ def joined(newcomers: Sequence[Peer]) -> str:
     return f"{named([peer.id for peer in newcomers])} joined"
 
 
-def waiting_for(snapshot: Snapshot, candidates: Candidates, missing: Sequence[str] = ()) -> str:
+def waiting_for(membership: Membership, candidates: Candidates, missing: Sequence[str] = ()) -> str:
     """Return that too few nodes are present: which ones are, which are missing, and which cannot take part."""
     here = len(candidates.ordered)
     names = f" ({named([peer.id for peer in candidates.ordered])})" if 0 < here <= _MAX_NAMES else ""
-    parts = [f"{count(here, 'node')}{names} of at least {snapshot.size.min} {are(here)} there"]
+    parts = [f"{count(here, 'node')}{names} of at least {membership.size.min} {are(here)} there"]
     if missing:
         parts.append(f"{named(missing)} {are(len(missing))} missing")
-    if mute := [peer.id for peer in snapshot.peers.values() if not peer.answers and peer.id not in snapshot.ranks]:
+    if mute := [peer.id for peer in membership.peers.values() if not peer.answers and peer.id not in membership.ranks]:
         parts.append(f"{named(mute)} {'has' if len(mute) == 1 else 'have'} not answered yet")
     parts.append("waiting for more")
-    if others := [peer for peer in snapshot.peers.values() if peer.record.protocol != PROTOCOL_VERSION]:
+    if others := [peer for peer in membership.peers.values() if peer.record.protocol != PROTOCOL_VERSION]:
         names = named([peer.id for peer in others])
         parts.append(f"{names} cannot take part: {other_version(others[0].record.protocol)}")
     return "; ".join(parts)

@@ -1,0 +1,306 @@
+"""The run and its nodes as the leader sees them, and the candidates of the next round."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torchelastic.errors import MalformedRecord
+from torchelastic.protocol import PROTOCOL_VERSION, NodePhase, NodeRecord, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torchelastic.protocol import NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
+    from torchelastic.rendezvous.run_state import RunStateWatch
+    from torchelastic.store.api import Entry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node as the leader sees it.
+
+    Attributes:
+        id: the node's id.
+        record: its own record.
+        joined: when it first joined, as a revision of the store: its seniority.
+        arrived: when the leader first saw it, on the leader's clock.
+        answers: whether it is known to be alive: it is connected, or has had time enough to connect.
+        failed_at: the revision at which it reported its failure: the store's order of events; 0 without a failure.
+    """
+
+    id: str
+    record: NodeRecord
+    joined: int
+    arrived: float
+    answers: bool = True
+    failed_at: int = 0
+
+
+@dataclass
+class Membership:
+    """The run and its nodes as the leader sees them, from the nodes' keys and connections.
+
+    Nothing is awaited here, and the caller passes the time.
+
+    Attributes:
+        size: how many nodes there should be.
+        peers: the nodes that have a key in the store, including the leader.
+        now: the leader's clock, in seconds.
+        round: the round in the store.
+        since: the store's revision at which that round was committed.
+        remembered: the last round that the leader itself has seen; later than ``round`` if the store lost data.
+        outcome: the run's outcome.
+        notice: the last notice.
+        noticed_at: when this leader first saw that notice.
+        silent: nodes without a key that still answer: their lease expired, but they live.
+        awaited: members without a key that may be on their way back to a store that was away.
+        patient_until: until when the leader waits for members that return to a store that was away.
+        dead: nodes that are certainly dead, though they may still have a key.
+        left: nodes that announced that they leave, and whose key is gone.
+        done: members that were seen done with this round, including those that are gone.
+        highest_round_seen: the highest round number that any node has known.
+        last_members: the members of the last round that had members.
+        changed_at: when the leader first saw the round in the store.
+        failed_since: when the first failure of this round was first seen; None without a failure.
+        gave_way: whether this leader has yielded to nodes that know more.
+        ranks: the members of ``round`` with their ranks.
+    """
+
+    size: SizeRecord
+    peers: dict[str, Peer] = field(default_factory=dict)
+    now: float = 0.0
+    round: RoundRecord | None = None
+    since: int = 0
+    remembered: RoundRecord | None = None
+    outcome: OutcomeRecord | None = None
+    notice: NoticeRecord | None = None
+    noticed_at: float = 0.0
+    silent: dict[str, Peer] = field(default_factory=dict)
+    awaited: set[str] = field(default_factory=set)
+    patient_until: float = 0.0
+    dead: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    done: set[str] = field(default_factory=set)
+    highest_round_seen: int = 0
+    last_members: tuple[str, ...] = ()
+    changed_at: float = 0.0
+    failed_since: float | None = None
+    gave_way: bool = False
+    ranks: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = _ranks(self.round)
+        self._warned: set[str] = set()
+
+    @property
+    def number(self) -> int:
+        """The number of the round in the store; 0 without one."""
+        return 0 if self.round is None else self.round.number
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """In a round without members, the members of the last round with members that are not present."""
+        return () if self.ranks else tuple(node for node in self.last_members if not self.is_present(node))
+
+    def is_present(self, node: str) -> bool:
+        """Return whether the node has a key and is not known to be dead."""
+        return node in self.peers and node not in self.dead
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a member has no key although it is not known to be gone."""
+        return not (self.ranks.keys().isdisjoint(self.silent) and self.ranks.keys().isdisjoint(self.awaited))
+
+    def is_silent(self, node: str) -> bool:
+        """Return whether the node has no key, but counts as alive."""
+        return node in self.silent or node in self.awaited
+
+    def is_leaving(self, node: str) -> bool:
+        """Return whether the node is leaving, or is gone after it announced that."""
+        peer = self.peers.get(node)
+        return node in self.left if peer is None else peer.record.phase is NodePhase.LEAVING
+
+    def is_departure_expected(self, node: str) -> bool:
+        """Return whether a node announced that it leaves, is done, or the run is over."""
+        return self.is_leaving(node) or node in self.done or self.outcome is not None
+
+    def is_partitioned(self, node: str) -> bool:
+        """Return whether the node has stopped its workers because it reached neither the store nor a peer."""
+        peer = self.peers.get(node)
+        return peer is not None and peer.record.phase is NodePhase.PARTITIONED and peer.record.round >= self.number
+
+    def is_finishing(self, node: str) -> bool:
+        """Return whether workers of the node have exited with 0."""
+        peer = self.peers.get(node)
+        return node in self.done or (peer is not None and peer.record.phase in (NodePhase.FINISHING, NodePhase.DONE))
+
+    # -- observations
+
+    def update(
+        self,
+        run: RunStateWatch,
+        *,
+        now: float,
+        patient_until: float,
+        remembered: RoundRecord | None,
+        gave_way: bool = False,
+    ) -> None:
+        """Take over what the keys of the run say, and the leader's own knowledge, before a decision."""
+        self.note_run(run, now=now)
+        self.patient_until, self.remembered, self.gave_way = patient_until, remembered, gave_way
+        self.size = self._wanted_size(run)
+        members = self.ranks.keys()
+        # Members may be reconnecting to a store that was away. A new node that leads has already waited for them.
+        waits = now < patient_until and (run.node in members or not members.isdisjoint(self.peers))
+        self.awaited = members - self.peers.keys() - self.left - self.dead if waits else set()
+
+    def note_run(self, run: RunStateWatch, *, now: float) -> None:
+        """Note a new round or notice, and an outcome."""
+        round, notice = run.round, run.notice.record
+        self.now, self.since, self.outcome = now, run.state.modified, run.outcome
+        if notice is not None and notice != self.notice:
+            self.notice, self.noticed_at = notice, now
+        if round is self.round or round == self.round:
+            return
+        self.round, self.changed_at, self.failed_since = round, now, None
+        self.ranks = _ranks(round)
+        if self.ranks:
+            self.last_members = tuple(self.ranks)
+        self.left &= self.ranks.keys()
+        self.done = set()
+        for peer in self.peers.values():
+            self._note(peer)
+
+    def saw(self, node: str, entry: Entry, *, answers: bool) -> Peer | None:
+        """Note a node's key, after :meth:`note_run`.
+
+        Args:
+            node: the node's id.
+            entry: the key.
+            answers: whether the node is connected.
+
+        Returns:
+            The node, if it was not known before.
+        """
+        try:
+            record = decode(entry.value, NodeRecord)
+        except MalformedRecord as error:
+            if node not in self._warned:
+                self._warned.add(node)
+                logger.warning("ignoring the node %s: %s", node, error)
+            self.gone(node)
+            return None
+        before = self.peers.get(node)
+        failed_at = entry.modified if record.failure else 0
+        if before is not None and record.failure == before.record.failure:
+            failed_at = before.failed_at
+        self.silent.pop(node, None)
+        self.left.discard(node)
+        peer = self.peers[node] = Peer(
+            id=node,
+            record=record,
+            joined=record.joined or entry.created,
+            arrived=self.now if before is None else before.arrived,
+            answers=answers or (before is not None and before.answers),
+            failed_at=failed_at,
+        )
+        self._note(peer)
+        return peer if before is None else None
+
+    def gone(self, node: str) -> Peer | None:
+        """Note that a node's key is gone; return the node if it may still be alive."""
+        peer = self.peers.pop(node, None)
+        if peer is not None and peer.record.phase is NodePhase.LEAVING:
+            self.left.add(node)
+            return None
+        return None if node in self.dead else peer
+
+    def answers(self, node: str) -> bool:
+        """Note that a node is alive; return whether that is new."""
+        peer = self.peers.get(node)
+        new = node in self.dead or (peer is not None and not peer.answers)
+        self.dead.discard(node)
+        if peer is not None and not peer.answers:
+            self.peers[node] = replace(peer, answers=True)
+        return new
+
+    def _note(self, peer: Peer) -> None:
+        """Remember a node's report about the current round, because its key may disappear."""
+        record = peer.record
+        self.highest_round_seen = max(self.highest_round_seen, record.round)
+        if record.phase is NodePhase.DONE and record.round == self.number:
+            self.done.add(peer.id)
+        if record.failure is not None and record.failure.round == self.number and self.failed_since is None:
+            self.failed_since = self.now
+
+    def _wanted_size(self, run: RunStateWatch) -> SizeRecord:
+        """Return the size of the highest generation: in the store, or in a node's record."""
+        best = run.size
+        for peer in self.peers.values():
+            size = peer.record.size
+            if (best is None or size.generation > best.generation) and peer.record.protocol == PROTOCOL_VERSION:
+                best = size
+        return run.settings.size if best is None else best
+
+
+def _ranks(round: RoundRecord | None) -> dict[str, int]:
+    return {} if round is None else {node: rank for rank, node in enumerate(round.nodes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The nodes that could be in the next round.
+
+    Attributes:
+        ordered: all of them, by their claim to a place.
+        target: how many of them the round takes.
+        chosen: those that it takes, in rank order.
+    """
+
+    ordered: tuple[Peer, ...]
+    target: int
+    chosen: tuple[Peer, ...]
+
+
+def candidates(membership: Membership) -> Candidates:
+    """Return the nodes that could be in the next round now."""
+    ranks = membership.ranks
+    fit = [
+        peer for peer in membership.peers.values() if (peer.answers or peer.id in ranks) and may_join(peer, membership)
+    ]
+    last = len(ranks)
+    fit.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
+    target = membership.size.target
+    return Candidates(tuple(fit), target, _in_rank_order(fit[:target], ranks))
+
+
+def may_join(peer: Peer, membership: Membership) -> bool:
+    """Return whether nothing that is known of a node excludes it from the next round."""
+    record = peer.record
+    return (
+        peer.id not in membership.dead
+        and record.phase is not NodePhase.LEAVING
+        and record.name not in membership.size.draining
+        and record.protocol == PROTOCOL_VERSION
+    )
+
+
+def _in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> tuple[Peer, ...]:
+    """Members in rank order; a newcomer behind the last member with its topology key, or else behind all members."""
+    survivors = [peer for peer in chosen if peer.id in ranks]
+    newcomers: dict[str, list[Peer]] = {}
+    for peer in chosen[len(survivors) :]:
+        newcomers.setdefault(peer.record.topology_key or f"\0{peer.id}", []).append(peer)
+    last_of = {peer.record.topology_key: peer for peer in survivors}
+    ordered: list[Peer] = []
+    for peer in survivors:
+        ordered.append(peer)
+        if last_of[peer.record.topology_key] is peer:
+            ordered += newcomers.pop(peer.record.topology_key, ())
+    for group in newcomers.values():
+        ordered += group
+    return tuple(ordered)
