@@ -108,7 +108,7 @@ async def test_reports_of_a_past_round_are_ignored(meeting: Meeting) -> None:
     await b.inner.leave()
     present = await all_with(a)
     a.inner.report(past.number, phase=NodePhase.DONE)
-    assert a.inner._registration.record.phase is NodePhase.READY
+    assert a.inner.registration.record.phase is NodePhase.READY
     a.inner.report(present.number, phase=NodePhase.DONE)
     await a.until(lambda node: node.outcome is not None)
     assert a.outcome is not None
@@ -154,7 +154,7 @@ async def test_the_outcome_stays_while_a_node_of_the_run_lives(
     await a.until(lambda node: node.outcome is not None)
     late = await meeting.node("late", wanted=1)
     await late.until(lambda node: node.outcome is not None)
-    await late.inner._registration.flush()
+    await late.inner.flush()
     await a.close()
     new = await meeting.node("new", wanted=1)
     round = await new.until_with("new")
@@ -166,9 +166,9 @@ async def test_a_spare_replaces_a_dead_leader_in_the_same_change(meeting: Meetin
     a, b, c = [await meeting.node(name, wanted=2, join_debounce=5.0) for name in "abc"]
     first = await a.until_with("a", "b")
     await c.until(lambda node: bool(node.rounds))
-    assert a.inner._leader is not None
-    while a.inner._leader.membership.peers[c.inner.node].record.round < first.number:
-        await a.inner._run.changed.after(a.inner._run.changed.count)
+    assert a.inner.leader is not None
+    while a.inner.leader.membership.peers[c.inner.node].record.round < first.number:
+        await a.inner.run.changed.after(a.inner.run.changed.count)
     await a.crash()
     assert (await all_with(b, c)).number == 2
 
@@ -180,7 +180,7 @@ async def test_workers_that_asked_for_it_save_before_a_member_is_removed(
     round = await all_with(a, b, c)
     for node in (a, b):
         await node.says(notice=600.0)
-    leaving = next(node for node in (a, b) if node.inner._leader is None)
+    leaving = next(node for node in (a, b) if node.inner.leader is None)
     staying = a if leaving is b else b
     await leaving.inner.leave()
     for node in (a, b, c):
@@ -198,7 +198,7 @@ async def test_workers_that_asked_for_it_save_before_a_member_is_removed(
 async def test_a_leaving_leaders_notice_is_delivered_by_the_next_leader(meeting: Meeting) -> None:
     a, b, c = [await meeting.node(name) for name in "abc"]
     round = await all_with(a, b, c)
-    leader = next(node for node in (a, b, c) if node.inner._leader is not None)
+    leader = next(node for node in (a, b, c) if node.inner.leader is not None)
     others = [node for node in (a, b, c) if node is not leader]
     await leader.says(notice=20.0)
     await leader.inner.leave()
@@ -292,7 +292,7 @@ async def test_neighbouring_nodes_have_neighbouring_ranks(meeting: Meeting) -> N
     first = await all_with(a, b)
     c = await meeting.node("c", place="x")
     store = await meeting.connect()
-    await store.put(a.inner.keys.size, encode(SizeRecord(min=1, max=8, desired=3, generation=1)))
+    await store.put(a.inner.run.keys.size, encode(SizeRecord(min=1, max=8, desired=3, generation=1)))
     await store.close()
     round = await all_with(a, b, c)
     assert [node for node in round.nodes if node in first.nodes] == list(first.nodes)
@@ -321,7 +321,7 @@ async def test_a_non_retryable_failure_ends_the_run_despite_remaining_restarts(
 
     broken = failure(a, FailureKind.COMMUNICATION, "Connection closed by peer", final=False)
     a.inner.report(round.number, failure=broken)
-    await a.inner._registration.flush()
+    await a.inner.flush()
     cause = failure(b, FailureKind.PROGRAM, "NonRetryableException: no such data", final=True)
     b.inner.report(round.number, failure=cause)
     for node in (a, b):
@@ -339,12 +339,12 @@ async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_end
     assert not await a.inner.is_current(first.number + 1)
     assert not await a.inner.is_current(first.number - 1)
     store = await meeting.connect()
-    entry = await store.get(a.inner.keys.state)
+    entry = await store.get(a.inner.run.keys.state)
     assert entry is not None
     # Directly in the store: what this node has not read yet counts as well.
     later = msgspec.structs.replace(first, number=7)
-    a.inner._run.changed.send = lambda: None  # type: ignore[method-assign]
-    await store.put(a.inner.keys.state, encode(StateRecord(later)))
+    a.inner.run.changed.send = lambda: None  # type: ignore[method-assign]
+    await store.put(a.inner.run.keys.state, encode(StateRecord(later)))
     assert not await a.inner.is_current(first.number)
     await store.close()
 
@@ -375,7 +375,7 @@ async def test_a_node_that_finishes_early_can_leave_and_the_run_succeeds(meeting
     round = await all_with(a, b)
     for node in (a, b):
         await node.says(notice=20.0)
-    leaving = next(node for node in (a, b) if node.inner._leader is None)
+    leaving = next(node for node in (a, b) if node.inner.leader is None)
     staying = a if leaving is b else b
     await leaving.inner.leave()
     await staying.until_noticed()
@@ -491,13 +491,13 @@ async def test_a_run_with_a_lost_lease_continues_and_its_nodes_keep_their_leases
     a, b = [await meeting.node(name) for name in "ab"]
     first = await all_with(a, b)
     store = await connect(own_etcd.settings)
-    own_leases = {node.inner._registration.lease for node in (a, b)}
+    own_leases = {node.inner.registration.lease for node in (a, b)}
     await store.revoke(run_lease(run_id))
     c = await meeting.node("c")
     round = await all_with(a, b, c)
     assert round.nodes[:2] == first.nodes
     assert [record.number for record in a.rounds] == [1, 2]
-    assert own_leases == {node.inner._registration.lease for node in (a, b)}
+    assert own_leases == {node.inner.registration.lease for node in (a, b)}
     await store.keep_alive(run_lease(run_id))
     await store.close()
 

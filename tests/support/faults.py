@@ -223,7 +223,7 @@ class Play:
                     await self._etcd_away(step)
             case What.CUT_LINKS:
                 if member is not None and member.node is not None:
-                    member.node.inner._server.drop_connections()
+                    member.node.inner.server.drop_connections()
             case What.CUT_LINE:
                 if member is not None:
                     member.line.cut()

@@ -140,7 +140,7 @@ class TestNode:
 
     async def until_away(self) -> None:
         """Wait until the node has noticed that it cannot reach the store."""
-        control = self.inner._run
+        control = self.inner.run
         async with asyncio.timeout(PATIENCE):
             while control.away_since is None:
                 await control.changed.after(control.changed.count)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
 from tests.support.views import SETTINGS
-from torchelastic.errors import StoreUnavailable
 from torchelastic.protocol import (
     HISTORY_LIMIT,
     FailureRecord,
@@ -46,7 +45,6 @@ from torchelastic.store import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchelastic.store import Entry
 
 CREATED = 1_000_000.0
 KEYS = RunKeys.of("run")
@@ -172,7 +170,8 @@ def test_a_breakdown_written_during_a_commit_does_not_undo_the_round(*, round_fi
             history.note_round(pause)
         history.adopt(written)
         history.note_round(pause)
-        final = history.final_breakdown(succeeded=False)
+        history.end(succeeded=False)
+        final = history.breakdown()
         assert (final.round, final.lost, final.gone) == (2, 5, {NodeEnd.LEFT: 1})
         assert sum(final.seconds.values()) == pytest.approx(clock.seconds, abs=0.01)
 
@@ -261,6 +260,7 @@ def test_a_first_step_before_this_nodes_workers_started_counts() -> None:
 
 def trained_with_checkpoint(clock: Clock) -> History:
     """Return the history of a round that has trained for 20 s and started its last checkpoint 5 s ago."""
+    clock.seconds = 0.0
     history = History(CREATED, clock=clock)
     commit(history, round(1))
     history.workers_started()
@@ -271,10 +271,13 @@ def trained_with_checkpoint(clock: Clock) -> History:
 
 def test_training_after_the_last_checkpoint_is_lost() -> None:
     clock = Clock(0.0)
+    for succeeded, lost in ((True, 0), (False, 5)):
+        ended = trained_with_checkpoint(clock)
+        assert ended.breakdown().lost == 0, "nothing is lost during the training"
+        ended.end(succeeded=succeeded)
+        clock.seconds += 1
+        assert (ended.breakdown().lost, ended.breakdown().state) == (lost, RunState.STOPPING)
     history = trained_with_checkpoint(clock)
-    assert history.breakdown().lost == 0, "nothing is lost during the training"
-    assert history.final_breakdown(succeeded=True).lost == 0
-    assert history.final_breakdown(succeeded=False).lost == 5
     history.enter(RunState.STOPPING)
     clock.seconds = 25  # the pause until the next round is not training
     commit(history, round(2))
@@ -367,29 +370,6 @@ def test_a_history_of_long_texts_fits_the_store() -> None:
     assert (kept.rounds[0].number, kept.rounds[-1].number) == (1, HISTORY_LIMIT)
 
 
-class Unreadable(MemoryStore):
-    """A store that fails to read, as after a temporary permission error."""
-
-    async def get(self, key: str) -> Entry | None:
-        raise StoreUnavailable("you may not read this")
-
-
-async def test_a_leader_that_cannot_read_the_history_continues_without_it_and_logs_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    store, history = Unreadable(), History(CREATED, clock=Clock(0.0))
-    writer = writer_of(history, store)
-    read = asyncio.Event()
-    running = asyncio.create_task(writer.run(read.set))
-    await read.wait()
-    await writer.finish(history.final_breakdown(succeeded=True))
-    assert not running.done()
-    running.cancel()
-
-    message = "cannot read the run's history; continuing without it: you may not read this"
-    assert [record.message for record in caplog.records] == [message]
-
-
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()
@@ -401,38 +381,20 @@ def writer_of(history: History, store: MemoryStore) -> HistoryWriter:
     return HistoryWriter(history, run)
 
 
-async def test_no_breakdown_is_written_after_the_final_one(store: MemoryStore) -> None:
-    clock = Clock(0.0)
-    history = trained_with_checkpoint(clock)
-    writer = writer_of(history, store)
-    running = asyncio.create_task(writer.run(lambda: None))
-    await writer.finish(history.final_breakdown(succeeded=False))
-    writer.notify()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    running.cancel()
-
-    entry = await store.get(KEYS.time_breakdown)
-    assert entry is not None
-    split = decode(entry.value, TimeBreakdown)
-    assert (split.state, split.lost) == (RunState.STOPPING, 5)
-
-
 async def test_the_history_is_written_again_to_a_store_that_lost_it(store: MemoryStore) -> None:
-    history = trained_with_checkpoint(Clock(0.0))
-    writer = writer_of(history, store)
-    await writer.finish(history.breakdown())
+    writer = writer_of(trained_with_checkpoint(Clock(0.0)), store)
+    await writer.write()
     await store.delete(KEYS.history)
-    await writer.finish(history.breakdown())
+    await writer.write()
     assert await store.get(KEYS.history) is None, "an unchanged history is not written again"
     writer.notify(rewrite=True)
-    await writer.finish(history.breakdown())
+    await writer.write()
     assert await store.get(KEYS.history) is not None
 
 
 async def test_an_invalid_breakdown_does_not_lose_the_rounds(store: MemoryStore) -> None:
     history = trained_with_checkpoint(Clock(0.0))
-    await writer_of(history, store).finish(history.breakdown())
+    await writer_of(history, store).write()
     await store.put(KEYS.time_breakdown, b"nonsense")
     new_node = History(CREATED, clock=Clock(30.0))
     read = asyncio.Event()
@@ -449,7 +411,9 @@ def test_a_new_leader_counts_the_lost_time_once(*, final: bool) -> None:
     first = trained_with_checkpoint(clock)
     successor = History(CREATED, clock=clock)
     successor.note_round(round(1))
-    successor.adopt(first.final_breakdown(succeeded=False) if final else first.breakdown())
+    if final:
+        first.end(succeeded=False)
+    successor.adopt(first.breakdown())
     clock.seconds = 60
     for _ in range(2):  # a commit may be retried
         successor.with_breakdown(round(2), no_node_ended)

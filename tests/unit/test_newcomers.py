@@ -23,7 +23,7 @@ async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
         a, b = [await meeting.node(name) for name in "ab"]
         first = await all_with(a, b)
         leader, other = (a, b) if a.inner.is_leader else (b, a)
-        await asyncio.gather(leader.inner._election.leave(), other.crash())
+        await asyncio.gather(leader.inner.election.leave(), other.crash())
         await leader.crash()
 
         c, d = [await meeting.node(name) for name in "cd"]
@@ -46,12 +46,12 @@ async def test_a_new_leader_waits_for_a_member_that_returns_late() -> None:
     await data.put(keys.state, encode(StateRecord(RoundRecord(number=4, members=members, store="127.0.0.1:40000"))))
     async with Meeting(clients.connect, "run", lease=0.5, last_call_timeout=60.0) as meeting:
         c = await meeting.node("c")
-        await c.inner._election.until_leader()
+        await c.inner.election.until_leader()
         await comes_back("b")
-        while (leadership := c.inner._leader) is None:
-            await c.inner._run.changed.after(c.inner._run.changed.count)
+        while (leadership := c.inner.leader) is None:
+            await c.inner.run.changed.after(c.inner.run.changed.count)
         while "b.1" not in leadership.membership.peers:
-            await c.inner._run.changed.after(c.inner._run.changed.count)
+            await c.inner.run.changed.after(c.inner.run.changed.count)
         await comes_back("a")
         round = await c.until_with("a", "b", "c")
         assert (round.number, round.nodes[:2]) == (5, ("a.1", "b.1"))

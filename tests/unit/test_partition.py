@@ -44,7 +44,7 @@ async def test_training_continues_without_the_store_and_a_new_node_joins_afterwa
         for node in (a, b):
             await node.until_away()
         for node in (a, b):
-            clients.data.expire(node.inner._registration.lease)
+            clients.data.expire(node.inner.registration.lease)
         clients.reach(True)
         c = await meeting.node("c")
         round = await all_with(a, b, c)

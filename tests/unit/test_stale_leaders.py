@@ -147,8 +147,8 @@ async def test_a_paused_leader_does_not_end_a_run_that_has_another_leader(
     data = clients.data
     async with Meeting(clients.connect, "run", lease=0.3, join_timeout=0.3, last_call_timeout=0.3) as meeting:
         a = await meeting.node("a", low=2, wanted=2)
-        await a.inner._election.until_leader()
-        monkeypatch.setattr(a.inner._run, "apply", lambda _change: None)
+        await a.inner.election.until_leader()
+        monkeypatch.setattr(a.inner.run, "apply", lambda _change: None)
         await data.put(KEYS.leader, encode(SUCCESSOR))
         await asyncio.sleep(0.6)  # longer than the join timeout
         assert (await state_of(data)).outcome is None

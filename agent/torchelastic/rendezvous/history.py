@@ -59,9 +59,6 @@ WRITE_INTERVAL: Final = 10.0
 MIN_INTERVAL: Final = 1.0
 """Minimum number of seconds between two writes."""
 
-READ_ATTEMPTS: Final = 5
-"""Read attempts on a store that answers other requests, before leading without history."""
-
 MAX_HISTORY_BYTES: Final = 512 << 10
 """Limit of the encoded rounds; etcd refuses requests above 1.5 MiB."""
 
@@ -240,13 +237,14 @@ class History:
         )
         return msgspec.structs.replace(record, time_breakdown=breakdown)
 
-    def final_breakdown(self, *, succeeded: bool) -> TimeBreakdown:
-        """Return the breakdown of a run that is about to end; a run that succeeds loses nothing of its last round."""
+    def end(self, *, succeeded: bool) -> None:
+        """Note that the run ends now; a run that succeeds loses nothing of its last round."""
+        lost = self.breakdown().lost if succeeded else self._lost_if_ended()
+        self.enter(RunState.STOPPING)
         breakdown = self.breakdown()
-        lost = breakdown.lost if succeeded else self._lost_if_ended()
         # A node that continues from here must not count this round's loss again.
         checkpoint = 0.0 if lost is None else breakdown.until
-        return msgspec.structs.replace(breakdown, state=RunState.STOPPING, lost=lost, last_checkpoint_at=checkpoint)
+        self.adopt(msgspec.structs.replace(breakdown, lost=lost, last_checkpoint_at=checkpoint))
 
     def breakdown(self) -> TimeBreakdown:
         """Return the time breakdown up to now."""
@@ -395,7 +393,6 @@ class HistoryWriter:
         self._news = ChangeSignal()
         self._writing = asyncio.Lock()
         self._written: bytes | None = None
-        self._final: TimeBreakdown | None = None
 
     def notify(self, *, rewrite: bool = False) -> None:
         """Request a write; with ``rewrite``, also of unchanged rounds, which the store may have lost."""
@@ -404,20 +401,17 @@ class HistoryWriter:
         self._news.send()
 
     async def run(self, has_read: Callable[[], None]) -> None:
-        """Read the history, call ``has_read``, then write changes until cancelled."""
+        """Read the history, call ``has_read``, then write changes until cancelled or the run is over."""
         backoff = Backoff()
-        refused = 0
         while not self.has_read:
             try:
                 await self.read()
             except StoreUnavailable as error:
+                if backoff.attempts == 0 and self._run.away_since is None:
+                    logger.warning("cannot read the run's history; trying again: %s", error)
                 await backoff.wait()
-                refused = refused + 1 if self._run.away_since is None else 0
-                if refused == READ_ATTEMPTS:
-                    logger.warning("cannot read the run's history; continuing without it: %s", error)
-                    self.has_read = True
         has_read()
-        while True:
+        while self._run.outcome is None:
             seen = self._news.count
             try:
                 await self.write()
@@ -450,27 +444,12 @@ class HistoryWriter:
         """
         async with self._writing:
             keys, put = self._run.keys, self._run.lasting.put
-            breakdown = self._final or self._history.breakdown()
             history = encode_history(self._history.record())
-            writes = [put(keys.time_breakdown, encode(breakdown))]
+            writes = [put(keys.time_breakdown, encode(self._history.breakdown()))]
             if history != self._written:
                 writes.append(put(keys.history, history))
             await asyncio.gather(*writes)
             self._written = history
-
-    async def finish(self, final: TimeBreakdown) -> None:
-        """Write the final breakdown; later writes keep it until :meth:`resume`.
-
-        Raises:
-            StoreUnavailable: as the store does.
-        """
-        self._final = final
-        await self.write()
-
-    def resume(self) -> None:
-        """Continue, because the outcome could not be committed."""
-        self._final = None
-        self._news.send()
 
 
 def _decoded(entry: Entry | None, kind: type[Record]) -> Record | None:

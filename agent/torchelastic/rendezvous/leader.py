@@ -291,6 +291,8 @@ class Leader:
         """Note in the history what the leader sees first: nodes are missing, or a round has ended."""
         membership = self.membership
         round = membership.round or membership.remembered  # a store that has lost the round does not end it
+        if membership.outcome is not None:
+            return
         if round is None or not round.members:
             enough = sum(not membership.is_leaving(node) for node in membership.peers) >= membership.size.target
             self._history.enter(RunState.RENDEZVOUS if enough else RunState.WAITING)
@@ -359,15 +361,13 @@ class Leader:
         entry = await self._run.store.get(self._run.keys.leader)
         if entry is None or entry.modified != self._run.leader.modified:
             return  # this node was paused, and what it has decided on may be of the past
-        succeeded = outcome.state is OutcomeState.SUCCEEDED
+        self._history.end(succeeded=outcome.state is OutcomeState.SUCCEEDED)
         # Written before the run is over, so that readers of the outcome find all of it; a failure delays no end.
         with suppress(StoreUnavailable):
-            await self.history_writer.finish(self._history.final_breakdown(succeeded=succeeded))
+            await self.history_writer.write()
         state = StateRecord(None if decided_on.record is None else decided_on.record.round, outcome)
         if await self._commit(self._run.keys.state, state, decided_on.modified):
             logger.debug("committed the outcome: %s", outcome.state)
-        else:
-            self.history_writer.resume()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

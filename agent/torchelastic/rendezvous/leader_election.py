@@ -24,8 +24,7 @@ from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.backoff import Backoff
 
 if TYPE_CHECKING:
-    from torchelastic.rendezvous.node_registration import NodeRegistration
-    from torchelastic.rendezvous.run_state import RunStateWatch
+    from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from torchelastic.protocol import NodePhase, NodeRecord, NoticeRecord, OutcomeRe
 from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
-from torchelastic.rendezvous.node_registration import NodeRegistration, remove_finished_run
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer, listen
-from torchelastic.rendezvous.run_state import RunStateWatch, cancel
+from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch, cancel, remove_finished_run
 from torchelastic.store.backoff import RETRY_MIN
 from torchelastic.store.wrappers import never_refusing
 
@@ -167,27 +166,26 @@ class RendezvousNode:
         self.history = History(None, settings.resume.time_breakdown) if history is None else history
         """What this node knows of the run's past."""
         self._settings = settings
-        self._run = RunStateWatch(node, settings, never_refusing(store))
-        self.keys = self._run.keys
+        self.run = RunStateWatch(node, settings, never_refusing(store))
         self._offer = StorePortOffer(record.address, settings.ports)
         try:
-            self._server = PeerServer(run=settings.run_id, node=node, host=record.address, ports=settings.ports)
+            self.server = PeerServer(run=settings.run_id, node=node, host=record.address, ports=settings.ports)
         except BaseException:
             self._offer.close()
             raise
         resume = settings.resume
         record = msgspec.structs.replace(
             record,
-            link=self._server.port,
+            link=self.server.port,
             store=self._offer.port,
             round=resume.round,
             restarts=resume.restarts,
             uncharged_restarts=resume.uncharged_restarts,
         )
-        self._registration = NodeRegistration(self._run, record, self._offer.renew)
-        address = f"{bracketed(record.address)}:{self._server.port}"
-        self._election = LeaderElection(self._run, self._registration, address)
-        self._leader: Leader | None = None
+        self.registration = NodeRegistration(self.run, record, self._offer.renew)
+        address = f"{bracketed(record.address)}:{self.server.port}"
+        self.election = LeaderElection(self.run, self.registration, address)
+        self.leader: Leader | None = None
         self._last_number = resume.round
         self._restored = 0
         self._notice: NoticeRecord | None = None
@@ -196,8 +194,8 @@ class RendezvousNode:
 
     async def __aenter__(self) -> Self:
         try:
-            await remove_finished_run(self._run)
-            await self._server.start()
+            await remove_finished_run(self.run)
+            await self.server.start()
         except BaseException:
             await self._close_sockets()
             raise
@@ -212,14 +210,14 @@ class RendezvousNode:
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT):
                 await self._write_final_history()
-                await self._election.leave()
-                await self._registration.withdraw()
+                await self.election.leave()
+                await self.registration.withdraw()
         except (StoreError, TimeoutError):
             logger.info("the store is away: this node's key goes when its lease ends")
 
     async def abort(self) -> None:
         """Stop without telling the store, as a process that is killed does: its listener closes first."""
-        await self._server.close()
+        await self.server.close()
         await self._cancel()
         await self._close_sockets()
 
@@ -229,21 +227,22 @@ class RendezvousNode:
 
     async def _write_final_history(self) -> None:
         """Write where the time went, if this node led last and no node leads after it: all nodes leave at once."""
-        if self._run.last_leader != self.node or self._run.outcome is not None:
+        if self.run.last_leader != self.node or self.run.outcome is not None:
             return
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT / 2):
                 # Nodes without a leader report the checkpoints of their last moments in their records.
-                for entry in (await self._run.store.list(self.keys.nodes)).entries:
+                for entry in (await self.run.store.list(self.run.keys.nodes)).entries:
                     with suppress(MalformedRecord):
                         self.history.note_progress(decode(entry.value, NodeRecord))
-                self.history.note_progress(self._registration.record)
-                writer = HistoryWriter(self.history, self._run)
+                self.history.note_progress(self.registration.record)
+                writer = HistoryWriter(self.history, self.run)
                 await writer.read()
-                await writer.finish(self.history.final_breakdown(succeeded=False))
+                self.history.end(succeeded=False)
+                await writer.write()
 
     async def _close_sockets(self) -> None:
-        await self._server.close()
+        await self.server.close()
         self._offer.close()
         close_unclaimed(self.events)
 
@@ -259,17 +258,17 @@ class RendezvousNode:
     @property
     def is_leader(self) -> bool:
         """Whether this node leads the run, as far as it knows."""
-        return self._leader is not None and self._leader.history_writer.has_read and self._election.is_leader
+        return self.leader is not None and self.leader.history_writer.has_read and self.election.is_leader
 
     @property
     def has_leader(self) -> bool:
         """Whether a node forms the next round when it is time, as far as known; False while the store is away."""
-        return self._run.away_since is None and self._election.has_leader
+        return self.run.away_since is None and self.election.has_leader
 
     @property
     def round(self) -> RoundRecord | None:
         """The last round that this node was told of."""
-        return self._run.accepted_round
+        return self.run.accepted_round
 
     @property
     def restarts(self) -> int:
@@ -289,11 +288,11 @@ class RendezvousNode:
     @property
     def size(self) -> SizeRecord:
         """How many nodes there should be, as far as this node knows."""
-        return self._run.size or self._settings.size
+        return self.run.size or self._settings.size
 
     async def flush(self) -> None:
         """Wait until the store has all that this node has reported."""
-        await self._registration.flush()
+        await self.registration.flush()
 
     async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
         """Return whether a round of which this node is a member is still the run's, read from the store now.
@@ -305,13 +304,13 @@ class RendezvousNode:
             return False
         try:
             async with asyncio.timeout(timeout * STORE_SHARE):
-                current = await self._run.is_current(accepted)
+                current = await self.run.is_current(accepted)
         except (StoreError, TimeoutError):
             current = not self._has_peers() or await self._reaches_a_peer(timeout * (1 - STORE_SHARE))
         return current and self.round is accepted and not self._is_over()
 
     def _is_over(self) -> bool:
-        return self._run.outcome is not None or self._registration.record.phase is NodePhase.PARTITIONED
+        return self.run.outcome is not None or self.registration.record.phase is NodePhase.PARTITIONED
 
     # -- what the agent reports
 
@@ -327,8 +326,8 @@ class RendezvousNode:
         """
         if self._leaving and changes.get("phase") is not NodePhase.DONE:
             changes.pop("phase", None)
-        if self._registration.record.round == round:
-            self._registration.update(**changes)
+        if self.registration.record.round == round:
+            self.registration.update(**changes)
 
     async def leave(self, *, timeout: float = 1.0) -> None:  # noqa: ASYNC109 - bounds the wait for an absent store
         """Announce that this node leaves, so that the next round forms without it.
@@ -337,18 +336,18 @@ class RendezvousNode:
         notice, including its own.
         """
         self._leaving = True
-        leader = self._leader
-        self._election.withdraw()
-        if self._registration.record.phase is not NodePhase.DONE:
-            self._registration.update(phase=NodePhase.LEAVING)
+        leader = self.leader
+        self.election.withdraw()
+        if self.registration.record.phase is not NodePhase.DONE:
+            self.registration.update(phase=NodePhase.LEAVING)
         try:
             async with asyncio.timeout(timeout):
-                writes = [self._registration.flush()]
+                writes = [self.registration.flush()]
                 if leader is not None and leader.history_writer.has_read:
                     writes.append(leader.history_writer.write())  # for the next leader
                 await asyncio.gather(*writes)
                 # If all nodes leave at once, one has to tell the others when the last worker has saved.
-                await self._election.leave(standby=self._registration.record.notice > 0)
+                await self.election.leave(standby=self.registration.record.notice > 0)
         except (StoreError, TimeoutError):
             logger.info("the store is away: the others learn of this node's leaving by its connection")
 
@@ -356,46 +355,46 @@ class RendezvousNode:
 
     async def _take_part(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._registration.run())
-            tasks.create_task(self._run.follow())
+            tasks.create_task(self.registration.run())
+            tasks.create_task(self.run.follow())
             tasks.create_task(self._emit_events())
-            tasks.create_task(self._election.campaign())
-            tasks.create_task(self._election.stay_connected())
+            tasks.create_task(self.election.campaign())
+            tasks.create_task(self.election.stay_connected())
             tasks.create_task(self._lead())
             tasks.create_task(
                 watch_for_partition(
-                    self._run, self._trains_with_others, self._reaches_a_peer, partitioned=self._partitioned
+                    self.run, self._trains_with_others, self._reaches_a_peer, partitioned=self._partitioned
                 )
             )
 
     async def _emit_events(self) -> None:
         """Emit rounds, notices, and in the end the outcome."""
-        changed = self._run.changed
+        changed = self.run.changed
         while True:
             seen = changed.count
-            if self._run.restored != self._restored:
-                self._restored = self._run.restored
-                self._registration.update(store=self._offer.renew())
-            round, accepted = self._run.round, self._run.accepted_round
+            if self.run.restored != self._restored:
+                self._restored = self.run.restored
+                self.registration.update(store=self._offer.renew())
+            round, accepted = self.run.round, self.run.accepted_round
             # An equal number with another nonce: the store had lost the round, and the leader did not know of it.
             if round is not None and (accepted is None or (round.number >= accepted.number and round != accepted)):
-                self._run.accepted_round = round
+                self.run.accepted_round = round
                 self.history.note_round(round)
                 self._emit_round(round)
             self._emit_notice()
-            if self._run.outcome is not None:
+            if self.run.outcome is not None:
                 self._end_run()
-                self.events.put_nowait(RunEnded(self._run.outcome))
+                self.events.put_nowait(RunEnded(self.run.outcome))
                 return
             await changed.after(seen)
 
     def _end_run(self) -> None:
         """The run has ended: this node takes no part in the next run of this id."""
-        self._election.withdraw()
+        self.election.withdraw()
         if self.round is None or self.node not in self.round.nodes:
             # It has only learned of the end; other nodes need not wait until it is gone.
             self._leaving = True
-            self._registration.update(phase=NodePhase.LEAVING, round=0, restarts=0, uncharged_restarts=0)
+            self.registration.update(phase=NodePhase.LEAVING, round=0, restarts=0, uncharged_restarts=0)
 
     def _emit_round(self, round: RoundRecord) -> None:
         previous, self._last_number = self._last_number, round.number
@@ -403,8 +402,8 @@ class RendezvousNode:
             round, is_member=self.node in round.nodes, missed_rounds=round.number != previous + 1
         )
         self.events.put_nowait(RoundStarted(round, listener))
-        record = self._registration.record
-        self._registration.update(
+        record = self.registration.record
+        self.registration.update(
             round=round.number,
             restarts=max(round.restarts, record.restarts),
             uncharged_restarts=max(round.uncharged_restarts, record.uncharged_restarts),
@@ -419,7 +418,7 @@ class RendezvousNode:
         self._notice = None
 
     def _emit_notice(self) -> None:
-        notice, round, before = self._run.notice.record, self.round, self._notice
+        notice, round, before = self.run.notice.record, self.round, self._notice
         if notice is None or round is None or notice.round != round.number or self.node not in round.nodes:
             return
         if notice != before and (notice.seconds or before is not None):
@@ -429,33 +428,33 @@ class RendezvousNode:
     async def _lead(self) -> None:
         """Lead whenever this node is the leader."""
         while True:
-            await self._election.until_leader()
-            self._server.observer = self._leader = Leader(self._run, self._election, self._server, self.history)
-            leading = asyncio.create_task(self._leader.run())
+            await self.election.until_leader()
+            self.server.observer = self.leader = Leader(self.run, self.election, self.server, self.history)
+            leading = asyncio.create_task(self.leader.run())
             # A vacancy does not end it: if all leases expired with a store that was away, the leader's knowledge of
             # its peers keeps them from being taken for lost.
-            replaced = asyncio.create_task(self._election.until_replaced(self.node))
+            replaced = asyncio.create_task(self.election.until_replaced(self.node))
             try:
                 await asyncio.wait((leading, replaced), return_when=asyncio.FIRST_COMPLETED)
                 if leading.done():
                     await leading
             finally:
-                self._server.observer = self._leader = None
+                self.server.observer = self.leader = None
                 await cancel(leading, replaced)
 
     def _partitioned(self) -> None:
         logger.warning("neither the store nor a peer can be reached: stopping the workers")
-        self.report(self._registration.record.round, phase=NodePhase.PARTITIONED)
+        self.report(self.registration.record.round, phase=NodePhase.PARTITIONED)
         self.events.put_nowait(Partitioned())
 
     def _has_peers(self) -> bool:
         return self.round is not None and self.node in self.round.nodes and len(self.round.members) > 1
 
     def _trains_with_others(self) -> bool:
-        return self._has_peers() and self._registration.record.phase is not NodePhase.DONE
+        return self._has_peers() and self.registration.record.phase is not NodePhase.DONE
 
     async def _reaches_a_peer(self, within: float) -> bool:
-        peers = self._election.reaches_leader if self._leader is None else self._leader.reaches_a_peer
+        peers = self.election.reaches_leader if self.leader is None else self.leader.reaches_a_peer
         return await peers(within)
 
 
