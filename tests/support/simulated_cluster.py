@@ -19,8 +19,17 @@ from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.failures import pod_end
-from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodEnd, PodPhase, TerminationCause
-from elastic_operator.controller.snapshot import with_applied_spec
+from elastic_operator.controller.model import (
+    EtcdState,
+    Job,
+    Observed,
+    Plan,
+    Pod,
+    PodEnd,
+    PodPhase,
+    TerminationCause,
+    with_applied_spec,
+)
 from tests.support.builders import NOW, a_round, failure, says, success, with_spec
 from torchelastic.protocol import ExitCode, OutcomeRecord, OutcomeState, RoundRecord, SizeRecord
 

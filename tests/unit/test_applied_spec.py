@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec, changed_fields
 from elastic_operator.api.status import JobStatus, status_from_json, status_to_json
-from elastic_operator.controller.model import Plan
-from elastic_operator.controller.snapshot import with_applied_spec
+from elastic_operator.controller.model import Plan, with_applied_spec
 from tests.support.builders import a_job, with_status
 
 TEXTS = st.text(max_size=8)

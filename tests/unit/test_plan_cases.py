@@ -15,9 +15,8 @@ from elastic_operator.api.spec import (
     SchedulingSpec,
 )
 from elastic_operator.api.status import Condition, JobState
-from elastic_operator.controller.model import EtcdState, IncompatibleImage
+from elastic_operator.controller.model import PATIENCE, EtcdState, IncompatibleImage
 from elastic_operator.controller.plan import EXIT_PERIOD, plan
-from elastic_operator.controller.snapshot import PATIENCE
 from tests.support.builders import (
     NOW,
     a_job,

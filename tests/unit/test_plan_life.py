@@ -15,9 +15,8 @@ from elastic_operator.api.spec import (
     FailureAction,
 )
 from elastic_operator.api.status import JobState, LastFailure
-from elastic_operator.controller.model import EtcdState, Plan
+from elastic_operator.controller.model import EtcdState, Plan, with_applied_spec
 from elastic_operator.controller.plan import plan
-from elastic_operator.controller.snapshot import with_applied_spec
 from tests.support.builders import (
     NOW,
     a_failure,

@@ -10,9 +10,8 @@ import pytest
 from elastic_operator.api.constants import ConditionType, EventReason, Reason
 from elastic_operator.api.spec import ElasticJobSpec, EtcdSpec, FailureAction
 from elastic_operator.api.status import JobState
-from elastic_operator.controller.model import EtcdState, IncompatibleImage
+from elastic_operator.controller.model import PATIENCE, EtcdState, IncompatibleImage, with_applied_spec
 from elastic_operator.controller.plan import plan
-from elastic_operator.controller.snapshot import PATIENCE, with_applied_spec
 from tests.support.builders import (
     NOW,
     a_job,

@@ -18,16 +18,14 @@ from elastic_operator.api.constants import Reason
 from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState, LastFailure
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import EndedPod, Pod, PodEnd, PodPhase, TerminationCause
-from elastic_operator.controller.snapshot import PATIENCE
+from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, TerminationCause
 from torchelastic.protocol import ExitCode, FailureRecord, OutcomeState, RoundReason, TerminationMessage, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elastic_operator.api.spec import ElasticJobSpec, FailureRule
-    from elastic_operator.api.status import JobStatus
-    from elastic_operator.controller.snapshot import Snapshot
+    from elastic_operator.api.spec import FailureRule
+    from elastic_operator.controller.model import Snapshot
 
 
 EXCLUDED_NODES_KEPT: Final = 100
@@ -47,7 +45,7 @@ class FailureCount:
     Attributes:
         judged: all but the pending ones, in the order in which they ended.
         ended: those of them that ended since the last status, and are counted.
-        pending: pods that would be charged or end the job, unless the store says that the run had ended before.
+        pending: UIDs of pods that would be charged or end the job, unless the store says that the run had ended before.
         pod_failures: the job's count, these included.
         last_failure: what failed last, if the job has not finished.
         excluded_nodes: nodes that later pods keep away from, the new ones included.
@@ -58,7 +56,7 @@ class FailureCount:
 
     judged: tuple[EndedPod, ...]
     ended: tuple[EndedPod, ...]
-    pending: tuple[Pod, ...]
+    pending: frozenset[str]
     pod_failures: int
     last_failure: LastFailure | None
     excluded_nodes: tuple[str, ...]
@@ -99,7 +97,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
     return FailureCount(
         judged=tuple(judged),
         ended=tuple(counted),
-        pending=tuple(each.pod for each in pending),
+        pending=frozenset([each.pod.uid for each in pending]),
         pod_failures=pod_failures,
         last_failure=_last_failure(snapshot, counted),
         excluded_nodes=(*status.excluded_nodes, *excluded)[-EXCLUDED_NODES_KEPT:],
@@ -224,13 +222,6 @@ def find_completion(snapshot: Snapshot, count: FailureCount) -> Completion | Non
     return _by_outcome(snapshot) or _by_exit_codes(snapshot, count) or _by_limits(snapshot, count)
 
 
-def deadline_of(status: JobStatus, spec: ElasticJobSpec) -> float | None:
-    """When the job's time is up; None for never, and while it is suspended."""
-    if status.active is None or spec.active_deadline is None or spec.suspend:
-        return None
-    return status.active + spec.active_deadline
-
-
 def _by_outcome(snapshot: Snapshot) -> Completion | None:
     outcome = snapshot.observed.outcome
     if outcome is None:
@@ -279,11 +270,13 @@ def _by_limits(snapshot: Snapshot, count: FailureCount) -> Completion | None:
             f"{spec.backoff_limit}; the last was {charged[-1].name}, which {messages.pod_death(charged[-1])}"
         )
         return _failed(snapshot, Reason.POD_FAILURES, message, charged[-1], counts_pods=True)
-    deadline = deadline_of(status, spec)
-    unknown = snapshot.never_read or snapshot.outcome_unknown
-    if deadline is None or snapshot.now < deadline or (unknown and snapshot.store_may_tell(deadline)):
+    if status.active is None or spec.active_deadline is None or spec.suspend:
         return None
-    seconds = messages.count(spec.active_deadline or 0, "second")
+    deadline = status.active + spec.active_deadline
+    unknown = snapshot.never_read or snapshot.outcome_unknown
+    if snapshot.now < deadline or (unknown and snapshot.store_may_tell(deadline)):
+        return None
+    seconds = messages.count(spec.active_deadline, "second")
     message = f"the job has not come to its end within the {seconds} that activeDeadlineSeconds allows"
     return _failed(snapshot, Reason.DEADLINE_EXCEEDED, message, None, counts_pods=True)
 

@@ -4,15 +4,19 @@ It does no I/O, reads no clock, logs nothing, and raises for no input. It is lev
 the status. A plan that was carried out leaves nothing to do; after one that was carried out in part, the next plan
 does the rest. It asks these modules, in this order:
 
-============  ===============================================================================
-module        question
-============  ===============================================================================
-``snapshot``  which pods are live, which spec is in effect, and must the store be read first?
-``failures``  what does the end of each pod mean, and has the job ended?
-``scaling``   which pods are deleted and created, and what are the agents told?
-``status``    what does the status say, where did the time go, and what is kept of the run?
-``messages``  which events are emitted?
-============  ===============================================================================
+==============  ==================================================================================
+module          question
+==============  ==================================================================================
+``failures``    what does the end of each pod mean, and has the job ended?
+``scaling``     which pods are deleted and created, and what are the agents told?
+``status``      what does the status say?
+``run_report``  where did the time go, and what is kept of the run?
+``messages``    which conditions hold, which events are emitted, and in which words?
+==============  ==================================================================================
+
+The pods of a job are made from the spec that was applied when the job was started or resumed. A change of the template
+would otherwise reach only the pods that are created after it, and two kinds of pods would train together. The applied
+spec is fixed once there is a pod, or training has begun. A change takes effect when the job is suspended and resumed.
 """
 
 from __future__ import annotations
@@ -21,27 +25,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.spec import MANAGER, CleanPodPolicy
-from elastic_operator.controller.failures import count_failures, deadline_of, find_completion
+from elastic_operator.api.spec import MANAGER, CleanPodPolicy, changed_fields
+from elastic_operator.api.status import JobState
+from elastic_operator.controller.failures import count_failures, find_completion
 from elastic_operator.controller.messages import completion_event, running_events, suspension_events
-from elastic_operator.controller.model import EtcdState, Plan, PodPhase
-from elastic_operator.controller.scaling import PlannedPods, plan_pods, removals
-from elastic_operator.controller.snapshot import PATIENCE, Snapshot, must_stop_first, spec_in_effect, without
-from elastic_operator.controller.status import (
-    finished_status,
-    report_at_completion,
-    report_at_suspension,
-    running_status,
-    suspended_status,
-    unless_the_same,
-    unreadable_status,
-)
+from elastic_operator.controller.model import PATIENCE, EtcdState, Plan, PodPhase, Snapshot, SpecInEffect
+from elastic_operator.controller.run_report import has_news, report_of
+from elastic_operator.controller.scaling import plan_pods, removals
+from elastic_operator.controller.status import finished_status, running_status, suspended_status, unreadable_status
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import FailureCount
     from elastic_operator.controller.model import Job, Observed, Pod
-    from elastic_operator.controller.snapshot import SpecInEffect
 
 __all__ = ["EXIT_PERIOD", "plan"]
 
@@ -64,17 +62,26 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
         return Plan(hands_off=True)
     if observed.unreadable is not None:
         status = unreadable_status(job, observed.unreadable, now)
-        return Plan(status=unless_the_same(job.status, status), hands_off=True)
+        return Plan(status=_unless_the_same(job.status, status), hands_off=True)
     snapshot = Snapshot.of(job, observed, now)
     if job.deleting:
-        return _tear_down(snapshot)
+        # The store stays while agents may want to leave there.
+        pods = (*snapshot.live, *(pod for pod in snapshot.ended if pod.sidecars_running))
+        return Plan(etcd=bool(snapshot.unfinished), remove=removals(pods, "the job is being deleted"))
     if job.status.state.finished:
         return _clean_up(snapshot, job.status)
 
-    suspended = job.spec.suspend or must_stop_first(snapshot)
+    is_resumed = job.status.state is JobState.SUSPENDED and not job.spec.suspend
+    # The former pods of a job that was resumed before it came to a stop, and their store, go first: new agents would
+    # take agents that leave for dead, and the store may have still to be read, or not be the one that the spec names.
+    must_stop_first = is_resumed and not snapshot.live and not job.status.holds(ConditionType.SUSPENDED)
+    suspended = job.spec.suspend or must_stop_first
     read_until = snapshot.store_needed_until() if suspended else None
-    unknown = read_until is not None if suspended else snapshot.outcome_unknown
-    effect = spec_in_effect(snapshot, suspended=suspended, unknown=unknown)
+    if suspended:
+        applied = job.status.applied_spec if snapshot.unfinished or read_until is not None else None
+        effect = SpecInEffect(job.spec.with_applied(applied), applied, problem=job.problem)
+    else:
+        effect = _spec_in_effect(snapshot, is_resumed=is_resumed)
     snapshot = replace(snapshot, job=replace(job, spec=effect.spec))
     count = count_failures(snapshot)
     completion = find_completion(snapshot, count)
@@ -86,37 +93,44 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     return _run(snapshot, count, effect)
 
 
+def _spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> SpecInEffect:
+    """The spec that applies to a job that is neither suspended nor finished."""
+    job, spec, applied = snapshot.job, snapshot.job.spec, snapshot.job.status.applied_spec
+    had_pods = bool(snapshot.gone) or job.status.size_generation > 0
+    if applied is None or not (snapshot.live or (had_pods and not is_resumed)):
+        return SpecInEffect(spec, None if job.problem else spec.applied, problem=job.problem)
+    # What is applied was valid when it was applied; beside it, only the bounds can be wrong.
+    problem = None if 1 <= spec.min_replicas <= spec.max_replicas else job.problem
+    changes = changed_fields(spec, applied)
+    later = job.problem if changes or problem is None else None
+    return SpecInEffect(spec.with_applied(applied), applied, changes=changes, problem=problem, later_problem=later)
+
+
 def _run(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect) -> Plan:
     """Bring the job to its size; if its spec is invalid, what runs continues, and nothing is created."""
-    job, observed, now = snapshot.job, snapshot.observed, snapshot.now
-    if effect.problem is None:
-        planned = plan_pods(snapshot, count)
-    else:
-        planned = PlannedPods(
-            staying=snapshot.live,
-            gone=without(snapshot.gone, count.pending),
-            time_breakdown=job.status.time_breakdown,
-            invalid=(Reason.SPEC_INVALID, effect.problem),
-        )
+    spec, observed = snapshot.job.spec, snapshot.observed
+    planned = plan_pods(snapshot, count, can_create=effect.problem is None)
     status = running_status(snapshot, count, effect, planned)
-    can_create = planned.size is not None and observed.rejected is None
-    has_objects = planned.size is not None or bool(snapshot.live)
-    deadline = deadline_of(status, job.spec)
-    # The deadline counts in any case once the store could not be read for a while.
-    times = [count.next_due, *(slot.due for slot in planned.slots), deadline, deadline and deadline + PATIENCE]
+    has_objects = effect.problem is None or bool(snapshot.live)
+    times = [count.next_due, *(slot.due for slot in planned.slots)]
+    if status.active is not None and spec.active_deadline is not None:
+        deadline = status.active + spec.active_deadline
+        times += [deadline, deadline + PATIENCE]  # then it counts although the store could not be read
     return Plan(
-        replicas=job.spec.desired if planned.size is not None and job.spec.replicas is None else None,
-        status=unless_the_same(job.status, status, planned.staying),
+        replicas=snapshot.desired if effect.problem is None and spec.replicas is None else None,
+        status=_unless_the_same(snapshot.job.status, status, planned.staying),
         events=running_events(snapshot, status, count, planned),
         ended=count.ended,
         # Without pods to create it is kept while it may be needed, and not created.
-        etcd=can_create or observed.etcd is not EtcdState.ABSENT or bool(snapshot.unfinished),
-        min_member=job.spec.min_replicas if has_objects and job.spec.scheduling.gang is not None else None,
-        min_available=job.spec.min_replicas if has_objects and job.spec.disruption_budget else None,
+        etcd=(effect.problem is None and observed.rejected is None)
+        or observed.etcd is not EtcdState.ABSENT
+        or bool(snapshot.unfinished),
+        min_member=spec.min_replicas if has_objects and spec.scheduling.gang is not None else None,
+        min_available=spec.min_replicas if has_objects and spec.disruption_budget else None,
         size=planned.announce,
         remove=planned.remove,
         create=planned.created,
-        wake_at=_next_time(*times, now=now),
+        wake_at=_next_time(times, snapshot.now),
     )
 
 
@@ -125,19 +139,20 @@ def _suspend(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, read
 
     Its store stays while agents may want to leave there, and until it has said whether the run has ended.
     """
-    job, now = snapshot.job, snapshot.now
+    job, now, observed = snapshot.job, snapshot.now, snapshot.observed
     unread = not snapshot.unfinished and (read_until is not None or bool(count.pending))
     stopped = not snapshot.unfinished and not unread
     status = suspended_status(snapshot, count, effect, unread=unread)
-    continue_at = now + _AT_ONCE if stopped and not job.spec.suspend else None
+    pods = [pod for pod in snapshot.live + snapshot.ended if pod.uid not in count.pending]
+    times = [read_until, count.next_due, now + _AT_ONCE if stopped and not job.spec.suspend else None]
     return Plan(
-        report=report_at_suspension(job, status, snapshot.observed) if stopped else None,
-        status=unless_the_same(job.status, status),
+        report=report_of(job, status, observed) if stopped and has_news(observed) else None,
+        status=_unless_the_same(job.status, status),
         events=suspension_events(job.status, status, count),
         ended=count.ended,
-        etcd=snapshot.observed.etcd is not EtcdState.ABSENT and not stopped,
-        remove=removals(without(snapshot.live + snapshot.ended, count.pending), "the job is suspended"),
-        wake_at=_next_time(read_until, count.next_due, continue_at, now=now),
+        etcd=observed.etcd is not EtcdState.ABSENT and not stopped,
+        remove=removals(pods, "the job is suspended"),
+        wake_at=_next_time(times, now),
     )
 
 
@@ -146,8 +161,9 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
 
     Agents that know of the end may end by themselves within :data:`EXIT_PERIOD`, and read it in the store until then.
     The policy decides on the pods that have ended. The job itself is not deleted before its agents have ended.
+    The report is made until the store is gone, or has nothing more to tell.
     """
-    job, spec, now = snapshot.job, snapshot.job.spec, snapshot.now
+    job, spec, observed, now = snapshot.job, snapshot.job.spec, snapshot.observed, snapshot.now
     completed = status.completed or 0.0
     exit_by = completed + EXIT_PERIOD
     # A completion in the future is by another clock: it is unknown how long to wait.
@@ -163,13 +179,16 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
         live = (pod for pod in snapshot.live if not (exiting and agents_know and pod.phase is PodPhase.RUNNING))
         is_all = spec.clean_pod_policy is CleanPodPolicy.ALL
         delete = (*live, *(pod for pod in snapshot.ended if is_all or pod.sidecars_running))
-    left = without(snapshot.live, delete)
+    deleted = {pod.uid for pod in delete}
+    left = [pod for pod in snapshot.live if pod.uid not in deleted]
     ready = sum(pod.ready for pod in left)
     status = replace(status, observed_generation=job.generation, replicas=len(left), ready_replicas=ready)
     delete_job = expired and not waiting
+    has_own_store = spec.etcd.endpoint is None and observed.etcd is not EtcdState.ABSENT
+    reports = not job.status.state.finished or has_own_store or has_news(observed)
     return Plan(
-        report=None if delete_job else report_at_completion(job, status, snapshot.observed),
-        status=unless_the_same(job.status, status),
+        report=report_of(job, status, observed) if reports and not delete_job else None,
+        status=_unless_the_same(job.status, status),
         etcd=waiting,
         remove=removals(delete, "the job has finished"),
         delete_job=delete_job,
@@ -177,12 +196,20 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
     )
 
 
-def _tear_down(snapshot: Snapshot) -> Plan:
-    """Delete the pods of a job that is being deleted. Its store stays while agents may want to leave there."""
-    pods = (*snapshot.live, *(pod for pod in snapshot.ended if pod.sidecars_running))
-    return Plan(etcd=bool(snapshot.unfinished), remove=removals(pods, "the job is being deleted"))
+def _unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod] = ()) -> JobStatus | None:
+    """The status to write; None if it says nothing new.
+
+    To forget the UIDs of pods that are gone can wait for the next write, and so can the first size generation. To
+    forget the UID of a pod that stays cannot: its failure would not be counted.
+    """
+    remembered = after.counted_pod_uids <= before.counted_pod_uids and not any(
+        pod.uid in before.counted_pod_uids for pod in staying
+    )
+    generation = after.size_generation if before.size_generation else 0
+    same = replace(after, counted_pod_uids=before.counted_pod_uids, size_generation=generation) == before
+    return None if remembered and same else after
 
 
-def _next_time(*times: float | None, now: float) -> float | None:
+def _next_time(times: Iterable[float | None], now: float) -> float | None:
     """The first of the times that are in the future."""
     return min((time for time in times if time is not None and time > now), default=None)

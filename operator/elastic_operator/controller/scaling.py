@@ -16,21 +16,19 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from elastic_operator.api.constants import ConditionType, Reason, pod_name
+from elastic_operator.api.constants import ConditionType, pod_name
 from elastic_operator.api.json_values import rfc3339
-from elastic_operator.controller import messages
 from elastic_operator.controller.failures import pod_end
 from elastic_operator.controller.model import EtcdState, NewPod, PodEnd, PodPhase, Removal
-from elastic_operator.controller.snapshot import without
-from elastic_operator.controller.status import breakdown_at_change
+from elastic_operator.controller.run_report import breakdown_at_change
 from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import FailureCount
-    from elastic_operator.controller.model import Job, Pod
-    from elastic_operator.controller.snapshot import Snapshot
+    from elastic_operator.controller.model import Job, Pod, Snapshot
     from torchelastic.protocol import TimeBreakdown
 
 LONGEST_BACK_OFF: Final = 60.0
@@ -53,6 +51,7 @@ class EmptySlot:
         failed: when the last of them did; None if none has.
         due: when it may be filled; seconds since the Unix epoch.
         replaces: the last pod of the index, if it still exists.
+        left: whether that pod left or was deleted before it ended by itself.
     """
 
     index: int
@@ -60,14 +59,7 @@ class EmptySlot:
     failed: float | None = None
     due: float = 0.0
     replaces: Pod | None = None
-
-    @property
-    def history(self) -> str:
-        """What became of its pods, to follow its name: "failed 3 times in a row"."""
-        often = f"{messages.count(self.failures, 'time')} in a row"
-        if self.replaces is None or not _left(self.replaces):
-            return f"failed {often}"
-        return f"was deleted {often} before it ran" if self.replaces.terminating else f"was asked to leave {often}"
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +68,8 @@ class PlannedPods:
 
     Attributes:
         staying: live pods that stay.
-        gone: pods that have ended, terminate, or are deleted now; without those whose failure is pending.
+        gone: UIDs of pods that have ended, terminate, or are deleted now; without those whose failure is pending.
         time_breakdown: where the job's time went, up to its last resumption.
-        invalid: what is wrong with the spec, in a word and in a sentence; None for nothing.
         created: pods that are created now.
         remove: pods that are deleted now.
         slots: the indices to fill, now or later.
@@ -88,9 +79,8 @@ class PlannedPods:
     """
 
     staying: tuple[Pod, ...]
-    gone: tuple[Pod, ...]
+    gone: frozenset[str]
     time_breakdown: TimeBreakdown | None
-    invalid: tuple[Reason, str] | None
     created: tuple[NewPod, ...] = ()
     remove: tuple[Removal, ...] = ()
     slots: tuple[EmptySlot, ...] = ()
@@ -99,40 +89,45 @@ class PlannedPods:
     announce: SizeRecord | None = None
 
 
-def plan_pods(snapshot: Snapshot, count: FailureCount) -> PlannedPods:
-    """Bring the job to its size: tell the agents, delete surplus pods, fill empty indices."""
+def plan_pods(snapshot: Snapshot, count: FailureCount, *, can_create: bool) -> PlannedPods:
+    """Bring the job to its size: tell the agents, delete surplus pods, fill empty indices.
+
+    Args:
+        snapshot: the input of the plan.
+        count: the pods that ended.
+        can_create: whether pods can be made of the spec; if not, the job stays as it is.
+    """
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
-    desired = job.spec.desired
-    size, announce, surplus = _settle_size(snapshot, desired)
-    gone = without(snapshot.gone, count.pending)
-    staying = without(snapshot.live, surplus)
+    gone = frozenset([each.pod.uid for each in count.judged])
+    breakdown = job.status.time_breakdown
+    if not can_create:
+        return PlannedPods(staying=snapshot.live, gone=gone, time_breakdown=breakdown)
+    size, announce, surplus = _settle_size(snapshot)
+    staying = _without(snapshot.live, surplus)
     etcd_waits = observed.etcd_blocked and observed.etcd is not EtcdState.READY
     yielding: tuple[Pod, ...] = ()
     if etcd_waits and job.status.started is None:  # before it has trained, no pod is of use without the store
         by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
         yielding = tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
-        staying = without(staying, yielding)
-    slots = _empty_slots(snapshot, staying, surplus + yielding, desired)
-    obsolete = without(_obsolete(snapshot.ended, slots), count.pending)
-    rejected = observed.rejected is not None
-    held = (snapshot.outcome_unknown or count.may_be_fatal) and not rejected
-    fillable = () if rejected or etcd_waits else slots
-    was_suspended = job.status.condition(ConditionType.SUSPENDED) is not None
-    breakdown = job.status.time_breakdown
+        staying = _without(staying, yielding)
+    slots = _empty_slots(snapshot, staying, surplus + yielding)
+    obsolete = [pod for pod in _obsolete(snapshot.ended, slots) if pod.uid not in count.pending]
+    held = (snapshot.outcome_unknown or count.may_be_fatal) and observed.rejected is None
+    fillable = () if observed.rejected is not None or etcd_waits else slots
+    was_suspended = any(each.type == ConditionType.SUSPENDED for each in job.status.conditions)
     if was_suspended and job.status.active is None:
         breakdown = breakdown_at_change(job, observed, now)
     # Live pods know the run, and can write it to a store that lost it.
-    resume = None if staying and not was_suspended else _resume_record(job, breakdown)
+    resume = None if staying and not was_suspended else _resume_record(job.status, breakdown)
     new_pod = NewPod(name="", index=0, size=size, resume=resume, excluded=count.excluded_nodes)
     due = () if held else [slot for slot in fillable if slot.due <= now]
     return PlannedPods(
         staying=staying,
-        gone=gone + surplus + yielding,
+        gone=gone.union([pod.uid for pod in surplus + yielding]),
         time_breakdown=breakdown,
-        invalid=_rejection(snapshot, slots),
         created=_fill(snapshot, due, new_pod, was_suspended=was_suspended),
         remove=(
-            *removals(surplus, f"{desired} are wanted"),
+            *removals(surplus, f"{snapshot.desired} are wanted"),
             *removals(yielding, "the job's etcd needs its room first"),
             *removals(obsolete, "it has ended and is not needed any more"),
         ),
@@ -153,7 +148,7 @@ def back_off(failures: int) -> float:
     return 0.0 if failures <= 1 else min(2.0 ** min(failures - 2, 16), LONGEST_BACK_OFF)
 
 
-def _settle_size(snapshot: Snapshot, desired: int) -> tuple[SizeRecord, SizeRecord | None, tuple[Pod, ...]]:
+def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tuple[Pod, ...]]:
     """Compare the size that the agents know with the wanted one.
 
     Returns:
@@ -164,7 +159,7 @@ def _settle_size(snapshot: Snapshot, desired: int) -> tuple[SizeRecord, SizeReco
     if stored is not None:
         known.append(stored)
     newest = max((size.generation for size in known), default=0)
-    size = SizeRecord(generation=newest, min=spec.min_replicas, max=spec.max_replicas, desired=desired)
+    size = SizeRecord(generation=newest, min=spec.min_replicas, max=spec.max_replicas, desired=snapshot.desired)
     agreed = bool(known) and all(
         (each.min, each.max, each.desired) == (size.min, size.max, size.desired)
         for each in known
@@ -177,7 +172,7 @@ def _settle_size(snapshot: Snapshot, desired: int) -> tuple[SizeRecord, SizeReco
     # Until the agents have restored a store that lost its data, it does not say which of them are ready.
     is_lost = snapshot.observed.store_read and snapshot.observed.round is None and job.status.round > 0
     unready = [pod for pod in snapshot.live if not (pod.ready or (is_lost and pod.phase is PodPhase.RUNNING))]
-    surplus = _surplus(snapshot.live, desired, announced, {pod.uid for pod in unready})
+    surplus = _surplus(snapshot.live, snapshot.desired, announced, {pod.uid for pod in unready})
     unaware = any(pod.size is None or pod.size.generation < generation for pod in snapshot.live)
     if not unaware or not snapshot.observed.store_read or (stored is not None and stored.generation >= generation):
         return size, None, surplus
@@ -204,25 +199,22 @@ def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str], unread
     return (*surplus, *staying[: max(len(staying) - max(desired, 0), 0)])
 
 
-def _empty_slots(
-    snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod], desired: int
-) -> tuple[EmptySlot, ...]:
+def _empty_slots(snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod]) -> tuple[EmptySlot, ...]:
     """As many of the lowest empty indices as pods are missing.
 
     Args:
         snapshot: the input of the plan.
         staying: the live pods that stay, of any index.
         deleted: live pods that are about to be deleted.
-        desired: how many pods there should be.
     """
     job = snapshot.job
     by_index: dict[int, list[Pod]] = {}
     for pod in (*snapshot.gone, *(replace(pod, terminating=True) for pod in deleted)):
         by_index.setdefault(pod.index, []).append(pod)
     taken = {pod.index for pod in staying}
-    missing = max(desired - len(staying), 0)
+    missing = max(snapshot.desired - len(staying), 0)
     # Deleted pods of the indices by which the job grows now were not wanted.
-    grown = max(desired - job.status.desired, 0)
+    grown = max(snapshot.desired - job.status.desired, 0)
     slots = []
     for index in itertools.islice((index for index in itertools.count() if index not in taken), missing):
         if (pods := by_index.get(index)) is None:
@@ -240,13 +232,14 @@ def _slot_of(last: Pod, now: float, *, wanted: bool) -> EmptySlot:
     before = 0 if was_healthy else max(last.failures, 0)
     has_run = last.started is not None or last.exit_code is not None
     gave_way = has_run and (last.terminating or last.termination_cause is not None)
-    if _left(last) and (gave_way or not wanted):
-        return EmptySlot(last.index, before, last.failed if before else None, replaces=last)
+    left = _left(last)
+    if left and (gave_way or not wanted):
+        return EmptySlot(last.index, before, last.failed if before else None, replaces=last, left=left)
     failures = before + 1
     failed = began if last.ended is None else ended
     if failed > now:  # this clock is wrong
-        return EmptySlot(last.index, failures, now, now, last)
-    return EmptySlot(last.index, failures, failed, failed + back_off(failures), last)
+        return EmptySlot(last.index, failures, now, now, last, left)
+    return EmptySlot(last.index, failures, failed, failed + back_off(failures), last, left)
 
 
 def _last(job: Job, pods: list[Pod]) -> Pod:
@@ -277,16 +270,15 @@ def _obsolete(ended: Sequence[Pod], slots: Sequence[EmptySlot]) -> tuple[Pod, ..
     The last pod of an empty index is kept, as its successor's name and back-off derive from it. A replaced pod with a
     running sidecar is not kept for its log.
     """
-    replaced = without(ended, [slot.replaces for slot in slots if slot.replaces is not None])
+    replaced = _without(ended, [slot.replaces for slot in slots if slot.replaces is not None])
     finished = [pod for pod in replaced if not pod.sidecars_running]
     finished.sort(key=lambda pod: (pod.ended or 0.0, pod.created, pod.name), reverse=True)
     kept = max(ENDED_PODS_KEPT - (len(ended) - len(replaced)), 0)
     return (*(pod for pod in replaced if pod.sidecars_running), *finished[kept:])
 
 
-def _resume_record(job: Job, breakdown: TimeBreakdown | None) -> ResumeRecord | None:
+def _resume_record(status: JobStatus, breakdown: TimeBreakdown | None) -> ResumeRecord | None:
     """What new agents have to know of the run so far, as their store may be a new one; None for nothing."""
-    status = job.status
     known = ResumeRecord(
         round=status.round,
         restarts=status.restarts,
@@ -314,17 +306,7 @@ def _fill(
     return tuple(created)
 
 
-def _rejection(snapshot: Snapshot, slots: Sequence[EmptySlot]) -> tuple[Reason, str] | None:
-    """That the cluster rejects the pods of this spec.
-
-    It is remembered until a pod was accepted, or is not created for another reason: an operator that has just started
-    tries once more, which is no news.
-    """
-    job, observed = snapshot.job, snapshot.observed
-    if observed.rejected is not None:
-        return Reason.REFUSED, messages.clause(observed.rejected)
-    if not slots or observed.blocked is not None or job.status.observed_generation != job.generation:
-        return None
-    known = job.status.condition(ConditionType.INVALID)
-    is_known = known is not None and known.status and known.reason == Reason.REFUSED
-    return (Reason.REFUSED, known.message) if known is not None and is_known else None
+def _without(pods: Iterable[Pod], others: Iterable[Pod]) -> tuple[Pod, ...]:
+    """The pods that are not among the others."""
+    uids = {pod.uid for pod in others}
+    return tuple(pod for pod in pods if pod.uid not in uids)

@@ -1,46 +1,28 @@
-"""The status of a job, where its time went, and the report that is kept of its run when its store is deleted.
-
-Numbers, state and conditions hold once the plan is carried out, so that carrying it out changes nothing in them.
-
-While the job runs, the leader of its agents keeps the time breakdown. When the job is suspended, resumed or finished,
-the time since the leader's last record is added here, so that the sum is the time since the job's creation.
-"""
+"""The status of a job. It holds once the plan is carried out, so that carrying it out changes nothing in it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from elastic_operator.api.constants import ConditionType, Reason, hostname
-from elastic_operator.api.json_values import rfc3339
-from elastic_operator.api.report import Report
-from elastic_operator.api.status import Condition, JobState
-from elastic_operator.controller import messages
-from elastic_operator.controller.model import EtcdState
-from elastic_operator.controller.snapshot import without
-from torchelastic.protocol import COUNT_LIMIT, HistoryRecord, NodeEnd, RunState, TimeBreakdown, shorten
+from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.status import JobState
+from elastic_operator.controller.messages import (
+    finished_conditions,
+    running_conditions,
+    suspended_conditions,
+    with_times,
+)
+from elastic_operator.controller.run_report import breakdown_at_change, breakdown_at_suspension, is_suspended
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import Completion, FailureCount
-    from elastic_operator.controller.model import Job, Observed, Pod
+    from elastic_operator.controller.model import Job, Pod, Snapshot, SpecInEffect
     from elastic_operator.controller.scaling import PlannedPods
-    from elastic_operator.controller.snapshot import Snapshot, SpecInEffect
     from torchelastic.protocol import RoundRecord
-
-Value = tuple[bool, Reason, str]
-"""Of a condition: whether it holds, the reason, and the message."""
-
-CAUSES_SHOWN: Final = 3
-"""Different causes for unready pods that a message names."""
-
-_UNKNOWN: Final = "whether the run has ended is not known while the store cannot be read"
-_HELD: Final = "no pod is started until it can be read"
 
 
 def running_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, planned: PlannedPods) -> JobStatus:
@@ -59,8 +41,7 @@ def running_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect
         started = snapshot.now
     world_size = before.world_size if round is None else _world_size(round, planned.staying)
     trains = started is not None and enough and (world_size > 0 or unheard)
-    can_have_pods = planned.invalid is None or planned.invalid[0] is Reason.REFUSED
-    writes_replicas = planned.size is not None and job.spec.replicas is None
+    writes_replicas = effect.problem is None and job.spec.replicas is None
     status = replace(
         _counted(snapshot, count, planned.gone),
         state=JobState.RUNNING if trains else JobState.PENDING if started is None else JobState.WAITING,
@@ -70,11 +51,11 @@ def running_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect
         world_size=world_size if ready else 0,
         size_generation=size_generation,
         started=started,
-        active=snapshot.now if before.active is None and can_have_pods else before.active,
+        active=snapshot.now if before.active is None and effect.problem is None else before.active,
         applied_spec=effect.applied,
         time_breakdown=planned.time_breakdown,
     )
-    return replace(status, conditions=_running_conditions(snapshot, status, effect, planned))
+    return replace(status, conditions=running_conditions(snapshot, status, effect, planned))
 
 
 def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, *, unread: bool) -> JobStatus:
@@ -88,7 +69,7 @@ def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffe
     """
     job, before = snapshot.job, snapshot.job.status
     stopping = bool(snapshot.unfinished)
-    gone = without(snapshot.gone + snapshot.live, count.pending)
+    gone = frozenset([pod.uid for pod in snapshot.gone + snapshot.live if pod.uid not in count.pending])
     breakdown = before.time_breakdown
     if not (stopping or unread or is_suspended(before)):
         breakdown = breakdown_at_suspension(job, snapshot.observed, snapshot.now)
@@ -104,14 +85,14 @@ def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffe
         size_generation=max(before.size_generation, 1 if gone else 0) if stopping or unread else 0,
         applied_spec=effect.applied,
         time_breakdown=breakdown,
-        conditions=_suspended_conditions(snapshot, effect.problem, stopping=stopping, unread=unread),
+        conditions=suspended_conditions(snapshot, effect.problem, stopping=stopping, unread=unread),
     )
 
 
 def finished_status(snapshot: Snapshot, count: FailureCount, completion: Completion) -> JobStatus:
     """The status of a job that has just finished; the clean-up sets the number of its pods."""
     before, round, now = snapshot.job.status, snapshot.observed.round, snapshot.now
-    counted = _counted(snapshot, count, ())
+    counted = _counted(snapshot, count, frozenset())
     failure = completion.failure
     if failure is None and not any(each.charged for each in count.ended):
         failure = count.last_failure
@@ -119,7 +100,7 @@ def finished_status(snapshot: Snapshot, count: FailureCount, completion: Complet
     return replace(
         counted,
         state=completion.state,
-        desired=before.desired or snapshot.job.spec.desired,
+        desired=before.desired or snapshot.desired,
         round=max(counted.round, completion.round),
         world_size=(round.world_size if round is not None else 0) or before.world_size,
         restarts=max(counted.restarts, completion.restarts),
@@ -128,7 +109,7 @@ def finished_status(snapshot: Snapshot, count: FailureCount, completion: Complet
         completed=now,
         time_breakdown=breakdown_at_change(snapshot.job, snapshot.observed, now),
         last_failure=failure or before.last_failure,
-        conditions=_finished_conditions(before, completion, now),
+        conditions=finished_conditions(before, completion, now),
     )
 
 
@@ -136,35 +117,21 @@ def unreadable_status(job: Job, problem: str, now: float) -> JobStatus:
     """The status of a job whose spec cannot be read: only its condition Invalid changes."""
     before = job.status
     others = tuple(each for each in before.conditions if each.type != ConditionType.INVALID)
-    invalid = _with_times(before, {ConditionType.INVALID: (True, Reason.SPEC_INVALID, problem)}, now)
+    invalid = with_times(before, {ConditionType.INVALID: (True, Reason.SPEC_INVALID, problem)}, now)
     return replace(before, observed_generation=job.generation, conditions=(*others, *invalid))
 
 
-def unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod] = ()) -> JobStatus | None:
-    """The status to write; None if it says nothing new.
-
-    To forget the UIDs of pods that are gone can wait for the next write, and so can the first size generation. To
-    forget the UID of a pod that stays cannot: its failure would not be counted.
-    """
-    remembered = after.counted_pod_uids <= before.counted_pod_uids and not any(
-        pod.uid in before.counted_pod_uids for pod in staying
-    )
-    generation = after.size_generation if before.size_generation else 0
-    same = replace(after, counted_pod_uids=before.counted_pod_uids, size_generation=generation) == before
-    return None if remembered and same else after
-
-
-def _counted(snapshot: Snapshot, count: FailureCount, gone: Iterable[Pod]) -> JobStatus:
+def _counted(snapshot: Snapshot, count: FailureCount, gone: frozenset[str]) -> JobStatus:
     """The status with its counters, none of which ever decreases."""
     before, round = snapshot.job.status, snapshot.observed.round
     return replace(
         before,
-        desired=snapshot.job.spec.desired,
+        desired=snapshot.desired,
         round=max(before.round, round.number if round is not None else 0),
         restarts=max(before.restarts, round.restarts if round is not None else 0),
         uncharged_restarts=max(before.uncharged_restarts, round.uncharged_restarts if round is not None else 0),
         pod_failures=count.pod_failures,
-        counted_pod_uids=frozenset([pod.uid for pod in gone]),
+        counted_pod_uids=gone,
         last_failure=count.last_failure,
         excluded_nodes=count.excluded_nodes,
     )
@@ -174,328 +141,3 @@ def _world_size(round: RoundRecord, staying: Iterable[Pod]) -> int:
     """How many workers train in a round; none if it has no pod any more, such as the last one before a suspension."""
     names = {pod.name for pod in staying}
     return round.world_size if any(node.rpartition(".")[0] in names for node in round.nodes) else 0
-
-
-def _running_conditions(
-    snapshot: Snapshot, status: JobStatus, effect: SpecInEffect, planned: PlannedPods
-) -> tuple[Condition, ...]:
-    observed = snapshot.observed
-    missing = _missing(snapshot, planned)
-    waiting = _waiting(snapshot, status, planned, missing)
-    values: dict[str, Value] = {
-        ConditionType.RUNNING: _running(observed, status, waiting),
-        ConditionType.WAITING: waiting,
-        ConditionType.DEGRADED: _degraded(observed, status, missing),
-    }
-    budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
-    unreachable = Reason.NOT_ALLOWED if observed.store_forbidden else Reason.UNREACHABLE
-    invalid = planned.invalid
-    # These are set once they are true, and kept from then on.
-    rare: dict[str, tuple[Value | None, Reason]] = {
-        ConditionType.INVALID: (None if invalid is None else (True, *invalid), Reason.SPEC_VALID),
-        ConditionType.SUSPENDED: (None, Reason.RESUMED),
-        ConditionType.RESTART_REQUIRED: (_restart_required(effect), Reason.SPEC_IN_EFFECT),
-        ConditionType.STORE_UNREACHABLE: (_quoted(observed.store_error, unreachable), Reason.REACHABLE),
-        ConditionType.RESOURCES_BLOCKED: (
-            _quoted(observed.blocked, Reason.RESOURCES_BLOCKED),
-            Reason.RESOURCES_AVAILABLE,
-        ),
-        ConditionType.DISRUPTION_BUDGET_FAILED: (
-            _quoted(observed.disruption_budget_error, Reason.BUDGET_REJECTED),
-            budget_ok,
-        ),
-    }
-    known = {condition.type for condition in snapshot.job.status.conditions}
-    for kind, (value, reason_if_false) in rare.items():
-        if value is not None:
-            values[kind] = value
-        elif kind in known:
-            values[kind] = (False, reason_if_false, "")
-    return _with_times(snapshot.job.status, values, snapshot.now)
-
-
-def _suspended_conditions(
-    snapshot: Snapshot, problem: str | None, *, stopping: bool, unread: bool
-) -> tuple[Condition, ...]:
-    before = snapshot.job.status
-    no: Value = (False, Reason.SUSPENDED, "")
-    if stopping:
-        suspended: Value = (False, Reason.STOPPING, "the pods are on their way out")
-    elif unread:
-        suspended = (False, Reason.STORE_UNREADABLE, _UNKNOWN)
-    else:
-        suspended = (True, Reason.SUSPENDED, "no pod is made until spec.suspend is false again")
-    why = _clauses(_UNKNOWN, _why_unread(snapshot.observed))
-    values: dict[str, Value] = {
-        ConditionType.RUNNING: no,
-        ConditionType.WAITING: (True, Reason.STORE_UNREADABLE, why) if unread else no,
-        ConditionType.DEGRADED: no,
-        ConditionType.SUSPENDED: suspended,
-    }
-    for condition in before.conditions:
-        values.setdefault(condition.type, no)
-    if problem is not None:
-        values[ConditionType.INVALID] = (True, Reason.SPEC_INVALID, problem)
-    elif ConditionType.INVALID in values:
-        values[ConditionType.INVALID] = (False, Reason.SPEC_VALID, "")
-    if unread and before.state is not JobState.SUSPENDED:
-        # The time of this condition says since when the store is waited for.
-        others = tuple(condition for condition in before.conditions if condition.type != ConditionType.WAITING)
-        before = replace(before, conditions=others)
-    return _with_times(before, values, snapshot.now)
-
-
-def _finished_conditions(before: JobStatus, completion: Completion, now: float) -> tuple[Condition, ...]:
-    no: Value = (False, completion.reason, "")
-    yes: Value = (True, completion.reason, completion.failure.message if completion.failure is not None else "")
-    succeeded = completion.state is JobState.SUCCEEDED
-    values: dict[str, Value] = {
-        ConditionType.RUNNING: no,
-        ConditionType.WAITING: no,
-        ConditionType.DEGRADED: no,
-        ConditionType.SUCCEEDED if succeeded else ConditionType.FAILED: yes,
-        ConditionType.FINISHED: yes,
-    }
-    for condition in before.conditions:
-        values.setdefault(condition.type, no)
-    return _with_times(before, values, now)
-
-
-def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missing: str) -> Value:
-    minimum, observed = snapshot.job.spec.min_replicas, snapshot.observed
-    if status.ready_replicas >= minimum:
-        return (False, Reason.ENOUGH_PODS, "")
-    if planned.held:
-        seen = status.size_generation > 0
-        unknown = _UNKNOWN if seen else "whether there were pods already, and the run has ended, only the store knows"
-        return (True, Reason.STORE_UNREADABLE, _clauses(unknown, _HELD, _why_unread(observed)))
-    verb = "is" if status.ready_replicas == 1 else "are"
-    there = f"{status.ready_replicas} of at least {messages.count(minimum, 'pod')} {verb} ready"
-    reason = Reason.BELOW_MINIMUM if observed.blocked is None else Reason.RESOURCES_BLOCKED
-    return (True, reason, _clauses(there, missing))
-
-
-def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
-    if status.state is JobState.RUNNING:
-        known = f"round {status.round} with world size {status.world_size}"
-        return (True, Reason.TRAINING, known if status.world_size else "enough pods are there; the rest only they know")
-    waits, reason, _ = waiting
-    if waits:
-        return (False, Reason.NOT_STARTED if status.started is None else reason, "")
-    cause = observed.round.cause if observed.round is not None and not observed.round.members else ""
-    return (False, Reason.STARTING, cause or "the agents have not formed a round yet")
-
-
-def _degraded(observed: Observed, status: JobStatus, missing: str) -> Value:
-    if status.started is None:
-        return (False, Reason.NOT_STARTED, "")
-    if status.ready_replicas >= status.desired:
-        return (False, Reason.ALL_PODS, "")
-    there = f"{status.ready_replicas} of {messages.count(status.desired, 'pod')} ready"
-    reason = Reason.BELOW_DESIRED if observed.blocked is None else Reason.RESOURCES_BLOCKED
-    return (True, reason, _clauses(there, missing))
-
-
-def _restart_required(effect: SpecInEffect) -> Value | None:
-    later = effect.later_problem
-    if not effect.changes:
-        if later is None:
-            return None
-        return (True, Reason.SPEC_CHANGED, f"this has no effect, and the job could not be resumed with it: {later}")
-    has = "has" if len(effect.changes) == 1 else "have"
-    changed = f"{messages.listed(effect.changes)} {has} changed; suspend the job and resume it to have that take effect"
-    problem = "" if later is None else f"as it stands, it could not be resumed: {later}"
-    return (True, Reason.SPEC_CHANGED, _clauses(changed, problem))
-
-
-def _clauses(*parts: str) -> str:
-    """The parts that are not empty, as one sentence."""
-    return "; ".join(part for part in parts if part)
-
-
-def _quoted(message: str | None, reason: Reason) -> Value | None:
-    return None if message is None else (True, reason, messages.clause(message))
-
-
-def _why_unread(observed: Observed) -> str:
-    """Why the store cannot be read, perhaps because it cannot be created."""
-    return messages.clause(observed.blocked or observed.store_error or observed.etcd_error or "")
-
-
-def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
-    """Which pods are missing, and why."""
-    blocked = snapshot.observed.blocked
-    starting = [(pod.index, pod.name, messages.clause(pod.waiting)) for pod in planned.staying if not pod.ready]
-    parts = []
-    if blocked is None:
-        starting += [(pod.index, pod.name, "") for pod in planned.created]
-    elif planned.created:
-        names = messages.listed([pod.name for pod in planned.created])
-        parts.append(f"{names} cannot be made for now: {messages.clause(blocked)}")
-    parts += _not_ready(starting)
-    if blocked is not None and not planned.created:
-        parts.append(f"not all that the job needs can be made for now: {messages.clause(blocked)}")
-    waits = [
-        f"{hostname(snapshot.job.name, slot.index)} {slot.history} and is started again at {rfc3339(slot.due)}"
-        for slot in planned.slots
-        if slot.due > snapshot.now
-    ]
-    parts.append(messages.listed(waits))
-    if planned.held:
-        parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
-    if planned.invalid is not None and planned.invalid[0] is Reason.SPEC_INVALID:
-        parts.append(f"no pod is made of this spec: {messages.clause(planned.invalid[1])}")
-    if planned.size is not None and snapshot.observed.rejected is not None:
-        parts.append("no more pods are made of this spec, which the cluster refuses")
-    return _clauses(*parts)
-
-
-def _not_ready(starting: Iterable[tuple[int, str, str]]) -> list[str]:
-    """Pods that are not ready (index, name and cause), grouped by cause."""
-    causes: dict[str, list[str]] = {}
-    for _, name, cause in sorted(starting):
-        causes.setdefault(cause if cause in causes or len(causes) < CAUSES_SHOWN else "", []).append(name)
-    return [
-        f"{messages.listed(names)} {'is' if len(names) == 1 else 'are'} not ready yet: {cause}"
-        if cause
-        else f"{messages.listed(names)} {'has' if len(names) == 1 else 'have'} not joined yet"
-        for cause, names in causes.items()
-    ]
-
-
-def _with_times(before: JobStatus, values: dict[str, Value], now: float) -> tuple[Condition, ...]:
-    """The conditions, each with the time since which it has its status."""
-    since = {(condition.type, condition.status): condition.since for condition in before.conditions}
-    return tuple(
-        [
-            Condition(
-                type=kind,
-                status=holds,
-                reason=reason,
-                message=shorten(message, messages.MESSAGE_LIMIT) if message else "",
-                since=since.get((kind, holds), now),
-            )
-            for kind, (holds, reason, message) in values.items()
-        ]
-    )
-
-
-_MAX_CLOCK_SKEW: Final = 3600.0
-"""Seconds by which the leader's clock may be ahead; a record that is further ahead is ignored."""
-
-_STOPPING_TIME: Final = 60.0
-"""Seconds after the leader's last record that count as stopping its workers; after a longer time, there was no agent
-for most of it."""
-
-
-def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:
-    """The time breakdown of a job whose last pod has gone after a suspension; None if unknown."""
-    before = job.status
-    never_ran = before.active is None and before.state is not JobState.SUSPENDED
-    breakdown = _up_to(job, observed, now, RunState.SUSPENDED if never_ran else RunState.WAITING)
-    stayed = 0 if breakdown is None else breakdown.joined - sum(breakdown.gone.values())
-    if breakdown is None or stayed <= 0:
-        return breakdown
-    left = min(breakdown.gone.get(NodeEnd.LEFT, 0) + stayed, COUNT_LIMIT)
-    return msgspec.structs.replace(breakdown, gone={**breakdown.gone, NodeEnd.LEFT: left})
-
-
-def breakdown_at_change(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:
-    """The time breakdown of a job that is resumed or finishes; None if unknown."""
-    return _up_to(job, observed, now, RunState.SUSPENDED if is_suspended(job.status) else RunState.WAITING)
-
-
-def is_suspended(status: JobStatus) -> bool:
-    """Whether the job's pods were all gone after a suspension, and it was not resumed since."""
-    return status.state is JobState.SUSPENDED and status.holds(ConditionType.SUSPENDED)
-
-
-def report_at_suspension(job: Job, status: JobStatus, observed: Observed) -> Report | None:
-    """The report of a suspended job; None if its store has nothing to tell."""
-    return report_of(job, status, observed) if _is_told(observed) else None
-
-
-def report_at_completion(job: Job, status: JobStatus, observed: Observed) -> Report | None:
-    """The report of a finished job; None once its store is gone, or has nothing more to tell.
-
-    Args:
-        job: with the status that was written last.
-        status: with which it has finished.
-        observed: what was observed of it.
-    """
-    has_just_finished = not job.status.state.finished
-    has_own_store = job.spec.etcd.endpoint is None and observed.etcd is not EtcdState.ABSENT
-    return report_of(job, status, observed) if has_just_finished or has_own_store or _is_told(observed) else None
-
-
-def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
-    """The report of a job with this status; the same one for the same end, also once the status was read again."""
-    history = observed.history or HistoryRecord()
-    breakdown, completed = status.time_breakdown, status.completed
-    if completed is not None:
-        completed = breakdown.until if breakdown is not None else float(math.floor(completed))
-    failure = status.last_failure if status.state is JobState.FAILED else None
-    return Report(
-        namespace=job.namespace,
-        name=job.name,
-        uid=job.uid,
-        created=job.created,
-        state=status.state,
-        completed=completed,
-        message=failure.message if failure is not None else "",
-        time_breakdown=breakdown,
-        history=HistoryRecord(created=job.created, rounds=history.rounds, omitted=history.omitted),
-        outcome=observed.outcome,
-        rested=(round(breakdown.until, 3),) if status.state is JobState.SUSPENDED and breakdown is not None else (),
-    )
-
-
-def _is_told(observed: Observed) -> bool:
-    return observed.history is not None or observed.time_breakdown is not None
-
-
-def _up_to(job: Job, observed: Observed, now: float, without_leader: RunState) -> TimeBreakdown | None:
-    """What is known, and the time since then.
-
-    Args:
-        job: with the status that was written last.
-        observed: what was observed of it.
-        now: seconds since the Unix epoch.
-        without_leader: what the job did since then, if it had no leader.
-    """
-    known, told, before = job.status.time_breakdown, observed.time_breakdown, job.status
-    if told is not None and _is_new(job, told, now):
-        since = RunState.STOPPING if now - told.until <= _STOPPING_TIME else RunState.WAITING
-        return _filled(told, since, job.created, now)
-    has_trained = before.started is not None or before.round > 0
-    if known is not None:
-        running = before.condition(ConditionType.RUNNING)
-        ran_since = running is not None and (running.status or running.since > known.until)
-        has_trained = not is_suspended(before) and (before.world_size > 0 or ran_since)
-    if has_trained or (observed.store_forbidden and not is_suspended(before)):
-        return None  # it has trained, for an unknown time
-    return _filled(known, without_leader, job.created, now)
-
-
-def _is_new(job: Job, told: TimeBreakdown, now: float) -> bool:
-    """Whether this is a plausible record of the job's last leader."""
-    known = job.status.time_breakdown
-    plausible = told.until <= now + _MAX_CLOCK_SKEW
-    plausible = plausible and sum(told.seconds.values()) <= now - job.created + _MAX_CLOCK_SKEW
-    return plausible and (known is None or told.until > known.until)
-
-
-def _filled(known: TimeBreakdown | None, state: RunState, created: float, now: float) -> TimeBreakdown:
-    """A time breakdown up to now, in milliseconds: the missing time was spent in this state."""
-    breakdown = TimeBreakdown() if known is None else known
-    seconds = {each: round(spent, 3) for each, spent in breakdown.seconds.items()}
-    missing = round(now - created - sum(seconds.values()), 3)
-    if missing > 0:
-        seconds[state] = round(seconds.get(state, 0.0) + missing, 3)
-    return TimeBreakdown(
-        until=round(created + sum(seconds.values()), 3),
-        seconds=seconds,
-        lost=None if breakdown.lost is None else round(breakdown.lost, 3),
-        joined=breakdown.joined,
-        gone=dict(breakdown.gone),
-    )

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from elastic_operator.api.constants import EventReason
 from elastic_operator.api.json_values import mapping
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import EtcdState, JobEvent, PodPhase
-from elastic_operator.controller.snapshot import with_applied_spec
+from elastic_operator.controller.model import EtcdState, JobEvent, PodPhase, with_applied_spec
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,

@@ -19,8 +19,7 @@ from elastic_operator.api.spec import MANAGER, ElasticJobSpec
 from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import EtcdState, Job, JobEvent, Observed, PodPhase
-from elastic_operator.controller.snapshot import with_applied_spec
+from elastic_operator.controller.model import EtcdState, Job, JobEvent, Observed, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.apply import CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, backoff, with_hint

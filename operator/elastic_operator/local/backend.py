@@ -14,8 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Self
 
 from elastic_operator.api.constants import LocalReason
-from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan
-from elastic_operator.controller.snapshot import with_applied_spec
+from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, with_applied_spec
 from elastic_operator.errors import ClusterError, ElasticJobError
 from elastic_operator.local.etcd import EtcdProcess
 from elastic_operator.local.processes import PodProcess
