@@ -234,7 +234,7 @@ async def test_a_missing_job_or_context_gets_one_sentence(team: Team, tmp_path: 
     for words in (["get", "x"], ["delete", "x"]):
         said = await team.refused(*words, code=1)
         assert said.startswith(f"there is no job x in the namespace {team.namespace}; ")
-    assert "has no context nowhere; choose another" in await team.refused("get", "--context", "nowhere", code=2)
+    assert "Expected object with name nowhere in" in await team.refused("get", "--context", "nowhere", code=2)
     assert "there is no kubeconfig" in await team.refused("get", "--kubeconfig", str(tmp_path / "none"), code=2)
 
 

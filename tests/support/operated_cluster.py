@@ -7,7 +7,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from elastic_operator.controller.reconciler import Reconciler, WorkQueue
+from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.kubernetes.apply import Applier
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, Api
@@ -43,7 +43,6 @@ class OperatedCluster:
         server: the API server.
         api: the operator's connection.
         store: the objects that the operator knows.
-        queue: the jobs to reconcile.
         backend: the backend of its reconciler.
     """
 
@@ -57,12 +56,11 @@ class OperatedCluster:
         async with contextlib.AsyncExitStack() as stack:
             self.server = await stack.enter_async_context(ObjectServer())
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
-            self.queue = WorkQueue()
-            store = self.store = Store(changed=self.queue.put, deleted=self._on_deleted, tombstone_ttl=0.0)
+            store = self.store = Store(changed=self._on_change, deleted=self._on_deleted, tombstone_ttl=0.0)
             events = await stack.enter_async_context(EventRecorder(api, "operator-0"))
             secrets = EtcdSecrets(api, ())
             stores = JobStores(
-                self.queue.put, secrets=secrets, patience=self._patience, managed_patience=self._patience
+                self._on_change, secrets=secrets, patience=self._patience, managed_patience=self._patience
             )
             await stack.enter_async_context(stores)
             writer = Writer(api, store)
@@ -80,9 +78,9 @@ class OperatedCluster:
                 applier=applier,
                 secrets=secrets,
                 stores=stores,
-                events=events,
             )
-            work = asyncio.create_task(Reconciler(self.backend, queue=self.queue, reconciled=self._on_look).run())
+            self._reconciler = Reconciler(self.backend, reconciled=self._on_look)
+            work = asyncio.create_task(self._reconciler.run())
             stack.push_async_callback(_end, work)
             self._stack = stack.pop_all()
         return self
@@ -136,11 +134,14 @@ class OperatedCluster:
     async def look(self) -> None:
         """Reconcile the job once."""
         asked = time.monotonic()
-        self.queue.put(f"{NAMESPACE}/{NAME}")
+        self._on_change(f"{NAMESPACE}/{NAME}")
         async with asyncio.timeout(_PATIENCE):
             while self._last_look < asked:
                 self._looked.clear()
                 await self._looked.wait()
+
+    def _on_change(self, key: str) -> None:
+        self._reconciler.wake(key)
 
     def _on_deleted(self, resource: Resource, body: Json) -> None:
         if resource == PODS:

@@ -160,18 +160,16 @@ NO_PROGRAM = {"name": "u", "user": {"exec": {"command": "/no/such/program", "api
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: [b", "is no YAML in line 1; correct it"),
-        ("\x00", "is no YAML"),
-        ("[]", "is no kubeconfig"),
-        ("contexts: 5", "is no kubeconfig"),
-        ("a: b", "has no current context; choose one with --context (there are: none)"),
-        ({"current-context": "b", "contexts": [CONTEXT]}, "has no context b; choose another with --context"),
-        ({**VALID, "clusters": []}, "has no cluster c, which its context a names"),
-        ({**VALID, "users": []}, "has no user u, which its context"),
+        ("a: [b", "cannot be used: while parsing"),
+        ("\x00", "cannot be used"),
+        ("[]", "cannot be used"),
+        ("contexts: 5", "cannot be used"),
+        ("a: b", "Expected key current-context in"),
+        ({"current-context": "b", "contexts": [CONTEXT]}, "Expected object with name b in"),
+        ({**VALID, "clusters": []}, "Expected object with name c in"),
         ({**VALID, "contexts": [{"name": "a", "context": 5}]}, "cannot be used"),
         ({**VALID, "clusters": [NO_CERTIFICATE]}, "the certificates of the kubeconfig cannot be used"),
         ({**VALID, "users": [NO_PROGRAM]}, "gives no credentials: [Errno 2] No such file or directory: '/no/such/pro"),
-        ({**VALID, "clusters": [{"name": "c", "cluster": {}}]}, "has no server (https://…) for the cluster c"),
     ],
 )
 def test_an_invalid_kubeconfig_gets_a_sentence(

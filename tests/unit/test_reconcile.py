@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings, WorkQueue
+from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
 from elastic_operator.errors import BadInput, ClusterError
 from tests.support.builders import NOW, a_job, a_world, died, running, that_trained
 from torchelastic.errors import StoreUnavailable
@@ -163,25 +162,6 @@ async def test_a_namespace_in_which_all_takes_its_time_holds_up_no_other(cluster
         await cluster.until(lambda: cluster.observed.count(slow[-1]) == 2)
 
 
-async def test_jobs_that_wait_for_others_of_their_namespace_are_looked_at_by_whoever_leads_next(
-    cluster: RecordingCluster,
-) -> None:
-    gate = asyncio.Event()
-    cluster.gate = lambda _key: gate
-    queue = WorkQueue()
-    settings = replace(QUICK, max_per_namespace=1)
-    async with at_work(Reconciler(cluster, lambda: NOW, queue=queue, settings=settings)):
-        for number in range(3):
-            queue.put(f"team/{number}")
-        await cluster.until(lambda: len(cluster.busy) == 1)
-    cluster.gate = lambda _key: None
-    cluster.observed.clear()
-    async with at_work(Reconciler(cluster, lambda: NOW, queue=queue, settings=settings)):
-        for number in range(3):
-            queue.put(f"team/{number}")
-        await cluster.until(lambda: len(cluster.observed) == 3)
-
-
 @pytest.mark.parametrize("trouble", [ClusterError("the server is busy"), StoreUnavailable("the store is away")])
 async def test_what_fails_is_tried_again_and_told_in_a_sentence(
     cluster: RecordingCluster, caplog: pytest.LogCaptureFixture, trouble: Exception
@@ -269,25 +249,6 @@ async def test_a_job_at_which_a_look_takes_long_is_looked_at_less_often(cluster:
     assert cluster.observed == ["large", "other"]
 
 
-async def test_all_jobs_are_looked_at_now_and_then_even_if_listing_fails_at_times(
-    cluster: RecordingCluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    answers: list[list[str] | Exception] = [ClusterError("no list today"), OSError("odd"), ["a", "b"], ["c"]]
-
-    async def keys() -> list[str]:
-        answer = answers.pop(0) if answers else []
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    settings = ReconcileSettings(resync_period=0.001)
-    async with at_work(Reconciler(cluster, lambda: NOW, list_keys=keys, settings=settings)):
-        await cluster.until(lambda: len(cluster.observed) == 3)
-
-    assert cluster.observed == ["a", "b", "c"]
-    assert "the jobs cannot be listed: no list today" in [record.getMessage() for record in caplog.records]
-
-
 async def test_it_ends_when_it_is_cancelled_and_leaves_nothing_running(cluster: RecordingCluster) -> None:
     cluster.gate = lambda _key: asyncio.Event()
     before = asyncio.all_tasks()
@@ -301,52 +262,6 @@ async def test_it_ends_when_it_is_cancelled_and_leaves_nothing_running(cluster: 
 
     assert asyncio.all_tasks() == before
     assert cluster.busy == set()
-
-
-async def test_a_queue_may_be_shared_with_the_cluster_that_wakes(cluster: RecordingCluster) -> None:
-    queue = WorkQueue()
-    async with at_work(Reconciler(cluster, lambda: NOW, queue=queue, settings=QUICK)):
-        queue.put("a")
-        await cluster.until(lambda: cluster.observed == ["a"])
-
-    assert cluster.most_busy == 1
-
-
-async def test_a_job_that_is_woken_without_end_has_to_rest(cluster: RecordingCluster) -> None:
-    cluster.worlds = {"restless": (a_job(), a_world()), "calm": (a_job(), a_world())}
-    reconciler = a_reconciler(cluster, ReconcileSettings(max_concurrent_reconciles=1, burst=5, qps=0.001))
-
-    def wake_again(key: str) -> None:
-        if key == "restless":
-            reconciler.wake(key)
-
-    cluster.gate = wake_again
-    async with at_work(reconciler):
-        reconciler.wake("restless")
-        await cluster.until(lambda: len(cluster.observed) == 6)
-        reconciler.wake("calm")
-        await cluster.until(lambda: "calm" in cluster.observed)
-
-    assert cluster.observed == ["restless"] * 6 + ["calm"]
-
-
-async def test_a_job_that_cannot_be_read_and_is_woken_without_end_has_to_rest(cluster: RecordingCluster) -> None:
-    cluster.worlds = {"calm": (a_job(), a_world())}
-    cluster.troubles["restless"] = [BadInput("spec.minReplicas is no number") for _ in range(100)]
-    reconciler = a_reconciler(cluster, ReconcileSettings(max_concurrent_reconciles=1, burst=5, qps=0.001))
-
-    def wake_again(key: str) -> None:
-        if key == "restless" and len(cluster.observed) < 50:
-            reconciler.wake(key)
-
-    cluster.gate = wake_again
-    async with at_work(reconciler):
-        reconciler.wake("restless")
-        await cluster.until(lambda: len(cluster.observed) >= 6)
-        reconciler.wake("calm")
-        await cluster.until(lambda: "calm" in cluster.observed)
-
-    assert cluster.observed == ["restless"] * 6 + ["calm"]
 
 
 async def test_it_tells_how_each_reconcile_went_and_which_one_takes_long(cluster: RecordingCluster) -> None:
@@ -371,100 +286,40 @@ async def test_it_tells_how_each_reconcile_went_and_which_one_takes_long(cluster
     assert sorted(told) == ["error", "panic", "success", "success"]
 
 
-# -- the queue
+async def test_all_jobs_are_reconciled_now_and_then(cluster: RecordingCluster) -> None:
+    lists = [["a", "b"], ["c"]]
+    settings = replace(QUICK, resync_period=0.001)
+    async with at_work(Reconciler(cluster, list_keys=lambda: lists.pop(0) if lists else [], settings=settings)):
+        await cluster.until(lambda: cluster.observed == ["a", "b", "c"])
 
 
-async def test_what_is_due_longest_comes_first() -> None:
-    queue = WorkQueue()
-    for key in ("a", "b", "c"):
-        queue.put(key)
+async def test_a_job_that_is_woken_continuously_holds_up_no_other_and_is_limited(cluster: RecordingCluster) -> None:
+    cluster.worlds = {"calm": (a_job(), a_world())}
+    cluster.troubles["restless"] = [BadInput("spec.minReplicas is no number")]
+    reconciler = a_reconciler(cluster, ReconcileSettings(max_concurrent_reconciles=1, min_interval=3600.0))
 
-    assert [await queue.take() for _ in range(3)] == ["a", "b", "c"]
+    def wake_again(key: str) -> None:
+        if key == "restless":
+            reconciler.wake(key)
 
+    cluster.gate = wake_again
+    async with at_work(reconciler):
+        reconciler.wake("restless")
+        await cluster.until(lambda: cluster.observed == ["restless"])
+        reconciler.wake("calm")
+        await cluster.until(lambda: "calm" in cluster.observed)
+        assert reconciler.depth == 0
 
-async def test_a_key_can_be_brought_forward_but_not_put_off() -> None:
-    queue = WorkQueue()
-    queue.put("later", 3600.0)
-    queue.put("now")
-    queue.put("now", 3600.0)
-    queue.put("later", 0.0)
-
-    async with asyncio.timeout(PATIENCE):
-        assert [await queue.take(), await queue.take()] == ["now", "later"]
-
-
-async def test_a_queue_does_not_grow_while_the_same_keys_wait_for_times_far_ahead() -> None:
-    queue = WorkQueue()
-    tracemalloc.start()
-    try:
-        for turn in range(20_000):
-            queue.put("a", 1e6 - turn)
-            queue.put("b", 1e6 - turn)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 200_000
-    queue.put("b")
-    async with asyncio.timeout(PATIENCE):
-        assert await queue.take() == "b"
+    assert cluster.observed == ["restless", "calm"]
 
 
-async def test_a_key_that_is_out_comes_back_only_when_it_is_done() -> None:
-    queue = WorkQueue()
-    queue.put("a")
-    assert await queue.take() == "a"
-    queue.put("a")
-    queue.put("b")
-    async with asyncio.timeout(PATIENCE):
-        assert await queue.take() == "b"
-        again = asyncio.create_task(queue.take())
-        await asyncio.sleep(0)
-        assert not again.done()
-        queue.done("a")
-        assert await again == "a"
-
-
-async def test_a_key_that_rests_keeps_no_other_from_its_turn_and_comes_when_it_has_rested() -> None:
-    queue = WorkQueue()
-    queue.put("a")
-    await queue.take()
-    queue.put("a")
-    queue.done("a", rest=0.05)
-    for _ in range(100):
-        queue.put("a")
-    queue.put("b")
-
-    async with asyncio.timeout(PATIENCE):
-        assert await queue.take() == "b"
-        assert queue.depth == 0
-        began = asyncio.get_running_loop().time()
-        assert await queue.take() == "a"
-        assert asyncio.get_running_loop().time() - began > 0.01
-        queue.done("a")
-        queue.put("a")
-        assert queue.depth == 1
-        assert await queue.take() == "a"
-
-
-async def test_several_that_wait_each_get_a_key() -> None:
-    queue = WorkQueue()
-    async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
-        takers = [tasks.create_task(queue.take()) for _ in range(5)]
-        await asyncio.sleep(0)
-        for number in range(5):
-            queue.put(str(number), 0.001 * number)
-
-    assert sorted(taker.result() for taker in takers) == ["0", "1", "2", "3", "4"]
-
-
-async def test_a_queue_that_is_cleared_forgets_all_that_waits() -> None:
-    queue = WorkQueue()
-    for key in ("a", "b", "c"):
-        queue.put(key)
-    out = await queue.take()
-    queue.clear()
-    queue.done(out)
-    assert queue.depth == 0
-    queue.put("b", 0.0)
-    async with asyncio.timeout(PATIENCE):
-        assert await queue.take() == "b"
+async def test_a_job_can_be_brought_forward_but_not_put_off(cluster: RecordingCluster) -> None:
+    reconciler = a_reconciler(cluster, replace(QUICK, max_concurrent_reconciles=1))
+    reconciler.wake("later", 3600.0)
+    reconciler.wake("now")
+    reconciler.wake("now", 3600.0)
+    assert reconciler.depth == 1
+    async with at_work(reconciler):
+        await cluster.until(lambda: cluster.observed == ["now"])
+        reconciler.wake("later")
+        await cluster.until(lambda: cluster.observed == ["now", "later"])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.spec import GROUP
 from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
-from elastic_operator.kubernetes import kubeconfig as kubeconfigs
 from elastic_operator.kubernetes.client import Api, ApiError
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ async def connect(
     """
     if namespace is not None and not _LABEL.fullmatch(namespace):
         raise BadInput(f"there can be no namespace {namespace!r}; check what stands after -n")
-    api = await kubeconfigs.connection(UserApi, kubeconfigs.find(kubeconfig, environ), context)
+    api = await UserApi.from_kubeconfig(kubeconfig, context, environ)
     api.namespace = namespace or api.namespace
     async with api:
         yield api

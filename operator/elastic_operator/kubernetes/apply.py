@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from elastic_operator.api.constants import EventReason
+from elastic_operator.api.constants import EventReason, report_name
 from elastic_operator.api.json_values import mapping
+from elastic_operator.api.report import encode_report
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, JobEvent, PodPhase, with_applied_spec
 from elastic_operator.errors import ClusterError
@@ -35,6 +37,7 @@ from torchelastic.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from elastic_operator.api.report import Report
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job, NewPod, Plan, Removal
     from elastic_operator.kubernetes.backend import JobRecord
@@ -159,12 +162,7 @@ class Applier:
             ClusterError: a part of it failed.
         """
         body = record.body
-        if (
-            plan.report is not None
-            and (why := await self._writer.keep_report(job, plan.report, record.report)) is not None
-        ):
-            _log.warning("%s: %s", record.key, why)
-            self._events.event(body, JobEvent(EventReason.REPORT_NOT_KEPT, why, warning=True))
+        unkept = None if plan.report is None else await self._keep_report(job, plan.report, record)
         if plan.replicas is not None:
             body = await self._writer.write_replicas(body, plan.replicas)
             job = replace(job, generation=body["metadata"]["generation"])
@@ -181,7 +179,7 @@ class Applier:
         if plan.hands_off:
             return
         try:
-            await self._apply_objects(with_applied_spec(job, plan), plan, record)
+            await self._apply_objects(with_applied_spec(job, plan), plan, record, unkept)
         except Rejected as error:
             _log.warning("%s: its pods are refused: %s", record.key, error)
             record.creates.reject(str(error))
@@ -193,13 +191,36 @@ class Applier:
                 raise
             _block(record, error.why)
 
+    async def _keep_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
+        """Keep the report of a run, unless it was kept last; return why that has to be tried again."""
+        digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
+        if record.report == digest:
+            return None
+        try:
+            await self._writer.keep_report(job, report)
+        except (Rejected, Blocked) as error:
+            why = f"what is known of its run cannot be kept in the ConfigMap {report_name(job.name)}: {error}"
+            _log.warning("%s: %s", record.key, why)
+            self._events.event(record.body, JobEvent(EventReason.REPORT_NOT_KEPT, why, warning=True))
+        except ClusterError as error:
+            return str(error)
+        record.report = digest
+        return None
+
     def _tell(self, body: Json, plan: Plan) -> None:
         """Record the plan's events for the version of the job that was observed: recorded twice, they exist once."""
         for event in plan.events:
             self._events.event(body, event)
 
-    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord) -> None:
-        """Bring the job's objects to the plan; an error in one does not hold up the others."""
+    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> None:
+        """Bring the job's objects to the plan; an error in one does not hold up the others.
+
+        Args:
+            job: with the spec that is applied.
+            plan: the plan.
+            record: of the job.
+            unkept: why its report could not be kept yet; then its store stays.
+        """
         errors: list[ClusterError] = []
 
         async def attempt(work: Awaitable[_Result], otherwise: _Result) -> _Result:
@@ -215,7 +236,7 @@ class Applier:
         wait = creates.wait
         if wait > 0:
             record.requeue_after(wait)
-        endpoint = await attempt(self._ensure_etcd(job, plan, record), None)
+        endpoint = await attempt(self._ensure_etcd(job, plan, record, unkept), None)
         has_group = await attempt(self._ensure_pod_group(job, plan, record), False)
         incomplete = bool(errors)
         await attempt(self._ensure_pdb(job, plan, record), None)
@@ -232,13 +253,12 @@ class Applier:
         if plan.delete_job:
             await self._writer.delete(ELASTIC_JOBS, job.namespace, job.name, job.uid)
 
-    async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord) -> str | None:
+    async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> str | None:
         """Create or delete the job's own etcd; return the endpoint for pods, None if there can be no pods."""
         external = job.spec.etcd.endpoint
         if not plan.etcd:
-            if plan.report is not None and record.report.error is not None:
-                error = record.report.error
-                raise ClusterError(f"what is known of its run could not be kept yet, so its store stays: {error}")
+            if unkept is not None:
+                raise ClusterError(f"what is known of its run could not be kept yet, so its store stays: {unkept}")
             if external is None or all(pod.phase.ended for pod in self._store.pods(job.namespace, job.uid)):
                 self._stores.leave(job.uid)
             for kind in (DEPLOYMENTS, SERVICES):

@@ -13,21 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType, EventReason
+from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType
 from elastic_operator.api.json_values import integer, mapping, mappings, text
 from elastic_operator.api.spec import MANAGER, ElasticJobSpec
 from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of
-from elastic_operator.controller import messages
-from elastic_operator.controller.model import EtcdState, Job, JobEvent, Observed, PodPhase, with_applied_spec
+from elastic_operator.controller.model import EtcdState, Job, Observed, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.apply import CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, backoff, with_hint
 from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, pod_of, seconds, why_waiting
 from elastic_operator.kubernetes.store import managed_etcd, owner_of
-from elastic_operator.kubernetes.writer import ReportWrite
 from elastic_operator.resources.etcd import ETCD
-from torchelastic.protocol import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.client import Api
     from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
     from elastic_operator.kubernetes.store import ManagedEtcd, Store
-    from elastic_operator.kubernetes.writer import EventRecorder
     from elastic_operator.store_mirror import StoreMirror
 
 _log: Final = logging.getLogger(__name__)
@@ -109,7 +105,7 @@ class JobRecord:
         deleted: by index, the pods that are gone and not replaced yet.
         startup: why pods do not start.
         etcd_startup: why the pod of the job's own etcd does not start.
-        report: the report of the run.
+        report: digest of the report that was kept, or given up, last.
         requeue: seconds after which to look at the job again; None for no need.
     """
 
@@ -122,7 +118,7 @@ class JobRecord:
     deleted: dict[int, DeletedPod] = field(default_factory=dict)
     startup: StartupDiagnosis = field(default_factory=StartupDiagnosis)
     etcd_startup: StartupDiagnosis = field(default_factory=_etcd_diagnosis)
-    report: ReportWrite = field(default_factory=ReportWrite)
+    report: bytes = b""
     requeue: float | None = None
 
     @property
@@ -144,7 +140,6 @@ class KubernetesBackend:
         stores: the jobs' etcds.
         secrets: the credentials for external etcds.
         applier: carries out plans.
-        events: records events.
     """
 
     def __init__(
@@ -155,14 +150,12 @@ class KubernetesBackend:
         stores: JobStores,
         secrets: EtcdSecrets,
         applier: Applier,
-        events: EventRecorder,
     ) -> None:
         self._api = api
         self._store = store
         self._stores = stores
         self._secrets = secrets
         self._applier = applier
-        self._events = events
         self._records: dict[str, JobRecord] = {}
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
@@ -179,11 +172,10 @@ class KubernetesBackend:
         record.body = body
         record.requeue = None
         try:
-            spec = _spec_of(body)
+            job = job_of(body)
         except BadInput as error:
             _log.warning("%s: %s", key, error)
-            return _job(body, ElasticJobSpec(min_replicas=0, max_replicas=0)), Observed(unreadable=str(error))
-        job = _job(body, spec)
+            return job_of(body, ElasticJobSpec(min_replicas=0, max_replicas=0)), Observed(unreadable=str(error))
         for creates in (record.creates, record.pdb, record.annotations):
             creates.see(job.generation)
         return job, await self._observe(job, record)
@@ -199,7 +191,7 @@ class KubernetesBackend:
         return record.requeue
 
     def pod_deleted(self, pod: Json) -> None:
-        """Remember a deleted pod until it is replaced, and record its last message as an event.
+        """Remember a deleted pod until it is replaced.
 
         A pod that was deleted by force, or without a node, may be gone at once. The planner has to see it all the same:
         its successor needs another name, for its agent may still run.
@@ -215,8 +207,6 @@ class KubernetesBackend:
         phase = last.phase if last.phase.ended else PodPhase.FAILED
         gone = replace(last, phase=phase, ready=False, terminating=True, waiting="", sidecars_running=False)
         self._record(key, job).deleted[last.index] = DeletedPod(gone, time.monotonic() + _DELETED_TTL)
-        if (event := deleted_pod_event(pod)) is not None:
-            self._events.event(job, event)
 
     def _record(self, key: str, body: Json) -> JobRecord:
         record = self._records.get(key)
@@ -354,26 +344,24 @@ class KubernetesBackend:
         return self._stores.of(job.uid)
 
 
-def job_of(body: Json) -> Job:
+def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
     """Convert a job.
 
+    Args:
+        body: the object.
+        spec: in place of its spec.
+
     Raises:
-        BadInput: it does not fit this operator's definition, or its status is not one that the operator writes.
+        BadInput: the spec does not fit this operator's definition, or the status is not one that the operator writes.
     """
-    return _job(body, _spec_of(body))
-
-
-def _spec_of(body: Json) -> ElasticJobSpec:
-    try:
-        return ElasticJobSpec.of(msgspec.convert(body.get("spec"), dict[str, Any]))
-    except msgspec.ValidationError as error:
-        raise BadInput(
-            f"the spec of the job {text(body, 'metadata', 'name')} is not as this operator's definition has it "
-            f"({error}); update the definition (crds/elasticjob.yaml), or the job"
-        ) from None
-
-
-def _job(body: Json, spec: ElasticJobSpec) -> Job:
+    if spec is None:
+        try:
+            spec = ElasticJobSpec.of(msgspec.convert(body.get("spec"), dict[str, Any]))
+        except msgspec.ValidationError as error:
+            raise BadInput(
+                f"the spec of the job {text(body, 'metadata', 'name')} is not as this operator's definition has it "
+                f"({error}); update the definition (crds/elasticjob.yaml), or the job"
+            ) from None
     metadata = mapping(body, "metadata")
     return Job(
         name=text(metadata, "name"),
@@ -421,27 +409,6 @@ def startup_problem(events: Iterable[Json]) -> str:
     if text(last, "type") == "Warning":
         return with_hint(message or text(last, "reason"))
     return f"its node is {message[:1].lower()}{message[1:]}" if message and text(last, "reason") == "Pulling" else ""
-
-
-def deleted_pod_event(body: Json) -> JobEvent | None:
-    """The event with the last message of a pod that a user deleted, as its log is gone.
-
-    Returns:
-        None if it left none, or had ended before: then the planner has reported it.
-    """
-    pod = pod_of(body)
-    about = mapping(body, "metadata")
-    deadline = seconds(about.get("deletionTimestamp"))
-    if deadline is None or not pod.phase.ended:
-        return None
-    if pod.ended is not None and pod.ended < deadline - (integer(about, "deletionGracePeriodSeconds") or 0):
-        return None
-    if pod.exit_code in (ExitCode.LEFT, ExitCode.INTERRUPTED, ExitCode.SUCCEEDED):
-        last = messages.last_message(pod)
-        said = f"said last: {last}" if last else ""
-    else:
-        said = messages.pod_death(pod)
-    return JobEvent(EventReason.POD_DELETED, f"{pod.name}, which was deleted, {said}") if said else None
 
 
 def _recently_deleted(record: JobRecord, pods: Sequence[Pod]) -> tuple[Pod, ...]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from urllib.request import getproxies_environment
 
 import aiohttp
 import msgspec
+import yaml
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
@@ -227,26 +230,31 @@ class Api:
         self.on_request: Callable[[str, int], None] = lambda _verb, _status: None
 
     @classmethod
-    async def from_kubeconfig(cls, path: str | None = None, context: str | None = None) -> Self:
-        """Use a kubeconfig.
+    async def from_kubeconfig(
+        cls, path: str | None = None, context: str | None = None, environ: Mapping[str, str] = os.environ
+    ) -> Self:
+        """Connect as kubectl does.
 
         Args:
-            path: the file; None for KUBECONFIG or ``~/.kube/config``.
-            context: None for the current one.
+            path: the kubeconfig; None for those that KUBECONFIG names, or ``~/.kube/config``.
+            context: of the kubeconfig; None for its current one.
+            environ: with KUBECONFIG.
 
         Raises:
-            BadInput: it cannot be read, or has no such context.
+            BadInput: there is no such file or context, or it is invalid.
         """
+        files = _kubeconfigs(path, environ)
         configuration = Configuration()
         try:
-            loader = await load_kube_config(
-                config_file=path, context=context, client_configuration=configuration, persist_config=False
-            )
-            current = loader.current_context
-        except (ConfigException, OSError, ValueError) as error:
-            what = path or "the kubeconfig"
-            raise BadInput(f"{what} cannot be used: {error}; name one with --kubeconfig and --context") from None
-        return cls(configuration, str(current.get("context", {}).get("namespace") or "default"))
+            with _logged_errors() as problems:
+                loader = await load_kube_config(files, context, configuration, persist_config=False)
+            namespace = str(loader.current_context.get("context", {}).get("namespace") or "default")
+        except (ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+            why = " ".join(str(error).split())
+            raise BadInput(f"the kubeconfig {files} cannot be used: {why}; correct it, or choose another") from None
+        if problems:
+            raise BadInput(f"the kubeconfig {files} gives no credentials: {problems[0]}")
+        return cls(configuration, namespace)
 
     @classmethod
     async def in_cluster(cls) -> Self:
@@ -470,3 +478,31 @@ async def _beginning(response: aiohttp.ClientResponse) -> bytes:
         if len(data) >= _MAX_ERROR_BYTES:
             break
     return bytes(data)
+
+
+def _kubeconfigs(given: str | None, environ: Mapping[str, str]) -> str:
+    """The files that exist, with colons between them."""
+    if given is not None:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise BadInput(f"there is no kubeconfig {given}; check the path after --kubeconfig")
+        return str(path)
+    named = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
+    found = [str(path) for path in named or [Path("~/.kube/config").expanduser()] if path.is_file()]
+    if not found:
+        where = f"KUBECONFIG names {os.pathsep.join(map(str, named))}" if named else "~/.kube/config is not there"
+        raise BadInput(f"there is no kubeconfig ({where}); name one with --kubeconfig")
+    return os.pathsep.join(found)
+
+
+@contextlib.contextmanager
+def _logged_errors() -> Iterator[list[str]]:
+    """Collect what the official client logs: without credentials, it goes on."""
+    messages: list[str] = []
+    logger, handler = logging.getLogger("kubernetes.aio.config"), logging.Handler(logging.ERROR)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)

@@ -362,12 +362,11 @@ async def _run(settings: OperatorSettings) -> None:
 
 
 async def _connection(settings: OperatorSettings) -> Api:
-    from elastic_operator.kubernetes import kubeconfig
     from elastic_operator.kubernetes.client import Api
 
     if settings.in_pod:
         return await Api.in_cluster()
-    return await kubeconfig.connection(Api, kubeconfig.find(settings.kubeconfig, os.environ), settings.context)
+    return await Api.from_kubeconfig(settings.kubeconfig, settings.context)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from aiohttp import web
 
-from elastic_operator.controller.reconciler import Reconciler, WorkQueue
+from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.apply import Applier
 from elastic_operator.kubernetes.backend import KubernetesBackend
@@ -127,7 +127,6 @@ class Manager:
         self._settings = settings
         self._api = api
         self._metrics = OperatorMetrics()
-        self._queue = WorkQueue(self._metrics.waited)
         self._store = Store(changed=self._on_change, deleted=self._on_deleted)
         self._informer = Informer(api, self._store, namespaces=settings.namespaces)
         self._reconciler: Reconciler | None = None
@@ -200,16 +199,17 @@ class Manager:
                 applier=applier,
                 secrets=secrets,
                 stores=stores,
-                events=events,
             )
             self._reconciler = Reconciler(
-                self._backend, queue=self._queue, list_keys=self._keys, reconciled=self._metrics.reconciled
+                self._backend,
+                list_keys=lambda: self._store.keys,
+                waited=self._metrics.waited,
+                reconciled=self._metrics.reconciled,
             )
             try:
                 await self._reconciler.run()
             finally:
                 self._reconciler = self._backend = None
-                self._queue.clear()
 
     def _status_written(self, job: Job, plan: Plan) -> None:
         self._metrics.status_written(job, plan, time.time())
@@ -217,12 +217,9 @@ class Manager:
     def _jobs(self) -> Iterator[Json]:
         return (body for key in self._store.keys if (body := self._store.job(key)) is not None)
 
-    async def _keys(self) -> tuple[str, ...]:
-        return self._store.keys
-
     def _on_change(self, key: str) -> None:
         if self._reconciler is not None:  # a new leader looks at all jobs
-            self._queue.put(key)
+            self._reconciler.wake(key)
 
     def _on_deleted(self, resource: Resource, body: Json) -> None:
         if resource == PODS and self._backend is not None:
@@ -231,11 +228,14 @@ class Manager:
     def _register_metrics(self) -> None:
         metrics = self._metrics
         metrics.gauge("elastic_operator_leader", "Whether this copy is the leader.", lambda: float(self._is_leader()))
-        metrics.gauge("elastic_operator_queue_depth", "Jobs in the queue.", lambda: self._queue.depth)
+        metrics.gauge("elastic_operator_queue_depth", "Jobs in the queue.", self._queue_depth)
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(self._store.count, resource)
             metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
         metrics.jobs(self._jobs, self._is_leader)
+
+    def _queue_depth(self) -> float:
+        return 0 if self._reconciler is None else self._reconciler.depth
 
     def _is_leader(self) -> bool:
         return self._reconciler is not None

@@ -10,7 +10,6 @@ import itertools
 import logging
 import re
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.api.constants import MANAGED_BY, ROLE_REPORT, report_name, worker_selector
@@ -47,9 +46,6 @@ _log: Final = logging.getLogger(__name__)
 _FORBIDDEN: Final = re.compile(r"^\S+( \"[^\"]*\")? is forbidden: ")
 _MAX_PER_NAMESPACE: Final = 64
 """Concurrent writes in a namespace, fewer than there are connections: a slow webhook there holds up no other."""
-_REPORT_PATIENCE: Final = 60.0
-"""Seconds for which the API server may fail before a report is given up."""
-
 _MAX_PENDING: Final = 2000
 _CONCURRENT_EVENTS: Final = 4
 _EVENT_TRIES: Final = 8
@@ -76,23 +72,6 @@ class TransientError(ClusterError):
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
         self.why = why or message
-
-
-@dataclass(slots=True)
-class ReportWrite:
-    """How far the ConfigMap with a job's report is.
-
-    Attributes:
-        written: digest of the report that was written, or given up, last.
-        pending: digest of the one that could not be written yet.
-        failing_since: a monotonic time.
-        error: why it could not be written; None if nothing is pending.
-    """
-
-    written: bytes = b""
-    pending: bytes = b""
-    failing_since: float = 0.0
-    error: str | None = None
 
 
 class Writer:
@@ -216,44 +195,11 @@ class Writer:
         after = await self._api.replace(ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
         self._store.put(ELASTIC_JOBS, after)
 
-    async def keep_report(
-        self, job: Job, report: Report, write: ReportWrite, *, patience: float = _REPORT_PATIENCE
-    ) -> str | None:
-        """Write the report of a run into a ConfigMap, merged with the report that exists, unless it was written last.
+    async def keep_report(self, job: Job, report: Report) -> None:
+        """Write the report of a run into a ConfigMap, merged with the report that exists.
 
-        The ConfigMap belongs to the job, and keeps the report after the job's etcd is gone.
-
-        Args:
-            job: the owner.
-            report: what to write.
-            write: how far the writing is; it is updated.
-            patience: seconds for which the API server may fail before the report is given up.
-
-        Returns:
-            Why the report is given up; None if it was written, or is to be tried again.
+        The ConfigMap belongs to the job, and keeps the report after the job's etcd is gone. Raises as :meth:`create`.
         """
-        digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
-        if write.written == digest:
-            return None
-        if write.pending != digest:
-            write.pending, write.error = digest, None
-        why = ""
-        try:
-            await self._write_report(job, report)
-        except ClusterError as error:
-            now = time.monotonic()
-            if write.error is None:
-                write.failing_since = now
-            if not isinstance(error, Rejected | Blocked) and now - write.failing_since < patience:
-                write.error = str(error)
-                return None
-            why = error.why if isinstance(error, TransientError) else str(error)
-        write.written, write.error = digest, None
-        return (
-            f"what is known of its run cannot be kept in the ConfigMap {report_name(job.name)}: {why}" if why else None
-        )
-
-    async def _write_report(self, job: Job, report: Report) -> None:
         name = report_name(job.name)
         wanted: dict[str, Any] = {
             "apiVersion": CONFIG_MAPS.api_version,

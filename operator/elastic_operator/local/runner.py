@@ -29,7 +29,7 @@ from elastic_operator.api.report import decode_report, encode_report, merged
 from elastic_operator.api.status import JobState
 from elastic_operator.api.validation import Problem, problem_of
 from elastic_operator.controller.model import JobEvent
-from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings, WorkQueue
+from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
 from elastic_operator.controller.run_report import breakdown_at_change, report_of
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.backend import LocalBackend
@@ -233,7 +233,6 @@ class LocalRun:
         self._end = end
         self._ended: dict[str, Any] | None = None
         self._unwritten: set[Path] = set()
-        self._queue = WorkQueue()
         self.snapshots = SnapshotFeed(self._snapshot)
         self._backend = LocalBackend(
             live,
@@ -243,6 +242,7 @@ class LocalRun:
             broken=lambda error: _begin(end, Ending(EndReason.BAD_INPUT, str(error), error)),
             keep=self._keep_report,
         )
+        self._reconciler = Reconciler(self._backend, settings=_RECONCILE)
 
     def report(self) -> bytes:
         """Return the report of the run as it would be now."""
@@ -283,7 +283,7 @@ class LocalRun:
             if observer is not None:
                 tasks.create_task(self._each_snapshot(_VIEW_INTERVAL, observer.on_snapshot))
             drivers = [
-                tasks.create_task(Reconciler(self._backend, queue=self._queue, settings=_RECONCILE).run()),
+                tasks.create_task(self._reconciler.run()),
                 tasks.create_task(self._follow_manifest()),
                 tasks.create_task(self._follow_output()),
                 tasks.create_task(self._each_snapshot(_RECORD_INTERVAL, self._write_record)),
@@ -327,7 +327,7 @@ class LocalRun:
 
     def _changed(self) -> None:
         """Plan again, and notify the watchers."""
-        self._queue.put(self._live.key)
+        self._reconciler.wake(self._live.key)
         self.snapshots.touch()
         if (ending := self._finished()) is not None and not self._backend.running_pods:
             _begin(self._end, ending)
