@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_REMEMBERED: Final = 1000
+_REMEMBERED: Final = 10_000
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -70,7 +70,7 @@ class StoreMirror:
         changed: see above.
         away: see above.
         run_lease: seconds after which the store deletes a run that no agent and no operator follows.
-        remembered: former nodes whose names are kept at least.
+        remembered: nodes whose names are kept.
 
     Attributes:
         readable: whether the following attributes are current.
@@ -80,7 +80,7 @@ class StoreMirror:
         time_breakdown: where the run's time went; rewritten every few seconds, without a call of ``changed()``.
         history: the run's rounds.
         nodes: by node id, the registered nodes.
-        names: by node id, the pods of all nodes that are registered or in the round, and of the latest former nodes.
+        names: by node id, the pods of the nodes that were seen last.
     """
 
     def __init__(
@@ -220,19 +220,10 @@ class StoreMirror:
                 self.nodes[node_id] = node
                 self.names.pop(node_id, None)  # the order is that in which they were last seen
                 self.names[node_id] = node.name
-                self._forget_names()
+                if len(self.names) > self._remembered:
+                    del self.names[next(iter(self.names))]
                 return before is None or _but_progress(before) != _but_progress(node)
         return True
-
-    def _forget_names(self) -> None:
-        """Forget the names of nodes that left long ago, from time to time."""
-        members = self.round.members if self.round is not None else ()
-        if len(self.names) <= len(self.nodes) + len(members) + 2 * self._remembered:
-            return
-        in_use = self.nodes.keys() | {member.node for member in members}
-        former = [node_id for node_id in self.names if node_id not in in_use]
-        for node_id in former[: max(len(former) - self._remembered, 0)]:
-            del self.names[node_id]
 
 
 def _but_progress(node: NodeRecord) -> NodeRecord:

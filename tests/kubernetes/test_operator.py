@@ -244,20 +244,6 @@ async def test_a_deleted_pod_is_replaced_by_a_pod_with_another_name(
     await place.told("PodDeleted", f"{victim} was deleted; a new pod takes its place")
 
 
-async def test_the_last_output_of_a_deleted_pod_is_in_an_event(place: Place, operator: OperatorProcess) -> None:
-    await place.apply(replicas=2)
-    victim = min(await place.pods(2))
-    await place.bind(victim)  # otherwise the API server has no kubelet to wait for
-    await place.runs(victim)
-    await place.kubectl("delete", "pod", victim, "--wait=false")
-    await place.until(PODS, lambda pods: victim in pods and len(live(pods)) == 2, labels=worker_selector("digits"))
-
-    await place.ends(victim, 137)
-    await place.kubectl("delete", "pod", victim, "--force", "--grace-period=0")
-    told = await place.told("PodDeleted", victim, "which was deleted, was killed by SIGKILL")
-    assert told.count(victim) == 2, "once that it was deleted, once what it said"
-
-
 async def test_a_failed_pod_is_replaced_and_kept_for_its_log(place: Place, operator: OperatorProcess) -> None:
     await place.apply(replicas=2)
     victim = min(await place.pods(2))

@@ -11,7 +11,6 @@ import pytest
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror
 from torchelastic.errors import StoreError
-from torchelastic.protocol import SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,19 +18,6 @@ if TYPE_CHECKING:
     from elastic_operator.store_mirror import Reach
 
 PATIENCE = 30
-
-
-async def test_an_unexpected_error_while_a_size_is_written_is_a_store_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def write_size(_mirror: StoreMirror, _size: SizeRecord) -> None:
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr(StoreMirror, "connected", True)
-    monkeypatch.setattr(StoreMirror, "write_size", write_size)
-    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: None) as stores:
-        stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
-        for _ in range(2):
-            with pytest.raises(StoreError, match="a defect"):
-                await stores.write_size("uid", SizeRecord(min=1, max=2, desired=2))
 
 
 class Away(StoreMirror):

@@ -12,7 +12,7 @@ from elastic_operator.api.report import Report, decode_report
 from elastic_operator.api.status import JobState
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, PODS, Api
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import ReportWrite, Writer
+from elastic_operator.kubernetes.writer import Blocked, TransientError, Writer
 from tests.support.builders import NAME, NOW, UID, a_job
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 from tests.support.operated_cluster import OperatedCluster
@@ -21,7 +21,6 @@ from torchelastic.protocol import HistoryRecord, PastRound
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.controller.model import Job
     from tests.support.object_server import Fault
 
 REPORT = f"{NAME}-report"
@@ -39,11 +38,6 @@ async def api(server: ObjectServer) -> AsyncIterator[Api]:
         yield api
 
 
-@pytest.fixture
-def job() -> Job:
-    return replace(a_job(), namespace=NAMESPACE)
-
-
 def a_report(*numbers: int, state: JobState = JobState.SUCCEEDED) -> Report:
     rounds = tuple(PastRound(number=number, began=NOW) for number in numbers)
     history = HistoryRecord(created=NOW, rounds=rounds)
@@ -54,102 +48,45 @@ def kept_in(server: ObjectServer) -> Report:
     return decode_report(server.get(CONFIG_MAPS, REPORT)["data"]["report.json"])
 
 
-class Reports:
-    """Keeps the reports of one job; a new one knows nothing of those before it."""
-
-    def __init__(self, api: Api, *, patience: float = 60.0) -> None:
-        self._writer = Writer(api, Store(changed=lambda _key: None))
-        self._patience = patience
-        self._write = ReportWrite()
-
-    @property
-    def error(self) -> str | None:
-        return self._write.error
-
-    async def keep(self, job: Job, report: Report) -> str | None:
-        return await self._writer.keep_report(job, report, self._write, patience=self._patience)
+async def keep(api: Api, report: Report) -> None:
+    writer = Writer(api, Store(changed=lambda _key: None))
+    await writer.keep_report(replace(a_job(), namespace=NAMESPACE), report)
 
 
-async def test_a_report_is_written_once_and_belongs_to_its_job(server: ObjectServer, api: Api, job: Job) -> None:
-    reports = Reports(api)
-    assert [await reports.keep(job, a_report(1)) for _ in range(3)] == [None, None, None]
-    assert server.asked == [("POST", CONFIG_MAPS.path(NAMESPACE))]
+async def test_a_report_belongs_to_its_job(server: ObjectServer, api: Api) -> None:
+    await keep(api, a_report(1))
     assert kept_in(server) == a_report(1)
     about = server.get(CONFIG_MAPS, REPORT)["metadata"]
     [owner] = about["ownerReferences"]
     assert (owner["kind"], owner["uid"], owner["controller"]) == ("ElasticJob", UID, True)
     assert about["labels"]["elastic.pytorch.org/job"] == NAME
     assert about["labels"]["elastic.pytorch.org/role"] == "report"
-    assert reports.error is None
 
 
-async def test_a_later_report_is_merged_with_the_one_that_exists(server: ObjectServer, api: Api, job: Job) -> None:
-    await Reports(api).keep(job, a_report(1, 2, state=JobState.SUSPENDED))
-    later = Reports(api)  # of an operator that was restarted
-    await later.keep(job, a_report(3))
+async def test_a_later_report_is_merged_with_the_one_that_exists(server: ObjectServer, api: Api) -> None:
+    await keep(api, a_report(1, 2, state=JobState.SUSPENDED))
+    await keep(api, a_report(3))
     assert kept_in(server) == a_report(1, 2, 3)
     assert [method for method, _ in server.asked] == ["POST", "POST", "GET", "PATCH"]
-    await Reports(api).keep(job, a_report(3))
+    await keep(api, a_report(3))
     assert [method for method, _ in server.asked[4:]] == ["POST", "GET"], "it says that already"
     server.put(CONFIG_MAPS, REPORT, data={"report.json": "overwritten"})
-    assert await Reports(api).keep(job, a_report(2)) is None
+    await keep(api, a_report(2))
     assert kept_in(server) == a_report(2)
 
 
-async def test_a_config_map_of_another_owner_is_left_alone(server: ObjectServer, api: Api, job: Job) -> None:
+async def test_a_config_map_of_another_owner_is_left_alone(server: ObjectServer, api: Api) -> None:
     server.put(CONFIG_MAPS, REPORT, data={"mine": "1"})
-    assert await Reports(api).keep(job, a_report(1)) == (
-        f"what is known of its run cannot be kept in the ConfigMap {REPORT}: a ConfigMap called {REPORT} is there that "
-        "does not belong to this job: remove it, or give the job another name"
-    )
+    with pytest.raises(Blocked, match=f"a ConfigMap called {REPORT} is there that does not belong to this job"):
+        await keep(api, a_report(1))
     assert server.get(CONFIG_MAPS, REPORT)["data"] == {"mine": "1"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ((403, "Forbidden", "configmaps is forbidden: exceeded quota: small"), "raise that quota"),
-        ((403, "Forbidden", 'User "operator" cannot create resource "configmaps"'), "grant the operator its rights"),
-        ((422, "Invalid", "metadata.labels: no"), "metadata.labels: no"),
-        ((500, "InternalError", 'admission webhook "a.b.c" denied the request: no'), "denied the request: no"),
-    ],
-)
-async def test_a_rejected_report_is_given_up_at_once(
-    server: ObjectServer, api: Api, job: Job, fault: Fault, words: str
-) -> None:
-    server.fault = lambda _method, _path: fault
-    reports = Reports(api)
-    assert words in (await reports.keep(job, a_report(1)) or "")
-    assert reports.error is None
-    assert await reports.keep(job, a_report(1)) is None
-    assert len(server.asked) == 1
-
-
-async def test_a_failing_api_server_is_tried_again_for_a_while(server: ObjectServer, api: Api, job: Job) -> None:
-    server.fault = lambda _method, _path: (500, "InternalError", "etcdserver: request timed out")
-    reports = Reports(api)
-    for _ in range(3):
-        assert await reports.keep(job, a_report(1)) is None
-        assert "request timed out" in (reports.error or "")
-    impatient = Reports(api, patience=0.0)
-    assert (await impatient.keep(job, a_report(1)) or "").endswith("request timed out")
-    assert impatient.error is None
-    server.fault = lambda _method, _path: None
-    assert await reports.keep(job, a_report(1, 2)) is None
-    assert (kept_in(server), reports.error) == (a_report(1, 2), None)
-
-
-async def test_the_report_of_a_former_job_with_the_same_name_is_waited_for(
-    server: ObjectServer, api: Api, job: Job
-) -> None:
+async def test_the_report_of_a_former_job_with_the_same_name_is_waited_for(server: ObjectServer, api: Api) -> None:
     former = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": NAME, "uid": "x"}
     server.put(CONFIG_MAPS, REPORT, metadata={"ownerReferences": [{**former, "controller": True}]})
-    reports = Reports(api)
-    assert await reports.keep(job, a_report(1)) is None
-    assert "of the former job of this name is still being removed" in (reports.error or "")
-    server.pop(CONFIG_MAPS, REPORT)
-    assert await reports.keep(job, a_report(1)) is None
-    assert (kept_in(server), reports.error) == (a_report(1), None)
+    with pytest.raises(TransientError, match="of the former job of this name is still being removed"):
+        await keep(api, a_report(1))
 
 
 def succeeds(cluster: OperatedCluster) -> None:
@@ -188,16 +125,26 @@ async def test_the_report_is_written_before_the_final_status_and_before_etcd_is_
     assert cluster.server.times("POST", CONFIG_MAPS) == 1
 
 
-async def test_a_job_whose_report_is_rejected_finishes_with_an_event(cluster: OperatedCluster) -> None:
-    def fault(_method: str, path: str) -> Fault | None:
-        return (403, "Forbidden", "exceeded quota: small") if "configmaps" in path else None
-
-    cluster.server.fault = fault
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ((403, "Forbidden", "configmaps is forbidden: exceeded quota: small"), "raise that quota"),
+        ((422, "Invalid", "metadata.labels: no"), "metadata.labels: no"),
+        ((500, "InternalError", 'admission webhook "a.b.c" denied the request: no'), "denied the request: no"),
+    ],
+)
+async def test_a_job_whose_report_is_rejected_finishes_with_an_event(
+    cluster: OperatedCluster, fault: Fault, words: str
+) -> None:
+    cluster.server.fault = lambda _method, path: fault if "configmaps" in path else None
     cluster.add_job()
     await cluster.have_pods()
     succeeds(cluster)
     await cluster.until(lambda: cluster.server.times("DELETE", DEPLOYMENTS) == 1)
     await cluster.until(lambda: len(cluster.told("ReportNotKept")) == 1)
+    told = cluster.told("ReportNotKept")[0]
+    assert told.startswith(f"what is known of its run cannot be kept in the ConfigMap {REPORT}: ")
+    assert words in told
     assert cluster.status["state"] == "Succeeded"
     await cluster.look()
     assert cluster.server.times("POST", CONFIG_MAPS) == 1

@@ -1,4 +1,4 @@
-"""Writes that the API server rejects or answers with a conflict."""
+"""Writes that the API server rejects or answers with a conflict, and the Event objects of jobs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
+from elastic_operator.api.constants import EventReason
+from elastic_operator.controller.model import JobEvent
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import Writer
+from elastic_operator.kubernetes.writer import Writer, event_object
+from tests.support import cluster_objects
 from tests.support.answering import answering
 from tests.support.builders import UID
+from tests.support.cluster_objects import START, at
 from tests.support.object_server import NAMESPACE as TEAM
 from tests.support.object_server import ObjectServer
 
@@ -95,3 +99,41 @@ async def test_a_successor_of_the_same_name_is_not_deleted(resource: Resource) -
         await writer.delete(resource, TEAM, "digits", UID)
         assert server.times("DELETE", resource) == 1
         assert server.get(resource, "digits")["metadata"]["uid"] == "a successor's"
+
+
+NEWS = JobEvent(EventReason.SCALED, "scaled from 2 to 3 pods")
+
+
+def a_job(version: str = "7") -> dict[str, Any]:
+    job = cluster_objects.job()
+    job["metadata"]["resourceVersion"] = version
+    return job
+
+
+def test_an_event_names_its_job_and_its_reporter() -> None:
+    event = event_object(a_job(), NEWS, identity="operator-0", now=START + 3)
+
+    assert event["metadata"]["namespace"] == cluster_objects.NAMESPACE
+    assert event["metadata"]["name"].startswith("digits.")
+    assert event["involvedObject"] == {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "name": "digits",
+        "namespace": cluster_objects.NAMESPACE,
+        "uid": cluster_objects.JOB_UID,
+        "resourceVersion": "7",
+    }
+    assert (event["type"], event["reason"], event["message"]) == ("Normal", "Scaled", "scaled from 2 to 3 pods")
+    assert event["firstTimestamp"] == event["lastTimestamp"] == at(3)
+    assert event["reportingInstance"] == "operator-0"
+    long = event_object(a_job(), JobEvent(EventReason.POD_DIED, "x" * 5000, warning=True), identity="x", now=START)
+    assert (long["type"], len(long["message"])) == ("Warning", 1024)
+
+
+def test_the_same_event_has_the_same_name_and_another_one_has_another() -> None:
+    def name(job: dict[str, Any], news: JobEvent) -> str:
+        return str(event_object(job, news, identity="x", now=START)["metadata"]["name"])
+
+    assert name(a_job(), NEWS) == name(a_job(), NEWS)
+    assert name(a_job(), NEWS) != name(a_job("8"), NEWS)
+    assert name(a_job(), NEWS) != name(a_job(), JobEvent(EventReason.SCALED, "scaled from 3 to 4 pods"))

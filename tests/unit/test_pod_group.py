@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.api.spec import GangScheduler, SchedulingSpec
-from elastic_operator.resources.podgroup import disruption_budget, not_installed, pod_group, requests_of
+from elastic_operator.resources.podgroup import disruption_budget, not_installed, pod_group
 from tests.support.builders import UID, a_job
 
 LABELS = {
@@ -84,47 +83,26 @@ def test_the_disruption_budget_as_a_whole() -> None:
     }
 
 
-def asks(name: str = "worker", *, limits: Any = None, restarts: str | None = None, **requests: Any) -> dict[str, Any]:
+def asks(name: str = "worker", *, limits: Any = None, **requests: Any) -> dict[str, Any]:
     """A container that asks for this."""
     return {
         "name": name,
         "resources": {"requests": requests, **({"limits": limits} if limits else {})},
-        **({"restartPolicy": restarts} if restarts else {}),
     }
 
 
 @pytest.mark.parametrize(
-    ("pod", "requests"),
+    ("containers", "requests"),
     [
-        ({}, {}),
-        ({"containers": [asks(cpu="1"), asks("log", cpu="250m")]}, {"cpu": "1.25"}),
-        ({"containers": [asks(limits={"cpu": 4, "memory": "1Gi"}, cpu=2)]}, {"cpu": "2", "memory": "1073741824"}),
-        (
-            {"containers": [asks(cpu=1)], "initContainers": [asks("fetch", cpu=4, memory="1k")]},
-            {"cpu": "4", "memory": "1000"},
-        ),
-        ({"containers": [asks(cpu=1)], "initContainers": [asks("proxy", cpu=2, restarts="Always")]}, {"cpu": "3"}),
-        (
-            {
-                "containers": [asks(cpu=1)],
-                "initContainers": [asks("proxy", cpu=2, restarts="Always"), asks("fetch", cpu=3)],
-            },
-            {"cpu": "5"},
-        ),
-        (
-            {
-                "containers": [asks(cpu=1)],
-                "initContainers": [asks("fetch", cpu=3), asks("proxy", cpu=2, restarts="Always")],
-            },
-            {"cpu": "3"},
-        ),
-        ({"containers": [asks(cpu=1, memory=5)], "resources": {"requests": {"cpu": 8}}}, {"cpu": "8", "memory": "5"}),
-        ({"containers": [asks(cpu=1)], "overhead": {"cpu": "100m"}}, {"cpu": "1.1"}),
-        ({"containers": [asks(cpu=0, memory="much", gpu=None)]}, {}),
+        ([asks(cpu="1"), asks("log", cpu="250m")], {"cpu": "3750m"}),
+        ([asks(limits={"cpu": 4, "memory": "1Gi"}, cpu=2)], {"cpu": "6", "memory": "3221225472"}),
+        ([asks(cpu=1, memory="much", gpu=None, disk=0)], {"cpu": "3"}),
     ],
 )
-def test_the_requests_of_a_pod(pod: dict[str, Any], requests: dict[str, str]) -> None:
-    assert requests_of(pod) == {name: Decimal(amount) for name, amount in requests.items()}
+def test_a_gang_needs_what_the_containers_of_its_pods_request(
+    containers: list[dict[str, Any]], requests: dict[str, str]
+) -> None:
+    assert a_gang(GangScheduler.VOLCANO, {"containers": containers})["spec"]["minResources"] == requests
 
 
 @pytest.mark.parametrize(("cpu", "written"), [("500m", "1500m"), ("1", "3"), ("0.0001", "1m"), ("1e3", "3000")])

@@ -241,7 +241,7 @@ class Applier:
         incomplete = bool(errors)
         await attempt(self._ensure_pdb(job, plan, record), None)
         if plan.size is not None:
-            await attempt(self._stores.write_size(job.uid, plan.size), False)
+            await attempt(self._stores.write_size(job.uid, plan.size), None)
         await attempt(self._delete_pods(job, plan.remove), None)
         if endpoint is not None and has_group and plan.create:
             if wait <= 0:

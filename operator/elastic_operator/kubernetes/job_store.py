@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
 import logging
 import os
 import ssl
@@ -157,8 +156,8 @@ class EtcdSecrets:
 
 _log: Final = logging.getLogger(__name__)
 
-WRITE_TIMEOUT: Final = 0.3
-"""Seconds for writing a size: pods do not wait for a store that hangs."""
+WRITE_TIMEOUT: Final = 1.0
+"""Seconds for writing a size: pods do not wait longer for a store that hangs."""
 _PATIENCE: Final = 3.0
 """Seconds before an unreachable external etcd is reported."""
 _MANAGED_PATIENCE: Final = 60.0
@@ -180,7 +179,6 @@ class _Followed:
         away_since: when it was first unreachable, a monotonic time.
         error: why it is unreachable, once that is reported.
         reported: when that was, a monotonic time.
-        size: the latest size to write.
     """
 
     key: str
@@ -194,8 +192,6 @@ class _Followed:
     away_since: float | None = None
     error: str | None = None
     reported: float = 0.0
-    size: SizeRecord | None = None
-    writing: asyncio.Task[StoreError | None] | None = None
 
 
 class JobStores:
@@ -231,9 +227,8 @@ class JobStores:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for followed in self._followed.values():
-            for task in (followed.task, followed.writing):
-                if task is not None:
-                    task.cancel()
+            if followed.task is not None:
+                followed.task.cancel()
         self._followed.clear()
         await self._tasks.__aexit__(kind, error, trace)
 
@@ -282,46 +277,20 @@ class JobStores:
         if followed is not None:
             self._tasks.create_task(self._leave(followed))
 
-    async def write_size(self, uid: str, size: SizeRecord) -> bool:
-        """Write the wanted size, if that can be done at once; return whether it was.
-
-        An etcd that does not answer gets the latest size when it does. Then, or when it is reachable again, the job is
-        reconciled.
+    async def write_size(self, uid: str, size: SizeRecord) -> None:
+        """Write the wanted size, unless the store is away: the job is reconciled once it can be read again.
 
         Raises:
             StoreError: it failed, and must be tried again.
         """
         followed = self._followed.get(uid)
         if followed is None or not followed.mirror.connected:
-            return False
-        followed.size = size
-        if followed.writing is not None:
-            return False
-        writing = followed.writing = self._tasks.create_task(self._write(followed))
-        done, _ = await asyncio.wait([writing], timeout=WRITE_TIMEOUT)
-        if not done:
-            writing.add_done_callback(lambda _: self._on_change(followed.key))
-            _log.info("%s: its store has not taken the wanted size within %s s", followed.key, WRITE_TIMEOUT)
-            return False
-        if (error := writing.result()) is not None:
-            raise error
-        return True
-
-    async def _write(self, followed: _Followed) -> StoreError | None:
-        """Write the latest size; return the error."""
-        written = None
+            return
         try:
-            while written is not followed.size and followed.size is not None:
-                written = followed.size
-                await followed.mirror.write_size(written)
-        except StoreError as error:
-            return error
-        except Exception as defect:  # noqa: BLE001 - must not stop the other jobs
-            _log.exception("%s: an unexpected error while the wanted size was written to its store", followed.key)
-            return StoreError(f"an unexpected error: {defect}")
-        finally:
-            followed.writing = None
-        return None
+            async with asyncio.timeout(WRITE_TIMEOUT):
+                await followed.mirror.write_size(size)
+        except TimeoutError:
+            raise StoreError(f"it has not answered within {WRITE_TIMEOUT} s") from None
 
     def _start(self, uid: str, key: str, *, lasts: bool) -> _Followed:
         mirror = StoreMirror(
@@ -387,8 +356,6 @@ class JobStores:
         except Exception:  # noqa: BLE001 - must not stop the operator
             _log.exception("%s: an unexpected error while its keys were removed from its store", followed.key)
         finally:
-            tasks = [task for task in (followed.task, followed.writing) if task is not None]
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait(tasks)
+            if followed.task is not None:
+                followed.task.cancel()
+                await asyncio.wait([followed.task])

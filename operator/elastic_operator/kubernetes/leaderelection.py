@@ -62,7 +62,6 @@ class LeaderElector:
     def __init__(self, api: Api, settings: LeaseSettings) -> None:
         self._api = api
         self._settings = settings
-        self._lease: Json = {}
         self._seen = ("", 0.0)
         self._renewed = 0.0
         self._problem = ""
@@ -98,69 +97,54 @@ class LeaderElector:
                 task.result()
 
     async def _acquire(self) -> None:
-        settings = self._settings
         while True:
-            problem = ""
-            try:
-                async with asyncio.timeout(_TIMEOUT):
-                    lease = await self._read()
-                    if lease is None or self._is_free(lease):
-                        await self._write(lease, settings.identity)
-                        self._problem = ""
-                        return
-            except ClusterError as error:
-                if not (isinstance(error, ApiError) and error.conflict):  # another copy was faster
-                    problem = str(error)
-            except TimeoutError:
-                problem = "the API server does not answer in time"
-            if problem and problem != self._problem:
-                _log.warning("the lease %s cannot be acquired: %s", settings.name, problem)
-                self._problem = problem
-            await asyncio.sleep(settings.poll_period)
+            if await self._hold(_TIMEOUT) == self._settings.identity:
+                return
+            await asyncio.sleep(self._settings.poll_period)
 
     async def _renew_until_lost(self) -> None:
         settings = self._settings
         while True:
             await asyncio.sleep(settings.retry_period)
-            while not await self._renew():
-                if time.monotonic() - self._renewed >= settings.renew_deadline:
+            deadline = self._renewed + settings.renew_deadline
+            while (holder := await self._hold(max(deadline - time.monotonic(), 0))) != settings.identity:
+                if holder is not None or time.monotonic() >= deadline:
                     return
                 await asyncio.sleep(settings.poll_period)
-            if _holder(self._lease) != settings.identity:
-                return
 
-    async def _renew(self) -> bool:
-        """Try to renew once; return whether the holder of the lease is known."""
-        settings = self._settings
-        left = self._renewed + settings.renew_deadline - time.monotonic()
+    async def _hold(self, limit: float) -> str | None:
+        """Acquire or renew the lease, if that is possible now; return its holder, None if that is unknown."""
+        settings, problem = self._settings, ""
         try:
-            async with asyncio.timeout(max(left, 0)):
-                try:
-                    await self._write(self._lease, settings.identity)
-                except ApiError as error:
-                    if not error.conflict and not error.not_found:
-                        raise
-                    # An earlier renewal may have succeeded without its answer.
-                    self._lease = await self._read() or {}
-                    return _holder(self._lease) != settings.identity
-        except (ClusterError, TimeoutError) as error:
-            _log.info("the lease could not be renewed: %s", str(error) or "no answer in time")
-            return False
-        return True
+            async with asyncio.timeout(limit):
+                lease = await self._read()
+                if not self._is_free(lease):
+                    return _holder(lease)
+                await self._write(lease, settings.identity)
+        except ClusterError as error:
+            if isinstance(error, ApiError) and error.conflict:  # another copy was faster
+                return None
+            problem = str(error)
+        except TimeoutError:
+            problem = "the API server does not answer in time"
+        if problem and problem != self._problem:
+            _log.warning(
+                "the lease %s cannot be %s: %s", settings.name, "renewed" if self.is_leader else "acquired", problem
+            )
+        self._problem = problem
+        return None if problem else settings.identity
 
     async def _release(self) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT):
-                while _holder(self._lease) == self._settings.identity:
+                while _holder(lease := await self._read()) == self._settings.identity:
                     try:
-                        await self._write(self._lease, "")
+                        await self._write(lease, "")
                     except ApiError as error:
-                        if not error.conflict:
+                        if not error.conflict:  # a renewal succeeded without its answer
                             raise
-                        self._lease = await self._read() or {}  # a renewal succeeded without its answer
         except (ClusterError, TimeoutError) as error:
             _log.debug("the lease was not released: %s", str(error) or "no answer in time")
-        self._lease = {}
 
     async def _read(self) -> Json | None:
         try:
@@ -188,13 +172,13 @@ class LeaderElector:
         body = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": about, "spec": spec}
         if lease:
             about |= {"resourceVersion": lease["metadata"]["resourceVersion"], "uid": lease["metadata"]["uid"]}
-            self._lease = await self._api.replace(LEASES, settings.namespace, settings.name, body)
+            await self._api.replace(LEASES, settings.namespace, settings.name, body)
         else:
-            self._lease = await self._api.create(LEASES, settings.namespace, body)
+            await self._api.create(LEASES, settings.namespace, body)
         self._renewed = began
 
-    def _is_free(self, lease: Json) -> bool:
-        if _holder(lease) in ("", self._settings.identity):
+    def _is_free(self, lease: Json | None) -> bool:
+        if lease is None or _holder(lease) in ("", self._settings.identity):
             return True
         now = time.monotonic()
         version = lease["metadata"]["resourceVersion"]
@@ -204,5 +188,5 @@ class LeaderElector:
         return now - self._seen[1] >= duration
 
 
-def _holder(lease: Json) -> str:
+def _holder(lease: Json | None) -> str:
     return text(lease, "spec", "holderIdentity")

@@ -6,11 +6,11 @@ Every copy lists and watches, so that it can take over at once. The leader has a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-import socket
 import time
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
@@ -27,7 +27,7 @@ from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import EventRecorder, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterator
 
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job, Plan
@@ -35,78 +35,48 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.main import Address, OperatorSettings
 
 
-class HttpServer:
-    """Serves within ``async with``.
+@contextlib.asynccontextmanager
+async def http_server(
+    listen: Address,
+    *,
+    metrics: Callable[[str], tuple[bytes, str]],
+    unhealthy: Callable[[], str],
+    unready: Callable[[], str],
+) -> AsyncGenerator[int, None]:
+    """Serve /healthz, /readyz and /metrics; gives the port.
 
     Args:
         listen: where; without a host on all addresses, IPv4 and IPv6.
         metrics: returns the page and its content type for an Accept header.
         unhealthy: returns why the process is not healthy, as a sentence.
         unready: returns why the operator is not ready.
+
+    Raises:
+        BadInput: the address is not available.
     """
 
-    def __init__(
-        self,
-        listen: Address,
-        *,
-        metrics: Callable[[str], tuple[bytes, str]],
-        unhealthy: Callable[[], str],
-        unready: Callable[[], str],
-    ) -> None:
-        self._listen = listen
-        self._page = metrics
-        self._probes = {"/healthz": unhealthy, "/readyz": unready}
-        self._runner: web.AppRunner | None = None
-        self.port = 0
-
-    async def __aenter__(self) -> Self:
-        """Start to serve.
-
-        Raises:
-            BadInput: the address is not available.
-        """
-        listening = _socket(self._listen)
-        self.port = listening.getsockname()[1]
-        app = web.Application()
-        for path, problem in self._probes.items():
-            app.router.add_get(path, _probe(problem))
-        app.router.add_get("/metrics", self._metrics)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        await web.SockSite(runner, listening).start()
-        self._runner = runner
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        page, content_type = self._page(request.headers.get("Accept", ""))
-        return web.Response(body=page, headers={"Content-Type": content_type})
-
-
-def _probe(problem: Callable[[], str]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answer(_: web.Request) -> web.Response:
-        wrong = problem()
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/metrics":
+            page, content_type = metrics(request.headers.get("Accept", ""))
+            return web.Response(body=page, headers={"Content-Type": content_type})
+        wrong = unhealthy() if request.path == "/healthz" else unready()
         return web.Response(text=f"{wrong or 'ok'}\n", status=503 if wrong else 200)
 
-    return answer
-
-
-def _socket(listen: Address) -> socket.socket:
+    app = web.Application()
+    app.add_routes([web.get(path, answer) for path in ("/healthz", "/readyz", "/metrics")])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
     try:
-        if not listen.host:
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            return socket.create_server(("", listen.port), family=family, dualstack_ipv6=both)
-        family, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        raise BadInput(
-            f"nothing can be served on {listen.host}:{listen.port}: {error.strerror or error}; choose another address "
-            "with --listen"
-        ) from None
+        try:
+            await web.TCPSite(runner, listen.host or None, listen.port).start()
+        except OSError as error:
+            raise BadInput(
+                f"nothing can be served on {listen.host}:{listen.port}: {error.strerror or error}; choose another "
+                "address with --listen"
+            ) from None
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
 
 
 _log: Final = logging.getLogger(__name__)
@@ -140,12 +110,12 @@ class Manager:
             BadInput: a setting cannot be honoured.
         """
         self._register_metrics()
-        server = HttpServer(
+        server = http_server(
             self._settings.listen, metrics=self._metrics.page, unhealthy=self._unhealthy, unready=self._unready
         )
-        async with server:
+        async with server as port:
             namespaces = ", ".join(self._settings.namespaces) or "all namespaces"
-            _log.info("looking after the ElasticJobs of %s; /metrics on port %d", namespaces, server.port)
+            _log.info("looking after the ElasticJobs of %s; /metrics on port %d", namespaces, port)
             async with asyncio.TaskGroup() as background:
                 informer = background.create_task(self._informer.run())
                 tasks = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._lead())}

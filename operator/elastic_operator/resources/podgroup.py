@@ -19,7 +19,7 @@ from elastic_operator.api.spec import GangScheduler
 from elastic_operator.resources.metadata import own_labels, own_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from elastic_operator.api.spec import Json, SchedulingSpec
     from elastic_operator.controller.model import Job
@@ -59,8 +59,6 @@ _GANGS: Final[Mapping[GangScheduler, _Gang]] = {
 _TOO_MUCH: Final = Decimal(10) ** 20
 """Kubernetes counts in 64 bits."""
 
-Amounts = dict[str, Decimal]
-
 
 def gang_marks(job: Job, kind: str) -> dict[str, str]:
     """The ``labels`` or ``annotations`` by which a pod belongs to the PodGroup of its job."""
@@ -79,7 +77,7 @@ def pod_group(job: Job, gang: GangScheduler, min_member: int) -> dict[str, Any]:
     """The PodGroup object."""
     policy = job.spec.scheduling
     spec: dict[str, Any] = {"minMember": min_member}
-    if requests := requests_of(mapping(job.spec.template, "spec")):
+    if requests := _requests_of(mapping(job.spec.template, "spec")):
         spec["minResources"] = {name: _written(amount * min_member) for name, amount in sorted(requests.items())}
     if gang is GangScheduler.VOLCANO:
         volcano = {"queue": policy.queue, "priorityClassName": policy.priority_class}
@@ -117,55 +115,22 @@ def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
     }
 
 
-def requests_of(pod: Json) -> Amounts:
-    """What a pod requests of a node, as schedulers count it: the sum of its containers, or what it needs to start.
+def _requests_of(pod: Json) -> dict[str, Decimal]:
+    """What the containers of a pod request together; a limit counts as a request if there is none.
 
     Invalid quantities are ignored: the API server rejects them when pods are created.
-
-    Args:
-        pod: a pod's spec.
     """
-    running = _sum(_asked(container) for container in mappings(pod, "containers"))
-    starting: Amounts = {}
-    sidecars: Amounts = {}
-    for container in mappings(pod, "initContainers"):
-        at_once = _sum((sidecars, _asked(container)))
-        starting = _larger(starting, at_once)
-        if container.get("restartPolicy") == "Always":  # a sidecar keeps running
-            running = _sum((running, _asked(container)))
-            sidecars = at_once
-    # The requests of the pod as a whole take precedence.
-    needed = {**_larger(running, starting), **_asked(pod)}
-    return {name: amount for name, amount in _sum((needed, _amounts(mapping(pod, "overhead")))).items() if amount > 0}
-
-
-def _asked(whole: Json) -> Amounts:
-    """The requests of a container, or of a pod as a whole, with its limits as defaults."""
-    resources = mapping(whole, "resources")
-    return {**_amounts(mapping(resources, "limits")), **_amounts(mapping(resources, "requests"))}
-
-
-def _amounts(given: Json) -> Amounts:
-    amounts: Amounts = {}
-    for name, quantity in given.items():
-        if isinstance(quantity, str | int | float):
-            with contextlib.suppress(ValueError, ArithmeticError):
+    total: dict[str, Decimal] = {}
+    for container in mappings(pod, "containers"):
+        for name, quantity in {
+            **mapping(container, "resources", "limits"),
+            **mapping(container, "resources", "requests"),
+        }.items():
+            with contextlib.suppress(ValueError, ArithmeticError, TypeError):
                 amount = parse_quantity(quantity)
-                if 0 <= amount < _TOO_MUCH:
-                    amounts[name] = amount
-    return amounts
-
-
-def _sum(parts: Iterable[Amounts]) -> Amounts:
-    total: Amounts = {}
-    for part in parts:
-        for name, amount in part.items():
-            total[name] = total.get(name, Decimal(0)) + amount
+                if 0 < amount < _TOO_MUCH:
+                    total[name] = total.get(name, Decimal(0)) + amount
     return total
-
-
-def _larger(one: Amounts, other: Amounts) -> Amounts:
-    return {name: max(one.get(name, Decimal(0)), other.get(name, Decimal(0))) for name in one.keys() | other.keys()}
 
 
 def _written(amount: Decimal) -> str:
