@@ -140,7 +140,6 @@ async def backend(cluster: Cluster) -> AsyncIterator[KubernetesBackend]:
             stores=stores,
             secrets=EtcdSecrets(api, ()),
             applier=applier,
-            events=events,
         )
 
 
