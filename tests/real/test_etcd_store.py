@@ -162,7 +162,7 @@ async def test_lost_watch_events_are_delivered_when_the_watch_restarts(
     monkeypatch.setattr(etcd_v3, "QUIET_CHECKS", 3)
     async with (
         TcpProxy(etcd.endpoint) as proxy,
-        opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=0.2) as store,
+        opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=1) as store,
     ):
         await store.put(prefix + "before", b"")
         async with contextlib.aclosing(store.watch(prefix, 0)) as watch:

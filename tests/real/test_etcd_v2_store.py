@@ -282,7 +282,7 @@ async def test_python_etcd_logs_nothing(caplog: pytest.LogCaptureFixture) -> Non
 
 async def test_a_quiet_watch_survives_more_unrelated_changes_than_etcd_keeps(etcd: EtcdServer, prefix: str) -> None:
     async with (
-        opened(etcd.settings, silence_limit=0.2) as store,
+        opened(etcd.settings, silence_limit=2) as store,
         contextlib.aclosing(store.watch(prefix, 0)) as watch,
         asyncio.timeout(HANGS),
     ):

@@ -90,7 +90,7 @@ class EtcdFaults:
 
     async def test_a_watch_of_a_server_that_stands_still_ends(self, own_etcd: EtcdServer, prefix: str) -> None:
         async with (
-            self.opened(own_etcd.settings, silence_limit=0.6) as store,
+            self.opened(own_etcd.settings, silence_limit=1.5) as store,
             contextlib.aclosing(store.watch(prefix, self.start)) as watch,
         ):
             await confirmed(watch)
@@ -130,7 +130,7 @@ class EtcdFaults:
     async def test_a_watch_whose_line_falls_silent_ends(self, etcd: EtcdServer, prefix: str) -> None:
         async with (
             TcpProxy(etcd.endpoint) as proxy,
-            self.opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=0.6) as store,
+            self.opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=1.5) as store,
         ):
             last = await store.put(prefix + "a", b"")
             async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
