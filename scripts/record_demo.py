@@ -26,7 +26,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.text import Text
 
-from elastic_operator.local.demo import perform
+from elastic_operator.cli.demo import perform
 from elastic_operator.local.live_view import LiveView, render
 from elastic_operator.local.run_dir import home_dir
 from elastic_operator.local.runner import RunRequest
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.style import Style
 
-    from elastic_operator.local.demo import Performance
+    from elastic_operator.cli.demo import Performance
     from elastic_operator.local.view import Step
 
 COLUMNS: Final = 80

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from elastic_operator.client.local import LocalJobs
 from elastic_operator.errors import BadInput, NotFound
-from elastic_operator.local.client import LocalRuns
 from tests.support.crew import told
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from torchelastic.protocol import KEY_ROOT
@@ -56,14 +56,14 @@ async def test_a_successful_job_leaves_only_its_folder(home: Path) -> None:
     for rank in range(4):
         assert f"rank={rank}, world_size = 4" in output_of(record, rank)
     assert record["progress"]["line"].endswith("rank=0, world_size = 4")
-    (known,) = LocalRuns(home).list()
+    (known,) = LocalJobs(home=home).snapshots()
     assert not known["run"]["alive"]
 
 
 async def test_scaling_changes_the_size_of_the_running_job(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
         small = await run.trains(2)
-        jobs = LocalRuns(home)
+        jobs = LocalJobs(home=home)
         await asyncio.to_thread(jobs.scale, "job", 3)
         large = await run.trains(3)
         staying = {pod["uid"] for pod in training(small)}
@@ -110,7 +110,7 @@ async def test_training_continues_when_etcd_is_killed(home: Path, tmp_path: Path
         )
         assert back["etcd"]["endpoint"] == before["etcd"]["endpoint"]
         assert back["etcd"]["restarts"] == 1
-        await asyncio.to_thread(LocalRuns(home).scale, "job", 3)
+        await asyncio.to_thread(LocalJobs(home=home).scale, "job", 3)
         after = await run.trains(3)
         assert after["status"]["round"] == before["status"]["round"] + 1
         assert after["status"]["restarts"] == 0
@@ -130,9 +130,9 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
         assert processes_of(home) == {}
         assert run.record["run"]["ended"]["how"] == "interrupted"
         assert all(pod["ended"] is not None for pod in run.record["pods"])
-    assert not LocalRuns(home).get("job")["run"]["alive"]
+    assert not LocalJobs(home=home).describe("job")["run"]["alive"]
     with pytest.raises(NotFound, match="no job job is running here"):
-        LocalRuns(home).run("job")
+        LocalJobs(home=home).scale("job", 1)
 
 
 async def test_pods_that_ignore_their_end_are_killed_within_seconds(home: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ async def test_a_second_request_does_not_wait_for_hanging_pods(home: Path, tmp_p
         snapshot = await run.trains(2)
         for pod in snapshot["pods"]:
             os.kill(pod["pid"], signal.SIGSTOP)
-        deleting = asyncio.create_task(asyncio.to_thread(LocalRuns(home).delete, "job"))
+        deleting = asyncio.create_task(asyncio.to_thread(LocalJobs(home=home).delete, "job"))
         await run.until(lambda snapshot: all(pod["terminating"] for pod in snapshot["pods"]))
         run.process.send_signal(signal.SIGINT)
         async with asyncio.timeout(15):  # half of the grace period of deleted pods
@@ -196,12 +196,11 @@ async def test_a_killed_run_leaves_no_process(home: Path, tmp_path: Path) -> Non
         run.process.kill()
         assert await gone(processes, within=5)
         assert processes_of(home) == {}
-    lost = LocalRuns(home).get("job")
+    lost = LocalJobs(home=home).describe("job")
     assert not lost["run"]["alive"]
     assert lost["run"]["ended"] is None
     async with LocalRun(home, manifest(tmp_path)) as again:
         await again.trains(2)
-        assert not Path(lost["run"]["socket"]).exists()
 
 
 async def test_two_jobs_run_at_once(home: Path, tmp_path: Path) -> None:
@@ -211,10 +210,10 @@ async def test_two_jobs_run_at_once(home: Path, tmp_path: Path) -> None:
     ):
         first, second = await one.trains(1), await two.trains(1)
         assert first["etcd"]["endpoint"] != second["etcd"]["endpoint"]
-        assert {job["manifest"]["metadata"]["name"] for job in LocalRuns(home).list()} == {"one", "two"}
-        await asyncio.to_thread(LocalRuns(home).delete, "one")
+        assert {job["manifest"]["metadata"]["name"] for job in LocalJobs(home=home).snapshots()} == {"one", "two"}
+        await asyncio.to_thread(LocalJobs(home=home).delete, "one")
         assert await one.exit_code() == 3, one.output
-        assert (await asyncio.to_thread(LocalRuns(home).get, "two"))["status"]["state"] == "Running"
+        assert (await asyncio.to_thread(LocalJobs(home=home).describe, "two"))["status"]["state"] == "Running"
 
 
 async def test_the_name_of_a_running_job_is_taken(home: Path, tmp_path: Path) -> None:
@@ -228,7 +227,7 @@ async def test_the_name_of_a_running_job_is_taken(home: Path, tmp_path: Path) ->
             assert run_id in second.output
         async with LocalRun(home, file, "--resume", run_id) as resumed:
             assert await resumed.exit_code() == 2
-            assert "is still going on" in resumed.output
+            assert "is running here already" in resumed.output
         assert first.process.returncode is None
 
 
@@ -236,7 +235,7 @@ async def test_a_deleted_run_exits_with_its_code_and_releases_its_name(home: Pat
     file = manifest(tmp_path, replicas=1)
     async with LocalRun(home, file) as run:
         await run.trains(1)
-        await asyncio.to_thread(LocalRuns(home).delete, "job")
+        await asyncio.to_thread(LocalJobs(home=home).delete, "job")
         async with LocalRun(home, file) as next_run:
             await next_run.trains(1)
         assert await run.exit_code() == 3, run.output

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from elastic_operator.api.report import decode_report
 from elastic_operator.api.status import JobState
-from elastic_operator.local.client import LocalRuns
+from elastic_operator.client.local import LocalJobs
 from tests.support.crew import eventually
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from torchelastic.protocol import RunState
@@ -54,7 +54,7 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
     ]
     async with LocalRun(home, manifest(tmp_path, command=programs[0])) as run:
         before = await run.trains(2)
-        jobs = LocalRuns(home)
+        jobs = LocalJobs(home=home)
         await asyncio.to_thread(jobs.suspend, "job", suspended=True)
         asleep = await run.until(rests)
         assert asleep["status"]["round"] >= before["status"]["round"]

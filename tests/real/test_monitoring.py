@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 
-from elastic_operator.local.client import LocalRuns
+from elastic_operator.client.local import LocalJobs
 from scripts.monitoring.alerts import JOBS
 from scripts.monitoring.files import RULES
 from scripts.monitoring.fleet import FLEET_PAGE
@@ -102,7 +102,7 @@ async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story
             prometheus.scrape(ports(snapshot))
             # Prometheus sees a change only if some scrapes saw the earlier value.
             await prometheus.until("count_over_time(torchelastic_world_size[1m]) > 5", lambda seen: len(seen) == 2)
-            await asyncio.to_thread(LocalRuns(home).scale, "job", 3)
+            await asyncio.to_thread(LocalJobs(home=home).scale, "job", 3)
             snapshot = await run.trains(3, after=snapshot["status"]["round"])
             prometheus.scrape(ports(snapshot))
             await prometheus.until("sum(torchelastic_world_size)", lambda answer: answer and answer[0].value == 9)

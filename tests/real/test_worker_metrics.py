@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from elastic_operator.local.client import LocalRuns
+from elastic_operator.client.local import LocalJobs
 from tests.support.agents import AgentProcess
 from tests.support.crew import eventually, told
 from tests.support.local_runs import LocalRun, manifest, training
@@ -367,6 +367,6 @@ async def test_a_local_job_shows_worker_metrics_and_keeps_counters_when_scaled(t
     async with LocalRun(tmp_path / "home", job) as run:
         before = await run.trains(2)
         assert await counted(before) == [("0", 1), ("1", 1)]
-        await asyncio.to_thread(LocalRuns(run.home).scale, "job", 3)
+        await asyncio.to_thread(LocalJobs(home=run.home).scale, "job", 3)
         after = await run.trains(3, after=before["status"]["round"])
         assert await counted(after) == [("0", 2), ("1", 2), ("2", 1)]

@@ -119,7 +119,7 @@ def test_an_empty_list_says_how_to_start_a_job(command: str, capsys: pytest.Capt
 
 
 def test_an_unexpected_error_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_operator.local.client.LocalRuns.list", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("elastic_operator.client.local.LocalJobs.snapshots", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError) as error:
         run("get")
     assert "report" in "".join(error.value.__notes__)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from elastic_operator.errors import BadInput, ClusterError, NotFound
-from elastic_operator.local.client import LocalRuns, RunClient
+from elastic_operator.client.local import LocalJobs
+from elastic_operator.errors import BadInput, NotFound
 from elastic_operator.local.control import SnapshotFeed, control_server
 from elastic_operator.local.run_dir import RunDir, create_run
 
@@ -58,8 +58,8 @@ def files(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> LocalRuns:
-    return LocalRuns(tmp_path)
+def jobs(tmp_path: Path) -> LocalJobs:
+    return LocalJobs(home=tmp_path)
 
 
 @pytest_asyncio.fixture
@@ -74,18 +74,18 @@ async def run(files: RunDir, tmp_path: Path) -> AsyncIterator[SimulatedRun]:
 
 
 async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
-    run: SimulatedRun, files: RunDir, jobs: LocalRuns
+    run: SimulatedRun, files: RunDir, jobs: LocalJobs
 ) -> None:
     run.spec["replicas"] = 3  # not in its directory yet
     for name in ("digits", files.run_id):
-        found = await asyncio.to_thread(jobs.get, name)
+        found = await asyncio.to_thread(jobs.describe, name)
         assert found["manifest"]["spec"]["replicas"] == 3
         assert found["run"]["alive"]
     assert await asyncio.to_thread(jobs.report, "digits") == (b'{"rounds": []}', "")
 
 
 async def test_a_run_can_be_scaled_and_suspended_and_its_refusal_is_passed_on(
-    run: SimulatedRun, jobs: LocalRuns
+    run: SimulatedRun, jobs: LocalJobs
 ) -> None:
     await asyncio.to_thread(jobs.scale, "digits", 1)
     assert run.spec["replicas"] == 1
@@ -110,61 +110,37 @@ async def test_an_invalid_request_is_refused(run: SimulatedRun, tmp_path: Path, 
     assert run.spec == {"replicas": 2, "suspend": False}
 
 
-async def test_a_watch_yields_each_lasting_state_and_the_end(run: SimulatedRun, jobs: LocalRuns) -> None:
-    client = await asyncio.to_thread(jobs.run, "digits")
-    snapshots = client.watch()
-    assert (await asyncio.to_thread(next, snapshots))["manifest"]["spec"]["replicas"] == 2
-    run.patch({"replicas": 3})
-    assert (await asyncio.to_thread(next, snapshots))["manifest"]["spec"]["replicas"] == 3
-    run.delete()
-    assert (await asyncio.to_thread(next, snapshots))["run"]["ended"] == {"how": "deleted"}
-    assert await asyncio.to_thread(next, snapshots, None) is None
-
-
-async def test_deleting_returns_when_the_run_has_ended(run: SimulatedRun, jobs: LocalRuns) -> None:
+async def test_deleting_returns_when_the_run_has_ended(run: SimulatedRun, jobs: LocalJobs) -> None:
     await asyncio.to_thread(jobs.delete, "digits")
     assert run.ended is not None
     with pytest.raises(NotFound, match="no job digits is running here"):
         jobs.scale("digits", 1)
 
 
-async def test_a_killed_run_is_described_by_its_last_record(tmp_path: Path, files: RunDir, jobs: LocalRuns) -> None:
+async def test_a_killed_run_is_described_by_its_last_record(tmp_path: Path, files: RunDir, jobs: LocalJobs) -> None:
     control_socket = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(control_socket))
     files.write_record(SimulatedRun(files, control_socket).snapshot())
-    lost = jobs.get("digits")
+    lost = jobs.describe("digits")
     assert (lost["run"]["alive"], lost["run"]["ended"]) == (False, None)
     assert lost["events"][-1]["reason"] == "Killed"
     with pytest.raises(NotFound, match="no job digits is running here"):
-        jobs.run("digits")
-    with pytest.raises(NotFound, match="has ended"):
-        RunClient("digits", control_socket).snapshot()
+        jobs.scale("digits", 1)
     with pytest.raises(NotFound, match="there is no report of digits: was its run killed"):
         jobs.report("digits")
 
 
-async def test_an_incomplete_response_of_a_run_is_an_error(tmp_path: Path) -> None:
-    async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
-        writer.close()
-
-    async with await asyncio.start_unix_server(break_off, str(tmp_path / "s")):
-        with pytest.raises(ClusterError, match="did not answer"):
-            await asyncio.to_thread(RunClient("digits", tmp_path / "s").snapshot)
-
-
-def test_only_the_latest_run_is_listed_unless_all_are_requested(tmp_path: Path, jobs: LocalRuns) -> None:
+def test_only_the_latest_run_is_listed_unless_all_are_requested(tmp_path: Path, jobs: LocalJobs) -> None:
     for number in range(2):
         files = create_run(tmp_path, "digits", NOW + number)
         run = {"id": files.run_id, "ended": {"how": "failed"}}
         files.write_record({"manifest": {"metadata": {"name": "digits"}}, "run": run, "number": number})
-    assert [record["number"] for record in jobs.list()] == [1]
-    assert [record["number"] for record in jobs.list("digits", every=True)] == [1, 0]
+    assert [record["number"] for record in jobs.snapshots()] == [1]
+    assert [record["number"] for record in jobs.snapshots("digits", every_run=True)] == [1, 0]
     with pytest.raises(NotFound, match="there is no job or run letters here"):
-        jobs.get("letters")
-    assert LocalRuns(tmp_path / "elsewhere").list() == []
+        jobs.describe("letters")
+    assert LocalJobs(home=tmp_path / "elsewhere").snapshots() == []
 
 
 async def test_changes_in_quick_succession_make_one_snapshot_and_the_last_is_not_missed() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elastic_operator.client.local import select_files
 from elastic_operator.errors import NotFound
-from elastic_operator.local.log_files import LogReader, follow, log_files, tail_offset
+from elastic_operator.local.log_files import follow_logs, print_logs
 from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
@@ -38,55 +36,44 @@ def logs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read(logs: Path, wanted: LogSelector, round: int | None = None, *, tail: int | None = None) -> str:
+def read(logs: Path, **selector: Any) -> str:
     output: list[bytes] = []
-    reader = LogReader(output.append, label=not wanted.single_source, tail=tail)
-    reader.read(select_files(logs, replace(wanted, round=round)))
-    reader.finish()
+    print_logs(logs, LogSelector(**selector), output.append)
     return b"".join(output).decode()
 
 
 def test_the_selected_output_is_printed(logs: Path, tmp_path: Path) -> None:
-    assert read(logs, LogSelector()) == "[rank 0] three\n[rank 1] tres\n"
-    assert read(logs, LogSelector(0), 1) == "one\ntwo\n"
+    assert read(logs) == "[rank 0] three\n[rank 1] tres\n"
+    assert read(logs, rank=0, round=1) == "one\ntwo\n"
     write(logs, "digits-1-bbbbb", 2, 0, "10%\r20%\x1b[0m no newline")
-    assert read(logs, LogSelector(0)) == "three\n10%\r20%\x1b[0m no newline"
-    assert read(logs, LogSelector()) == "[rank 0] three\n[rank 1] tres\n[rank 0] 10%\r20%\x1b[0m no newline\n"
+    assert read(logs, rank=0) == "three\n10%\r20%\x1b[0m no newline"
+    assert read(logs) == "[rank 0] three\n[rank 1] tres\n[rank 0] 10%\r20%\x1b[0m no newline\n"
     write(logs, "digits-1-bbbbb", 3, 0, "alone\n")
-    assert read(logs, LogSelector()) == "[rank 0] alone\n"
-    assert read(logs, LogSelector(pod="digits-0-aaaaa")) == "[rank 1] tres\n", "the pod's last round"
+    write(logs, "digits-1-bbbbb/round_9_old", 9, 0, "stray\n")
+    assert read(logs) == "[rank 0] alone\n"
+    assert read(logs, pod="digits-0-aaaaa") == "[rank 1] tres\n", "the pod's last round"
     with pytest.raises(NotFound, match="no worker has started yet"):
-        select_files(tmp_path / "none", LogSelector())
+        read(tmp_path / "none")
 
 
 def test_agent_logs_are_labelled_with_the_pod(logs: Path) -> None:
     pod = "digits-0-aaaaa"
-    assert read(logs, LogSelector(agents=True)).splitlines()[:2] == [f"09:00:00 [{pod}] round 1", f"[{pod}] Traceback"]
-    assert read(logs, LogSelector(pod=pod, agents=True)) == f"09:00:00 [{pod}] round 1\nTraceback\n"
+    assert read(logs, agents=True).splitlines()[:2] == [f"09:00:00 [{pod}] round 1", f"[{pod}] Traceback"]
+    assert read(logs, pod=pod, agents=True) == f"09:00:00 [{pod}] round 1\nTraceback\n"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "round", "sentence"),
+    ("selector", "sentence"),
     [
-        (LogSelector(7), None, "there is no rank 7 in round 2; it has ranks 0-1"),
-        (LogSelector(0), 9, "there is no log of round 9; there are logs of rounds 1-2"),
-        (LogSelector(pod="x"), None, "there is no log of pod x; there are logs of digits-0-aaaaa, digits-1-bbbbb"),
+        ({"rank": 7}, "there is no rank 7 in round 2; it has ranks 0-1"),
+        ({"rank": 0, "round": 9}, "there is no log of round 9; there are logs of rounds 1-2"),
+        ({"pod": "x"}, "there is no log of pod x; there are logs of digits-0-aaaaa, digits-1-bbbbb"),
     ],
 )
-def test_a_missing_log_is_reported_with_the_existing_ones(
-    logs: Path, wanted: LogSelector, round: int | None, sentence: str
-) -> None:
+def test_a_missing_log_is_reported_with_the_existing_ones(logs: Path, selector: dict[str, Any], sentence: str) -> None:
     with pytest.raises(NotFound) as error:
-        select_files(logs, replace(wanted, round=round))
+        read(logs, **selector)
     assert str(error.value) == sentence
-
-
-@pytest.mark.parametrize("name", ["round_x", "round_1_old"])
-def test_other_folders_are_ignored(logs: Path, name: str) -> None:
-    stray = logs / "digits-0-aaaaa" / name / "rank_0"
-    stray.mkdir(parents=True)
-    (stray / "output.log").write_text("stray\n")
-    assert all("stray" not in file.path.read_text() for file in log_files(logs, LogSelector()))
 
 
 @pytest.mark.parametrize(("text", "lines", "tail"), [
@@ -96,27 +83,24 @@ def test_other_folders_are_ignored(logs: Path, name: str) -> None:
     ("a\nb\nc\n", 0, ""),
     ("", 3, ""),
     ("\n\n\n", 2, "\n\n"),
-    ("x" * 200_000 + "\n" + "y" * 70_000 + "\nz\n", 2, "y" * 70_000 + "\nz\n"),
 ])  # fmt: skip
 def test_a_tail_is_the_last_lines_of_a_file(tmp_path: Path, text: str, lines: int, tail: str) -> None:
-    path = tmp_path / "file"
-    path.write_text(text)
-    assert path.read_text()[tail_offset(path, lines) :] == tail
+    write(tmp_path, "digits-0-aaaaa", 1, 0, text)
+    assert read(tmp_path, rank=0, tail=lines) == tail
 
 
 class Following:
     """``logs -f`` in a thread, and its output."""
 
-    def __init__(self, logs: Path, wanted: LogSelector, **how: Any) -> None:
+    def __init__(self, logs: Path, **selector: Any) -> None:
         self.output = b""
         self.messages: list[str] = []
         self.ended = threading.Event()
         self._grown = threading.Condition()
-        reader = LogReader(self._write, label=not wanted.single_source, tail=how.pop("tail", None))
         self._thread = threading.Thread(
-            target=follow,
-            args=(logs, wanted, reader),
-            kwargs={"ended": self.ended, "tell": self.messages.append, **how},
+            target=follow_logs,
+            args=(logs, LogSelector(**selector), self._write),
+            kwargs={"alive": lambda: not self.ended.is_set(), "tell": self.messages.append},
         )
         self._thread.start()
 
@@ -139,8 +123,8 @@ class Following:
 def following(logs: Path) -> Iterator[Any]:
     started: list[Following] = []
 
-    def start(wanted: LogSelector, **how: Any) -> Following:
-        started.append(Following(logs, wanted, **how))
+    def start(**selector: Any) -> Following:
+        started.append(Following(logs, **selector))
         return started[-1]
 
     yield start
@@ -150,7 +134,7 @@ def following(logs: Path) -> Iterator[Any]:
 
 
 def test_a_rank_is_followed_through_new_rounds(logs: Path, following: Any) -> None:
-    followed = following(LogSelector(0))
+    followed = following(rank=0)
     followed.until(b"three\n")
     write(logs, "digits-1-bbbbb", 2, 0, "four\n")
     followed.until(b"four\n")
@@ -164,7 +148,7 @@ def test_a_rank_is_followed_through_new_rounds(logs: Path, following: Any) -> No
 
 def test_following_starts_with_the_tail_and_prints_all_new_lines(logs: Path, following: Any) -> None:
     write(logs, "digits-1-bbbbb", 2, 0, "four\n")
-    followed = following(LogSelector(0), tail=1)
+    followed = following(rank=0, tail=1)
     followed.until(b"four\n")
     write(logs, "digits-0-aaaaa", 3, 0, "five\nsix\n")
     followed.until(b"six\n")
@@ -172,14 +156,14 @@ def test_following_starts_with_the_tail_and_prints_all_new_lines(logs: Path, fol
 
 
 def test_following_one_round_ends_with_the_round(logs: Path, following: Any) -> None:
-    followed = following(LogSelector(), only=2)
+    followed = following(round=2)
     followed.until(b"[rank 1] tres\n")
     write(logs, "digits-0-aaaaa", 3, 0, "five\n")
     assert followed.join() == b"[rank 0] three\n[rank 1] tres\n"
 
 
 def test_following_can_start_before_the_first_log_exists(tmp_path: Path) -> None:
-    followed = Following(tmp_path, LogSelector(1))
+    followed = Following(tmp_path, rank=1)
     write(tmp_path, "digits-0-aaaaa", 1, 1, "hello\n")
     followed.until(b"hello\n")
     followed.ended.set()

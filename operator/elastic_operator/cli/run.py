@@ -86,7 +86,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
-    from elastic_operator.local.demo import perform
+    from elastic_operator.cli.demo import perform
     from elastic_operator.local.run_dir import home_dir
     from elastic_operator.local.runner import RunRequest, run_job
     from elastic_operator.local.view import own_hints

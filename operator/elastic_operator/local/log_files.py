@@ -6,20 +6,21 @@ Workers write ``<pod>/round_E/rank_R/output.log`` (or ``stdout.log`` and ``stder
 from __future__ import annotations
 
 import re
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.errors import NotFound
 from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
 _WORKER_LOG: Final = re.compile(r"round_(\d+)/rank_(\d+)/[^/]+\.log")
 _BLOCK: Final = 1 << 16
-_POLL_MILLISECONDS: Final = 2000
-"""Some file systems do not notify of changes."""
+_POLL_INTERVAL: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,9 +38,9 @@ class LogFile:
         return (line if self.rank < 0 and label in line else label + line) + b"\n"
 
 
-def log_files(logs: Path, wanted: LogSelector) -> list[LogFile]:
-    """Return the log files that are wanted, by round and rank."""
-    if wanted.agents:
+def log_files(logs: Path, selector: LogSelector) -> list[LogFile]:
+    """Return the selected log files of all rounds, by round and rank."""
+    if selector.agents:
         found = [LogFile(0, -1, path.parent.name, path) for path in logs.glob("*/agent.log")]
     else:
         found = []
@@ -47,62 +48,97 @@ def log_files(logs: Path, wanted: LogSelector) -> list[LogFile]:
             pod, _, file = path.relative_to(logs).as_posix().partition("/")
             if match := _WORKER_LOG.fullmatch(file):
                 found.append(LogFile(int(match[1]), int(match[2]), pod, path))
-    return sorted(each for each in found if wanted.pod in (None, each.pod) and wanted.rank in (None, each.rank))
+    return sorted(each for each in found if selector.pod in (None, each.pod) and selector.rank in (None, each.rank))
 
 
-def latest_round(logs: Path) -> int:
-    """Return the highest round in which a worker was started; 0 if there is none."""
-    return max((file.round for file in log_files(logs, LogSelector())), default=0)
+def print_logs(logs: Path, selector: LogSelector, write: Callable[[bytes], object]) -> None:
+    """Write the logs of one round: the selected one, or the latest.
+
+    Raises:
+        NotFound: there are none; the message says what there is.
+    """
+    everything = log_files(logs, LogSelector(agents=selector.agents))
+    there = [file for file in everything if selector.pod in (None, file.pod)]
+    if selector.pod is not None and not there:
+        pods = sorted({file.pod for file in everything})
+        raise NotFound(f"there is no log of pod {selector.pod}; there are logs of {', '.join(pods) or 'none'}")
+    ranks: dict[int, set[int]] = {}
+    for file in there:
+        ranks.setdefault(file.round, set()).add(file.rank)
+    if not ranks and not selector.agents:
+        raise NotFound(f"no worker has started yet; what the agents say is in {logs}/*/agent.log (--agent)")
+    round = max(ranks, default=0) if selector.round is None else selector.round
+    if not selector.agents:
+        selector.check(ranks, round)
+    reader = _LogReader(selector, write)
+    for file in there:
+        if file.round == round and selector.rank in (None, file.rank):
+            reader.read(file, tail=selector.tail)
+    reader.finish()
 
 
-def tail_offset(path: Path, lines: int) -> int:
-    """Return the offset at which the last lines of a file begin."""
-    with path.open("rb") as file:
-        end = file.seek(0, 2)
-        start, block = end, b""
-        while start > 0 and block.count(b"\n") <= lines:
-            size = min(start, _BLOCK)
-            start -= size
-            file.seek(start)
-            block = file.read(size) + block
-    ended = block.endswith(b"\n")
-    last = block[: len(block) - ended].split(b"\n")[-lines:]
-    return end - len(b"\n".join(last)) - ended if lines else end
-
-
-class LogReader:
-    """Reads files as they grow, and writes what was added.
+def follow_logs(
+    logs: Path,
+    selector: LogSelector,
+    write: Callable[[bytes], object],
+    *,
+    alive: Callable[[], bool],
+    tell: Callable[[str], object],
+) -> None:
+    """Write logs as they grow, from round to round, or of the selected round until the next one has begun.
 
     Args:
+        logs: the directory of the run's logs.
+        selector: which of them.
         write: takes pieces of output.
-        label: whether each line begins with its rank or pod.
-        tail: read only so many last lines of a file that is there at first; None for all.
+        alive: returns whether the run goes on; if not, no file grows any longer.
+        tell: takes a sentence when another round begins.
     """
+    reader = _LogReader(selector, write)
+    at_first = log_files(logs, selector)
+    only = selector.round
+    first = announced = only or max((file.round for file in at_first), default=0)
+    while True:
+        rounds = (file.round for file in log_files(logs, LogSelector()))
+        more = alive() and (only is None or max(rounds, default=0) <= only)
+        for file in log_files(logs, selector):
+            if file.round < first or only not in (None, file.round):
+                continue
+            if announced and file.round > announced:
+                tell(f"round {file.round} begins")
+            announced = max(announced, file.round)
+            reader.read(file, tail=selector.tail if file in at_first else None)
+        if not more:
+            break
+        time.sleep(_POLL_INTERVAL)
+    reader.finish()
 
-    def __init__(self, write: Callable[[bytes], object], *, label: bool, tail: int | None = None) -> None:
+
+class _LogReader:
+    """Reads files as they grow, and writes what was added, with labels if there are several sources."""
+
+    def __init__(self, selector: LogSelector, write: Callable[[bytes], object]) -> None:
+        self._label = not selector.single_source
         self._write = write
-        self._label = label
-        self._tail = tail
         self._offsets: dict[LogFile, int] = {}
         self._partial: dict[LogFile, bytes] = {}
 
-    def read(self, files: Iterable[LogFile], *, new: bool = False) -> None:
-        """Write what was added to these files; ``tail`` does not apply to files that are ``new``."""
-        for file in files:
-            if file not in self._offsets:
-                self._offsets[file] = 0 if new or self._tail is None else tail_offset(file.path, self._tail)
-            with file.path.open("rb") as content:
-                content.seek(self._offsets[file])
-                while piece := content.read(_BLOCK):
-                    self._offsets[file] += len(piece)
-                    self._emit(file, piece)
+    def read(self, file: LogFile, *, tail: int | None = None) -> None:
+        """Write what was added to a file; of a file that is read first, only the last ``tail`` lines."""
+        with file.path.open("rb") as content:
+            if file not in self._offsets and tail is not None:
+                last = deque(content, maxlen=tail)
+                self._offsets[file] = content.tell() - sum(map(len, last))
+            content.seek(self._offsets.get(file, 0))
+            while piece := content.read(_BLOCK):
+                self._emit(file, piece)
+            self._offsets[file] = content.tell()
 
     def finish(self) -> None:
         """Write the last lines that do not end with a newline."""
         for file, rest in self._partial.items():
             if rest:
                 self._write(file.labelled(rest))
-        self._partial.clear()
 
     def _emit(self, file: LogFile, piece: bytes) -> None:
         if not self._label:
@@ -111,58 +147,3 @@ class LogReader:
         *lines, self._partial[file] = (self._partial.get(file, b"") + piece).split(b"\n")
         if lines:
             self._write(b"".join(file.labelled(line) for line in lines))
-
-
-def follow(
-    logs: Path,
-    wanted: LogSelector,
-    reader: LogReader,
-    *,
-    ended: threading.Event,
-    tell: Callable[[str], object],
-    only: int | None = None,
-) -> None:
-    """Write logs as they grow, from round to round, until the job has ended.
-
-    Args:
-        logs: the directory of the run's logs.
-        wanted: which of them.
-        reader: reads and writes them.
-        ended: set when the job has ended and no file grows any longer.
-        tell: takes a sentence when another round begins.
-        only: only this round; it is over when the next one has begun.
-    """
-    from watchfiles import watch
-
-    at_first = log_files(logs, wanted)
-    current = only if only is not None else max((file.round for file in at_first), default=0)
-    announced = current if at_first else 0
-
-    def read() -> bool:
-        """Write what was added; return whether more can follow."""
-        nonlocal announced
-        over = ended.is_set()
-        for file in log_files(logs, wanted):
-            if file.round < current or only not in (None, file.round):
-                continue
-            if file.round > announced:
-                if announced:
-                    tell(f"round {file.round} begins")
-                announced = file.round
-            reader.read([file], new=file not in at_first)
-        return not over and (only is None or latest_round(logs) <= only)
-
-    if read():
-        for _ in watch(
-            logs,
-            watch_filter=None,
-            stop_event=ended,
-            rust_timeout=_POLL_MILLISECONDS,
-            yield_on_timeout=True,
-            debounce=100,
-            step=20,
-        ):
-            if not read():
-                break
-    read()
-    reader.finish()

@@ -12,7 +12,7 @@ run.log        what elasticjob itself logged
 etcd/          the data of etcd, removed at the end; etcd.log stays
 
 A run holds a lock on ``<home>/names/<job>.lock``, so that a job's name is unique among the runs that are alive. The
-kernel releases it when the process ends. The file names the run that holds the lock, and its control socket.
+kernel releases it when the process ends. The file names the run that holds the lock.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 _MAX_SOCKET_PATH: Final = 107
 """Bytes in the kernel's ``sun_path``, less the NUL at its end."""
@@ -172,70 +172,32 @@ def private_dir(environ: Mapping[str, str], file_name: str) -> Path:
     )
 
 
-class NameLock:
-    """A lock on a job's name; made by :func:`lock_name`."""
-
-    def __init__(self, file: int) -> None:
-        self._file: int | None = file
-
-    def write(self, run: str, socket: Path) -> None:
-        """Write down which run holds the name, with its control socket."""
-        if self._file is not None:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps({"run": run, "pid": os.getpid(), "socket": str(socket)}).encode(), 0)
-
-    def release(self) -> None:
-        """Release the name before the block ends."""
-        if self._file is not None:
-            os.ftruncate(self._file, 0)  # a file that names a holder is of a run that was killed
-            os.close(self._file)
-            self._file = None
-
-
-@contextlib.contextmanager
-def lock_name(home: Path, job: str, resume: str | None = None) -> Iterator[NameLock]:
-    """Hold the name while the block runs. Removes the control socket of a run that was killed.
-
-    Args:
-        home: see :func:`home_dir`.
-        job: the name.
-        resume: the id of the run that the user wants to resume.
+def lock_name(home: Path, job: str) -> TextIO:
+    """Return a file that locks the name of a job until it is closed; its text names the run that holds the lock.
 
     Raises:
         BadInput: a run that is alive holds the name, or the home directory cannot be written.
     """
     path = home / "names" / f"{job}.lock"
-    file = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        before = json.loads(os.pread(file, 4096, 0) or b"{}")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if file is not None:
-            os.close(file)
-        if isinstance(error, BlockingIOError):
-            if resume and before.get("run") == resume:
-                raise BadInput(
-                    f"run {resume} is still going on (process {before['pid']}), so it cannot be resumed; "
-                    f"end it first with `elasticjob delete {job}`"
-                ) from None
-            by = f" (run {before['run']}, process {before['pid']})" if before else ""
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a+"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = path.read_text()
             raise BadInput(
-                f"a job {job} is running here already{by}; end it with `elasticjob delete {job}`, "
-                "or give this one another metadata.name"
+                f"a job {job} is running here already{holder and f' ({holder})'}; end it with "
+                f"`elasticjob delete {job}`, or give this one another metadata.name"
             ) from None
-        raise BadInput(
-            f"cannot write and lock {path}: {error.strerror}; "
-            "set ELASTICJOB_HOME to a directory that can be written, on a local file system"
-        ) from None
-    lock = NameLock(file)
-    try:
-        if before:
-            Path(before["socket"]).unlink(missing_ok=True)
-        yield lock
-    finally:
-        lock.release()
+        except OSError as error:
+            raise BadInput(
+                f"cannot write and lock {path}: {error.strerror}; "
+                "set ELASTICJOB_HOME to a directory that can be written, on a local file system"
+            ) from None
+        file.truncate(0)
+        stack.pop_all()
+        return file
 
 
 def _create(run: RunDir) -> None:

@@ -44,9 +44,10 @@ from elastic_operator.manifest.loader import load
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+    from typing import TextIO
 
     from elastic_operator.api.report import Report
-    from elastic_operator.local.run_dir import NameLock, RunDir
+    from elastic_operator.local.run_dir import RunDir
     from elastic_operator.manifest.loader import ElasticJobManifest
 
 STOP_GRACE: Final = 3.0
@@ -136,12 +137,13 @@ async def run_job(request: RunRequest, *, observer: Observer | None = None) -> i
         raise BadInput(f"{manifest.source.path}: {problem}")
     end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
     _on_signals(lambda: _begin(end, Ending(EndReason.INTERRUPTED)))
-    with lock_name(request.home, manifest.name, request.resume) as name:
+    with lock_name(request.home, manifest.name) as name:
         socket = private_dir(request.environ, "12345678.sock") / f"{secrets.token_hex(4)}.sock"
         if request.resume is None:
             files = create_run(request.home, manifest.name, now)
         else:
             files = reopen_run(request.home, request.resume, manifest.name)
+        print(f"run {files.run_id}, process {os.getpid()}", end="", file=name, flush=True)
         live = LiveJob(manifest, uid=str(uuid.uuid4()), created=now)
         with _logging_to(files.log):
             preparing = asyncio.ensure_future(_prepare(request, files, live))
@@ -263,7 +265,7 @@ class LocalRun:
         self._live.delete()
         _begin(self._end, Ending(EndReason.DELETED))
 
-    async def main(self, name: NameLock, socket: Path, observer: Observer | None) -> Ending:
+    async def main(self, name: TextIO, socket: Path, observer: Observer | None) -> Ending:
         """Run the job until something ends the run, and end all that it started.
 
         Args:
@@ -279,7 +281,6 @@ class LocalRun:
         self._socket = socket
         async with control_server(self, socket), self._backend, asyncio.TaskGroup() as tasks:
             self._write_record(self._snapshot())
-            name.write(self._files.run_id, socket)
             if observer is not None:
                 tasks.create_task(self._each_snapshot(_VIEW_INTERVAL, observer.on_snapshot))
             drivers = [
@@ -304,7 +305,7 @@ class LocalRun:
                 "time": time.time(),
             }
             self._write_record(self._snapshot())
-            name.release()
+            name.close()
             self.snapshots.close()
         return ending
 

@@ -15,11 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from watchfiles import awatch
-
+from elastic_operator.client.local import LocalJobs
 from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
-from elastic_operator.local.client import LocalRuns
 from elastic_operator.local.log_files import log_files
 from elastic_operator.local.runner import EndReason, run_job
 from elastic_operator.local.view import DONE, FAILED, NOW, Step
@@ -45,13 +43,7 @@ _SUCCESS_LIMIT: Final = 900.0
 _SETTLE_LIMIT: Final = 20.0
 _SETTLED_LINES: Final = 4
 """Lines of rank 0 that show that training goes on, and that give it time for a checkpoint."""
-_WATCH: Final[dict[str, Any]] = {
-    "debounce": 20,
-    "step": 5,
-    "watch_filter": None,
-    "yield_on_timeout": True,
-    "rust_timeout": 1000,  # milliseconds; a write into a directory that was created at that moment is not noticed
-}
+_POLL_INTERVAL: Final = 0.02
 
 
 class StepFailed(ElasticJobError):  # noqa: N818 - it names what happened
@@ -93,14 +85,13 @@ async def perform(request: RunRequest, view: View) -> Performance:
         BadInput: the job cannot run, or cannot be scaled as the demo does it.
     """
     demo = _Demo(view, request)
-    tasks = [asyncio.create_task(demo.watch_logs()), asyncio.create_task(demo.play())]
+    playing = asyncio.create_task(demo.play())
     try:
         code = await run_job(request, observer=demo)
-        succeeded = await tasks[1]
+        succeeded = await playing
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        playing.cancel()
+        await asyncio.wait([playing])
     return Performance(code, code if succeeded else 1, demo.rows)
 
 
@@ -115,9 +106,7 @@ class _Demo:
     def __init__(self, view: View, request: RunRequest) -> None:
         self._small, large = _sizes(request.manifest.job["spec"])
         self._view = view
-        self._runs = LocalRuns(request.home)
-        self._changed = asyncio.Event()
-        self._first_lines: dict[int, float] = {}
+        self._jobs = LocalJobs(home=request.home)
         self._script: list[tuple[str, Callable[[], Awaitable[tuple[list[Resumed], str]]]]] = [
             (f"start with {self._small} pods", self._start),
             (f"scale to {large}", lambda: self._scale_to(large)),
@@ -135,14 +124,6 @@ class _Demo:
         """The job has changed."""
         self.job = JobView.of(snapshot)
         self._view.on_snapshot(snapshot)
-        self._wake()
-
-    async def watch_logs(self) -> None:
-        """Notice what the workers print, until this is cancelled."""
-        while not self.job.run.logs:
-            await self._changed.wait()
-        async for _ in awatch(self.job.run.logs, **_WATCH):
-            self._wake()
 
     async def play(self) -> bool:
         """Play the steps, and end the job if one fails; return whether none failed."""
@@ -160,7 +141,7 @@ class _Demo:
                 self.rows += [(later, "-", "-", "not played", "") for later, _ in self._script[number + 1 :]]
                 if not by_user and not self.job.status.finished:
                     with contextlib.suppress(ElasticJobError):  # it is ending by itself
-                        await asyncio.to_thread(self._runs.delete, self.job.run.id)
+                        await asyncio.to_thread(self._jobs.delete, self.job.run.id)
                 return by_user
             self._mark(number, DONE, _summary(resumed) or note)
             cells = [(str(each.round), str(each.workers), f"{each.seconds:.2f} s") for each in resumed]
@@ -175,7 +156,7 @@ class _Demo:
 
     async def _scale_to(self, pods: int) -> tuple[list[Resumed], str]:
         before, since = self.job.status.round, time.monotonic()
-        await asyncio.to_thread(self._runs.scale, self.job.run.id, pods)
+        await asyncio.to_thread(self._jobs.scale, self.job.run.id, pods)
         return [await self._resumed(since, after=before, pods=pods)], ""
 
     async def _kill_worker(self) -> tuple[list[Resumed], str]:
@@ -228,13 +209,11 @@ class _Demo:
         """
         try:
             async with asyncio.timeout(limit):
-                while True:
-                    changed = self._changed
-                    if (found := look()) is not None:
-                        return found
+                while (found := look()) is None:
                     if self.job.status.finished or self.job.run.ended is not None:
                         raise StepFailed(f"the job ended ({self.job.status.state}) while the demo waited for {what}")
-                    await changed.wait()
+                    await asyncio.sleep(_POLL_INTERVAL)
+                return found
         except TimeoutError:
             raise StepFailed(f"{what} did not come within {limit:.0f} s") from None
 
@@ -242,10 +221,14 @@ class _Demo:
         self, since: float, *, after: int, pods: int | None = None, limit: float = _STEP_LIMIT
     ) -> Resumed:
         """Return the first sign of training in a round later than ``after``, with this number of pods if given."""
+        first_lines: dict[int, float] = {}
 
         def look() -> Resumed | None:
-            status = self.job.status
-            begun = self._first_lines.get(status.round)
+            status, file = self.job.status, self._rank_file(0)
+            # The file of a round may appear before the snapshot with that round; the time of the line counts.
+            if file is not None and file.round not in first_lines and b"\n" in file.path.read_bytes():
+                first_lines[file.round] = time.monotonic()
+            begun = first_lines.get(status.round)
             if status.round <= after or begun is None or pods not in (None, len(self._training_pods)):
                 return None
             return Resumed(status.round, status.world_size, begun - since)
@@ -269,14 +252,6 @@ class _Demo:
     def _mark(self, number: int, mark: str, result: str = "") -> None:
         self._steps[number] = replace(self._steps[number], mark=mark, result=result)
         self._view.on_steps(self._steps)
-
-    def _wake(self) -> None:
-        file = self._rank_file(0)
-        # The file of a round may appear before the snapshot with that round; the time of the line counts.
-        if file is not None and file.round not in self._first_lines and b"\n" in file.path.read_bytes():
-            self._first_lines[file.round] = time.monotonic()
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
