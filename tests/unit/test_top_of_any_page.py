@@ -66,7 +66,7 @@ async def test_the_problem_of_a_page_is_short() -> None:
     assert len(note) < 160
 
 
-@pytest.mark.parametrize("spent", ["1e308", "-1e308", "-1", "NaN", "+Inf", "1" + "0" * 400, "1.1e11"])
+@pytest.mark.parametrize("spent", ["1e308", "-1e308", "-1", "NaN", "+Inf", "1" + "0" * 400])
 def test_impossible_durations_are_left_out(spent: str) -> None:
     page = agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), recoveries=(0.3, 1))
     head = "# TYPE torchelastic_job_seconds_total counter\n"

@@ -7,7 +7,6 @@ from another version or hold anything that a program measures: missing values ar
 from __future__ import annotations
 
 import io
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, TextIO, cast
 
@@ -28,9 +27,8 @@ _MAX_LINE: Final = 2048
 _IGNORED_SUFFIXES: Final = ("_bucket", "_created")
 _MAX_LABEL: Final = 60
 _MAX_REASON: Final = 100
-_MAX_SECONDS: Final = 1e11
-_MAX_WHOLE: Final = 2**53
-"""The largest whole number that a float represents exactly."""
+_MAX_VALUE: Final = 2**53
+"""What an agent measures is between 0 and this; other values are left out."""
 _CUSTOM_HELP: Final = " of the group "
 _CUSTOM_HELP_END: Final = ", as the program measures it."
 """The help text of a program's own metric is its name, these words, its group, and those."""
@@ -80,9 +78,10 @@ class MetricsPage:
         try:
             for family in text_fd_to_metric_families(cast("TextIO", lines)):
                 for name, labels, value, *_ in family.samples:
-                    shown = {key: formatting.printed(label)[:_MAX_LABEL] for key, label in labels.items()}
-                    # The parser returns some values as int, and these may be larger than any float.
-                    self._samples.setdefault(name, []).append(_Sample(shown, float(str(value))))
+                    number = float(str(value))  # the parser returns some values as int, even larger ones than any float
+                    if 0 <= number <= _MAX_VALUE or not name.startswith("torchelastic_"):
+                        shown = {key: formatting.printed(label)[:_MAX_LABEL] for key, label in labels.items()}
+                        self._samples.setdefault(name, []).append(_Sample(shown, number))
                 if family.documentation.endswith(_CUSTOM_HELP_END) and _CUSTOM_HELP in family.documentation:
                     self.custom.append(family)
         except (ValueError, IndexError, KeyError, OverflowError) as error:
@@ -96,8 +95,7 @@ class MetricsPage:
 
     def value(self, name: str) -> float | None:
         """Return the value of this name, the smallest if there are several; None if there is none."""
-        values = (sample.value for sample in self._samples.get(name, ()))
-        return min(filter(math.isfinite, values), default=None)
+        return min((sample.value for sample in self._samples.get(name, ())), default=None)
 
     def by_label(self, name: str, label: str, **only: str) -> dict[str, float]:
         """Return the values of this name whose labels include ``only``, by the value of a label."""
@@ -112,22 +110,13 @@ class MetricsPage:
         sums, counts = (self.by_label(f"{name}_{part}", label, **only) for part in ("sum", "count"))
         return {key: Tally(sums[key], counts[key]) for key in sums.keys() & counts.keys()}
 
-    def durations(self, name: str, label: str, **only: str) -> dict[str, Tally]:
-        """Return the histograms of plausible durations, as :meth:`tallies` does."""
-        tallies = self.tallies(name, label, **only).items()
-        return {key: each for key, each in tallies if _is_duration(each.total) and _whole(each.count) == each.count}
-
     def samples(self, name: str) -> Sequence[_Sample]:
         """Return all samples of this name."""
         return self._samples.get(name, ())
 
 
 def _whole(value: float | None) -> int | None:
-    return int(value) if value is not None and 0 <= value <= _MAX_WHOLE else None
-
-
-def _is_duration(seconds: float) -> bool:
-    return 0 <= seconds <= _MAX_SECONDS
+    return None if value is None else int(value)
 
 
 def _is_rank(label: str) -> bool:
@@ -200,14 +189,13 @@ class JobMetrics:
         latest = known[-1] if known else MetricsPage("", "")
         leader = max(known, key=lambda page: sum(_job_seconds(page).values()), default=latest)
         restarts = leader.by_label("torchelastic_job_restarts_total", "charged")
-        lost = leader.value("torchelastic_job_lost_seconds_total")
         return cls(
             round=_whole(latest.value("torchelastic_round")),
             world_size=_whole(latest.value("torchelastic_world_size")),
             nodes=_whole(leader.value("torchelastic_job_nodes")),
             desired_nodes=_whole(leader.value("torchelastic_job_wanted_nodes")),
             seconds=_job_seconds(leader),
-            lost=lost if lost is not None and _is_duration(lost) else None,
+            lost=leader.value("torchelastic_job_lost_seconds_total"),
             restarts=_whole(restarts.get("yes")),
             free_restarts=_whole(restarts.get("no")),
             remaining_restarts=_whole(latest.value("torchelastic_remaining_restarts")),
@@ -225,15 +213,14 @@ def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
 
 
 def _job_seconds(page: MetricsPage) -> dict[str, float]:
-    found = page.by_label("torchelastic_job_seconds_total", "state")
-    return {state: spent for state, spent in found.items() if _is_duration(spent)}
+    return page.by_label("torchelastic_job_seconds_total", "state")
 
 
 def _recoveries(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
     """Return the recoveries by cause: every node counts each, so take the largest count and the common mean."""
     found: dict[str, list[Tally]] = {}
     for page in pages:
-        for cause, tally in page.durations("torchelastic_recovery_duration_seconds", "cause").items():
+        for cause, tally in page.tallies("torchelastic_recovery_duration_seconds", "cause").items():
             if tally.count > 0:
                 found.setdefault(cause, []).append(tally)
     recoveries = {}
@@ -246,9 +233,9 @@ def _recoveries(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
 def _ranks(pages: Iterable[MetricsPage]) -> tuple[RankMetrics, ...]:
     found: dict[int, RankMetrics] = {}
     for page in pages:
-        steps = page.durations("torchelastic_operation_duration_seconds", "rank", operation="train_step")
+        steps = page.tallies("torchelastic_operation_duration_seconds", "rank", operation="train_step")
         memory = page.by_label("torchelastic_worker_memory_bytes", "rank")
-        checkpoints = page.durations("torchelastic_checkpoint_write_latency_seconds", "rank")
+        checkpoints = page.tallies("torchelastic_checkpoint_write_latency_seconds", "rank")
         for rank in filter(_is_rank, steps.keys() | memory.keys() | checkpoints.keys()):
             # A pod keeps the counters of a rank that has moved to another pod.
             known = found.get(int(rank))
@@ -293,8 +280,7 @@ def _gpus(pages: Iterable[MetricsPage]) -> tuple[GpuMetrics, ...]:
     for page in pages:
         used = page.by_label("torchelastic_gpu_memory_used_bytes", "gpu")
         total = page.by_label("torchelastic_gpu_memory_total_bytes", "gpu")
-        ratios = page.by_label("torchelastic_gpu_utilization_ratio", "gpu")
-        busy = {gpu: ratio for gpu, ratio in ratios.items() if 0 <= ratio <= 1}
+        busy = page.by_label("torchelastic_gpu_utilization_ratio", "gpu")
         found += [
             GpuMetrics(pod=page.pod, gpu=gpu, used=used.get(gpu), total=total.get(gpu), utilization=busy.get(gpu))
             for gpu in used.keys() | total.keys() | busy.keys()

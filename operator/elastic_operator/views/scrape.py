@@ -40,33 +40,26 @@ async def scrape(
 ) -> tuple[list[MetricsPage], list[str]]:
     """Fetch the pages of all pods of a job; return them and a sentence for each problem."""
     serving = sorted(_serving(pods), key=lambda pod: (pod.index, pod.name))
-    pages: dict[str, MetricsPage] = {}
-    problems: dict[str, ClusterError] = {}
-    gate = asyncio.Semaphore(_CONCURRENCY)
+    gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
 
-    async def read(pod: PodView) -> None:
+    async def read(pod: PodView) -> MetricsPage | ClusterError | TimeoutError:
         try:
-            async with gate, asyncio.timeout(timeout / 2):
-                text = await fetch(pod)
-            pages[pod.name] = MetricsPage(pod.name, text)
-        except ClusterError as error:
-            problems[pod.name] = error
-        except TimeoutError:
-            pass
+            async with asyncio.timeout_at(deadline), gate, asyncio.timeout(timeout / 2):
+                return MetricsPage(pod.name, await fetch(pod))
+        except (ClusterError, TimeoutError) as error:
+            return error
 
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout):
-            await asyncio.gather(*map(read, serving))
-    names = [pod.name for pod in serving]
-    notes = [str(error) for error in problems.values() if isinstance(error, ScrapeForbidden)][:1]
-    told = [name for name in names if name in problems and not isinstance(problems[name], ScrapeForbidden)]
-    notes += [f"{name}: {problems[name]}" for name in told]
-    late = [name for name in names if name not in pages and name not in problems]
+    found = dict(zip((pod.name for pod in serving), await asyncio.gather(*map(read, serving)), strict=True))
+    notes = [str(error) for error in found.values() if isinstance(error, ScrapeForbidden)][:1]
+    for name, error in found.items():
+        if isinstance(error, ClusterError) and not isinstance(error, ScrapeForbidden):
+            notes.append(f"{name}: {error}")
+    late = [name for name, error in found.items() if isinstance(error, TimeoutError)]
     if len(late) == 1:
         notes.append(f"{late[0]}: its agent does not answer in time")
     elif late:
         notes.append(f"{len(late)} pods do not answer in time, {late[0]} for one")
-    return [pages[name] for name in names if name in pages], notes
+    return [page for page in found.values() if isinstance(page, MetricsPage)], notes
 
 
 async def scrape_leaders(
@@ -75,22 +68,20 @@ async def scrape_leaders(
     timeout: float = TIMEOUT,  # noqa: ASYNC109
 ) -> list[list[MetricsPage]]:
     """Fetch for each job the page of its leader, usually the oldest pod, or of a few others if it is not found soon."""
-    found: list[list[MetricsPage]] = [[] for _ in jobs]
-    gate = asyncio.Semaphore(_CONCURRENCY)
+    gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
 
-    async def read(pods: Sequence[PodView], fetch: Fetch, pages: list[MetricsPage]) -> None:
+    async def read(pods: Sequence[PodView], fetch: Fetch) -> list[MetricsPage]:
+        pages: list[MetricsPage] = []
         for pod in sorted(_serving(pods), key=lambda pod: pod.created)[:_MAX_LEADER_CANDIDATES]:
             with contextlib.suppress(ClusterError, TimeoutError):
-                async with gate, asyncio.timeout(timeout / _MAX_LEADER_CANDIDATES):
+                async with asyncio.timeout_at(deadline), gate, asyncio.timeout(timeout / _MAX_LEADER_CANDIDATES):
                     text = await fetch(pod)
                 pages.append(MetricsPage(pod.name, text))
                 if MetricsPage.is_leader(text):
-                    return
+                    break
+        return pages
 
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout):
-            await asyncio.gather(*(read(*job, pages) for job, pages in zip(jobs, found, strict=True)))
-    return found
+    return await asyncio.gather(*(read(*job) for job in jobs))
 
 
 def _serving(pods: Sequence[PodView]) -> list[PodView]:
