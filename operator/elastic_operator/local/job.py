@@ -2,7 +2,7 @@
 
 A change is checked as a whole, as in a cluster. A refused change changes nothing. Some fields of a manifest have no
 effect where pods are processes; they are named in one warning. The image is not among them, since every manifest has
-one. Nor are labels, annotations and fields that only take rights away from a container.
+one, nor are labels, annotations, and what gives rights to a container or takes them away.
 """
 
 from __future__ import annotations
@@ -28,20 +28,13 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
     from elastic_operator.manifest.loader import ElasticJobManifest, Manifest
 
-_IGNORED_POD_FIELDS: Final = frozenset({"containers", "restartPolicy", "terminationGracePeriodSeconds"})
-_CONTAINER_FIELDS: Final = frozenset({"name", "image", "command", "args", "env"})
-_RESTRICTIONS: Final = frozenset({"appArmorProfile", "readOnlyRootFilesystem", "runAsNonRoot", "seccompProfile"})
-_RIGHTS: Final = frozenset(
+_POD_FIELDS: Final = frozenset(
     {
-        "allowPrivilegeEscalation",
-        "automountServiceAccountToken",
-        "enableServiceLinks",
-        "hostIPC",
-        "hostNetwork",
-        "hostPID",
-        "privileged",
+        *("containers", "restartPolicy", "terminationGracePeriodSeconds", "securityContext"),
+        *("automountServiceAccountToken", "enableServiceLinks", "hostIPC", "hostNetwork", "hostPID"),
     }
 )
+_CONTAINER_FIELDS: Final = frozenset({"name", "image", "command", "args", "env", "securityContext"})
 _NO_EFFECT: Final = (
     ("managedBy", MANAGER, " (a job here is managed by `elasticjob run`)"),
     ("ttlSecondsAfterFinished", None, " (a run's directory stays)"),
@@ -190,29 +183,15 @@ def unsupported_fields(spec: Json) -> Iterator[str]:
 
 
 def _of_pod(pod: Json) -> Iterator[str]:
-    yield from _fields("template.spec", pod, _IGNORED_POD_FIELDS)
+    yield from (f"template.spec.{field}" for field in pod if field not in _POD_FIELDS)
     for container in mappings(pod, "containers"):
         name = container.get("name")
         if name != WORKER:
             yield f"the container {name!r} of template.spec.containers"
             continue
         path = f"template.spec.containers[{name}]"
-        yield from _fields(path, container, _CONTAINER_FIELDS)
+        yield from (f"{path}.{field}" for field in container if field not in _CONTAINER_FIELDS)
         yield from _values_from(f"{path}.env", container.get("env"))
-
-
-def _fields(path: str, given: Json, ignored: frozenset[str]) -> Iterator[str]:
-    for field, value in given.items():
-        if field == "securityContext" and isinstance(value, dict):
-            yield from (f"{path}.{field}.{below}" for below in value if not _only_restricts(below, value[below]))
-        elif field not in ignored and not _only_restricts(field, value):
-            yield f"{path}.{field}"
-
-
-def _only_restricts(field: str, value: object) -> bool:
-    if field == "capabilities":
-        return not mapping(value).get("add")
-    return value is None or field in _RESTRICTIONS or (field in _RIGHTS and value is False)
 
 
 def _values_from(path: str, variables: object) -> Iterator[str]:

@@ -194,7 +194,7 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> EtcdSet
         raise source.bad_input([Problem(("spec", field), sentence)]) from None
     if spec.etcd.endpoint is not None:
         return None
-    return EtcdSettings(await find_etcd(request.environ.get("PATH")), files.etcd, files.etcd_log, request.environ)
+    return EtcdSettings(find_etcd(request.environ.get("PATH")), files.etcd, files.etcd_log, request.environ)
 
 
 @contextlib.contextmanager
