@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,18 +11,14 @@ import pytest_asyncio
 import yaml
 
 from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
-from elastic_operator.api.report import encode_report
 from elastic_operator.cli import main as cli
 from elastic_operator.cli.describe import description
-from elastic_operator.cli.get import table
 from elastic_operator.client.cluster import snapshot_of
-from elastic_operator.reports.page import page
 from elastic_operator.views.job_view import JobView
 from elastic_operator.views.scrape import MAX_PAGE
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.api_stand_in import ApiStandIn
 from tests.support.cluster_objects import JOB_UID, START, at, died, event, job, pod
-from tests.support.reports import report
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -248,24 +243,6 @@ async def test_a_finished_job_cannot_be_changed(server: ApiStandIn, terminal: Te
 # -- get and describe
 
 
-@pytest.mark.usefixtures("server")
-async def test_objects_are_those_of_kubectl(terminal: Terminal) -> None:
-    one = json.loads((await terminal.run("get", "digits", "-o", "json")).out)
-    assert (one["kind"], one["metadata"]["name"], one["status"]["state"]) == ("ElasticJob", "digits", "Running")
-    assert "managedFields" not in one["metadata"]
-    every = yaml.safe_load((await terminal.run("get", "-o", "yaml")).out)
-    assert (every["kind"], every["items"]) == ("List", [one])
-
-
-def test_jobs_are_listed_in_the_columns_of_kubectl() -> None:
-    jobs = [JobView.of(snapshot_of(each)) for each in (job(), job("waits", status=None))]
-    header, first, second = table(jobs, NOW, namespaces=True)
-    assert header.split() == ["NAMESPACE", "NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
-    assert first.split() == ["team", "digits", "Running", "2/3", "2", "3", "1", "1m12s"]
-    assert second.split() == ["team", "waits", "Pending", "0/0", "2", "3", "0", "1m12s"]
-    assert table(jobs, NOW, wide=True)[0].split()[-3:] == ["AGE", "ROUND", "WORLD"]
-
-
 def serving(index: int, suffix: str, **status: Any) -> dict[str, Any]:
     """A pod whose agent serves metrics."""
     made = pod(index, suffix, **status)
@@ -356,18 +333,6 @@ async def test_logs_are_printed_and_followed_to_the_end(server: ApiStandIn, term
     assert await asyncio.wait_for(following, 20) == (0, "test accuracy 0.9\ndone\n", "")
 
 
-async def test_unreadable_logs_give_an_exit_code(server: ApiStandIn, terminal: Terminal) -> None:
-    await server.put("Pod", pod(0, "aaaaa"))
-    for error, sentence in (
-        ((500, "the kubelet does not answer"), "cannot be read: the kubelet does not answer"),
-        ((403, "you may not"), "you may not"),
-    ):
-        server.failing = {"/api/v1/namespaces/team/pods/digits-0-aaaaa/log": error}
-        result = await terminal.run("logs", "digits")
-        assert result.code == 1
-        assert result.sentence.endswith(sentence)
-
-
 # -- top and report
 
 
@@ -435,14 +400,6 @@ def kept(text: str, *, uid: str = JOB_UID) -> dict[str, Any]:
     owner = {"kind": "ElasticJob", "name": "digits", "uid": uid, "controller": True}
     about = {"name": "digits-report", "namespace": "team", "uid": "uid-report", "ownerReferences": [owner]}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"report.json": text}}
-
-
-async def test_the_kept_report_is_written(server: ApiStandIn, terminal: Terminal, tmp_path: Path) -> None:
-    await server.put("ConfigMap", kept(encode_report(report()).decode()))
-    file = tmp_path / "a.html"
-    written = await terminal.run("report", "digits", "-o", str(file))
-    assert written == (0, f"the report of digits is in {file}\n", "")
-    assert file.read_text() == page(report())
 
 
 async def test_a_missing_report_is_explained(server: ApiStandIn, terminal: Terminal) -> None:

@@ -17,7 +17,7 @@ from elastic_operator.client.user_api import connect
 from elastic_operator.errors import NotFound
 from elastic_operator.views.log_selector import LogSelector
 from tests.support.api_stand_in import ApiStandIn
-from tests.support.cluster_objects import JOB_UID, died, job, pod
+from tests.support.cluster_objects import died, job, pod
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -257,17 +257,6 @@ async def test_following_one_round_ends_with_it(server: ApiStandIn, api: UserApi
     await server.print(A, "[rank 1] cuatro\n" + begun(A, 3, 0) + "[rank 0] five\n")
     await server.print(B, begun(B, 3, 1))
     assert await following.end() == [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres", f"[rank 1 on {A}] cuatro"]
-
-
-async def test_following_ends_when_the_job_is_deleted(server: ApiStandIn, api: UserApi) -> None:
-    following = Printing(api)
-    following.follow()
-    await following.until("tres")
-    await server.remove("ElasticJob", JOB_UID)
-    for name in (A, B):
-        await server.end(name)
-        await server.remove("Pod", f"uid-{name[-5:]}")
-    assert len(await following.end()) == 2
 
 
 # -- one log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -12,16 +11,13 @@ import pytest
 import yaml
 
 from elastic_operator.api.status import JobState, JobStatus
-from elastic_operator.controller.model import EtcdState, NewPod
+from elastic_operator.controller.model import NewPod
 from elastic_operator.errors import BadInput
-from elastic_operator.local.backend import LocalBackend
-from elastic_operator.local.etcd import EtcdSettings
 from elastic_operator.local.job import LiveJob, unsupported_fields, warning_of
 from elastic_operator.local.processes import check_program, pod_command
 from elastic_operator.local.run_dir import RunDir
 from elastic_operator.local.snapshot import last_line
 from elastic_operator.manifest.loader import load, load_checked
-from elastic_operator.store_mirror import store_at
 from torchelastic.protocol import SizeRecord
 
 if TYPE_CHECKING:
@@ -120,24 +116,6 @@ def test_a_change_that_an_api_server_would_refuse_is_refused_with_its_line(file:
     assert live.job().spec.args == ("other.py",)
 
 
-def test_a_job_can_be_suspended_changed_and_resumed(file: Path) -> None:
-    live = live_of(file)
-    assert live.patch({"suspend": True})
-    assert not live.patch({"suspend": True})
-    assert (live.job().spec.suspend, live.manifest["spec"]["suspend"], live.job().generation) == (True, True, 2)
-    assert live.apply(load(write(file, args=["other.py"], image="another", nprocPerNode=2)))
-    assert (live.job().spec.suspend, live.job().spec.args) == (True, ("other.py",))
-    with pytest.raises(BadInput, match=r"spec.etcd.endpoint: cannot be set, changed or removed while the job exists"):
-        live.apply(load(write(file, etcd={"endpoint": "a:1"})))
-    named = file.with_name("other.yaml")
-    named.write_text(file.read_text().replace("name: digits", "name: letters"))
-    with pytest.raises(BadInput, match=r"metadata.name: cannot be set, changed or removed while the job exists"):
-        live.apply(load(named))
-    for suspend in (True, None):  # the file can do the same
-        assert live.apply(load(write(file, suspend=suspend, args=["other.py"], image="another")))
-        assert live.job().spec.suspend == bool(suspend)
-
-
 def test_a_field_that_would_have_another_effect_locally_is_ignored(file: Path) -> None:
     exit_codes = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}}
     plain = {"activeDeadlineSeconds": 60, "gracePeriodSeconds": 7}
@@ -209,26 +187,6 @@ async def test_the_check_passes_for_a_script_beside_the_manifest_and_names_a_mis
     (tmp_path / "asyncio.py").write_text("raise SystemExit(7)")  # does not replace the agent's module
     await check()
     assert not (tmp_path / "run").exists()
-
-
-async def test_an_etcd_of_the_job_that_does_not_answer_is_not_ready(file: Path, tmp_path: Path) -> None:
-    changed = asyncio.Event()
-    backend = LocalBackend(
-        live_of(file),
-        etcd=EtcdSettings(tmp_path / "etcd", tmp_path / "data", tmp_path / "log", {}),
-        command=lambda *_: pytest.fail("no pod is created"),
-        changed=changed.set,
-        broken=lambda error: pytest.fail(f"{error}"),
-        keep=lambda _report: pytest.fail("no report is kept"),
-    )
-    assert backend.etcd is not None
-    backend.etcd.state = EtcdState.READY
-    assert backend.observed().etcd is EtcdState.READY
-    following = asyncio.create_task(backend.mirror.run(lambda: store_at("127.0.0.1:1"), None))
-    await changed.wait()
-    assert (backend.observed().etcd, list(backend.events)) == (EtcdState.STARTING, [])
-    following.cancel()
-    await asyncio.wait([following])
 
 
 # Unsupported fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_operator.errors import BadInput
-from elastic_operator.local.run_dir import all_runs, create_run, home_dir, lock_name, private_dir, reopen_run
+from elastic_operator.local.run_dir import create_run, home_dir, lock_name, private_dir, reopen_run
 
 NOW = 1_700_000_000.0
 
@@ -38,24 +37,6 @@ def test_each_run_has_a_directory_of_its_own(tmp_path: Path) -> None:
     assert first.read_record() == {"a": 2}
     assert first.manifest.read_text() == "kind: ElasticJob\napiVersion: v1\n", "in the order in which it was written"
     assert sorted(path.name for path in first.path.iterdir()) == ["checkpoints", "job.json", "logs", "manifest.yaml"]
-
-
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "\udcff"])
-def test_an_unreadable_record_is_none(tmp_path: Path, text: str | None) -> None:
-    run = create_run(tmp_path, "digits", NOW)
-    if text is not None:
-        run.record.write_bytes(text.encode(errors="surrogateescape"))
-    assert run.read_record() is None
-
-
-def test_runs_are_listed_latest_first(tmp_path: Path) -> None:
-    old, new, _ = (create_run(tmp_path, name, NOW) for name in ("old", "new", "empty"))
-    (tmp_path / "runs" / "stray").touch()
-    for age, run in ((60, old), (0, new)):
-        run.write_record(a_record("x"))
-        os.utime(run.record, (NOW - age, NOW - age))
-    assert [run.run_id for run in all_runs(tmp_path)] == [new.run_id, old.run_id]
-    assert all_runs(tmp_path / "nowhere") == []
 
 
 def test_a_run_is_resumed_in_its_directory_and_its_old_logs_are_renamed(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.cli import get
 from elastic_operator.cli.top import Screen
 from elastic_operator.client import ScrapedJob
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
-from elastic_operator.views.job_metrics import JobMetrics, MetricsPage, Tally, goodput
+from elastic_operator.views.job_metrics import JobMetrics, MetricsPage, Tally
 from elastic_operator.views.job_view import JobView, PodView
 from elastic_operator.views.rates import RateTracker
 from elastic_operator.views.scrape import ScrapeForbidden, scrape, scrape_leaders
@@ -33,26 +32,6 @@ def reading(metrics: JobMetrics, *, notes: list[str] | None = None, **about: Any
 
 
 # -- combining the pages of the agents
-
-
-def test_the_leader_alone_has_the_metrics_of_the_whole_job() -> None:
-    metrics = combined(agent_page(0), agent_page(1, seconds=LEADS, lost=4.0))
-    assert metrics.seconds == LEADS
-    assert (
-        metrics.lost,
-        metrics.nodes,
-        metrics.desired_nodes,
-        metrics.restarts,
-        metrics.free_restarts,
-    ) == (4.0, 2, 3, 2, 3)
-    assert (metrics.round, metrics.world_size, metrics.remaining_restarts) == (3, 2, 98)
-
-
-def test_goodput_is_the_ratio_of_kept_training_to_all_time() -> None:
-    assert goodput({"training": 80.0, "waiting": 20.0}, None) == 0.8
-    assert goodput({"training": 80.0, "waiting": 20.0}, 30.0) == 0.5
-    assert goodput({"training": 10.0}, 30.0) == 0.0
-    assert goodput({}, None) is None
 
 
 def test_a_recovery_that_every_node_counts_is_counted_once() -> None:
@@ -267,13 +246,6 @@ def test_all_jobs_have_a_line_each() -> None:
     assert jobs_table([listed], namespaces=True)[1].split()[0] == "default"
 
 
-def test_the_age_in_the_list_is_that_of_elasticjob_get() -> None:
-    ended = reading(JobMetrics(), status={"state": "Succeeded", "completionTime": "2023-11-14T22:13:40Z"})
-    [listed] = get.table([ended.job], NOW)[1:]
-    assert (jobs_table([ended])[1].split()[-1], listed.split()[-1]) == ("1m40s", "1m40s")
-    assert jobs_table([reading(JobMetrics(), run={}, status={"startTime": None}, manifest={})])[1].split()[-1] == "-"
-
-
 @pytest.mark.parametrize(
     ("seconds", "written"),
     [
@@ -293,18 +265,6 @@ def pods(*names: str) -> list[PodView]:
         PodView(name=name, index=number, ready=True, phase="Running", created=number, metrics_url="http://x:1/metrics")
         for number, name in enumerate(names)
     ]
-
-
-async def test_an_unreadable_pod_is_named_and_the_others_are_read() -> None:
-    async def fetch(pod: PodView) -> str:
-        if pod.name == "b":
-            raise ClusterError("its agent does not answer in time")
-        return "<html>" if pod.name == "c" else agent_page(0)
-
-    found, notes = await scrape(pods("a", "b", "c", "d"), fetch)
-    assert [page.pod for page in found] == ["a", "d"]
-    assert notes[0] == "b: its agent does not answer in time"
-    assert notes[1].startswith("c: what it shows cannot be read as metrics (")
 
 
 async def test_pods_that_hang_delay_no_others() -> None:

@@ -1,7 +1,7 @@
-"""The live picture of a job on a terminal, for 80 columns and 24 lines or more.
+"""The live picture of a job on a terminal.
 
-The least important parts are last; a smaller terminal cuts them off. The live view uses the terminal's alternate
-screen, as a pager does. The last picture and the outcome stay on the normal screen.
+The least important parts are last; a small terminal cuts them off. The live view uses the terminal's alternate screen,
+as a pager does. The last picture and the outcome stay on the normal screen.
 """
 
 from __future__ import annotations
@@ -111,26 +111,24 @@ def render(
         parts.append(Text(f"\n {ending}", "bold yellow"))
     parts += [_steps(steps), _pods(job, now), _events(job, now)]
     if hints is not None:
-        # Users copy paths: they are wrapped, and never shortened.
         where = [
             (Text(name, "dim"), Text(formatting.home_relative(path), overflow="fold")) for name, path in paths(job)
         ]
-        parts.append(_grid(where, shrink=1))
+        parts.append(_grid(where))
         if not ending and not job.status.finished:
             commands = [(Text(f"  {command}", "cyan"), Text(why, "dim")) for command, why in suggestions(job, hints)]
             parts.append(_grid([(Text("In a second terminal", "dim"), Text()), *commands]))
     return Constrain(Group(*parts), _MAX_WIDTH)
 
 
-def _grid(rows: Sequence[Sequence[RenderableType]], *, indent: int = 1, shrink: int | None = None) -> RenderableType:
-    """Return a blank line and a table, of which one column is shortened if there is too little room."""
+def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
+    """Return a blank line and a table, whose cells are wrapped if there is too little room."""
     if not rows:
         return Group()
-    columns = [Column(no_wrap=number != shrink, overflow="ellipsis") for number in range(len(rows[0]))]
-    table = Table.grid(*columns, padding=(0, 2, 0, 0))
+    table = Table.grid(padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*row)
-    return Padding(table, (1, 0, 0, indent))
+    return Padding(table, (1, 0, 0, 1))
 
 
 def _title(job: JobView, now: float) -> RenderableType:
@@ -175,7 +173,7 @@ def _pods(job: JobView, now: float) -> RenderableType:
     table = [tuple(Text(title, "dim") for title in titles), *(_pod(pod, now) for pod in rows)]
     if len(living) > _MAX_PODS:
         table.append((Text(f"and {messages.count(len(living) - _MAX_PODS, 'more pod')}", "dim"), *[Text()] * 5))
-    return _grid(table if rows else (), shrink=5)
+    return _grid(table if rows else ())
 
 
 def _pod(pod: PodView, now: float) -> tuple[Text, ...]:
@@ -186,7 +184,7 @@ def _pod(pod: PodView, now: float) -> tuple[Text, ...]:
         Text(doing.word, _TONE[doing.good]),
         Text(formatting.rank_list(() if pod.over else pod.ranks), dim),
         Text(formatting.duration((pod.ended or now) - pod.created), dim),
-        Text(_message(pod), dim, no_wrap=True, overflow="ellipsis"),
+        Text(_message(pod), dim),
     )
 
 
@@ -201,9 +199,9 @@ def _events(job: JobView, now: float) -> RenderableType:
     start = job.created or now
     rows = [
         (
-            Text(formatting.clock(each.time - start).rjust(6), "dim"),
+            Text(formatting.clock(each.time - start).rjust(5), "dim"),
             Text(event_text(each), "red" if each.warning else ""),
         )
         for each in job.events[-_MAX_EVENTS:]
     ]
-    return _grid(rows, indent=0, shrink=1)
+    return _grid(rows)
