@@ -34,7 +34,8 @@ from torchelastic.store.endpoints import split_endpoint
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
-    from torchelastic.rendezvous.handler_settings import HandlerSettings, Parameters
+    from torchelastic.rendezvous.api import RendezvousParameters
+    from torchelastic.rendezvous.handler_settings import HandlerSettings
     from torchelastic.rendezvous.node_thread import NodeStatus
 
 NO_LIMIT: Final = 1_000_000
@@ -70,7 +71,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         SettingsError: a parameter is invalid; the message says what to change.
     """
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: RendezvousParameters) -> None:
         self.settings: HandlerSettings = read_settings(parameters, os.environ)
         self.bounds_crash_loops = any(key.replace("-", "_") == "crash_loop_limit" for key in parameters.config)
         self._backend = parameters.backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchelastic import machine
 from torchelastic.config.flags import CommandLine
@@ -17,19 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torchelastic.config.settings import RendezvousSettings
+    from torchelastic.rendezvous.api import RendezvousParameters
     from torchelastic.store.api import StoreSettings
-
-
-class Parameters(Protocol):
-    """The common attributes of torch's RendezvousParameters and ours."""
-
-    backend: str
-    endpoint: str
-    run_id: str
-    min_nodes: int
-    max_nodes: int
-    local_addr: str | None
-    config: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +42,11 @@ class HandlerSettings:
     place: str = ""
 
 
-def read_settings(parameters: Parameters, environ: Mapping[str, str]) -> HandlerSettings:
+def read_settings(parameters: RendezvousParameters, environ: Mapping[str, str]) -> HandlerSettings:
     """Return the settings of a node.
 
     Args:
-        parameters: the parameters of the handler.
+        parameters: the parameters of the handler; torch's type has the same attributes.
         environ: has the operator's variables.
 
     Raises:

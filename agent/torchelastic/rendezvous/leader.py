@@ -1,7 +1,7 @@
-"""The leader: watches the nodes, and commits what :func:`~.policy.plan.plan` returns.
+"""The leader: watches the nodes, and commits the decisions of :func:`~.policy.plan.plan`.
 
-Every commit of a round or an outcome is one compare-and-swap of the run's state, on the revision from which the leader
-decided. So a leader that was paused, and replaced, cannot change what its successor has committed.
+The leader commits a round or an outcome by a compare-and-swap of the run's state. It expects the revision on which it
+has decided. So a leader that was paused and replaced cannot change what its successor has committed.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ MEMBER_CONNECT_TIMEOUT: Final = 0.1
 """Seconds after which a new leader probes a member of the current round that has not connected to it."""
 
 CONNECT_TIMEOUT: Final = 1.0
-"""Seconds after which a node that has not connected counts as alive by its key: a network may forbid connections."""
+"""Seconds between probes of a node that has not connected. After them it counts as alive, because it has a key: the
+network may forbid connections."""
 
 CONNECTIONS_PER_SECOND: Final = 1000
-"""Connections that a new leader accepts in a second; of many members, one is probed correspondingly later."""
+"""Connections that a new leader accepts in a second; with many members, it probes them later."""
 
 SILENT_RECHECK: Final = 1.0
 """Seconds between probes of a member whose key is gone but which answers."""
 
 QUICK_DECISION: Final = 1e-3
-"""Seconds; a slower decision is not made again for every single change."""
+"""Seconds; after a slower decision, the leader waits before it decides again."""
 
 PAUSE_FACTOR: Final = 2
-"""After a slow decision the leader waits for this multiple of its time, so that it takes a third of a processor at
-most among a thousand nodes."""
+"""How long the leader waits after a slow decision, as a multiple of the time that the decision took."""
 
 LOG_INTERVAL: Final = 1.0
 """Seconds between two log messages about what the leader waits for."""
 
 
 class Leader:
-    """One node's term as the leader.
+    """Leads the run while :meth:`run` runs.
 
     Attributes:
-        membership: the nodes.
-        history_writer: writes the history while this node leads.
+        membership: the run and its nodes.
+        history_writer: reads and writes the history of the run.
     """
 
     def __init__(self, run: RunStateWatch, election: LeaderElection, server: PeerServer, history: History) -> None:
@@ -110,7 +110,7 @@ class Leader:
     # -- watching
 
     async def _watch_nodes(self) -> None:
-        # The watch of the run's keys reports that the store is away.
+        # RunStateWatch logs that the store is away.
         nodes = self._run.keys.nodes
         async with aclosing(follow_forever(self._run.store, nodes, lost=lambda _: None)) as news:
             async for batch in news:
@@ -144,14 +144,14 @@ class Leader:
     def _gone(self, node: str) -> None:
         peer = self.membership.gone(node)
         if peer is not None and (node == self._run.node or self._server.is_connected(node)):
-            # Its lease expired. If it answers, only the store was away.
+            # Its lease expired; if the node answers, only the store was away.
             self.membership.silent[node] = peer
             self._start(self._while_silent(peer))
 
-    # -- probes: a refused connection means dead, an answer alive; after silence, the node's key decides
+    # -- probes: a refused connection means dead, an answer means alive; after silence, the node's key decides
 
     def peer_connected(self, node: str) -> None:
-        """Note that a node is connected, and so alive."""
+        """Note that a node is connected, so it is alive."""
         self._connections_work = True
         self._connected_once.add(node)
         self._answers(node)
@@ -163,7 +163,7 @@ class Leader:
             self._start(self._after_loss(peer))
 
     async def reaches_a_peer(self, within: float) -> bool:
-        """Return whether one of the connected nodes answers a probe within so many seconds."""
+        """Return whether a connected node answers a probe within a number of seconds."""
         known = {**self.membership.silent, **self.membership.peers}
         connected = [peer for peer in known.values() if self._server.is_connected(peer.id)]
         probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
@@ -182,7 +182,7 @@ class Leader:
             self._tasks.create_task(probing)
 
     async def _until_connected(self, node: str) -> None:
-        """Probe a new node that does not connect; if it does not refuse either, its key decides."""
+        """Probe a new node until it connects; a node that neither connects nor refuses counts as alive."""
         for timeout in self._timeouts(node):
             await asyncio.sleep(timeout)
             peer = self.membership.peers.get(node)
@@ -203,7 +203,7 @@ class Leader:
         first = MEMBER_CONNECT_TIMEOUT + len(self.membership.peers) / CONNECTIONS_PER_SECOND
         if self._run.node in self.membership.ranks:
             return (first, CONNECT_TIMEOUT)
-        # A newcomer leads, so no member may be left; a dead member's key remains for one lease.
+        # A new node leads, so all members may be dead; the key of a dead member remains for one lease.
         return (first, *(CONNECT_TIMEOUT,) * math.ceil(self._run.settings.lease / CONNECT_TIMEOUT))
 
     async def _after_loss(self, peer: Peer) -> None:
@@ -217,7 +217,7 @@ class Leader:
             await backoff.wait()
 
     async def _while_silent(self, peer: Peer) -> None:
-        """Probe a node whose key is gone, until it does not answer or has a key again."""
+        """Probe a node without a key until it has a key again or does not answer."""
         within = min(FINAL_PROBE_TIMEOUT, self._run.settings.lease)
         while peer.id in self.membership.silent:
             if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
@@ -249,7 +249,7 @@ class Leader:
             decision = self._plan() if self._is_ready() else Hold()
             took = self._now() - began
             if isinstance(decision, Hold):
-                # The end of the patience may allow another decision.
+                # The decision may be another one when the patience ends.
                 times = (decision.until, self._log(decision.why), self._patient_until())
                 wait = min((time - self._now() for time in times if time is not None and time > began), default=None)
                 changed = await self._run.changed.after(seen, timeout=None if wait is None else max(wait, 0.0)) != seen
@@ -271,7 +271,7 @@ class Leader:
         return read and self._run.away_since is None and leader is not None and leader.node == self._run.node
 
     def _patient_until(self) -> float:
-        """One lease after the store came back, or after this node took an expired lead, whichever is later."""
+        """Return one lease after the store came back, or after this node took an expired lead: the later time."""
         times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
         return max(times, default=-math.inf) + self._run.settings.lease
 
@@ -288,7 +288,7 @@ class Leader:
         return plan(self.membership, self._run.settings)
 
     def _note_run_state(self) -> None:
-        """Note in the history what the leader sees first: nodes are missing, or a round has ended."""
+        """Note in the history whether nodes are missing, or the workers of the round have failed."""
         membership = self.membership
         round = membership.round or membership.remembered  # a store that has lost the round does not end it
         if membership.outcome is not None:
@@ -360,9 +360,9 @@ class Leader:
     async def _commit_outcome(self, outcome: OutcomeRecord, decided_on: Versioned[StateRecord]) -> None:
         entry = await self._run.store.get(self._run.keys.leader)
         if entry is None or entry.modified != self._run.leader.modified:
-            return  # this node was paused, and what it has decided on may be of the past
+            return  # this node was paused, and may have decided on an old state
         self._history.end(succeeded=outcome.state is OutcomeState.SUCCEEDED)
-        # Written before the run is over, so that readers of the outcome find all of it; a failure delays no end.
+        # Write the history first, for readers of the outcome; if that fails, the run ends anyway.
         with suppress(StoreUnavailable):
             await self.history_writer.write()
         state = StateRecord(None if decided_on.record is None else decided_on.record.round, outcome)

@@ -1,13 +1,14 @@
-"""Who leads: taking a vacant lead, connecting to the leader, and giving the lead up.
+"""The election of the leader.
 
-The lead is one leased key. How long a node waits before it takes a vacant lead depends on how it fell vacant:
+The leader holds one key in the store under its lease. If the key is vacant, each node waits before it takes the key:
 
-- no node ever had it: not at all;
-- the leader resigned, or its connection has shown that it died: by rank in the round; a leaving node comes last;
-- its lease expired: the store may have been away, and the leader may come back, so for one lease. So does a newcomer,
-  which has no connection to judge by.
+- If no node has led yet, it does not wait.
+- If the leader resigned, or its connection has shown that it died, a node waits by its rank in the round. A node that
+  leaves waits longest.
+- If the leader's lease expired, the store may have been away, and the leader may come back. A node waits for one lease
+  if it was connected to the leader, or is no member of the round.
 
-A node of another protocol version cannot train with the others: it takes the lead last.
+A node whose protocol version differs from that of the round waits longest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_DELAY: Final = 0.1
-"""Seconds by which each member waits longer for the lead than the one before it."""
+"""Additional seconds that a member waits for each member with a lower rank."""
 
 MAX_RANK_DELAY: Final = 2.0
 """The longest wait by rank, in seconds."""
@@ -38,16 +39,16 @@ _VACANT: Final = LeaderRecord(node="", address="")
 
 
 class Candidacy(enum.Enum):
-    """This node's part in the election."""
+    """The part of a node in the election."""
 
     ACTIVE = "active"
-    """It takes the lead when its turn comes."""
+    """It takes a vacant lead after its delay."""
     YIELDED = "yielded"
-    """It has left the lead to nodes that know more, and takes it again a lease later."""
+    """It has resigned in favour of nodes that know more, and does not lead again for one lease."""
     WITHDRAWN = "withdrawn"
-    """It does not lead any more."""
+    """It does not lead."""
     STANDBY = "standby"
-    """It leaves, and leads only if no other node does, because all leave."""
+    """It leaves, and leads only if no other node does."""
 
 
 class LeaderElection:
@@ -56,8 +57,9 @@ class LeaderElection:
     Attributes:
         candidacy: this node's part.
         connected: whether this node is connected to the leader.
-        dead_leader: the last leader that its connection has shown to be dead.
-        took_expired_at: when this node took a lead whose lease had expired although its leader may live; else None.
+        dead_leader: the last leader whose connection has shown that it is dead; None if there was none.
+        took_expired_at: when this node took the lead after the lease of a leader expired that may still live;
+            otherwise None.
     """
 
     def __init__(self, run: RunStateWatch, registration: NodeRegistration, address: str) -> None:
@@ -76,7 +78,7 @@ class LeaderElection:
 
     @property
     def connections_work(self) -> bool:
-        """Whether this node was ever connected to a leader: the network does not forbid connections."""
+        """Whether this node was ever connected to a leader, so the network allows connections."""
         return self._last_connected is not None
 
     @property
@@ -87,7 +89,7 @@ class LeaderElection:
 
     @property
     def has_leader(self) -> bool:
-        """Whether a node leads that is not known to be gone, or this node would if no other did."""
+        """Whether a node leads that is not known to be gone, or this node is to lead next."""
         if self._is_vacant():
             return self.candidacy is Candidacy.STANDBY
         leader = self._run.leader.record
@@ -110,7 +112,7 @@ class LeaderElection:
     # -- taking the lead
 
     async def campaign(self) -> None:
-        """Take the lead whenever it is vacant and it is this node's turn; until cancelled."""
+        """Take the lead each time that it is vacant, after this node's delay; until cancelled."""
         changed = self._run.changed
         now = asyncio.get_running_loop().time
         vacant_since: float | None = None
@@ -124,7 +126,7 @@ class LeaderElection:
             if vacant_since is None:
                 vacant_since = now()
                 if self._is_expired() and self.connected:
-                    # If it does not answer either, it will not come back.
+                    # If the leader does not answer either, it will not come back.
                     self.connected = await self.reaches_leader(min(FINAL_PROBE_TIMEOUT, self._lease))
                 continue
             left = max(vacant_since + self._delay(), self._yields_until) - now()
@@ -138,12 +140,12 @@ class LeaderElection:
         return leader is None or leader.node in ("", self.dead_leader)
 
     def _is_expired(self) -> bool:
-        """Return whether the leader's lease expired, or no node ever led."""
+        """Return whether the leader's lease has expired, or no node has led yet."""
         return self._run.leader.record is None
 
     def _delay(self) -> float:
-        """Seconds to leave to the nodes that come before this one."""
-        round = self._run.latest_round  # a node that knows more than the store is an heir, and can restore it
+        """Return how long to wait, in seconds, before this node takes a vacant lead."""
+        round = self._run.latest_round  # a member of a round that the store has lost can restore it
         standby = self.candidacy is Candidacy.STANDBY
         if round is not None and round.protocol != PROTOCOL_VERSION:
             return MAX_RANK_DELAY + self._lease
@@ -157,7 +159,7 @@ class LeaderElection:
         delay = min(heirs.index(self._node) * RANK_DELAY, longest) if is_heir else longest
         if standby:
             delay += longest
-        # If all leases expired at once, the members are on their way back; a newcomer must not go on without them.
+        # If all leases expired at once, the members are on their way back, and a new node must wait for them.
         return delay + self._lease if expired and (self.connected or not is_heir) else delay
 
     async def _take(self) -> None:
@@ -182,10 +184,10 @@ class LeaderElection:
         else:  # another node was faster
             await self._run.changed.after(seen, timeout=self._lease)
 
-    # -- giving it up
+    # -- resigning
 
     def withdraw(self) -> None:
-        """Stop leading, and do not lead again."""
+        """Stop leading; do not lead again."""
         self._become(Candidacy.WITHDRAWN)
 
     async def leave(self, *, standby: bool = False) -> None:
@@ -200,7 +202,7 @@ class LeaderElection:
             self._become(Candidacy.STANDBY)
 
     async def give_way(self) -> None:
-        """Resign in favour of nodes that know more; lead again only if none of them does within a lease.
+        """Resign in favour of nodes that know more; lead again after one lease if none of them leads.
 
         Raises:
             StoreError: as the store does.
@@ -216,7 +218,7 @@ class LeaderElection:
     async def _resign(self) -> None:
         leader = self._run.leader
         if leader.record is not None and leader.record.node == self._node:
-            # Under the run's lease: later nodes see that the leader resigned, and was not lost.
+            # The vacant record stays after this node's lease, so later nodes see that the leader resigned.
             key = self._run.keys.leader
             swap = self._run.lasting.compare_and_swap(key, encode(_VACANT), expected=leader.modified)
             if (revision := await swap) is not None:
@@ -225,7 +227,7 @@ class LeaderElection:
     # -- following
 
     async def stay_connected(self) -> None:
-        """Hold a connection to the leader until cancelled; a leader that refuses it is dead."""
+        """Hold a connection to the leader until cancelled; note a leader that refuses it as dead."""
         changed = self._run.changed
         backoff = Backoff()
         while True:
@@ -244,7 +246,7 @@ class LeaderElection:
                 self.dead_leader = leader.node
                 changed.send()
             elif verdict is not None:
-                # Also if it refuses the first connection: the network may forbid them, so its lease decides.
+                # A leader that refuses the first connection may live: the network may forbid connections.
                 await backoff.wait()
 
     def _note_leader(self, leader: LeaderRecord) -> None:
@@ -253,7 +255,7 @@ class LeaderElection:
             logger.warning("%s leads, and this node cannot take part: %s", leader.node, other_version(leader.protocol))
 
     async def reaches_leader(self, within: float) -> bool:
-        """Return whether the leader to which this node is connected answers a probe within so many seconds."""
+        """Return whether the connected leader answers a probe within a number of seconds."""
         leader = self._last_leader
         if leader is None or not self.connected:
             return False
@@ -262,17 +264,17 @@ class LeaderElection:
         return verdict is Verdict.ALIVE
 
     def peer_connected(self, node: str) -> None:
-        """Note that the leader has answered."""
+        """Note that this node is connected to the leader."""
         self.connected = True
         self._last_connected = node
 
     def peer_lost(self, node: str) -> None:
-        """Note that the connection to the leader is gone."""
+        """Note that the connection to the leader is lost."""
         del node
         self.connected = False
 
     async def _hold(self, leader: LeaderRecord) -> Verdict | None:
-        """Hold one connection until it is lost; None if another node leads before."""
+        """Hold one connection until it is lost; return None if another node leads before that."""
         run_id = self._run.settings.run_id
         holding = asyncio.create_task(
             hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=self)

@@ -1,7 +1,7 @@
-"""A node's part in the rendezvous: it registers, follows the leader, and leads when it is its turn.
+"""One node of a run: it keeps its record in the store, follows the leader, and leads if it is elected.
 
-:class:`RendezvousNode` is the agent's interface. It keeps the node's record in the store, emits every new round and the
-outcome as events, and hides which node leads.
+The agent opens a :class:`RendezvousNode`, reads rounds, notices and the outcome from its queue of events, and reports
+the state of its workers to it. It need not know which node leads.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT: Final = 2.0
-"""Seconds that a node takes at most to delete its keys; without the store, its lease does that."""
+"""Maximum time in seconds for a node to delete its key; after that, the key goes when the lease expires."""
 
 STORE_SHARE: Final = 0.75
-"""The store's share of the time for :meth:`RendezvousNode.is_current`; the rest is a peer's, if the store is away."""
+"""Fraction of the timeout of :meth:`RendezvousNode.is_current` for the store; the rest is for a peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class RoundStarted:
     """A new round has begun.
 
     Attributes:
-        record: who trains together.
-        store: the listening socket on which this node has to serve the round's TCPStore; None if another node serves
-            it. The receiver owns the socket.
+        record: the round.
+        store: the listening socket for the round's TCPStore, if this node serves it; otherwise None. The receiver owns
+            the socket.
     """
 
     record: RoundRecord
@@ -58,10 +58,10 @@ class RoundStarted:
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """This node's round is about to change, or (with 0 seconds) does not change after all.
+    """The current round, of which this node is a member, is about to change; with 0 seconds, the notice is withdrawn.
 
-    Only members are told. When all workers that asked for notice have answered, the receiver calls
-    ``report(round, saved=serial)``. A later notice has a higher serial.
+    When all workers that asked for notice have answered, the receiver calls ``report(round, saved=serial)``. A later
+    notice has a higher serial.
     """
 
     record: NoticeRecord
@@ -76,26 +76,17 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class Partitioned:
-    """This node reaches neither the store nor the peers of its round: it must stop its workers."""
+    """This node reaches neither the store nor a member of its round, and must stop its workers."""
 
 
 Event = RoundStarted | Noticed | RunEnded | Partitioned
 
 
-def close_unclaimed(queue: asyncio.Queue[Any]) -> None:
-    """Close the sockets of rounds that were not received from a queue of events, which may hold other items too."""
-    while not queue.empty():
-        event = queue.get_nowait()
-        if isinstance(event, RoundStarted) and event.store is not None:
-            event.store.close()
-
-
 class StorePortOffer:
-    """The port on which this node offers to serve the next round's TCPStore.
+    """The port on which this node offers to serve the TCPStore of the next round.
 
-    An offer is good for one round, and for one incarnation of the store: :meth:`renew` replaces it before the node
-    registers again with a store that may have lost a round. The offer before that stays open, because a leader may
-    have used it just before.
+    Each offer is for one round. If the store may have lost a round that used the port, :meth:`renew` offers another.
+    The previous port stays open after that, because a leader may have chosen it just before.
     """
 
     def __init__(self, host: str, ports: PortRange | None) -> None:
@@ -105,7 +96,7 @@ class StorePortOffer:
 
     @property
     def port(self) -> int:
-        """The port that is offered now."""
+        """The offered port."""
         port: int = self._listeners[-1].getsockname()[1]
         return port
 
@@ -118,9 +109,9 @@ class StorePortOffer:
         return self.port
 
     def take(self, round: RoundRecord, *, is_member: bool, missed_rounds: bool) -> socket.socket | None:
-        """Return the listener that a round has named, if it is this node's; then offer another port.
+        """Return the listener whose port a new round uses, if this node is to serve it; then offer another port.
 
-        Another node on this host may have named the same port, and so may a round that this node missed.
+        The offered port is replaced too if a round that this node missed may have used it.
         """
         ports = [f"{bracketed(self._host)}:{listener.getsockname()[1]}" for listener in self._listeners]
         named = round.store in ports
@@ -132,23 +123,32 @@ class StorePortOffer:
         return taken
 
     def close(self) -> None:
-        """Close all listeners that were not taken."""
+        """Close the listeners that no round uses."""
         for listener in self._listeners:
             listener.close()
 
 
 class RendezvousNode:
-    """One node of a run; an async context manager that is registered in the store while it is open.
+    """One node of a run: an async context manager that takes part in the rendezvous while it is open.
 
     Args:
-        store: where the nodes meet.
-        settings: the rules, and the run's id.
-        node: this node's id: its name, a dot, and a text unique to this process.
+        store: the run's store.
+        settings: the rules of the rendezvous, and the run's id.
+        node: this node's id: its name, a dot, and a text that is unique to this process.
         record: the node's record; the ports of its peer server and TCPStore are filled in.
-        history: what it knows of the run's past; None for what the settings say.
+        history: the history of the run; None for one that starts now.
+
+    Attributes:
+        events: the rounds, notices and the outcome, in order; an agent adds its own events.
+        history: the history of the run, as far as this node knows it.
+        run: the state of the run, as the store has it.
+        registration: this node's record in the store.
+        server: accepts the connections of peers.
+        election: this node's part in the election of the leader.
+        leader: leads the run; None while another node leads.
 
     Raises:
-        NoPortFree: no port is free of those on which it may listen.
+        NoPortFree: no port of the allowed range is free.
     """
 
     def __init__(
@@ -162,9 +162,7 @@ class RendezvousNode:
     ) -> None:
         self.node = node
         self.events: asyncio.Queue[Any] = asyncio.Queue()
-        """What happened, in order; an agent puts its own events in between."""
         self.history = History(None, settings.resume.time_breakdown) if history is None else history
-        """What this node knows of the run's past."""
         self._settings = settings
         self.run = RunStateWatch(node, settings, never_refusing(store))
         self._offer = StorePortOffer(record.address, settings.ports)
@@ -216,7 +214,7 @@ class RendezvousNode:
             logger.info("the store is away: this node's key goes when its lease ends")
 
     async def abort(self) -> None:
-        """Stop without telling the store, as a process that is killed does: its listener closes first."""
+        """Stop like a killed process: close the listener first, and write nothing to the store."""
         await self.server.close()
         await self._cancel()
         await self._close_sockets()
@@ -226,7 +224,7 @@ class RendezvousNode:
             await cancel(self._running)
 
     async def _write_final_history(self) -> None:
-        """Write where the time went, if this node led last and no node leads after it: all nodes leave at once."""
+        """Write the history if all nodes leave at once: this node led last, and no other node leads now."""
         if self.run.last_leader != self.node or self.run.outcome is not None:
             return
         with suppress(StoreError, TimeoutError):
@@ -244,60 +242,63 @@ class RendezvousNode:
     async def _close_sockets(self) -> None:
         await self.server.close()
         self._offer.close()
-        close_unclaimed(self.events)
+        while not self.events.empty():
+            event = self.events.get_nowait()
+            if isinstance(event, RoundStarted) and event.store is not None:
+                event.store.close()  # the agent has not received it
 
-    # -- what the agent asks
+    # -- state
 
     @property
     def failed(self) -> asyncio.Task[None]:
-        """Ends, with the error, if the node cannot take part: the store refused it from the beginning."""
+        """A task that fails with the error if this node cannot take part, because the store refuses it."""
         if self._running is None:
             raise RuntimeError("the node is not open")
         return self._running
 
     @property
     def is_leader(self) -> bool:
-        """Whether this node leads the run, as far as it knows."""
+        """Whether this node leads, and has read the history of the run."""
         return self.leader is not None and self.leader.history_writer.has_read and self.election.is_leader
 
     @property
     def has_leader(self) -> bool:
-        """Whether a node forms the next round when it is time, as far as known; False while the store is away."""
+        """Whether some node leads, as far as this node knows; False while the store is away."""
         return self.run.away_since is None and self.election.has_leader
 
     @property
     def round(self) -> RoundRecord | None:
-        """The last round that this node was told of."""
+        """The last round that this node has received."""
         return self.run.accepted_round
 
     @property
     def restarts(self) -> int:
-        """Restarts charged to the run."""
+        """The number of restarts that were charged to the run."""
         return (self.round or self._settings.resume).restarts
 
     @property
     def uncharged_restarts(self) -> int:
-        """Restarts of the run without a charge."""
+        """The number of restarts that were not charged."""
         return (self.round or self._settings.resume).uncharged_restarts
 
     @property
     def time_breakdown(self) -> TimeBreakdown:
-        """Where the run's time went until now, as far as this node knows."""
+        """The time breakdown of the run until now, as far as this node knows it."""
         return self.history.breakdown()
 
     @property
     def size(self) -> SizeRecord:
-        """How many nodes there should be, as far as this node knows."""
+        """The desired size of the run, as far as this node knows it."""
         return self.run.size or self._settings.size
 
     async def flush(self) -> None:
-        """Wait until the store has all that this node has reported."""
+        """Wait until all reports of this node are in the store."""
         await self.registration.flush()
 
     async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
-        """Return whether a round of which this node is a member is still the run's, read from the store now.
+        """Return whether this node is a member of a round that is still current, according to the store.
 
-        If the store is away, the answer is what this node and a connected peer can know.
+        If the store is away, the round is current while a connected peer answers.
         """
         accepted = self.round
         if accepted is None or accepted.number != round or self.node not in accepted.nodes or self._is_over():
@@ -312,12 +313,12 @@ class RendezvousNode:
     def _is_over(self) -> bool:
         return self.run.outcome is not None or self.registration.record.phase is NodePhase.PARTITIONED
 
-    # -- what the agent reports
+    # -- reports
 
     def report(self, round: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
-        """Report how this node fares in a round; reports of a past round are dropped, and each round starts afresh.
+        """Change this node's record for a round; reports for a past round are ignored, and each round resets them.
 
-        A node that leaves stays LEAVING, unless all its workers have exited with 0 before.
+        The phase of a node that leaves stays LEAVING, unless all its workers have exited with 0.
 
         Args:
             round: the round's number.
@@ -332,8 +333,8 @@ class RendezvousNode:
     async def leave(self, *, timeout: float = 1.0) -> None:  # noqa: ASYNC109 - bounds the wait for an absent store
         """Announce that this node leaves, so that the next round forms without it.
 
-        It is still told what happens until it is closed, because the next round may wait for workers that asked for
-        notice, including its own.
+        Until it is closed, this node still receives events: the next round may wait for workers that asked for notice,
+        including its own.
         """
         self._leaving = True
         leader = self.leader
@@ -346,7 +347,7 @@ class RendezvousNode:
                 if leader is not None and leader.history_writer.has_read:
                     writes.append(leader.history_writer.write())  # for the next leader
                 await asyncio.gather(*writes)
-                # If all nodes leave at once, one has to tell the others when the last worker has saved.
+                # If all nodes leave at once, one of them has to lead until the last worker has saved.
                 await self.election.leave(standby=self.registration.record.notice > 0)
         except (StoreError, TimeoutError):
             logger.info("the store is away: the others learn of this node's leaving by its connection")
@@ -376,7 +377,7 @@ class RendezvousNode:
                 self._restored = self.run.restored
                 self.registration.update(store=self._offer.renew())
             round, accepted = self.run.round, self.run.accepted_round
-            # An equal number with another nonce: the store had lost the round, and the leader did not know of it.
+            # The same number with another nonce: the store lost the round, and its leader did not know the round.
             if round is not None and (accepted is None or (round.number >= accepted.number and round != accepted)):
                 self.run.accepted_round = round
                 self.history.note_round(round)
@@ -389,10 +390,10 @@ class RendezvousNode:
             await changed.after(seen)
 
     def _end_run(self) -> None:
-        """The run has ended: this node takes no part in the next run of this id."""
+        """Withdraw from the run, because it has ended."""
         self.election.withdraw()
         if self.round is None or self.node not in self.round.nodes:
-            # It has only learned of the end; other nodes need not wait until it is gone.
+            # This node was no member, so a new run with this id need not wait until it is gone.
             self._leaving = True
             self.registration.update(phase=NodePhase.LEAVING, round=0, restarts=0, uncharged_restarts=0)
 
@@ -426,13 +427,13 @@ class RendezvousNode:
             self.events.put_nowait(Noticed(notice))
 
     async def _lead(self) -> None:
-        """Lead whenever this node is the leader."""
+        """Lead each time that this node is elected."""
         while True:
             await self.election.until_leader()
             self.server.observer = self.leader = Leader(self.run, self.election, self.server, self.history)
             leading = asyncio.create_task(self.leader.run())
-            # A vacancy does not end it: if all leases expired with a store that was away, the leader's knowledge of
-            # its peers keeps them from being taken for lost.
+            # An expired lease does not end it. If all leases expire because the store is away, the leader still knows
+            # which peers are alive.
             replaced = asyncio.create_task(self.election.until_replaced(self.node))
             try:
                 await asyncio.wait((leading, replaced), return_when=asyncio.FIRST_COMPLETED)
@@ -467,14 +468,14 @@ async def watch_for_partition(
 ) -> NoReturn:
     """Call ``partitioned`` each time that this node is partitioned; until cancelled.
 
-    Losing the store alone stops nothing, nor does losing the peers alone. A node that has been without the store for
-    one lease, and then finds neither the store nor a peer, must assume that the others have gone on without it.
+    A node is partitioned if it has not reached the store for one lease, and then reaches neither the store nor a peer.
+    The other nodes may have formed a round without it.
 
     Args:
-        run: the run.
-        has_workers: whether this node trains with others now.
-        reaches_a_peer: whether a peer answers within so many seconds.
-        partitioned: is called.
+        run: the state of the run.
+        has_workers: returns whether this node trains with others now.
+        reaches_a_peer: returns whether a peer answers within a number of seconds.
+        partitioned: is called if this node is partitioned.
     """
     changed, lease = run.changed, run.settings.lease
     while True:
@@ -493,7 +494,7 @@ async def watch_for_partition(
 
 
 async def _reaches_any(run: RunStateWatch, reaches_a_peer: Callable[[float], Awaitable[bool]], within: float) -> bool:
-    """Return whether a peer or the store answers in time; a broken connection may need a second attempt."""
+    """Return whether a peer or the store answers in time, after repeated attempts."""
 
     async def find_a_peer() -> None:
         while not await reaches_a_peer(within):  # noqa: ASYNC110 - each turn is a probe
@@ -501,7 +502,7 @@ async def _reaches_any(run: RunStateWatch, reaches_a_peer: Callable[[float], Awa
 
     async def find_the_store() -> None:
         while True:
-            await asyncio.sleep(RETRY_MIN)  # usually a peer has answered by then
+            await asyncio.sleep(RETRY_MIN)  # usually a peer answers first
             with suppress(StoreError):
                 await run.store.get(run.keys.leader)
                 return

@@ -219,7 +219,8 @@ class NodeThread:
             match await node.events.get():
                 case RoundStarted(record, listener):
                     logger.info("round %d: %s", record.number, record.cause)
-                    server = None if listener is None else await self._served(listener)
+                    # If this is cancelled, asyncio.run() waits for the thread, and the server owns the listener.
+                    server = None if listener is None else await asyncio.to_thread(self._serve, listener)
                     self._update(serial=self.status.serial + 1, record=record, server=server, partitioned=False)
                     if record.members:
                         node.history.workers_started()  # approximately now
@@ -227,11 +228,3 @@ class NodeThread:
                     self._update(partitioned=True)
                 case RunEnded(outcome):
                     self._update(outcome=outcome)
-
-    async def _served(self, listener: socket.socket) -> object:
-        serving = asyncio.ensure_future(asyncio.to_thread(self._serve, listener))
-        try:
-            return await asyncio.shield(serving)
-        except asyncio.CancelledError:
-            await asyncio.wait([serving])  # the server owns the listener once it exists
-            raise

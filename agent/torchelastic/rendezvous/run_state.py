@@ -256,18 +256,22 @@ class RunStateWatch:
 
 
 class NodeRegistration:
-    """Keeps a node's record in the store while :meth:`run` runs; writes it again if the key or the lease is lost.
+    """Keeps a node's record in the store under the node's lease, while :meth:`run` runs.
 
     Args:
+        run: the state of the run.
         record: the node's first record.
-        fresh_store_port: offers a port for the next round's TCPStore that no store knows yet; called before the key is
-            written again after its loss, because the store may have lost a round that used the port offered before.
+        fresh_store_port: returns an unused port for the next round's TCPStore. It is called before the record is
+            written under a new lease, because the store may have lost a round that used the old port.
+
+    Attributes:
+        record: the node's record.
+        lease: the id of the node's lease; 0 without one.
     """
 
     def __init__(self, run: RunStateWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
         self.record = record
         self.lease = 0
-        """The lease's id; 0 without one."""
         self._fresh_store_port = fresh_store_port
         self._store = run.store
         self._changed = run.changed
@@ -282,7 +286,7 @@ class NodeRegistration:
         self._timed_out = False
 
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
-        """Change the record; it is written as soon as the store takes it."""
+        """Change the record; :meth:`run` writes it."""
         record = msgspec.structs.replace(self.record, **changes)
         if record != self.record:
             self.record = record
@@ -293,7 +297,7 @@ class NodeRegistration:
         await self._progress.until(lambda: self._written == self._updated.count and bool(self.lease))
 
     async def run(self) -> None:
-        """Hold the lease and the key until cancelled.
+        """Keep the lease and the key until cancelled.
 
         Raises:
             StoreRefused: the store refuses this node.
@@ -314,7 +318,7 @@ class NodeRegistration:
                 await self._backoff.wait()
 
     async def withdraw(self) -> None:
-        """Delete the node's key; :meth:`run` may not run any more."""
+        """Delete the node's key and lease, after :meth:`run` has ended."""
         await self._store.delete(self._key)
         if self.lease:
             lease, self.lease = self.lease, 0
@@ -348,7 +352,7 @@ class NodeRegistration:
         count, record = self._updated.count, self.record
         async with asyncio.timeout(self._request_timeout):
             revision = await self._store.put(self._key, encode(record), lease=lease)
-        if not self.record.joined:  # written with the next update; until then the key's creation says the same
+        if not self.record.joined:  # until the next write, readers use the revision of the key's creation
             self.record = msgspec.structs.replace(self.record, joined=revision)
         self._written = count
         self._answered()
@@ -360,9 +364,9 @@ class NodeRegistration:
 
 
 async def remove_finished_run(run: RunStateWatch) -> None:
-    """Remove a finished run of the same id, unless ids are unique or a node of it is still present.
+    """Remove the keys of a finished run with the same id, unless ids are unique or a node of that run is present.
 
-    A store that is away is waited for as long as peers are.
+    If the store is away, try again until the join timeout.
 
     Raises:
         StoreError: as the store does.
@@ -384,16 +388,16 @@ async def remove_finished_run(run: RunStateWatch) -> None:
 
 
 async def _remove(run: RunStateWatch) -> bool:
-    """Remove what is left of a finished run; return whether to look again."""
+    """Remove the keys of a finished run; return whether to check again."""
     store, keys = run.store, run.keys
     if not _is_over(await store.get(keys.state)):
-        return False  # usually; so a thousand new nodes need not list all keys
+        return False  # the usual case, without a listing of all keys
     listing = await store.list(keys.root)
     entries = {entry.key: entry for entry in listing.entries}
     state = entries.get(keys.state)
     if state is None or not _is_over(state) or any(_took_part(entry, state, keys) for entry in listing.entries):
         return False
-    # The state last: while it stands, the other keys are not mistaken for those of a running run.
+    # The state is the last: without it, the other keys would seem to belong to a running run.
     for key in (keys.time_breakdown, keys.history, keys.notice, keys.leader, keys.state):
         if key in entries:
             await store.compare_and_swap(key, None, expected=entries[key].modified)

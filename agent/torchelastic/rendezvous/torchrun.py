@@ -7,14 +7,12 @@ modules.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
-
-    from torchelastic.rendezvous.handler_settings import Parameters
 
 
 def get_handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -32,7 +30,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 @functools.cache
-def _handler_type() -> Callable[[Parameters], RendezvousHandler]:
+def _handler_type() -> Callable[[Any], RendezvousHandler]:
     """Return the handler class with torch's base class, return types and exceptions."""
     from torch.distributed.elastic import rendezvous as torchs
 
