@@ -246,7 +246,7 @@ async def test_job_metrics_are_read_through_the_api_server(team: Team) -> None:
         await team.make_pod(job, name, {"running": {}}, ip="127.0.0.1", metrics_port=9464)
     lines = (await team.elasticjob("top", "digits")).stdout.splitlines()
     assert lines[0].startswith("digits  Running  ")
-    assert lines[1] == "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free"
+    assert lines[1] == "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 uncharged"
     assert [line.split(" (")[0] for line in lines[3:]] == [
         "digits-0-aaaaa: its agent does not answer",
         "digits-1-bbbbb: its agent does not answer",

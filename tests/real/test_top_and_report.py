@@ -86,7 +86,9 @@ async def test_a_demo_job_is_watched_killed_and_reported(home: Path, tmp_path: P
         await run.until(stepped(2, 1))
         lines = await top_shows(home, "   lost 0s")
         assert lines[0].startswith("digits  Running  ")
-        assert lines[1].startswith("round 1   world size 2 on 2 nodes   pods ready 2/2   restarts 0 charged, 0 free, ")
+        assert lines[1].startswith(
+            "round 1   world size 2 on 2 nodes   pods ready 2/2   restarts 0 charged, 0 uncharged, "
+        )
         assert lines[3].startswith("goodput ")
         for state in ("training", "restoring", "starting", "rendezvous", "waiting"):
             assert f"{state} " in lines[4]
@@ -101,7 +103,7 @@ async def test_a_demo_job_is_watched_killed_and_reported(home: Path, tmp_path: P
         os.kill(a_worker(home), signal.SIGKILL)
         await run.until(stepped(2, 2))
         lines = await top_shows(home, "worker failed ")
-        assert "restarts 1 charged, 0 free" in lines[1]
+        assert "restarts 1 charged, 0 uncharged" in lines[1]
         [recovered] = [line for line in lines if line.startswith("worker failed ")]
         assert recovered.split()[2] == "1"
         _, listed, _ = await answer(home, "top")

@@ -148,7 +148,9 @@ def test_a_finished_job_is_listed_described_and_its_logs_printed(capfd: pytest.C
         assert run(*argv) == 0
         assert capfd.readouterr().out == "test accuracy 0.973\n"
     assert run("top", "digits", "--once") == 0
-    assert capfd.readouterr().out == "digits  Succeeded  1m12s\nround 4   world size 2   restarts 1 charged, 0 free\n"
+    assert (
+        capfd.readouterr().out == "digits  Succeeded  1m12s\nround 4   world size 2   restarts 1 charged, 0 uncharged\n"
+    )
     assert run("top") == 0
     assert capfd.readouterr().out.splitlines()[1].split()[:2] == ["digits", "Succeeded"]
 
@@ -249,7 +251,7 @@ def test_a_description_has_status_pods_and_events() -> None:
         f"Run:             {RUN} (process 48100)",
         "Pods:            2 ready of 3 wanted, 3 there",
         "Round:           4, world size 2",
-        "Restarts:        1 charged, 4 free",
+        "Restarts:        1 charged, 4 uncharged",
         "Pods Died:       1",
         "Last Failure:    rank 1 was killed by SIGKILL (32s ago)",
         "Deadline:        in 58m48s",

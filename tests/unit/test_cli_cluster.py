@@ -386,7 +386,7 @@ async def test_without_permission_to_read_metrics_the_status_is_shown(server: Ap
         name = f"digits-{index}-{suffix}"
         server.failing[proxied(name)] = (403, f'pods "{name}" is forbidden')
     lines = (await terminal.run("top", "digits")).out.splitlines()
-    assert "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free" in lines
+    assert "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 uncharged" in lines
     assert not [line for line in lines if "goodput" in line], "that was before it was resumed"
     [said] = [line for line in lines if "forbidden" in line]
     assert said == (

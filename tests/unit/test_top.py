@@ -131,7 +131,7 @@ def test_a_job_is_shown_with_all_its_metrics() -> None:
     )
     assert job_lines(reading(metrics, notes=["digits-2-ddddd: its agent does not answer in time"])) == [
         "digits  Running  1m40s",
-        "round 3   world size 2 on 2 nodes, 3 wanted   pods ready 2/3   restarts 2 charged, 3 free, 98 left",
+        "round 3   world size 2 on 2 nodes, 3 wanted   pods ready 2/3   restarts 2 charged, 3 uncharged, 98 left",
         "",
         "goodput 86.0 %   lost 4s",
         "training 1m30s (90.0 %)   starting 5s (5.0 %)   rendezvous 1s (1.0 %)   waiting 4s (4.0 %)",
@@ -186,7 +186,7 @@ def test_a_suspended_job_has_the_time_breakdown_of_its_status() -> None:
         reading(JobMetrics(), status={**suspended, "timeBreakdown": BREAKDOWN, "unchargedRestarts": 7})
     ) == [
         "digits  Suspended  1m40s",
-        "round 4   world size 2   pods ready 2/3   restarts 1 charged, 7 free",
+        "round 4   world size 2   pods ready 2/3   restarts 1 charged, 7 uncharged",
         "",
         "goodput 9.5 %   lost 1s",
         "training 10s (10.5 %)   suspended 1m25s (89.5 %)",
@@ -209,7 +209,7 @@ def test_the_time_breakdown_from_before_a_resumption_is_not_shown(state: str) ->
     shown = reading(JobMetrics(), status={"state": state, "timeBreakdown": BREAKDOWN, "conditions": [stopping]})
     assert job_lines(shown) == [
         f"digits  {state}  1m40s",
-        "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 free",
+        "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 uncharged",
     ]
     assert jobs_table([shown])[1].split()[-5:-1] == ["-", "-", "1", "-"]
 

@@ -125,6 +125,26 @@ class JobStatus:
     time_breakdown: TimeBreakdown | None = None
     conditions: tuple[Condition, ...] = ()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the job has succeeded or failed."""
+        return self.state.finished
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the job's pods were all gone after a suspension, and it was not resumed since."""
+        return self.state is JobState.SUSPENDED and self.holds("Suspended")
+
+    @property
+    def ready(self) -> str:
+        """The ready pods of the desired ones: 2/3."""
+        return f"{self.ready_replicas}/{self.desired}"
+
+    @property
+    def what_failed(self) -> str:
+        """The message of the last failure; empty if there is none."""
+        return self.last_failure.message if self.last_failure is not None else ""
+
     def condition(self, kind: str) -> Condition | None:
         """The condition of this type; None if it was never set."""
         return next((condition for condition in self.conditions if condition.type == kind), None)
@@ -138,7 +158,7 @@ class JobStatus:
 def status_to_json(status: JobStatus) -> dict[str, Any]:
     """The object's ``status``, without ``selector``."""
     document: dict[str, Any] = to_json(replace(status, conditions=()))
-    document["readyDesired"] = f"{status.ready_replicas}/{status.desired}"
+    document["readyDesired"] = status.ready
     document["conditions"] = [
         {
             **to_json(condition),

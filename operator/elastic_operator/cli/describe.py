@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client
 from elastic_operator.controller.messages import count
 from elastic_operator.views.formatting import activity, columns, duration, printed, rank_list, since
-from elastic_operator.views.job_view import JobView, seconds
+from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     import argparse
@@ -77,7 +77,7 @@ def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
     yield "Took", duration(job.age(now)) if job.completed else ""
     yield "Pods", f"{status.ready_replicas} ready of {status.desired} wanted, {status.replicas} there"
     yield "Round", f"{status.round}, world size {status.world_size}" if status.round else "none yet"
-    yield "Restarts", f"{status.restarts} charged, {status.uncharged_restarts} free"
+    yield "Restarts", f"{status.restarts} charged, {status.uncharged_restarts} uncharged"
     yield "Pods Died", str(status.pod_failures or "")
     yield "Last Failure", _last_failure(job, now).replace("\n", "\n  ")
     yield "Deadline", f"in {duration(job.deadline - now)}" if job.deadline is not None else ""
@@ -96,8 +96,7 @@ def _last_failure(job: JobView, now: float) -> str:
     failure = job.status.last_failure
     if failure is None or not failure.message:
         return ""
-    time = seconds(failure.time)
-    return failure.message + (f" ({duration(now - time)} ago)" if time is not None else "")
+    return failure.message + (f" ({duration(now - failure.time)} ago)" if failure.time else "")
 
 
 def _behind(job: JobView) -> str:
@@ -114,7 +113,7 @@ def _conditions(job: JobView, now: float) -> list[str]:
     if not job.status.conditions:
         return []
     rows = [
-        (each.type, each.status, since(seconds(each.last_transition_time), now), each.reason, each.message)
+        (each.type, str(each.status), since(each.since or None, now), each.reason, each.message)
         for each in job.status.conditions
     ]
     rows.insert(0, ("TYPE", "STATUS", "SINCE", "REASON", "MESSAGE"))

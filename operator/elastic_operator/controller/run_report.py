@@ -42,12 +42,7 @@ def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBre
 
 def breakdown_at_change(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:
     """The time breakdown of a job that is resumed or finishes; None if unknown."""
-    return _up_to(job, observed, now, RunState.SUSPENDED if is_suspended(job.status) else RunState.WAITING)
-
-
-def is_suspended(status: JobStatus) -> bool:
-    """Whether the job's pods were all gone after a suspension, and it was not resumed since."""
-    return status.state is JobState.SUSPENDED and status.holds(ConditionType.SUSPENDED)
+    return _up_to(job, observed, now, RunState.SUSPENDED if job.status.suspended else RunState.WAITING)
 
 
 def has_news(observed: Observed) -> bool:
@@ -94,8 +89,8 @@ def _up_to(job: Job, observed: Observed, now: float, without_leader: RunState) -
     if known is not None:
         running = before.condition(ConditionType.RUNNING)
         ran_since = running is not None and (running.status or running.since > known.until)
-        has_trained = not is_suspended(before) and (before.world_size > 0 or ran_since)
-    if has_trained or (observed.store_forbidden and not is_suspended(before)):
+        has_trained = not before.suspended and (before.world_size > 0 or ran_since)
+    if has_trained or (observed.store_forbidden and not before.suspended):
         return None  # it has trained, for an unknown time
     return _filled(known, without_leader, job.created, now)
 

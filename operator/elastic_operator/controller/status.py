@@ -13,7 +13,7 @@ from elastic_operator.controller.messages import (
     suspended_conditions,
     with_times,
 )
-from elastic_operator.controller.run_report import breakdown_at_change, breakdown_at_suspension, is_suspended
+from elastic_operator.controller.run_report import breakdown_at_change, breakdown_at_suspension
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,7 +71,7 @@ def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffe
     stopping = bool(snapshot.unfinished)
     gone = frozenset([pod.uid for pod in snapshot.gone + snapshot.live if pod.uid not in count.pending])
     breakdown = before.time_breakdown
-    if not (stopping or unread or is_suspended(before)):
+    if not (stopping or unread or before.suspended):
         breakdown = breakdown_at_suspension(job, snapshot.observed, snapshot.now)
     return replace(
         _counted(snapshot, count, gone),

@@ -163,7 +163,7 @@ class JobMetrics:
     Attributes:
         seconds: the job's time by run state.
         lost: seconds of training that no checkpoint holds.
-        restarts: restarts of workers that are charged to ``maxRestarts``; ``free_restarts`` are not.
+        restarts: restarts of workers that are charged to ``maxRestarts``; ``uncharged_restarts`` are not.
         recoveries: duration of recoveries by cause.
     """
 
@@ -174,7 +174,7 @@ class JobMetrics:
     seconds: Mapping[str, float] = field(default_factory=dict)
     lost: float | None = None
     restarts: int | None = None
-    free_restarts: int | None = None
+    uncharged_restarts: int | None = None
     remaining_restarts: int | None = None
     recoveries: Mapping[str, Tally] = field(default_factory=dict)
     ranks: tuple[RankMetrics, ...] = ()
@@ -197,7 +197,7 @@ class JobMetrics:
             seconds=_job_seconds(leader),
             lost=leader.value("torchelastic_job_lost_seconds_total"),
             restarts=_whole(restarts.get("yes")),
-            free_restarts=_whole(restarts.get("no")),
+            uncharged_restarts=_whole(restarts.get("no")),
             remaining_restarts=_whole(latest.value("torchelastic_remaining_restarts")),
             recoveries=_recoveries(known),
             ranks=_ranks(known),

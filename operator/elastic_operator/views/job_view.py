@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from elastic_operator.errors import ElasticJobError
+from elastic_operator.api.status import JobStatus, status_from_json
+from elastic_operator.errors import BadInput, ElasticJobError
 
 
 class _View(msgspec.Struct, frozen=True, rename="camel"):
@@ -73,75 +74,6 @@ class EventView(_View, frozen=True):
     count: int = 1
 
 
-class ConditionView(_View, frozen=True):
-    """A condition of the status, as in Kubernetes' ``metav1.Condition``."""
-
-    type: str
-    status: str = "Unknown"
-    reason: str = ""
-    message: str = ""
-    last_transition_time: str | float | None = None
-
-
-class FailureView(_View, frozen=True):
-    """The last failure."""
-
-    message: str = ""
-    time: str | float | None = None
-
-
-class TimeBreakdownView(_View, frozen=True):
-    """Seconds by run state until ``as_of``; ``lost_seconds`` of training that no checkpoint holds, None if unknown."""
-
-    as_of: str | float | None = None
-    seconds: dict[str, float] = {}
-    lost_seconds: float | None = None
-
-
-class StatusView(_View, frozen=True):
-    """The job's status; the names are those of the CRD."""
-
-    state: str = "Pending"
-    observed_generation: int = 0
-    replicas: int = 0
-    ready_replicas: int = 0
-    desired: int = 0
-    round: int = 0
-    world_size: int = 0
-    restarts: int = 0
-    uncharged_restarts: int = 0
-    pod_failures: int = 0
-    start_time: str | float | None = None
-    active_since: str | float | None = None
-    completion_time: str | float | None = None
-    last_failure: FailureView | None = None
-    time_breakdown: TimeBreakdownView | None = None
-    excluded_nodes: tuple[str, ...] = ()
-    conditions: tuple[ConditionView, ...] = ()
-
-    @property
-    def what_failed(self) -> str:
-        """The message of the last failure; empty if there is none."""
-        return self.last_failure.message if self.last_failure else ""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the job has succeeded or failed."""
-        return self.state in ("Succeeded", "Failed")
-
-    @property
-    def ready(self) -> str:
-        """The number of ready pods of those desired: 2/3."""
-        return f"{self.ready_replicas}/{self.desired}"
-
-    @property
-    def suspended(self) -> bool:
-        """Whether the job is suspended and all its pods are gone."""
-        return self.state == "Suspended" and any(
-            condition.type == "Suspended" and condition.status == "True" for condition in self.conditions
-        )
-
-
 class EndView(_View, frozen=True):
     """How a run on this machine ended."""
 
@@ -187,7 +119,7 @@ class JobView(_View, frozen=True):
     """The state of one job; ``manifest`` is the object without its status, ``events`` has the oldest first."""
 
     manifest: dict[str, Any] = {}
-    status: StatusView = StatusView()
+    status: JobStatus = JobStatus()
     pods: tuple[PodView, ...] = ()
     events: tuple[EventView, ...] = ()
     run: RunView = RunView()
@@ -202,8 +134,9 @@ class JobView(_View, frozen=True):
             ElasticJobError: it is invalid.
         """
         try:
-            return msgspec.convert(snapshot, cls)
-        except msgspec.ValidationError as error:
+            view = msgspec.convert({key: value for key, value in snapshot.items() if key != "status"}, cls)
+            return msgspec.structs.replace(view, status=status_from_json(snapshot.get("status")))
+        except (BadInput, msgspec.ValidationError) as error:
             raise ElasticJobError(
                 f"the state of this job cannot be read ({error}); was it written by another version?"
             ) from None
@@ -237,12 +170,12 @@ class JobView(_View, frozen=True):
     @property
     def created(self) -> float | None:
         """When the job was created, in seconds since the Unix epoch."""
-        return seconds(self.metadata.get("creationTimestamp")) or seconds(self.status.start_time)
+        return _seconds(self.metadata.get("creationTimestamp")) or self.status.started
 
     @property
     def completed(self) -> float | None:
         """When the job ended, in seconds since the Unix epoch; None while it runs, or if unknown."""
-        return self.run.ended.time if self.run.ended else seconds(self.status.completion_time)
+        return self.run.ended.time if self.run.ended else self.status.completed
 
     @property
     def state(self) -> str:
@@ -255,7 +188,7 @@ class JobView(_View, frozen=True):
     @property
     def deadline(self) -> float | None:
         """When ``activeDeadlineSeconds`` runs out, in seconds since the Unix epoch; None if it does not."""
-        allowed, since = self.spec.get("activeDeadlineSeconds"), seconds(self.status.active_since)
+        allowed, since = self.spec.get("activeDeadlineSeconds"), self.status.active
         if self.status.finished or since is None or not isinstance(allowed, int):
             return None
         return since + allowed
@@ -277,11 +210,9 @@ class JobView(_View, frozen=True):
         return tuple(sorted((pod for pod in self.pods if pod.over), key=lambda pod: pod.ended or 0.0, reverse=True))
 
 
-def seconds(time: str | float | None) -> float | None:
-    """Convert a time (RFC 3339, or seconds) to seconds since the Unix epoch; None if it is neither."""
-    if isinstance(time, str):
-        try:
-            return datetime.fromisoformat(time).timestamp()
-        except ValueError:
-            return None
-    return time or None
+def _seconds(time: object) -> float | None:
+    """Convert an RFC 3339 time to seconds since the Unix epoch; None if it is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp() if isinstance(time, str) else None
+    except ValueError:
+        return None

@@ -9,13 +9,13 @@ from elastic_operator.controller.messages import count
 from elastic_operator.views import formatting
 from elastic_operator.views.formatting import percent, short_duration
 from elastic_operator.views.job_metrics import JobMetrics, Tally, goodput
-from elastic_operator.views.job_view import JobView, seconds
 from torchelastic.protocol import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from elastic_operator.views.job_metrics import CustomMetric
+    from elastic_operator.views.job_view import JobView
     from elastic_operator.views.rates import Rates
 
 STATE_COLORS: Final[Mapping[str, str]] = {
@@ -52,10 +52,10 @@ class Reading:
         kept = status.time_breakdown
         if self.metrics.seconds or kept is None or not (status.finished or status.suspended):
             return self.metrics.seconds, self.metrics.lost
-        as_of = seconds(kept.as_of)
-        since = self.now - as_of if self.job.state == "Suspended" and as_of is not None else 0.0
+        since = self.now - kept.until if self.job.state == "Suspended" and kept.until else 0.0
         suspended = kept.seconds.get(RunState.SUSPENDED, 0.0) + max(0.0, since)
-        return kept.seconds | ({RunState.SUSPENDED.value: suspended} if suspended else {}), kept.lost_seconds
+        seconds = {str(state): spent for state, spent in kept.seconds.items()}
+        return seconds | ({str(RunState.SUSPENDED): suspended} if suspended else {}), kept.lost
 
     @property
     def states(self) -> dict[str, float]:
@@ -76,11 +76,11 @@ class Reading:
 
     @property
     def restarts(self) -> tuple[int, int]:
-        """Charged and free restarts."""
+        """Charged and uncharged restarts."""
         status, metrics = self.job.status, self.metrics
         return (
             status.restarts if metrics.restarts is None else metrics.restarts,
-            status.uncharged_restarts if metrics.free_restarts is None else metrics.free_restarts,
+            status.uncharged_restarts if metrics.uncharged_restarts is None else metrics.uncharged_restarts,
         )
 
 
@@ -103,7 +103,7 @@ def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list
     first = ["NAMESPACE"] if namespaces else []
     rows = [[*first, "NAME", "STATE", "READY", "ROUND", "WORLD", "GOODPUT", "LOST", "RESTARTS", "STEP", "AGE"]]
     for reading in readings:
-        job, (charged, free), (_, lost) = reading.job, reading.restarts, reading.time_breakdown
+        job, (charged, uncharged), (_, lost) = reading.job, reading.restarts, reading.time_breakdown
         rows.append(
             [
                 *([job.namespace] if namespaces else []),
@@ -114,7 +114,7 @@ def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list
                 str(reading.world_size),
                 "-" if reading.goodput is None else percent(reading.goodput),
                 _seconds(lost),
-                f"{charged}+{free}" if free else str(charged),
+                f"{charged}+{uncharged}" if uncharged else str(charged),
                 _seconds(max(reading.rates.steps.values(), default=None)),
                 formatting.since(job.created, reading.now),
             ]
@@ -127,13 +127,13 @@ def _header(reading: Reading) -> Iterator[str]:
     yield f"{job.name}  {job.state}  {formatting.duration(job.age(reading.now))}"
     nodes = "" if metrics.nodes is None else f" on {count(metrics.nodes, 'node')}"
     desired = "" if metrics.desired_nodes in (None, metrics.nodes) else f", {metrics.desired_nodes} wanted"
-    size, (charged, free) = reading.world_size, reading.restarts
+    size, (charged, uncharged) = reading.world_size, reading.restarts
     left = "" if metrics.remaining_restarts is None else f", {metrics.remaining_restarts} left"
     facts = [
         f"round {metrics.round or status.round or '-'}",
         f"world size {size}{nodes if size else ''}{desired}",
         *([] if job.completed else [f"pods ready {status.ready}"]),
-        f"restarts {charged} charged, {free} free{left}",
+        f"restarts {charged} charged, {uncharged} uncharged{left}",
     ]
     yield _SEPARATOR.join(facts)
 
