@@ -31,7 +31,6 @@ from elastic_operator.errors import BadInput
 from torchelastic.protocol import (
     COUNT_LIMIT,
     HISTORY_LIMIT,
-    FailureRecord,
     HistoryRecord,
     OutcomeRecord,
     TimeBreakdown,
@@ -49,7 +48,7 @@ REPORT_LIMIT: Final = 900_000
 """Bytes; a ConfigMap takes 1 MiB."""
 
 _LONGEST_TEXT: Final = 16384
-_SHORTEST_TEXT: Final = 64
+_SHORTEST_TEXT: Final = 256
 _OF_JOB: Final = ("namespace", "name", "uid", "created", "state", "message")
 
 
@@ -119,10 +118,9 @@ def report_from_json(document: Mapping[str, Any]) -> Report:
 def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:
     """The report as text of at most ``limit`` bytes: sentences are shortened and, if need be, rounds left out."""
     longest = _LONGEST_TEXT
-    while len(text := _text_of(report)) > limit and (longest > _SHORTEST_TEXT or report.history.rounds):
+    while len(text := _text_of(report, longest)) > limit and (longest > _SHORTEST_TEXT or report.history.rounds):
         if longest > _SHORTEST_TEXT:
             longest //= 2
-            report = _shortened(report, longest)
         else:
             report = replace(report, history=bounded(report.history, len(report.history.rounds) // 2))
     return text
@@ -173,27 +171,16 @@ def bounded(history: HistoryRecord, limit: int) -> HistoryRecord:
     return HistoryRecord(created=history.created, rounds=rounds[:first] + rounds[first + excess :], omitted=omitted)
 
 
-def _text_of(report: Report) -> bytes:
+def _text_of(report: Report, longest: int) -> bytes:
     """The report as text; a lone surrogate in a program's message becomes a question mark."""
-    return json.dumps(report_to_json(report), ensure_ascii=False, indent=1).encode(errors="replace")
+    document = _shortened(report_to_json(report), longest)
+    return json.dumps(document, ensure_ascii=False, indent=1).encode(errors="replace")
 
 
-def _shortened(report: Report, longest: int) -> Report:
-    """The report with sentences of at most this many characters."""
-
-    def short(failure: FailureRecord | None) -> FailureRecord | None:
-        return failure and msgspec.structs.replace(failure, message=shorten(failure.message, longest))
-
-    rounds = tuple(
-        msgspec.structs.replace(round, cause=shorten(round.cause, longest), failure=short(round.failure))
-        for round in report.history.rounds
-    )
-    outcome = report.outcome and msgspec.structs.replace(
-        report.outcome, message=shorten(report.outcome.message, longest), failure=short(report.outcome.failure)
-    )
-    return replace(
-        report,
-        message=shorten(report.message, longest),
-        history=msgspec.structs.replace(report.history, rounds=rounds),
-        outcome=outcome,
-    )
+def _shortened(value: object, longest: int) -> object:
+    """A part of a document with texts of at most this many characters."""
+    if isinstance(value, dict):
+        return {key: _shortened(below, longest) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_shortened(below, longest) for below in value]
+    return shorten(value, longest) if isinstance(value, str) else value
