@@ -169,7 +169,7 @@ async def test_a_refused_scaling_by_the_api_server_is_reported(team: Team) -> No
     assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["replicas"] == 2
     said = await team.refused("scale", "digits", "--replicas", "4", code=2)
     assert "spec.replicas: " in said
-    assert "must lie between minReplicas and maxReplicas; change it, or move the bounds first" in said
+    assert "must be between minReplicas and maxReplicas; change it, or move the bounds first" in said
     assert (await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"]["replicas"] == 2
 
 

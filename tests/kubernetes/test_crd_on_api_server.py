@@ -25,7 +25,7 @@ DEFINITION = REPOSITORY / "crds" / "elasticjob.yaml"
 MANIFESTS = REPOSITORY / "tests" / "unit" / "manifests"
 EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
 LARGEST_ANNOTATIONS = 262_144
-OUT_OF_BOUNDS = "spec.replicas: Invalid value: must lie between minReplicas and maxReplicas"
+OUT_OF_BOUNDS = "spec.replicas: Invalid value: must be between minReplicas and maxReplicas"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -315,7 +315,7 @@ async def test_an_archived_job_follows_its_file_until_its_replicas_are_set(kubec
     await kubectl("scale", "elasticjob/former", "--replicas=4")
     worker["replicas"] = 2
     refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(manifest))
-    assert "is only what the job begins with" in " ".join(refusal.split())
+    assert "is only the initial number" in " ".join(refusal.split())
     assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/former", "--replicas=5")
 
 

@@ -281,7 +281,7 @@ REFUSED: list[tuple[Any, str]] = [
     (job(endpoint="a"), "spec.endpoint: there is no such field here; it belongs below etcd"),
     (job(template={"containers": []}), "spec.template.containers: there is no such field; remove it, or write one of"),
     # Types and bounds
-    (without("maxReplicas"), "spec.maxReplicas: must be given; more pods than this are never made"),
+    (without("maxReplicas"), "spec.maxReplicas: must be given; more pods than this are never created"),
     (job(maxReplicas="3"), 'spec.maxReplicas: "3" is a text and not a whole number; write it without quotes'),
     (job(maxReplicas=0), "spec.maxReplicas: 0 is too small; the smallest number possible is 1"),
     (job(image=""), "spec.image: must not be empty"),
@@ -290,7 +290,7 @@ REFUSED: list[tuple[Any, str]] = [
     (job(args=[None]), "spec.args[0]: nothing is given; a text is expected"),
     (job(env=[{"name": "A", "value": True}]), "spec.env[0].value: true is not a text; write it in quotes"),
     (job(env=[{"value": "x"}]), "spec.env[0].name: this field is missing; it must be given"),
-    (job(env=[{"name": "A"}, {"name": "A"}]), 'spec.env[1]: name "A" stands in this list already; remove one of the'),
+    (job(env=[{"name": "A"}, {"name": "A"}]), 'spec.env[1]: name "A" is in this list already; remove one of the'),
     (
         job(etcd={"resources": {"limits": {"cpu": 0.5}}}),
         "spec.etcd.resources.limits.cpu: 0.5 is not … write it in quo",
@@ -310,25 +310,31 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         job(replicas=4),
-        "spec.replicas: must lie between minReplicas and maxReplicas; … (replicas is 4, minReplicas is 1, maxReplicas",
+        "spec.replicas: must be between minReplicas and maxReplicas; … (replicas is 4, minReplicas is 1, maxReplicas",
     ),
-    (job(replicas=0), "spec.replicas: must lie between minReplicas and maxReplicas"),
+    (job(replicas=0), "spec.replicas: must be between minReplicas and maxReplicas"),
     (without("image"), "spec.image: must be given: the image that has the program and the agent"),
     (without("args"), "spec.args: must be given: the program and its arguments"),
     (job(args=[]), "spec.args: must be given: the program and its arguments"),
     (job(env=[{"name": "1A"}]), 'spec.env[0].name: must consist of … (name is "1A")'),
-    (job(env=[{"name": "A", "value": "x", "valueFrom": {"fieldRef": {}}}]), "spec.env[0].value: must not stand beside"),
+    (
+        job(env=[{"name": "A", "value": "x", "valueFrom": {"fieldRef": {}}}]),
+        "spec.env[0].value: cannot be combined with",
+    ),
     (job(nprocPerNode="tpu"), 'spec.nprocPerNode: must be a number from 1 to 4096 … (it is "tpu")'),
     (job(nprocPerNode=0), "spec.nprocPerNode: must be a number from 1 to 4096 … (it is 0)"),
     (
         job(etcd={"endpoint": "a:1", "image": "b"}),
-        "spec.etcd.endpoint: must not stand beside image, resources or storage",
+        "spec.etcd.endpoint: cannot be combined with image, resources",
     ),
-    (job(etcd={"endpoint": "a:1", "storage": {"x": 1}}), "spec.etcd.endpoint: must not stand beside image, resources"),
+    (job(etcd={"endpoint": "a:1", "storage": {"x": 1}}), "spec.etcd.endpoint: cannot be combined with image"),
     (job(etcd={"endpoint": "a b"}), "spec.etcd.endpoint: must be host:port"),
     (job(etcd={"endpoint": ""}), "spec.etcd.endpoint: must be host:port"),
-    (job(etcd={"tlsSecret": "s"}), "spec.etcd.tlsSecret: is of an endpoint that begins with https:// alone"),
-    (job(etcd={"endpoint": "http://a", "tlsSecret": "s"}), "spec.etcd.tlsSecret: is of an endpoint that begins with"),
+    (job(etcd={"tlsSecret": "s"}), "spec.etcd.tlsSecret: applies only to an endpoint that begins with https://"),
+    (
+        job(etcd={"endpoint": "http://a", "tlsSecret": "s"}),
+        "spec.etcd.tlsSecret: applies only to an endpoint that begins",
+    ),
     # The life of the job
     (job(managedBy="kueue"), "spec.managedBy: must be a domain, a slash and a name, such as kueue.x-k8s.io/multikueue"),
     (
@@ -342,48 +348,54 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         rule(onExitCodes={"operator": "In", "values": [1]}, excludeNode=True),
-        "spec.failurePolicy.rules[0].excludeNode: cannot stand beside onExitCodes: a worker that fails is started",
+        "spec.failurePolicy.rules[0].excludeNode: cannot be combined with onExitCodes: a worker that fails is started",
     ),
     (
         rule(onExitCodes={"operator": "In", "values": [3, 3]}),
-        "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 stands in this list already; remove one of the two",
+        "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 is in this list already; remove one of the two",
     ),
-    (job(schedulingPolicy={"queue": "q"}), "spec.schedulingPolicy.queue: is of Volcano's PodGroup alone"),
+    (job(schedulingPolicy={"queue": "q"}), "spec.schedulingPolicy.queue: applies only to Volcano's PodGroup"),
     (
         job(schedulingPolicy={"gang": "SchedulerPlugins", "queue": "q"}),
-        "spec.schedulingPolicy.queue: is of Volcano's PodGroup alone; set gang to Volcano, or remove it",
+        "spec.schedulingPolicy.queue: applies only to Volcano's PodGroup; set gang to Volcano, or remove it",
     ),
     (
         job(rendezvous={"ports": {"first": 2000, "last": 2014}}),
-        "spec.rendezvous.ports.last: must lie at least 15 above first: … (last is 2014, first is 2000)",
+        "spec.rendezvous.ports.last: must be at least 15 above first: … (last is 2014, first is 2000)",
     ),
     (
         {**job(), "spec": {"maxReplicas": 3, "args": ["a"], "template": {"metadata": {}}}},
         "spec.image: must be given: the image that has the program and the agent (or a template whose container named",
     ),
     # Manifests of the first controller
-    (job(**ARCHIVED), "spec.replicaSpecs: is of manifests of the first controller, and must not stand beside image"),
+    (
+        job(**ARCHIVED),
+        "spec.replicaSpecs: belongs to manifests of the first controller and cannot be combined with image",
+    ),
     (
         job(rdzvEndpoint="etcd:2379"),
-        "spec.rdzvEndpoint: is of manifests of the first controller, … write etcd.endpoint",
+        "spec.rdzvEndpoint: belongs to manifests of the first controller, … write etcd.endpoint",
     ),
-    (job(RunPolicy={"backoffLimit": 3}), "spec.RunPolicy: is of manifests of the first controller, which have replica"),
+    (
+        job(RunPolicy={"backoffLimit": 3}),
+        "spec.RunPolicy: belongs to manifests of the first controller, which have replica",
+    ),
     (
         archived(rdzvEndpoint="etcd:2379", etcd={"image": "i"}),
-        "spec.rdzvEndpoint: must not stand beside etcd, which says the same; remove one of the two",
+        "spec.rdzvEndpoint: cannot be combined with etcd, which says the same; remove one of the two",
     ),
     (archived(rdzvEndpoint="<your_etcd_endpoint>:<your_etcd_port>"), "spec.rdzvEndpoint: must be host:port, such as"),
     (
         archived(minReplicas=3, maxReplicas=4),
-        "spec.replicaSpecs.Worker.replicas: must lie between minReplicas and maxReplicas; change it, or move",
+        "spec.replicaSpecs.Worker.replicas: must be between minReplicas and maxReplicas; change it, or move",
     ),
     (
         fixed(minReplicas=3),
-        "spec.minReplicas: must not be larger than replicaSpecs.Worker.replicas, which is the upper bound too where",
+        "spec.minReplicas: must not be larger than replicaSpecs.Worker.replicas, which is also the upper bound",
     ),
     (
         fixed(replicas=3),
-        "spec.replicas: must not be larger than replicaSpecs.Worker.replicas, which is the upper bound too where",
+        "spec.replicas: must not be larger than replicaSpecs.Worker.replicas, which is also the upper bound",
     ),
 ]
 

@@ -261,7 +261,7 @@ async def test_a_rejected_disruption_budget_that_the_status_has_is_not_reported_
 ) -> None:
     no = 'admission webhook "x.example.org" denied the request: no budgets here'
     known = {"type": "DisruptionBudgetFailed", "status": "True", "reason": "BudgetRejected", "lastTransitionTime": MADE}
-    why = f"the disruption budget of the job cannot be made for now: {no}"
+    why = f"the disruption budget of the job cannot be created for now: {no}"
     cluster.server.put(ELASTIC_JOBS, NAME, status={"conditions": [{**known, "message": why}]})
     cluster.server.fault = failing("POST", DISRUPTION_BUDGETS, 403, f"{no}{end}", times=inf)
     cluster.add_job(disruptionBudget=True)

@@ -104,7 +104,7 @@ def test_a_change_that_an_api_server_would_refuse_is_refused_with_its_line(file:
     live.status = JobStatus(state=JobState.RUNNING, replicas=2)
     for change, sentence in (
         ({"nprocPerNode": 2}, "spec.nprocPerNode: cannot be changed, set or removed while the job runs"),
-        ({"replicas": 9}, "spec.replicas: must lie between minReplicas and maxReplicas"),
+        ({"replicas": 9}, "spec.replicas: must be between minReplicas and maxReplicas"),
         ({"etcd": {"endpoint": "a:1"}}, "spec.etcd.endpoint: cannot be"),
     ):
         with pytest.raises(BadInput, match=rf"digits.yaml:\d+: {sentence}"):

@@ -120,7 +120,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     (
         "a binary file",
         b"\x7fELF\x02\x01\x01\x00\x00",
-        "job.yaml:1: is not YAML: the character U+007F cannot stand there",
+        "job.yaml:1: is not YAML: the character U+007F is not allowed here",
     ),
     ("a tab", "spec:\n\timage: a\n", "job.yaml:2:1: is not YAML: a tab cannot indent; write spaces"),
     ("an open bracket", "spec: [a\n", "job.yaml:2:1: is not YAML: while parsing a flow sequence expected ',' or ']'"),
@@ -133,12 +133,12 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     (
         "a key twice",
         f"{HEAD}kind: Pod\n",
-        "job.yaml:4: kind stands here for the second time (before: line 2); remove one",
+        "job.yaml:4: kind is given twice (first in line 2); remove one",
     ),
     (
         "a key twice, further in",
         f"{HEAD}{SPEC}  env:\n  - name: A\n    name: B\n",
-        "job.yaml:9: name stands here for the second time (before: line 8); remove one of the two",
+        "job.yaml:9: name is given twice (first in line 8); remove one of the two",
     ),
     (
         "a list as a key",

@@ -383,11 +383,11 @@ def test_blocked_pods_are_reported_once() -> None:
     made = plan(job, world, NOW)
     waiting, degraded = (condition(made.status, kind) for kind in (ConditionType.WAITING, ConditionType.DEGRADED))
 
-    hindered = f"{pod_name(NAME, UID, 1, '')} cannot be made for now: exceeded quota: pods"
+    hindered = f"{pod_name(NAME, UID, 1, '')} cannot be created for now: exceeded quota: pods"
     assert waiting.message == f"1 of at least 2 pods is ready; {hindered}"
     assert degraded.message == f"1 of 2 pods ready; {hindered}"
     assert waiting.reason == degraded.reason == Reason.RESOURCES_BLOCKED
-    assert told(made) == {EventReason.RESOURCES_BLOCKED: "pods cannot be made for now: exceeded quota: pods"}
+    assert told(made) == {EventReason.RESOURCES_BLOCKED: "pods cannot be created for now: exceeded quota: pods"}
     assert made.status.replicas == 1
 
     again = plan(replace(job, status=made.status), replace(world, blocked="exceeded quota: pods, again"), NOW)
@@ -402,7 +402,7 @@ def test_blocked_etcd_is_reported_although_all_pods_exist() -> None:
     world = replace(a_world(unready(0), unready(1), blocked=quota, store_read=False), etcd=EtcdState.STARTING)
     made = plan(job, world, NOW)
 
-    hindered = f"not all that the job needs can be made for now: {quota.rstrip('.')}"
+    hindered = f"not all that the job needs can be created for now: {quota.rstrip('.')}"
     waiting = condition(made.status, ConditionType.WAITING)
     assert waiting.reason == Reason.RESOURCES_BLOCKED
     assert waiting.message.endswith(f"; {hindered}")
@@ -465,11 +465,11 @@ def test_rejected_pods_are_reported_once() -> None:
     words = "Pod is invalid: spec.volumes: no such volume"
     assert (invalid.status, invalid.reason, invalid.message) == (True, Reason.REFUSED, words)
     assert condition(made.status, ConditionType.DEGRADED).message == (
-        "1 of 2 pods ready; no more pods are made of this spec, which the cluster refuses"
+        "1 of 2 pods ready; no more pods are created from this spec, which the cluster rejects"
     )
     assert told(made) == {
         EventReason.POD_DIED: f"{died(1).name} was killed by SIGKILL",
-        EventReason.REFUSED: f"the spec cannot be honoured, and no pod is made of it: {words}",
+        EventReason.REFUSED: f"the spec cannot be honoured, and no pod is created from it: {words}",
     }
     assert made.status is not None
     same = plan(replace(TRAINED, status=made.status), a_world(running(0), died(1), rejected=f"{words}."), NOW)
@@ -519,7 +519,7 @@ def test_invalid_spec_is_reported_until_it_is_corrected() -> None:
     assert (invalid.status, invalid.reason) == (True, Reason.SPEC_INVALID)
     assert "PET_NNODES" in invalid.message
     waiting = condition(made.status, ConditionType.WAITING).message
-    assert waiting == f"0 of at least 1 pod are ready; no pod is made of this spec: {invalid.message}"
+    assert waiting == f"0 of at least 1 pod are ready; no pod is created from this spec: {invalid.message}"
 
     assert made.status is not None
     mended = plan(replace(a_job(), status=made.status), a_world(store_read=False), NOW)
@@ -635,6 +635,6 @@ def test_later_round_is_not_reported_as_the_failure() -> None:
 def test_round_without_members_is_a_pause() -> None:
     made = plan(TRAINED, a_world(running(0), running(1), round=a_round(number=2, cause="digits-1 died")), NOW)
 
-    assert told(made) == {EventReason.PAUSED: "nobody trains now: digits-1 died"}
+    assert told(made) == {EventReason.PAUSED: "no pod trains now: digits-1 died"}
     assert made.status.state is JobState.WAITING
     assert condition(made.status, ConditionType.RUNNING).message == "digits-1 died"

@@ -69,7 +69,7 @@ def test_suspension_is_reported_step_by_step() -> None:
     job = with_spec_applied(a_job(suspend=True), active=NOW - 60, replicas=2)
     stopping = plan(job, a_world(running(0), running(1)), NOW)
     first = condition(stopping.status, ConditionType.SUSPENDED)
-    assert (first.status, first.reason, first.message) == (False, Reason.STOPPING, "the pods are on their way out")
+    assert (first.status, first.reason, first.message) == (False, Reason.STOPPING, "the pods are terminating")
     assert told(stopping) == {EventReason.SUSPENDED: "suspended: its pods are asked to leave"}
     assert (stopping.status.replicas, stopping.status.ready_replicas, stopping.status.active) == (0, 0, None)
     assert stopping.status.desired == 0
@@ -406,6 +406,6 @@ def test_forbidden_store_and_enough_pods_count_as_running() -> None:
 
     assert (status.state, status.started, status.world_size) == (JobState.RUNNING, NOW, 0)
     known = condition(status, ConditionType.RUNNING)
-    assert (known.status, known.message) == (True, "enough pods are there; the rest only they know")
+    assert (known.status, known.message) == (True, "enough pods are ready; they know the round")
     unreachable = condition(status, ConditionType.STORE_UNREACHABLE)
     assert (unreachable.status, unreachable.reason) == (True, Reason.NOT_ALLOWED)

@@ -93,11 +93,11 @@ def suspended_conditions(
     before = snapshot.job.status
     no: Value = (False, Reason.SUSPENDED, "")
     if stopping:
-        suspended: Value = (False, Reason.STOPPING, "the pods are on their way out")
+        suspended: Value = (False, Reason.STOPPING, "the pods are terminating")
     elif unread:
         suspended = (False, Reason.STORE_UNREADABLE, _UNKNOWN)
     else:
-        suspended = (True, Reason.SUSPENDED, "no pod is made until spec.suspend is false again")
+        suspended = (True, Reason.SUSPENDED, "no pod is created until spec.suspend is false again")
     why = _clauses(_UNKNOWN, _why_unread(snapshot.observed))
     values: dict[str, Value] = {
         ConditionType.RUNNING: no,
@@ -182,7 +182,11 @@ def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missin
 def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
     if status.state is JobState.RUNNING:
         known = f"round {status.round} with world size {status.world_size}"
-        return (True, Reason.TRAINING, known if status.world_size else "enough pods are there; the rest only they know")
+        return (
+            True,
+            Reason.TRAINING,
+            known if status.world_size else "enough pods are ready; they know the round",
+        )
     waits, reason, _ = waiting
     if waits:
         return (False, Reason.NOT_STARTED if status.started is None else reason, "")
@@ -228,10 +232,10 @@ def _missing(snapshot: Snapshot, effect: SpecInEffect, planned: PlannedPods) -> 
         starting += [(pod.index, pod.name, "") for pod in planned.created]
     elif planned.created:
         names = listed([pod.name for pod in planned.created])
-        parts.append(f"{names} cannot be made for now: {clause(blocked)}")
+        parts.append(f"{names} cannot be created for now: {clause(blocked)}")
     parts += _not_ready(starting)
     if blocked is not None and not planned.created:
-        parts.append(f"not all that the job needs can be made for now: {clause(blocked)}")
+        parts.append(f"not all that the job needs can be created for now: {clause(blocked)}")
     waits = [
         f"{hostname(snapshot.job.name, slot.index)} {_history(slot)} and is started again at {rfc3339(slot.due)}"
         for slot in planned.slots
@@ -241,9 +245,9 @@ def _missing(snapshot: Snapshot, effect: SpecInEffect, planned: PlannedPods) -> 
     if planned.held:
         parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
     if effect.problem is not None:
-        parts.append(f"no pod is made of this spec: {clause(effect.problem)}")
+        parts.append(f"no pod is created from this spec: {clause(effect.problem)}")
     elif snapshot.observed.rejected is not None:
-        parts.append("no more pods are made of this spec, which the cluster refuses")
+        parts.append("no more pods are created from this spec, which the cluster rejects")
     return _clauses(*parts)
 
 
@@ -350,7 +354,7 @@ def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
         yield JobEvent(EventReason.RESOURCES_BLOCKED, budget, warning=True)
     if blocked is not None and _is_blocked(status) and not _is_blocked(before):
         what = "pods cannot" if status.replicas < status.desired else "not all that the job needs can"
-        message = f"{what} be made for now: {clause(blocked)}"
+        message = f"{what} be created for now: {clause(blocked)}"
         yield JobEvent(EventReason.RESOURCES_BLOCKED, message, warning=True)
     unreachable = news.get(ConditionType.STORE_UNREACHABLE)
     if unreachable is not None and not before.holds(ConditionType.STORE_UNREACHABLE):
@@ -360,7 +364,7 @@ def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
 
 def _spec_rejected(news: Mapping[str, str]) -> Iterator[JobEvent]:
     if (problem := news.get(ConditionType.INVALID)) is not None:
-        message = f"the spec cannot be honoured, and no pod is made of it: {problem}"
+        message = f"the spec cannot be honoured, and no pod is created from it: {problem}"
         yield JobEvent(EventReason.REFUSED, message, warning=True)
 
 
@@ -385,7 +389,7 @@ def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
     if charged and not failed and round.failure is not None:
         yield JobEvent(EventReason.WORKER_FAILED, worker_failure(round.failure), warning=True)
     if not round.members:
-        message = f"nobody trains now: {round.cause or 'too few nodes are there'}"
+        message = f"no pod trains now: {round.cause or 'too few nodes are there'}"
         yield JobEvent(EventReason.PAUSED, message, warning=True)
     elif before.started is None:
         pods = count(len(round.members), "pod")

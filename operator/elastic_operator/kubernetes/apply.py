@@ -337,7 +337,7 @@ class Applier:
                     raise ClusterError(f"the disruption budget of the job could not be made: {error}") from None
                 if not isinstance(error, Rejected | Blocked):
                     raise
-                self._pdb_failed(record, f"the disruption budget of the job cannot be made for now: {error}")
+                self._pdb_failed(record, f"the disruption budget of the job cannot be created for now: {error}")
                 return
         record.pdb.succeed()
         if record.pdb_error is not None:
@@ -430,7 +430,7 @@ class Applier:
 
 def _block(record: JobRecord, why: str) -> None:
     if why != record.creates.blocked:
-        _log.warning("%s: pods cannot be made for now: %s", record.key, why)
+        _log.warning("%s: pods cannot be created for now: %s", record.key, why)
     record.creates.block(why)
     record.requeue_after(0.0)  # for another plan, and with it the next try
 

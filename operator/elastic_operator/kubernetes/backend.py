@@ -289,7 +289,7 @@ class KubernetesBackend:
             record.etcd_startup = _etcd_diagnosis()
             return None
         if etcd.blocked is not None:
-            return f"its etcd does not serve yet: its pod cannot be made for now: {etcd.blocked}"
+            return f"its etcd does not serve yet: its pod cannot be created for now: {etcd.blocked}"
         startup = record.etcd_startup
         if startup.is_due():
             try:

@@ -30,7 +30,7 @@ _OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object", "x-kuber
 _NAME: Final = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NAME_WORDS: Final = (
     "at most 63 letters, digits and -_. that begin and end with a letter or digit; "
-    "in a key, a DNS name and a slash may stand before them"
+    "in a key, a DNS name and a slash may precede them"
 )
 
 

@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
             if key in lines:
                 raise self.bad_input(
                     key_node,
-                    f"{key} stands here for the second time (before: line {lines[key]}); remove one of the two",
+                    f"{key} is given twice (first in line {lines[key]}); remove one of the two",
                 )
             lines[key] = line
         self.flatten_mapping(node)
@@ -167,7 +167,7 @@ def parse(text: str, path: Path) -> Manifest:
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = f"U+{ord(text[error.position]):04X}"
-        raise BadInput(f"{path}:{line}: is not YAML: the character {character} cannot stand there") from None
+        raise BadInput(f"{path}:{line}: is not YAML: the character {character} is not allowed here") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path

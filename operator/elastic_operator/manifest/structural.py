@@ -101,7 +101,7 @@ def _unique(_: object, keys: object, items: object, _schema: object) -> _Errors:
             continue
         if (exactly := json.dumps(identity)) in seen:
             words = ", ".join(f"{key} {shown(part)}".lstrip() for key, part in identity.items())
-            yield ValidationError(f"{words} stands in this list already; remove one of the two", path=[index])
+            yield ValidationError(f"{words} is in this list already; remove one of the two", path=[index])
         seen.add(exactly)
 
 
