@@ -171,6 +171,8 @@ class Pending:
     snapshot: Membership
     decision: Decision
     state: Versioned[StateRecord]
+    registered: frozenset[str]
+    """The live nodes that had a key when it was made."""
 
 
 def about(fit: Callable[[Node], bool], **strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
@@ -561,7 +563,8 @@ class Run(RuleBasedStateMachine):
             decision = Hold()  # the leader checks in the store that it still leads
         if isinstance(decision, EndRun):
             self.check_outcome(decision.record, snapshot)
-        return Pending(name, snapshot, decision, run.state)
+        registered = frozenset(name for name, node in self.nodes.items() if node.alive and node.key)
+        return Pending(name, snapshot, decision, run.state, registered)
 
     def commit(self, pending: Pending) -> bool:
         """Carry out a decision, perhaps long after it was made; return whether that changed the store."""
@@ -575,7 +578,7 @@ class Run(RuleBasedStateMachine):
                 state = StateRecord(new)
                 revision = self.store.compare_and_swap(KEYS.state, encode(state), pending.state.modified)
                 if revision is not None:
-                    self.check_round(new, snapshot)
+                    self.check_round(new, pending)
                     self.committed.append(new)
                     run.note(KEYS.state, state, revision)
                     self.note_round(name)
@@ -599,13 +602,14 @@ class Run(RuleBasedStateMachine):
 
     # -- invariants
 
-    def check_round(self, new: RoundRecord, snapshot: Membership) -> None:
+    def check_round(self, new: RoundRecord, pending: Pending) -> None:
+        snapshot = pending.snapshot
         if new == snapshot.remembered:
             return  # restored to a store that lost it
         rounds = [node.known_round for node in self.nodes.values() if node.alive] + [snapshot.round]
         known = max((round.number for round in rounds if round is not None), default=0)
         self.committed = [round for round in self.committed if round.number <= known]  # no node knows the others
-        self.check_number(new)
+        self.check_number(new, pending.registered)
         assert snapshot.outcome is None
         assert len(set(new.nodes)) == len(new.nodes)
         assert not new.members or snapshot.size.min <= len(new.members) <= snapshot.size.max
@@ -663,12 +667,12 @@ class Run(RuleBasedStateMachine):
         node = self.nodes[name]
         return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
 
-    def check_number(self, new: RoundRecord) -> None:
-        """A number is not reused while a node knows its round."""
+    def check_number(self, new: RoundRecord, registered: frozenset[str]) -> None:
+        """A number is not reused while a node knows its round, unless the node returns during the commit."""
         for name, node in self.nodes.items():
-            assert not (node.alive and node.key) or node.known_round is None or node.known_round.number < new.number, (
-                name
-            )
+            if node.alive and node.key and node.known_round is not None and node.known_round.number >= new.number:
+                assert name not in registered, name
+                assert name not in new.nodes, name
 
     def check_neighbours(self, new: RoundRecord, snapshot: Membership) -> None:
         """A new node is next to a node with its topology key, if the round has one."""
