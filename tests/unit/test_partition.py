@@ -12,6 +12,7 @@ from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
 from tests.support.views import SETTINGS
 from torchelastic.protocol import NodePhase
 from torchelastic.rendezvous.node import watch_for_partition
+from torchelastic.rendezvous.peer_connection import Verdict
 from torchelastic.rendezvous.run_state import RunStateWatch
 from torchelastic.store import MemoryStore
 
@@ -89,3 +90,30 @@ async def test_a_node_is_partitioned_after_repeated_probes_without_an_answer(ans
     await asyncio.gather(watching, return_exceptions=True)
     assert seen.is_set() == partitioned
     assert set(probes) == {LEASE}
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_leader_without_the_store_asks_all_its_peers_at_once(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=600.0) as meeting:
+        nodes = [await meeting.node(name, wanted=3) for name in "abc"]
+        round = await all_with(*nodes)
+        (leader,) = [node for node in nodes if node.inner.is_leader]
+        mute, other = [node.inner.node for node in nodes if node is not leader]
+        asked = set()
+        both = asyncio.Event()
+
+        async def probe(_address: str, *, peer: str, **_: object) -> Verdict:
+            asked.add(peer)
+            if len(asked) == 2:
+                both.set()
+            if peer == mute:
+                await (asyncio.Event() if answers else both).wait()
+            return Verdict.ALIVE if answers else Verdict.SILENT
+
+        monkeypatch.setattr("torchelastic.rendezvous.leader.probe", probe)
+        clients.reach(False)
+        assert await leader.inner.is_current(round.number, timeout=PATIENCE) == answers
+        assert asked == {mute, other}

@@ -42,16 +42,12 @@ def given(decision: Decision) -> NoticeRecord:
     return decision.record
 
 
-def test_a_departure_gives_notice_to_workers_that_asked() -> None:
-    here = (trains("a", notice=5.0), leaves("b", notice=20.0))
+@pytest.mark.parametrize(("asked", "given_seconds"), [(5.0, 20.0), (500.0, SETTINGS.notice)])
+def test_a_departure_gives_the_longest_notice_up_to_the_limit_of_the_run(asked: float, given_seconds: float) -> None:
+    here = (trains("a", notice=asked), leaves("b", notice=20.0))
     notice = given(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
-    assert notice == NoticeRecord(round=1, serial=1, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
-
-
-def test_a_notice_is_no_longer_than_the_run_allows() -> None:
-    here = (trains("a", notice=500.0), leaves("b", notice=0.0))
-    notice = given(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
-    assert notice.seconds == SETTINGS.notice
+    expected = NoticeRecord(round=1, serial=1, seconds=given_seconds, reason=RoundReason.NODE_LEFT, cause="b left")
+    assert notice == expected
 
 
 def test_a_resize_gives_notice_to_workers_that_asked() -> None:
@@ -72,27 +68,18 @@ def test_a_resize_gives_notice_to_workers_that_asked() -> None:
 )
 def test_without_a_request_the_round_changes_at_once(who: Peer) -> None:
     here = (who, leaves("b", notice=0.0, store=40001))
-    situation = snapshot(*here, wanted=1, round=round(1, "a", "b"))
-    decision = plan(situation, SETTINGS)
-    assert not isinstance(decision, GiveNotice)
+    assert not isinstance(plan(snapshot(*here, wanted=1, round=round(1, "a", "b")), SETTINGS), GiveNotice)
 
 
-def test_the_change_waits_for_the_last_answer() -> None:
-    waiting = plan(noticed(trains("a", saved=4), leaves("b", saved=3), wanted=2), SETTINGS)
-    assert isinstance(waiting, Hold)
-    assert waiting.until == 120.0
-    assert waiting.why == "b left: the workers have 20 s to save before the round changes"
+def test_the_change_waits_for_the_last_answer_or_the_deadline() -> None:
+    here = (trains("a", saved=4), leaves("b", saved=3))
+    why = "b left: the workers have 20 s to save before the round changes"
+    assert plan(noticed(*here, wanted=2), SETTINGS) == Hold(120.0, why)
+    assert formed(next_round(noticed(*here, wanted=2, now=120.0))) == (2, ["a"])
     answered = noticed(trains("a", saved=4), leaves("b", saved=4), wanted=2)
     assert formed(next_round(answered)) == (2, ["a"])
-
-
-def test_the_change_waits_for_the_answer_of_a_silent_member() -> None:
-    away = noticed(trains("a", saved=4), peer("c"), wanted=1, going=("a",), silent=frozenset({node_id("b")}))
-    assert isinstance(plan(away, SETTINGS), Hold)
-
-
-def test_the_change_happens_at_the_deadline_without_an_answer() -> None:
-    assert formed(next_round(noticed(trains("a"), leaves("b"), wanted=2, now=120.0))) == (2, ["a"])
+    silent = noticed(trains("a", saved=4), peer("c"), wanted=1, going=("a",), silent={node_id("b"): peer("b")})
+    assert isinstance(plan(silent, SETTINGS), Hold)
 
 
 def test_a_node_that_joins_during_a_notice_is_in_the_next_round_and_does_not_extend_it() -> None:

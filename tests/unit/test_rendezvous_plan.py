@@ -231,25 +231,27 @@ def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> N
     assert decision.message == f"no more nodes came within 600 s: {why}"
 
 
-def test_after_a_pause_without_its_nodes_a_run_starts_with_a_full_budget_unless_its_id_is_unique() -> None:
+def test_a_run_without_its_nodes_starts_again_with_a_full_budget_unless_its_id_is_unique() -> None:
     here = (peer("c", joined=70, arrived=50.0, round=2), peer("d", joined=71, arrived=50.0, round=2))
     paused = snapshot(*here, low=2, wanted=3, now=55.0, round=round(2, restarts=9), since=60, changed_at=49.0)
     assert "last call" in held(plan(paused, SETTINGS)).why
     decision = next_round(dataclasses.replace(paused, now=60.0))
     assert (members(decision), decision.restarts) == (("c", "d"), 0)
-    unique = next_round(dataclasses.replace(paused, now=60.0), dataclasses.replace(SETTINGS, unique_run=True))
-    assert unique.restarts == 9
+    unique = dataclasses.replace(SETTINGS, unique_run=True)
+    assert next_round(dataclasses.replace(paused, now=60.0), unique).restarts == 9
+    lost = snapshot(peer("n", round=4), wanted=1, round=round(4, "a", restarts=7, early_failures=2))
+    for settings, restarts in ((SETTINGS, 0), (unique, 7)):
+        decision = next_round(lost, settings)
+        assert (decision.number, decision.restarts, decision.early_failures) == (5, restarts, 0)
 
 
-def test_a_failure_is_charged_and_the_same_nodes_continue() -> None:
-    here = (
-        peer("a", round=1),
-        peer("b", round=1, failure=failure("b", rank=1, message="ValueError: bad"), failed_at=9),
-    )
+@pytest.mark.parametrize("reporter", ["a", "b"])
+def test_a_failure_is_charged_and_named_whichever_node_reports_it(reporter: str) -> None:
+    broken = failure("b", rank=1, message="ValueError: bad")
+    here = [peer(name, round=1, failure=broken if name == reporter else None, failed_at=9) for name in "ab"]
     decision = next_round(snapshot(*here, wanted=2, round=round(1, "a", "b", restarts=3), failed_since=0.0))
-    assert members(decision) == ("a", "b")
-    assert decision.restarts == 4
-    assert decision.cause == "rank 1 on b: ValueError: bad"
+    assert (members(decision), decision.restarts) == (("a", "b"), 4)
+    assert (decision.cause, decision.failure) == ("rank 1 on b: ValueError: bad", broken)
 
 
 def test_a_communication_failure_waits_briefly_for_its_cause() -> None:
@@ -274,34 +276,22 @@ def test_a_run_without_restarts_left_fails_with_the_root_cause() -> None:
     assert decision.failure is not None
 
 
-def test_a_crash_loop_ends_the_run_early() -> None:
-    here = (peer("a", round=3, failure=failure("a", number=3, uptime=0.4, message="ImportError: x")),)
-    decision = outcome_of(
-        snapshot(*here, wanted=1, round=round(3, "a", restarts=2, early_failures=2), failed_since=0.0), SETTINGS
-    )
-    assert decision.message == (
+def crashed(early_failures: int, *, uptime: float = 0.4, free: bool = False) -> Membership:
+    """A worker failed after some seconds, and after some early failures in a row."""
+    broken = failure("a", number=3, uptime=uptime, message="ImportError: x", free=free)
+    before = round(3, "a", restarts=2, early_failures=early_failures)
+    return snapshot(peer("a", round=3, failure=broken), wanted=1, round=before, failed_since=0.0)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_a_crash_loop_ends_the_run_early(free: bool) -> None:
+    assert outcome_of(crashed(2, free=free)).message == (
         "rank 0 on a: ImportError: x; its workers failed 3 times in a row within 10 s of their start"
     )
-
-
-def test_a_failure_after_a_healthy_time_resets_the_count_of_early_failures() -> None:
-    here = (peer("a", round=3, failure=failure("a", number=3, uptime=11.0)),)
-    decision = next_round(
-        snapshot(*here, wanted=1, round=round(3, "a", restarts=2, early_failures=2), failed_since=0.0)
-    )
-    assert (decision.early_failures, decision.restarts) == (0, 3)
-
-
-def test_uncharged_early_failures_end_the_run_too() -> None:
-    early = failure("a", number=3, uptime=0.4, message="exit code 75", free=True)
-    standing = round(3, "a", uncharged_restarts=2, early_failures=1)
-    situation = snapshot(peer("a", round=3, failure=early), wanted=1, round=standing, failed_since=0.0)
-    decision = next_round(situation)
-    assert (decision.early_failures, decision.uncharged_restarts) == (2, 3)
-    again = round(3, "a", uncharged_restarts=2, early_failures=2)
-    assert outcome_of(dataclasses.replace(situation, round=again)).message == (
-        "rank 0 on a: exit code 75; its workers failed 3 times in a row within 10 s of their start"
-    )
+    after_training = next_round(crashed(2, uptime=11.0, free=free))
+    assert (after_training.early_failures, after_training.restarts) == (0, 2 if free else 3)
+    again = next_round(crashed(1, free=free))
+    assert (again.early_failures, again.uncharged_restarts) == (2, 1 if free else 0)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -395,23 +385,10 @@ def test_a_pause_and_the_round_after_it_count_once() -> None:
     lost = snapshot(peer("a", round=4), wanted=2, low=2, round=round(4, "a", "b", uncharged_restarts=1))
     assert uncharged_after(lost) == 1
     here = (peer("a", round=5), peer("b", round=5, joined=9))
-    assert (
-        uncharged_after(
-            snapshot(
-                *here, wanted=2, low=2, since=5, round=round(5, uncharged_restarts=1, reason=RoundReason.NODE_LOST)
-            )
-        )
-        == 2
-    )
     # A failure is charged when it happens.
-    assert (
-        uncharged_after(
-            snapshot(
-                *here, wanted=2, low=2, since=5, round=round(5, uncharged_restarts=1, reason=RoundReason.WORKER_FAILED)
-            )
-        )
-        == 1
-    )
+    for reason, count in ((RoundReason.NODE_LOST, 2), (RoundReason.WORKER_FAILED, 1)):
+        paused = round(5, uncharged_restarts=1, reason=reason)
+        assert uncharged_after(snapshot(*here, wanted=2, low=2, since=5, round=paused)) == count
 
 
 def test_a_resumed_run_continues_from_its_resume_record() -> None:
@@ -476,17 +453,7 @@ def test_a_leader_gives_way_once_to_nodes_that_know_a_later_round_than_the_store
 def test_early_failures_are_forgotten_after_healthy_training() -> None:
     here = (peer("a", round=3), peer("b", joined=9, arrived=3600.0))
     healthy = snapshot(*here, wanted=2, now=3600.0, changed_at=0.0, round=round(3, "a", early_failures=2))
-    decision = next_round(healthy)
-    assert decision.early_failures == 0
-
-
-@pytest.mark.parametrize(("unique", "restarts"), [(True, 7), (False, 0)])
-def test_a_run_without_nodes_left_gets_a_full_budget_unless_its_id_is_unique(unique: bool, restarts: int) -> None:
-    settings = dataclasses.replace(SETTINGS, unique_run=unique)
-    decision = next_round(
-        snapshot(peer("n", round=4), wanted=1, round=round(4, "a", restarts=7, early_failures=2)), settings
-    )
-    assert (decision.number, decision.restarts, decision.early_failures) == (5, restarts, 0)
+    assert next_round(healthy).early_failures == 0
 
 
 def test_a_cause_with_many_nodes_or_long_texts_stays_decodable() -> None:
