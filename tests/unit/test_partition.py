@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from contextlib import suppress
 
 import pytest
 
 from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
-from tests.support.views import SETTINGS
 from torchelastic.protocol import NodePhase
-from torchelastic.rendezvous.node import watch_for_partition
 from torchelastic.rendezvous.peer_connection import Verdict
-from torchelastic.rendezvous.run_state import RunStateWatch
-from torchelastic.store import MemoryStore
 
 LEASE = 0.4
 
@@ -68,28 +62,26 @@ async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
         assert not other.partitioned
 
 
-@pytest.mark.parametrize(
-    ("answers", "partitioned"), [("nothing", True), ("the store", False), ("a peer, at the second probe", False)]
-)
-async def test_a_node_is_partitioned_after_repeated_probes_without_an_answer(answers: str, partitioned: bool) -> None:
-    store = MemoryStore()
-    store.reachable = answers == "the store"
-    run = RunStateWatch("a.1", dataclasses.replace(SETTINGS, lease=LEASE), store)
-    probes: list[float] = []
+async def test_a_node_whose_leader_answers_a_later_probe_is_not_partitioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+        await all_with(a, b)
+        member = b if a.inner.is_leader else a
+        probes = asyncio.Queue[float]()
 
-    async def reaches_a_peer(within: float) -> bool:
-        probes.append(within)
-        return answers.startswith("a peer") and len(probes) > 1
+        async def probe(_address: str, *, timeout: float, **_: object) -> Verdict:  # noqa: ASYNC109
+            probes.put_nowait(timeout)
+            return Verdict.SILENT if probes.qsize() == 1 else Verdict.ALIVE
 
-    seen = asyncio.Event()
-    watching = asyncio.create_task(watch_for_partition(run, lambda: True, reaches_a_peer, partitioned=seen.set))
-    with suppress(TimeoutError):
-        async with asyncio.timeout(PATIENCE if partitioned else 3 * LEASE):
-            await seen.wait()
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    assert seen.is_set() == partitioned
-    assert set(probes) == {LEASE}
+        monkeypatch.setattr("torchelastic.rendezvous.leader_election.probe", probe)
+        clients.reach(False)
+        async with asyncio.timeout(PATIENCE):
+            while probes.qsize() < 3:
+                await member.inner.run.changed.after(member.inner.run.changed.count, timeout=LEASE)
+        member.drain()
+        assert not member.partitioned
+        assert {probes.get_nowait() for _ in range(3)} == {LEASE}
 
 
 @pytest.mark.parametrize("answers", [True, False])

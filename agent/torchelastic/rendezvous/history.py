@@ -400,8 +400,8 @@ class HistoryWriter:
             self._written = None
         self._news.send()
 
-    async def run(self, has_read: Callable[[], None]) -> None:
-        """Read the history, call ``has_read``, then write changes until cancelled or the run is over."""
+    async def run(self) -> None:
+        """Read the history, then write changes until cancelled or the run is over."""
         backoff = Backoff()
         while not self.has_read:
             try:
@@ -410,7 +410,7 @@ class HistoryWriter:
                 if backoff.attempts == 0 and self._run.away_since is None:
                     logger.warning("cannot read the run's history; trying again: %s", error)
                 await backoff.wait()
-        has_read()
+        self._run.changed.send()
         while self._run.outcome is None:
             seen = self._news.count
             try:

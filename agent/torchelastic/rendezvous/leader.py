@@ -104,7 +104,7 @@ class Leader:
             self._tasks = tasks
             tasks.create_task(self._run.lasting.keep(at_once=self._run.round is None))
             tasks.create_task(self._watch_nodes())
-            tasks.create_task(self.history_writer.run(self._run.changed.send))
+            tasks.create_task(self.history_writer.run())
             tasks.create_task(self._decide())
 
     # -- watching

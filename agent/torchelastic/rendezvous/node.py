@@ -10,7 +10,7 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -26,7 +26,6 @@ from torchelastic.store.wrappers import never_refusing
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Awaitable, Callable
     from types import TracebackType
 
     from torchelastic.config.settings import PortRange, RendezvousSettings
@@ -362,11 +361,7 @@ class RendezvousNode:
             tasks.create_task(self.election.campaign())
             tasks.create_task(self.election.stay_connected())
             tasks.create_task(self._lead())
-            tasks.create_task(
-                watch_for_partition(
-                    self.run, self._trains_with_others, self._reaches_a_peer, partitioned=self._partitioned
-                )
-            )
+            tasks.create_task(self._watch_for_partition())
 
     async def _emit_events(self) -> None:
         """Emit rounds, notices, and in the end the outcome."""
@@ -443,73 +438,58 @@ class RendezvousNode:
                 self.server.observer = self.leader = None
                 await cancel(leading, replaced)
 
-    def _partitioned(self) -> None:
-        logger.warning("neither the store nor a peer can be reached: stopping the workers")
-        self.report(self.registration.record.round, phase=NodePhase.PARTITIONED)
-        self.events.put_nowait(Partitioned())
-
     def _has_peers(self) -> bool:
         return self.round is not None and self.node in self.round.nodes and len(self.round.members) > 1
-
-    def _trains_with_others(self) -> bool:
-        return self._has_peers() and self.registration.record.phase is not NodePhase.DONE
 
     async def _reaches_a_peer(self, within: float) -> bool:
         peers = self.election.reaches_leader if self.leader is None else self.leader.reaches_a_peer
         return await peers(within)
 
+    # -- partitions
 
-async def watch_for_partition(
-    run: RunStateWatch,
-    has_workers: Callable[[], bool],
-    reaches_a_peer: Callable[[float], Awaitable[bool]],
-    *,
-    partitioned: Callable[[], None],
-) -> NoReturn:
-    """Call ``partitioned`` each time that this node is partitioned; until cancelled.
+    async def _watch_for_partition(self) -> None:
+        """Stop the workers of this node each time that it is partitioned.
 
-    A node is partitioned if it has not reached the store for one lease, and then reaches neither the store nor a peer.
-    The other nodes may have formed a round without it.
-
-    Args:
-        run: the state of the run.
-        has_workers: returns whether this node trains with others now.
-        reaches_a_peer: returns whether a peer answers within a number of seconds.
-        partitioned: is called if this node is partitioned.
-    """
-    changed, lease = run.changed, run.settings.lease
-    while True:
-        seen = changed.count
-        if (away := run.away_since) is None or not has_workers():
-            await changed.after(seen)
-            continue
-        left = away + lease - asyncio.get_running_loop().time()
-        if left > 0:
-            await changed.after(seen, timeout=left)
-        elif await _reaches_any(run, reaches_a_peer, min(FINAL_PROBE_TIMEOUT, lease)):
-            await changed.after(seen, timeout=lease)
-        elif run.away_since is not None and has_workers():
-            partitioned()
-            await changed.until(lambda: run.away_since is None)
-
-
-async def _reaches_any(run: RunStateWatch, reaches_a_peer: Callable[[float], Awaitable[bool]], within: float) -> bool:
-    """Return whether a peer or the store answers in time, after repeated attempts."""
-
-    async def find_a_peer() -> None:
-        while not await reaches_a_peer(within):  # noqa: ASYNC110 - each turn is a probe
-            await asyncio.sleep(RETRY_MIN)
-
-    async def find_the_store() -> None:
+        A node is partitioned if it has not reached the store for one lease, and then reaches neither the store nor a
+        peer. The other nodes may have formed a round without it.
+        """
+        run, changed, lease = self.run, self.run.changed, self._settings.lease
         while True:
-            await asyncio.sleep(RETRY_MIN)  # usually a peer answers first
-            with suppress(StoreError):
-                await run.store.get(run.keys.leader)
-                return
+            seen = changed.count
+            if (away := run.away_since) is None or not self._trains_with_others():
+                await changed.after(seen)
+                continue
+            left = away + lease - asyncio.get_running_loop().time()
+            if left > 0:
+                await changed.after(seen, timeout=left)
+            elif await self._reaches_any(min(FINAL_PROBE_TIMEOUT, lease)):
+                await changed.after(seen, timeout=lease)
+            elif run.away_since is not None and self._trains_with_others():
+                logger.warning("neither the store nor a peer can be reached: stopping the workers")
+                self.report(self.registration.record.round, phase=NodePhase.PARTITIONED)
+                self.events.put_nowait(Partitioned())
+                await changed.until(lambda: run.away_since is None)
 
-    probes = [asyncio.create_task(probe) for probe in (find_a_peer(), find_the_store())]
-    try:
-        found, _ = await asyncio.wait(probes, timeout=within, return_when=asyncio.FIRST_COMPLETED)
-        return bool(found)
-    finally:
-        await cancel(*probes)
+    def _trains_with_others(self) -> bool:
+        return self._has_peers() and self.registration.record.phase is not NodePhase.DONE
+
+    async def _reaches_any(self, within: float) -> bool:
+        """Return whether a peer or the store answers in time, after repeated attempts."""
+
+        async def find_a_peer() -> None:
+            while not await self._reaches_a_peer(within):  # noqa: ASYNC110 - each turn is a probe
+                await asyncio.sleep(RETRY_MIN)
+
+        async def find_the_store() -> None:
+            while True:
+                await asyncio.sleep(RETRY_MIN)  # usually a peer answers first
+                with suppress(StoreError):
+                    await self.run.store.get(self.run.keys.leader)
+                    return
+
+        probes = [asyncio.create_task(probe) for probe in (find_a_peer(), find_the_store())]
+        try:
+            found, _ = await asyncio.wait(probes, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+            return bool(found)
+        finally:
+            await cancel(*probes)
