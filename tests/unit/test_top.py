@@ -115,7 +115,8 @@ def test_a_counter_that_starts_again_has_no_rate() -> None:
 
 def test_the_latest_recovery_is_known_if_it_was_observed() -> None:
     tracker = RateTracker()
-    assert tracker.update(combined(agent_page(0, recoveries=(1.0, 2))), 0.0).recoveries == {}
+    for at in (0.0, 1.0):
+        assert tracker.update(combined(agent_page(0, recoveries=(1.0, 2))), at).recoveries == {}
     rates = tracker.update(combined(agent_page(0, recoveries=(1.5, 3))), 2.0)
     assert rates.recoveries == {"worker_failed": 0.5}
 

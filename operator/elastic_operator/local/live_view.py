@@ -190,7 +190,7 @@ def _pod(pod: PodView, now: float) -> tuple[Text, ...]:
 
 def _message(pod: PodView) -> str:
     """Return the last line of a pod's termination message, if it adds to the pod's state."""
-    if pod.exit_code == 0 or (isinstance(pod.message, str) and formatting.signal_name(pod.exit_code)):
+    if pod.exit_code == 0 or (isinstance(pod.message, str) and messages.signal_name(pod.exit_code)):
         return ""
     return formatting.printed((pod.words.splitlines() or [""])[-1])
 

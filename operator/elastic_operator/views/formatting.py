@@ -9,6 +9,8 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from elastic_operator.controller.messages import signal_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -110,9 +112,12 @@ class Activity(NamedTuple):
 def activity(pod: PodView) -> Activity:
     """Return what a pod is doing."""
     if pod.over:
-        if pod.exit_code == 0 or pod.phase == "Succeeded":
+        code = pod.exit_code
+        if code == 0 or pod.phase == "Succeeded":
             return Activity("done", good=True)
-        return Activity(exit_summary(pod.exit_code), good=None if pod.exit_code in (None, _TERMINATED) else False)
+        if code is None or code == _TERMINATED:
+            return Activity("ended" if code is None else "left", good=None)
+        return Activity(signal_name(code) or f"failed ({code})", good=False)
     if pod.terminating:
         return Activity("leaving", good=None)
     if pod.phase == "Pending" or not pod.ready:
@@ -120,23 +125,6 @@ def activity(pod: PodView) -> Activity:
     if pod.ranks is None:
         return Activity("running", good=True)
     return Activity("training", good=True) if pod.ranks else Activity("joining", good=None)
-
-
-def exit_summary(exit_code: int | None) -> str:
-    """Describe an agent's exit code (128 + n for signal n) in one or two words."""
-    if exit_code is None:
-        return "ended"
-    if exit_code == _TERMINATED:
-        return "left"
-    return signal_name(exit_code) or f"failed ({exit_code})"
-
-
-def signal_name(exit_code: int | None) -> str:
-    """Return the signal of an exit code of 128 + n; empty if there is none."""
-    try:
-        return signal.Signals((exit_code or 0) - 128).name
-    except ValueError:
-        return ""
 
 
 def rank_list(ranks: Sequence[int] | None) -> str:

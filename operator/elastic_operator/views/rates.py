@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,43 +32,43 @@ class Rates:
     straggler: int | None
 
 
-class _Last(NamedTuple):
-    """A histogram at the latest reading, and the mean of the values since it last grew."""
-
-    tally: Tally
-    mean: float | None
-
-
 class RateTracker:
     """Computes rates from one reading to the next."""
 
     def __init__(self) -> None:
         self._time: float | None = None
-        self._steps: dict[tuple[str, int], _Last] = {}
-        self._recoveries: dict[str, _Last] = {}
+        self._last: dict[tuple[str, object], tuple[Tally, float | None]] = {}
+        self._recoveries: dict[str, float] = {}
         self._counters: dict[tuple[str, str], float] = {}
 
     def update(self, metrics: JobMetrics, now: float) -> Rates:
         """Take a reading of a job's metrics at a time in seconds."""
         for cause, tally in metrics.recoveries.items():
-            # Of several recoveries before the first reading, the duration of the latest is unknown.
-            unknown = self._time is None and tally.count > 1
-            self._recoveries[cause] = _Last(tally, None) if unknown else _updated(self._recoveries.get(cause), tally)
-        steps = {}
-        for each in metrics.ranks:
-            if each.steps is not None:
-                key = each.pod, each.rank
-                last = self._steps[key] = _updated(self._steps.get(key), each.steps)
-                if last.mean is not None:
-                    steps[each.rank] = last.mean
+            mean = self._mean(("recovery", cause), tally)
+            if self._time is None and tally.count > 1:  # the duration of the latest of several is unknown
+                self._last["recovery", cause] = tally, None
+            elif mean is not None:
+                self._recoveries[cause] = mean
+        means = {each.rank: self._mean((each.pod, each.rank), each.steps) for each in metrics.ranks if each.steps}
+        steps = {rank: mean for rank, mean in means.items() if mean is not None}
         rates = Rates(
             steps=steps,
-            recoveries={cause: last.mean for cause, last in self._recoveries.items() if last.mean is not None},
+            recoveries=dict(self._recoveries),
             counters=self._update_counters(metrics, now),
             straggler=_straggler(steps),
         )
         self._time = now
         return rates
+
+    def _mean(self, key: tuple[str, object], now: Tally) -> float | None:
+        """Return the mean of the values by which a histogram last grew."""
+        before, mean = self._last.get(key, (None, None))
+        if before is None or now.count < before.count:
+            mean = now.mean
+        elif now.count > before.count:
+            mean = (now.total - before.total) / (now.count - before.count)
+        self._last[key] = now, mean
+        return mean
 
     def _update_counters(self, metrics: JobMetrics, now: float) -> dict[tuple[str, str], float]:
         before = self._counters
@@ -84,14 +84,6 @@ class RateTracker:
             for key, value in self._counters.items()
             if passed > 0 and key in before and before[key] <= value
         }
-
-
-def _updated(before: _Last | None, now: Tally) -> _Last:
-    if before is None or now.count < before.tally.count:
-        return _Last(now, now.mean)
-    if now.count == before.tally.count:
-        return before
-    return _Last(now, (now.total - before.tally.total) / (now.count - before.tally.count))
 
 
 def _straggler(steps: Mapping[int, float]) -> int | None:
