@@ -24,7 +24,7 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, ApiError
 from elastic_operator.kubernetes.pod_status import ContainerState, container_states, is_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import AsyncGenerator, Callable, Iterable
 
     from elastic_operator.api.spec import Json
     from elastic_operator.client import Tell
@@ -123,12 +123,11 @@ class ClusterLogs:
         if only is not None and only not in names:
             raise NotFound(f"the job {self._name} has no pod {only}; it has {', '.join(names) or 'none'}")
         gate = asyncio.Semaphore(_CONCURRENCY)
-        reads = []
-        for pod in sorted(pods, key=_pod_name):
-            if _has_log(pod) and only in (None, _pod_name(pod)):
-                log = self._logs[pod["metadata"]["uid"]] = _Log(_pod_name(pod))
-                reads.append(self._read(log, gate, ended=_has_ended(pod), following=following))
-        await asyncio.gather(*reads)
+        async with _task_group() as reads:
+            for pod in sorted(pods, key=_pod_name):
+                if _has_log(pod) and only in (None, _pod_name(pod)):
+                    log = self._logs[_uid(pod)] = _Log(_pod_name(pod))
+                    reads.create_task(self._read(log, gate, ended=_has_ended(pod), following=following))
         started = (round for log in self._logs.values() for round in log.reader.ranks)
         self._round = max(started, default=integer(self._job, "status", "round") or 0)
 
@@ -224,29 +223,26 @@ class ClusterLogs:
     # -- following
 
     async def _follow(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as streams:
-                failures = 0
-                while not self._is_over():
-                    try:
-                        await self._look(streams)
-                        failures = 0
-                    except ClusterError as error:
-                        failures += 1
-                        if failures > _MAX_FAILURES or (isinstance(error, ApiError) and not error.transient):
-                            raise
-                    self._stream_ended.clear()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._stream_ended.wait(), POLL_INTERVAL)
-                await self._end_streams()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        failures = 0
+        async with _task_group() as streams:
+            while not self._is_over():
+                self._stream_ended.clear()
+                try:
+                    await self._look(streams)
+                    failures = 0
+                except ClusterError as error:
+                    failures += 1
+                    if failures > _MAX_FAILURES or (isinstance(error, ApiError) and not error.transient):
+                        raise
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stream_ended.wait(), POLL_INTERVAL)
+            await self._end_streams()
 
     async def _look(self, streams: asyncio.TaskGroup) -> None:
         """Follow new pods, and note which containers have ended and whether the job is over."""
         jobs, _ = await self._api.list(ELASTIC_JOBS, self._namespace, name=self._name)
         found, _ = await self._api.list(PODS, self._namespace, labels=worker_selector(self._name))
-        pods = {pod["metadata"]["uid"]: pod for pod in found if self._selector.pod in (None, _pod_name(pod))}
+        pods = {_uid(pod): pod for pod in found if self._selector.pod in (None, _pod_name(pod))}
         for uid, pod in pods.items():
             if not _has_log(pod):
                 continue
@@ -306,6 +302,16 @@ class ClusterLogs:
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 self._print_new(log, log.reader.feed(piece))
+
+
+@contextlib.asynccontextmanager
+async def _task_group() -> AsyncGenerator[asyncio.TaskGroup, None]:
+    """Open a task group that raises the first error itself, not a group of errors."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def is_finished(job: Json) -> bool:
